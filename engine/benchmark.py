@@ -1,16 +1,31 @@
-"""Measures the speed of a loaded span: the figures that announcements carry and `shoal bench` prints."""
+"""Measures the speed of a loaded span: the figures that announcements carry and `shoal bench` prints.
+
+A few blocks of random weights say what a model of their shape would reach before any of its weights are here.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 
 import torch
+from torch import Tensor
 
+from engine.budget import block_bytes, block_weights, kv_bytes_per_token, unquantised
+from engine.config import ModelConfig
 from engine.errors import CacheFull
+from engine.model.block import build_block
 from engine.model.hosted_span import HostedSpan, SessionLease, SessionRows
+from engine.model.span import SpanOptions, SpanRunner
+from engine.sources.base import block_part
+from engine.sources.grid import Grid
+from engine.training.parameters import part_weights, views
+
+_DRAWN_BYTES = 128 << 20  # of weights, more than a cache holds
+_CONTEXT, _SESSIONS, _STEPS = 128, 8, 8
 
 
 @dataclass(frozen=True)
@@ -26,19 +41,19 @@ class Throughput:
     batch8_tokens_per_s: float | None
 
 
-def measure_span(span: HostedSpan, context: int = 128, steps: int = 8, *, batch: bool = True) -> Throughput:
+def measure_span(span: HostedSpan, context: int = _CONTEXT, steps: int = _STEPS, *, batch: bool = True) -> Throughput:
     """Time a prefill of `context` tokens, then decode steps of one session and, with `batch`, of eight at once."""
     context = min(context, span.config.context_length - steps - 2)
     prefill_s, single_s = _seconds(span, 1, context, steps)
     eight_s = None
     if batch:
         with suppress(CacheFull):
-            eight_s = _seconds(span, 8, context, steps)[1]
-    return Throughput(1 / single_s, context / prefill_s, None if eight_s is None else 8 / eight_s)
+            eight_s = median(_seconds(span, _SESSIONS, context, steps)[1])
+    return Throughput(1 / median(single_s), context / prefill_s, None if eight_s is None else _SESSIONS / eight_s)
 
 
-def _seconds(span: HostedSpan, sessions: int, context: int, steps: int) -> tuple[float, float]:
-    """Return the fastest prefill of one session and the median decode step of all `sessions` after it, in seconds."""
+def _seconds(span: HostedSpan, sessions: int, context: int, steps: int) -> tuple[float, list[float]]:
+    """Return the fastest prefill of one session, and the decode steps of all `sessions` after it, in seconds."""
     leases: list[SessionLease] = []
     try:
         prefills = []
@@ -49,7 +64,7 @@ def _seconds(span: HostedSpan, sessions: int, context: int, steps: int) -> tuple
             leases[0].truncate(0)
             prefills.append(_step(span, [SessionRows(leases[0], 0, context)]))
         times = [_step(span, [SessionRows(lease, lease.length, 1) for lease in leases]) for _ in range(steps + 1)]
-        return min(prefills), median(times[1:])
+        return min(prefills), times[1:]
     finally:
         for lease in leases:
             lease.close()
@@ -62,3 +77,56 @@ def _step(span: HostedSpan, work: list[SessionRows]) -> float:
     begin = time.perf_counter()
     span.step(hidden, work)[0, 0].item()  # reading a number back waits until the device is done
     return time.perf_counter() - begin
+
+
+@dataclass(frozen=True)
+class ShapeSpeed:
+    """Speeds of a device with blocks of one shape."""
+
+    reading_bytes_per_s: float  # of weights and cache, for one token
+    flops_per_s: float  # for a prompt
+    few_rows_flops_per_s: float  # for eight replies at once
+
+
+def measure_shape(config: ModelConfig, device: str, dtype: torch.dtype, free_bytes: int) -> ShapeSpeed | None:
+    """Measure blocks of random weights with a model's shape; None if the free memory is too small for two of them."""
+    precision = unquantised(dtype.itemsize)
+    each, kv_bytes = block_bytes(config, precision), kv_bytes_per_token(config, precision)
+    blocks = min(config.n_blocks, max(2, -(-_DRAWN_BYTES // each)))
+    cache_bytes = 2 * (_SESSIONS + 1) * (_CONTEXT + 2 * _STEPS) * blocks * kv_bytes
+    if 2 * blocks * each + cache_bytes > free_bytes:
+        return None
+    options = SpanOptions(torch.device(device), dtype, kv_bytes=cache_bytes)
+    drawn = _DrawnBlock(config)
+    span = SpanRunner(config, 0, [build_block(index, drawn, options) for index in range(blocks)], options)
+    hosted, context = HostedSpan([span]), min(_CONTEXT, config.context_length - _STEPS - 2)
+    # The fastest step of each kind: what else runs on the machine now says nothing about later.
+    prefill_s, single_s = _seconds(hosted, 1, context, _STEPS)
+    eight_s = _seconds(hosted, _SESSIONS, context, _STEPS)[1]
+    flops = blocks * 2 * block_weights(config)
+    attended = blocks * 4 * config.n_heads * config.head_dim  # for each token of the context
+    return ShapeSpeed(
+        reading_bytes_per_s=blocks * (each + context * kv_bytes) / min(single_s),
+        flops_per_s=context * (flops + attended * context / 2) / prefill_s,
+        few_rows_flops_per_s=_SESSIONS * (flops + attended * context) / min(eight_s),
+    )
+
+
+class _DrawnBlock:
+    """Random weights of one block, read like those of a file."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        part = block_part(0)
+        drawn = torch.rand(part_weights(config, part)) * 0.04 - 0.02
+        self._tensors = views(config, part, drawn)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {role: tuple(tensor.shape) for role, tensor in self._tensors.items()}
+
+    def read(self, outs: Mapping[str, Tensor]) -> None:
+        for role, out in outs.items():
+            out.copy_(self._tensors[role])
+
+    def grid(self, role: str) -> Grid | None:
+        return None

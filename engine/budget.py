@@ -244,20 +244,6 @@ def adapter_weights(config: ModelConfig, rank: int, targets: tuple[str, ...] = A
 ADAPTER_WEIGHT_BYTES = 16 + 12
 
 
-def trained_block_bytes(config: ModelConfig, precision: Precision, *, rank: int | None, kept_rows: int) -> int:
-    """Bytes of one block in training; `rank` is that of its adapters, None trains all weights.
-
-    All weights, if trained, have a float32 master, a gradient and AdamW's two moments, 16 bytes a weight in all; a copy
-    to compute with comes on top unless that is float32 too. `kept_rows` inputs are kept for the backward pass.
-    """
-    held = int(block_weights(config) * precision.weight_bytes)
-    if rank is None:
-        held = FULL_WEIGHT_BYTES * block_weights(config) + (0 if precision.weight_bytes >= 4 else held)
-    else:
-        held += ADAPTER_WEIGHT_BYTES * adapter_weights(config, rank)
-    return held + kept_rows * config.hidden_size * precision.compute_bytes
-
-
 def block_graph_bytes(config: ModelConfig, precision: Precision, rows: int) -> int:
     """Bytes that one block keeps of a pass over `rows` rows so that its backward pass need not compute it again."""
     c = config

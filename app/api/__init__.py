@@ -1,4 +1,4 @@
-"""The control API: HTTP and server-sent events on loopback, for command line, dashboard and other programs.
+"""The control API: HTTP and server-sent events on loopback, for all programs.
 
 This package knows HTTP: routes, tokens, request limits, error bodies, and the client that the other two use. It sees a
 node only through the interface `app.api.control.Control`, which `app.node` implements; the shape of a snapshot and its

@@ -420,9 +420,10 @@ def _command_routes(control: Control) -> APIRouter:
 
     @router.post("/jobs/forecast")
     async def forecast_job(request: JobRequest) -> dict[str, Any]:
-        """What a fine-tuning job would be: its steps, and the members that would train it."""
+        """What a fine-tuning job would be: its steps and how long they take, and the members that would train it."""
         forecast = await control.forecast_job(_wish(request))
-        return {**dataclasses.asdict(forecast), "route": [to_json(hop) for hop in hop_views(forecast.route)]}
+        route = [to_json(hop) for hop in hop_views(forecast.route)]
+        return {**dataclasses.asdict(forecast), "seconds": forecast.seconds, "route": route}
 
     @router.post("/jobs/resume")
     async def resume_job(request: JobAction) -> dict[str, Any]:

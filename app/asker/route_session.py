@@ -32,6 +32,7 @@ from app.routing.wire_choice import Wires
 from app.session.adapter_index import AdapterRef
 from app.session.cache_wire import HANDOVER_S, MIN_TOKENS
 from app.session.frame import (
+    CHUNK_ROWS,
     DTYPES,
     Frame,
     HopError,
@@ -194,7 +195,7 @@ class HopLinks:
 class SessionSettings:
     """Deadlines and sizes of a session."""
 
-    chunk_rows: int = 256
+    chunk_rows: int = CHUNK_ROWS
     open_s: float = 5.0  # to reach a hop
     ready_s: float = 5.0  # for a hop to begin an epoch
     adapter_s: float = 300.0  # for a hop that answers probes to fetch an adapter before

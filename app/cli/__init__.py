@@ -1,4 +1,4 @@
-"""The command line: runs one command, and turns every failure into one line and an exit status.
+"""The command line: runs one command; a failure is one line and an exit status.
 
 Exit status 0 is success, 1 failure, 2 bad usage, 3 not done yet and still being tried. Each module here defines the
 commands of one subject; `registry` lists the modules. Commands ask a running node through `app.api.client`, or else

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from app.training.job_store import Job, Progress
     from app.training.local_job import MachinePlan
     from app.training.material import Material, TrainingWish
+    from app.training.record import JobRecord
 
 _FIELDS = ("out", "rank", "alpha", "dropout", "epochs", "batch", "length", "wire", "seed")  # that the API names alike
 _REDRAW_S = 0.2
@@ -80,7 +81,7 @@ def run_finetune(arguments: argparse.Namespace) -> int:
     record = new_record(wish, material)
     plan = local_job.plan_machine(record, material, wish.device)
     if arguments.dry_run:
-        return _show_plan(record.steps, material, plan, as_json=arguments.json)
+        return _show_plan(record, material, plan, as_json=arguments.json)
     job = start(wish, material, jobs, adapters)
     return train(job, material, plan, arguments)
 
@@ -191,11 +192,15 @@ def _show_forecast(facts: dict[str, Any], *, as_json: bool) -> int:
         return 0
     print(
         f"{facts['records']} records, {facts['tokens_per_epoch']} tokens that count, {facts['steps']} steps through "
-        f"{len(facts['route'])} members:"
+        f"{len(facts['route'])} members{_takes(facts.get('seconds'))}:"
     )
     for hop in facts["route"]:
         print(f"  blocks {hop['start']}:{hop['stop']}  {hop['peer']}")
     return 0
+
+
+def _takes(seconds: float | None) -> str:
+    return "" if seconds is None else f", about {_duration(seconds)}"
 
 
 def _say_unfinished(job: Job, progress: Progress, *, as_json: bool) -> int:
@@ -278,14 +283,22 @@ def _warn_of_cuts(cut: int, dropped: int, length: int) -> None:
         print(f"shoal: {words}: a larger --length keeps them whole", file=sys.stderr)
 
 
-def _show_plan(steps: int, material: Material, plan: MachinePlan, *, as_json: bool) -> int:
+def _show_plan(record: JobRecord, material: Material, plan: MachinePlan, *, as_json: bool) -> int:
+    from app.joining.offers import look_at_machine
+    from app.training.forecasts import step_here_s, usual_step
+
+    config = material.source.config
+    machine = look_at_machine(plan.device.id, None, config).spec()
+    step_s = step_here_s(machine, config, usual_step(material.trained, record))
     facts = {
         "model": material.model,
         "records": len(material.trained.examples),
         "validation_records": len(material.held.examples),
         "cut": material.trained.cut,
         "tokens_per_epoch": material.trained.tokens,
-        "steps": steps,
+        "steps": record.steps,
+        "step_s": step_s,
+        "seconds": None if step_s is None else record.steps * step_s,
         "device": plan.device.id,
         "memory_bytes": plan.total_bytes,
         **{f"{name}_bytes": getattr(plan.budget, f"{name}_bytes") for name in ("weight", "state", "input", "graph")},
@@ -294,8 +307,8 @@ def _show_plan(steps: int, material: Material, plan: MachinePlan, *, as_json: bo
         print_json(facts)
         return 0
     print(
-        f"{facts['records']} records, {facts['tokens_per_epoch']} tokens that count, {steps} steps on "
-        f"{plan.device.id}, at most {format_size(plan.total_bytes)} of memory."
+        f"{facts['records']} records, {facts['tokens_per_epoch']} tokens that count, {record.steps} steps on "
+        f"{plan.device.id}, at most {format_size(plan.total_bytes)} of memory{_takes(facts['seconds'])}."
     )
     return 0
 

@@ -12,19 +12,22 @@ from typing import TYPE_CHECKING, Any
 from app.cli.command import Command, print_json
 from app.cli.parser import duration_argument, number_argument
 from app.core.errors import UsageError
+from app.core.units import format_size
 
 if TYPE_CHECKING:
+    from app.api.client import Client
     from app.planning.forecast import Forecast, Terms
     from app.planning.machines import Fleet, MachineSpec
     from app.planning.replies import ReplyTask
     from app.planning.training_step import StepTask
-    from app.snapshot.views import Snapshot
+    from app.snapshot.views import OfferView, Snapshot
     from engine.config import ModelConfig
 
 TASKS = ("chat", "finetune", "train")
 WIRES = ("f32", "bf16", "int8", "sparse")
 _RANGE = re.compile(r"(\d{1,4}):(\d{1,4})", re.ASCII)
 _TOKENS = {"chat": 256, "finetune": 10**6, "train": 10**9}  # unless --tokens says otherwise
+HELD_SEQUENCES = 32  # that `shoal train` validates with after a round, `app.rounds.founding.HELD_MOST`
 _MAX_FILE_BYTES = 4 * 2**20
 _MORE_HELPS = 1.1  # more machines must be this much faster to be worth it
 _BAR = 40
@@ -43,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--machines", metavar="FILE", help=words)
     parser.add_argument("--links", metavar="FILE", help="TOML file of the links between those machines")
+    words = "chat: a swarm that the running node is not in, by its name or an invite (default: the node's swarm)"
+    parser.add_argument("--swarm", metavar="NAME", help=words)
     count = number_argument(int, 1, 10**15)
     parser.add_argument("--tokens", metavar="N", type=count, help="tokens to write, or to train on")
     words = "tokens of the question, or of a sequence in training (chat: 128, training: 2048)"
@@ -56,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", metavar="R", type=number_argument(int, 1, 4096), default=8, help=words)
     price = number_argument(float, 0.0, 1e6)
     parser.add_argument("--price", metavar="KWH", type=price, help="price of a kilowatt-hour")
+    words = "price of a GB that machines send to each other, where that is billed"
+    parser.add_argument("--egress", metavar="GB", type=price, help=words)
     words = "price of an hour of a rented H100, to compare with"
     parser.add_argument("--rent", metavar="HOUR", type=price, help=words)
     parser.add_argument("--within", metavar="TIME", type=duration_argument, help="longest time it may take, like 7d")
@@ -73,6 +80,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
         return _check(arguments)
     if arguments.links is not None and arguments.machines is None:
         raise UsageError("--links needs --machines: it names links between the machines of that file")
+    if arguments.swarm is not None and (arguments.task != "chat" or arguments.machines is not None):
+        raise UsageError("--swarm is for chat, and without --machines: only replies of other swarms can be forecast")
     found = forecast(arguments)
     if arguments.json:
         print_json(found.as_json())
@@ -91,18 +100,42 @@ def forecast(arguments: argparse.Namespace) -> Forecast:
         return forecast_fleet(arguments, task, fleet_of_files(arguments), model_shape(arguments.model, None))
     client = running_client(arguments.home)
     snapshot = None if client is None else client.snapshot()
+    if arguments.swarm is not None and (snapshot is None or arguments.swarm != snapshot.swarm):
+        return forecast_other(arguments)
     config = model_shape(arguments.model, snapshot)
-    here = this_machine(arguments.home, snapshot)
-    if task == "chat" and snapshot is not None and snapshot.swarm is not None and arguments.model is None:
-        if (arguments.streams or 1) > 1:
-            raise UsageError("--streams needs --machines: members do not say how fast they are with several replies")
-        from app.config.home import Home
-        from app.planning.history import correction, past_forecasts
-        from app.planning.running_swarm import forecast_running
+    here = this_machine(arguments.home, snapshot, config)
+    if task != "chat" or client is None or snapshot is None or snapshot.swarm is None or arguments.model is not None:
+        return forecast_fleet(arguments, task, fleet_of_one(here, task, snapshot), config)
+    if (arguments.streams or 1) > 1:
+        raise UsageError("--streams needs --machines: members do not say how fast they are with several replies")
+    from app.config.home import Home
+    from app.planning.forecast import with_other_swarms
+    from app.planning.history import correction, past_forecasts
+    from app.planning.running_swarm import forecast_running
 
-        found = forecast_running(snapshot, here, config, reply_task(arguments), terms_of(arguments, task))
-        return found.corrected(correction(past_forecasts(Home(arguments.home).forecasts_file), task))
-    return forecast_fleet(arguments, task, fleet_of_one(here, task, snapshot), config)
+    found = forecast_running(snapshot, here, config, reply_task(arguments), terms_of(arguments, task))
+    found = found.corrected(correction(past_forecasts(Home(arguments.home).forecasts_file), task))
+    return with_other_swarms(found, same_model(client, snapshot))
+
+
+def forecast_other(arguments: argparse.Namespace) -> Forecast:
+    """Forecast replies over a swarm that the node is not in; raises `NotRunning` without a node to ask it."""
+    from app.api.client import client_of
+    from app.planning.forecast import forecast_offer
+    from app.snapshot.codec import offer_from
+
+    offer = client_of(arguments.home).post("/control/preview", {"target": arguments.swarm})
+    return forecast_offer(offer_from(offer), terms_of(arguments, "chat"))
+
+
+def same_model(client: Client, snapshot: Snapshot) -> list[OfferView]:
+    """Return the other swarms with the model of the node's swarm that the node knows."""
+    from app.snapshot.codec import prospects_from
+
+    offers = prospects_from(client.get("/control/prospects", timeout_s=60.0)).offers
+    named = [(*offer.target.partition("#"), offer) for offer in offers]
+    model = snapshot.manifest or ""
+    return [offer for name, _, pin, offer in named if pin and model.startswith(pin) and name != snapshot.swarm]
 
 
 def fleet_of_one(here: MachineSpec, task: str, snapshot: Snapshot | None) -> Fleet:
@@ -137,10 +170,12 @@ def terms_of(arguments: argparse.Namespace, task: str) -> Terms:
         within_s=arguments.within,
         price_kwh=arguments.price,
         rent_hour=arguments.rent,
+        egress_gb=arguments.egress,
         every=arguments.every,
         wire=arguments.wire,
         spread=arguments.spread,
         failures_per_hour=arguments.failures,
+        held_rows=HELD_SEQUENCES * (arguments.context or 2048) if task == "train" else 0,
     )
 
 
@@ -206,34 +241,18 @@ def model_shape(name: str | None, snapshot: Snapshot | None) -> ModelConfig:
     return open_source(name, cache_folder()).config
 
 
-def this_machine(home: Path, snapshot: Snapshot | None) -> MachineSpec:
-    """Measure this machine; what a running node holds here counts as free."""
+def this_machine(home: Path, snapshot: Snapshot | None, config: ModelConfig) -> MachineSpec:
+    """Measure this machine with blocks of a model's shape; what a running node holds here counts as free."""
     import os
 
     from app.config.file import load_config
     from app.config.home import Home
     from app.joining.offers import look_at_machine
-    from app.planning.machines import MachineSpec
-    from engine.device.dtypes import pick_dtype
-    from engine.device.read_speed import multiplying_flops_per_s
 
     settings = load_config(Home(home).config_file, os.environ).settings
-    machine = look_at_machine(None if settings.device == "auto" else settings.device, settings.max_vram)
+    machine = look_at_machine(None if settings.device == "auto" else settings.device, settings.max_vram, config)
     hardware = None if snapshot is None else snapshot.hardware
-    held = 0 if hardware is None else hardware.weights_bytes + hardware.cache_bytes
-    device = machine.device
-    free = min(device.free_bytes + held, device.total_bytes)
-    return MachineSpec(
-        "here",
-        free,
-        machine.reading_bytes_per_s,
-        multiplying_flops_per_s(device.id, pick_dtype(device.id)),
-        kind="cpu" if device.kind == "cpu" else "gpu",
-        block_floor_s=machine.block_floor_s,
-        rtt_s=0.0,
-        used_bytes=device.total_bytes - free,
-        cap_bytes=machine.cap_bytes,
-    )
+    return machine.spec(0 if hardware is None else hardware.weights_bytes + hardware.cache_bytes)
 
 
 # --- a sweep ---------------------------------------------------------------------------------------------------------
@@ -275,7 +294,7 @@ def sweep_fleets(arguments: argparse.Namespace) -> tuple[range, Callable[[int], 
     first, last = int(match[1]), int(match[2])
     if not 1 <= first <= last:
         raise UsageError(f"{arguments.machines} is not a range of machines: write 1:64 for one to sixty-four")
-    here = this_machine(arguments.home, None)
+    here = this_machine(arguments.home, None, model_shape(arguments.model, None))
     alike = (replace(here, name=f"here-{n}", rtt_s=_ASSUMED_RTT_S) for n in range(1, last))
     said = f"links of {_ASSUMED_RTT_S * 1000:.0f} ms and 100 Mbit/s between machines like this one"
     return range(first, last + 1), Fleet(here, (here, *alike), assumed=(said,)).first
@@ -345,15 +364,16 @@ def forecast_lines(found: Forecast, terms: Terms) -> list[str]:
     lines = []
     if found.swarm is not None:
         many = len(found.machines)
-        lines.append(f"{found.task} on {many} machine{'s' if many != 1 else ''}")
+        lines.append(f"{found.task} on {many} machine{'s' if many != 1 else ''}" if many else found.task)
         bounds = f"{_figure(facts['low'])} to {_figure(facts['high'])}"
         lines.append(f"  speed        {_figure(facts['tokens_per_s'])} tokens/s ({bounds})")
         if found.swarm.first_token_s is not None:
             lines.append(f"  first token  {duration(found.swarm.first_token_s)}")
         lines.append(f"  time         {duration(found.swarm.seconds)} for {terms.tokens} tokens")
         if found.swarm.energy_kwh is not None:
-            price = "" if found.swarm.cost is None else f", which cost {found.swarm.cost:.2f}"
-            lines.append(f"  energy       {_figure(found.swarm.energy_kwh)} kWh{price}")
+            lines.append(f"  energy       {_figure(found.swarm.energy_kwh)} kWh")
+        if found.swarm.cost is not None:
+            lines.append(f"  cost         {found.swarm.cost:.2f}, {format_size(int(found.swarm.sent_bytes))} sent")
         whole = sum(found.swarm.parts.values())
         shares = ", ".join(f"{name} {part_s / whole:.0%}" for name, part_s in found.swarm.parts.items())
         lines.append(f"  spent on     {shares}")
@@ -367,7 +387,12 @@ def forecast_lines(found: Forecast, terms: Terms) -> list[str]:
     if found.correction is not None:
         lines.append(f"  corrected    speeds x {found.correction:.2f}, as past forecasts were off (`shoal plan check`)")
     lines += [f"  assumed      {'; '.join(found.assumed)}"] if found.assumed else []
-    words = {"alone": "Do it alone", "swarm": "Use the swarm", "not_at_all": "Do not do it"}[found.advice]
+    words = {
+        "alone": "Do it alone",
+        "swarm": "Use the swarm",
+        "other_swarm": "Use the other swarm",
+        "not_at_all": "Do not do it",
+    }[found.advice]
     return [*lines, f"{words}: {found.why}"]
 
 

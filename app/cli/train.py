@@ -72,11 +72,14 @@ def _found(name: str, arguments: argparse.Namespace) -> int:
     }
     client = client_of(arguments.home)
     if arguments.dry_run:
+        from app.planning.advice import duration
+
         facts = client.post("/control/train/forecast", request)
         words = (
             f"{facts['weights']} weights, {facts['sequences']} sequences, {facts['steps']} steps of "
             f"{facts['tokens_per_step']} tokens in {facts['rounds']} rounds or fewer; "
-            f"{format_size(facts['memory_bytes'])} of memory on each island."
+            f"{format_size(facts['memory_bytes'])} of memory on each island"
+            + (f"; about {duration(facts['seconds'])} on this machine." if facts.get("seconds") else ".")
         )
         return _show(facts, words, arguments)
     facts = client.post("/control/train", request)

@@ -71,6 +71,7 @@ class HostedView:
     stop: int | None = None
     device: str | None = None
     tokens_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
     sessions: int = 0
 
 
@@ -155,6 +156,7 @@ class BlockHost:
             stop=None if self._span is None else self._span.stop,
             device=None if self._plan is None else self._plan.device.id,
             tokens_per_s=self._tokens_per_s,
+            prefill_tokens_per_s=0.0 if self._hosted is None else self._hosted.throughput.prefill_tokens_per_s,
             sessions=self.server.sessions,
         )
 

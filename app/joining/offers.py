@@ -1,8 +1,9 @@
 """The choices of a node that is in no swarm: the starter model, swarms nearby and saved ones.
 
 For each choice: the bytes to download, whether the model fits this machine, and the speed of replies. Only manifests
-are fetched for that (`app.joining.nearby`); a swarm without a manifest has no numbers. Speeds are estimates: alone, a
-token takes as long as reading all weights once; through a swarm, what its members announce and the links measured.
+are fetched for that (`app.joining.nearby`); a swarm without a manifest has no numbers. Speeds are those of
+`app.planning`: alone, from this machine's measured speeds; through a swarm, from what its members announce and the
+links measured.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.joining.nearby import NearbySwarm
+from app.planning.devices import block_time_s, head_time_s
+from app.planning.machines import MachineSpec
+from app.planning.replies import ReplyTask
+from app.routing.cost import HOP_S
 from app.snapshot.views import DeviceView, FitView, OfferView, ProspectsView
 from app.swarm.saved import SavedSwarm, record_of
 from app.weights.library import Library
@@ -28,18 +33,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine's device, its memory limits, and the speed at which it reads weights."""
+    """This machine's device, its memory limits, and its measured speeds."""
 
     device: Device
     precision: Precision
     cap_bytes: int | None
     reading_bytes_per_s: float
+    flops_per_s: float
     block_floor_s: float = 0.0  # least time per block, however small it is
+    few_rows_flops_per_s: float = 0.0  # 0: not measured
 
     def view(self) -> DeviceView:
         """Return the device as the dashboard shows it."""
         device = self.device
         return DeviceView(device.id, device.name, device.total_bytes, device.free_bytes, self.cap_bytes)
+
+    def spec(self, held_bytes: int = 0) -> MachineSpec:
+        """Return this machine for a forecast; memory that a node already holds here counts as free."""
+        device = self.device
+        free = min(device.free_bytes + held_bytes, device.total_bytes)
+        return MachineSpec(
+            "here",
+            free,
+            self.reading_bytes_per_s,
+            self.flops_per_s,
+            kind="cpu" if device.kind == "cpu" else "gpu",
+            few_rows_flops_per_s=self.few_rows_flops_per_s,
+            block_floor_s=self.block_floor_s,
+            rtt_s=0.0,
+            number_bytes=self.precision.compute_bytes,
+            used_bytes=device.total_bytes - free,
+            cap_bytes=self.cap_bytes,
+        )
 
     def fit(self, config: ModelConfig) -> FitView:
         """Return how many blocks of a model the device can hold now, and the bytes it lacks for all of them."""
@@ -48,24 +73,37 @@ class Machine:
 
     def head_s(self, config: ModelConfig) -> float:
         """Seconds that the head takes per token; the asker always runs it, whoever hosts the blocks."""
-        return ends_bytes(config, self.precision, embedding=False, head=True) / self.reading_bytes_per_s
+        return head_time_s(config, self.spec(), rows=1)
 
     def alone_tokens_per_s(self, config: ModelConfig) -> float:
-        """Tokens per second if this machine hosts all blocks."""
-        block_s = max(self.block_floor_s, block_bytes(config, self.precision) / self.reading_bytes_per_s)
-        return 1 / (config.n_blocks * block_s + self.head_s(config))
+        """Tokens per second if this machine hosts all blocks, whether they fit now or not."""
+        spec = self.spec()
+        block_s = block_time_s(config, spec, rows=1, context=ReplyTask().context, sessions=1)
+        return 1 / (HOP_S + config.n_blocks * block_s + head_time_s(config, spec, rows=1))
 
 
-def look_at_machine(device_name: str | None, cap_bytes: int | None) -> Machine:
-    """Find the first device that would be used and measure its speed; measured once per process."""
+def look_at_machine(device_name: str | None, cap_bytes: int | None, config: ModelConfig | None = None) -> Machine:
+    """Find the first device that would be used and measure its speed; with blocks of a model's shape if one is given.
+
+    Without a shape it is measured once per process.
+    """
+    from engine.benchmark import measure_shape
     from engine.device.dtypes import pick_dtype
     from engine.device.probe import chosen_devices, probe_devices
-    from engine.device.read_speed import block_floor_s, reading_bytes_per_s
+    from engine.device.read_speed import block_floor_s, multiplying_flops_per_s, reading_bytes_per_s
 
     device = chosen_devices(device_name, probe_devices())[0]
     dtype = pick_dtype(device.id)
-    precision = unquantised(dtype.itemsize)
-    return Machine(device, precision, cap_bytes, reading_bytes_per_s(device.id, dtype), block_floor_s(device.id, dtype))
+    speed = None if config is None else measure_shape(config, device.id, dtype, device.free_bytes)
+    return Machine(
+        device,
+        unquantised(dtype.itemsize),
+        cap_bytes,
+        speed.reading_bytes_per_s if speed else reading_bytes_per_s(device.id, dtype),
+        speed.flops_per_s if speed else multiplying_flops_per_s(device.id, dtype),
+        0.0 if speed else block_floor_s(device.id, dtype),
+        speed.few_rows_flops_per_s if speed else 0.0,
+    )
 
 
 def look_around(

@@ -1,4 +1,4 @@
-"""The members of a swarm as one node knows them: SWIM-like probes, gossip, comparison of tables.
+"""The members of a swarm as one node knows them: SWIM-like probes and gossip.
 
 It knows who is a member, whether each one is alive (by this node's own probes only), how announcements spread, and how
 a swarm, its record and its manifest are found by name. It does not know what members host or compute: `app.routing` and

@@ -23,7 +23,7 @@ from app.hosting.loader import fetching_text, obtain_ends
 from app.joining.admission import NotAdmitted, ask_admission
 from app.joining.name_lookup import no_issuer_text, no_member_text
 from app.joining.network_setup import named_peers
-from app.joining.offers import shape_words
+from app.joining.offers import look_at_machine, shape_words
 from app.joining.wrong_secret import SecretCheck
 from app.manifest.manifest import Manifest
 from app.membership import (
@@ -40,6 +40,7 @@ from app.membership.member import describe
 from app.node.context import NodeContext
 from app.node.hosting_loop import HostingLoop
 from app.node.peer_views import peer_views
+from app.planning.machines import MachineSpec
 from app.rounds.train_jobs import TrainJobs, TrainPlace
 from app.routing.estimates import route_neighbours
 from app.routing.planner import PrivacyPreferences
@@ -49,6 +50,7 @@ from app.swarm.names import SwarmName
 from app.swarm.records import SwarmRecord
 from app.swarm.saved import SavedSwarm, record_of
 from app.training.consent import is_slow, job_replicas, job_routes
+from app.training.forecasts import SwarmForecaster
 from app.training.reply_adapters import HomeAdapters
 from app.training.states import StateStore
 from app.training.swarm_jobs import JobPlace, SwarmJobs
@@ -344,6 +346,7 @@ class ActiveSwarm:
                 replicas=partial(job_replicas, network, usable, self._privacy, context.trust),
                 own_server=self._train_self,
                 is_slow=partial(is_slow, network, usable),
+                forecaster=SwarmForecaster(network, usable, self._look_at_machine),
             )
             if not context.is_visit:
                 self.jobs = SwarmJobs(context.home, place)
@@ -364,6 +367,7 @@ class ActiveSwarm:
             is_member=self.weights.sharing.is_member,
             cache=self._context.manifests.cache,
             memory_limit=lambda: self.memory_limit_bytes,
+            look=self._look_at_machine,
         )
 
     async def _serve_self(self, stream: FrameStream) -> None:
@@ -375,6 +379,12 @@ class ActiveSwarm:
         """Serve a job of this node at its own blocks."""
         if self.hosting_loop is not None and self.hosting_loop.training is not None:
             await self.hosting_loop.training.attend(stream)
+
+    def _look_at_machine(self) -> MachineSpec:
+        """Measure this machine for a forecast of training; blocks a moment the first time."""
+        settings = self._context.config().settings
+        device, cap = None if settings.device == "auto" else settings.device, settings.max_vram
+        return look_at_machine(device, cap or None).spec()  # a cap of 0 concerns hosting alone
 
     def _privacy(self) -> PrivacyPreferences:
         settings = self._context.config().settings

@@ -284,6 +284,7 @@ class Node:
             stop=hosted.stop,
             device=hosted.device,
             tokens_per_s=hosted.tokens_per_s,
+            prefill_tokens_per_s=hosted.prefill_tokens_per_s,
             sessions=hosted.sessions,
             model=work.model,
             context_length=work.context_length,

@@ -34,6 +34,7 @@ def _view(member: Member, link: Link | None, trust: TrustBook, unused: Mapping[s
         state=announced.state if member.state == "alive" else member.state,
         device=announced.device,
         tokens_per_s=announced.decode_tokens_per_s,
+        prefill_tokens_per_s=announced.prefill_tokens_per_s,
         score=standing.score,
         why=standing.why,
         up_bytes=0 if link is None else link.bytes_out,

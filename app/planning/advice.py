@@ -8,7 +8,7 @@ from typing import Literal
 
 from app.core.units import format_size
 
-Advice = Literal["alone", "swarm", "not_at_all"]
+Advice = Literal["alone", "swarm", "other_swarm", "not_at_all"]
 ALMOST = 0.9  # alone is preferred from this share of the swarm's speed on
 
 
@@ -20,8 +20,9 @@ class Estimate:
     first_token_s: float | None
     seconds: float
     energy_kwh: float | None  # None: the watts of a machine are not known
-    cost: float | None  # of the energy; None: no price was given
+    cost: float | None  # of the energy and of sent bytes, as far as prices were given; None: no price, or no watts
     parts: Mapping[str, float]
+    sent_bytes: float = 0.0  # from one machine to another, for the whole task
     idle: float | None = None  # share of a training step that its machines wait for each other
     utilisation: float | None = None  # share of a training round that is not spent on the exchange
 

@@ -92,8 +92,9 @@ def pipeline_seconds(cover: Cover, micro_batches: int, least_s: float = 0.0) -> 
 
 
 def fill_seconds(cover: Cover) -> float:
-    """Seconds of one micro-batch through all stages, links included."""
-    return sum(share.machine.entry_s + share.blocks * share.machine.block_s for share in cover)
+    """Seconds of one micro-batch through all stages, links and the way back from the farthest included."""
+    stages_s = sum(share.machine.entry_s + share.blocks * share.machine.block_s for share in cover)
+    return stages_s + max(share.machine.return_s for share in cover)
 
 
 def slowest_seconds(cover: Cover) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from app.planning.machines import MachineSpec
 from engine.budget import block_bytes, block_weights, ends_bytes, kv_bytes_per_token
 from engine.config import ModelConfig
@@ -11,6 +13,24 @@ PASSES = {(False, False): 2.0, (False, True): 3.0, (True, False): 3.0, (True, Tr
 # The same as measured on CPUs for adapters; all weights were not measured there.
 PASSES_ON_CPU = PASSES | {(False, False): 2.3, (False, True): 3.5}
 HEAD_PASSES = 3.0  # the head is never kept: forward, the gradient of its input, and its product again in slices
+# Rows from which on a product reaches the machine's full speed, and up to which it has that of few rows.
+MANY_ROWS, FEW_ROWS = 128, 8
+OPTIMISER_BYTES = 28  # a weight, in float32: itself, two moments and its gradient are read, all but the last written
+
+
+def flops_at(machine: MachineSpec, rows: int) -> float:
+    """Flop/s of a machine that multiplies so many rows at once; between few and many it grows evenly."""
+    few = machine.few_rows_flops_per_s or machine.flops_per_s
+    share = (rows - FEW_ROWS) / (MANY_ROWS - FEW_ROWS)
+    return few + min(1.0, max(0.0, share)) * (machine.flops_per_s - few)
+
+
+def slowest_host_s(busy: Iterable[tuple[MachineSpec, float]]) -> float:
+    """Seconds of the busiest host; the work of machines that share the cores of one adds up."""
+    seconds: dict[str, float] = {}
+    for machine, busy_s in busy:
+        seconds[machine.host or machine.name] = seconds.get(machine.host or machine.name, 0.0) + busy_s
+    return max(seconds.values(), default=0.0)
 
 
 def block_time_s(config: ModelConfig, machine: MachineSpec, *, rows: int, context: int, sessions: int) -> float:
@@ -19,14 +39,14 @@ def block_time_s(config: ModelConfig, machine: MachineSpec, *, rows: int, contex
     read = block_bytes(config, precision) + sessions * context * kv_bytes_per_token(config, precision)
     attended = 4 * context * config.n_heads * config.head_dim  # scores and their sum of values
     flops = rows * (2 * block_weights(config) + attended)
-    return max(read / machine.reading_bytes_per_s, flops / machine.flops_per_s, machine.block_floor_s)
+    return max(read / machine.reading_bytes_per_s, flops / flops_at(machine, rows), machine.block_floor_s)
 
 
 def head_time_s(config: ModelConfig, machine: MachineSpec, *, rows: int) -> float:
     """Seconds of the head for `rows` tokens; the machine that asks runs it, whoever hosts the blocks."""
     read = ends_bytes(config, machine.precision, embedding=False, head=True)
     flops = rows * 2 * config.vocab_size * config.hidden_size
-    return max(read / machine.reading_bytes_per_s, flops / machine.flops_per_s)
+    return max(read / machine.reading_bytes_per_s, flops / flops_at(machine, rows))
 
 
 def passes_of(machine: MachineSpec, *, all_weights: bool, recomputed: bool) -> float:
@@ -42,3 +62,8 @@ def trained_block_s(config: ModelConfig, machine: MachineSpec, *, rows: int, pas
 def trained_head_s(config: ModelConfig, machine: MachineSpec, *, rows: int) -> float:
     """Seconds of the head and its loss for a training pass over `rows` tokens."""
     return HEAD_PASSES * head_time_s(config, machine, rows=rows)
+
+
+def optimiser_s(machine: MachineSpec, weights: int) -> float:
+    """Seconds to change so many trained weights once."""
+    return OPTIMISER_BYTES * weights / machine.reading_bytes_per_s

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from app.planning.advice import Advice, Estimate, advise
-from app.planning.devices import PASSES
+from app.planning.advice import ALMOST, Advice, Estimate, advise
+from app.planning.devices import MANY_ROWS, PASSES, block_time_s, head_time_s
 from app.planning.machines import Fleet, MachineSpec
 from app.planning.memory import Holding, held_for_replies, held_for_training
 from app.planning.replies import ReplySpeed, ReplyTask, replies_over
 from app.planning.rounds import averaging_seconds, lost_share, round_seconds, steps_needed, straggling, utilisation
-from app.planning.training_step import StepTask, StepTime, step_time
+from app.planning.training_step import StepTask, StepTime, ends_weights, step_time
 from app.planning.verdicts import (
     Verdict,
     at_most,
@@ -24,6 +25,7 @@ from app.planning.verdicts import (
     the_limit,
     trust_verdicts,
 )
+from app.snapshot.views import OfferView
 from engine.budget import adapter_weights, block_weights
 from engine.config import ModelConfig
 
@@ -44,12 +46,14 @@ class Terms:
     within_s: float | None = None
     price_kwh: float | None = None
     rent_hour: float | None = None
+    egress_gb: float | None = None  # price of 10⁹ bytes that machines send to others
     every: int = 50  # steps between two exchanges
     wire: str = "int8"
     spread: float = 0.0  # of the islands' times around their usual one
     failures_per_hour: float = 0.0
     snapshot_s: float = 600.0
     restore_s: float = 60.0
+    held_rows: int = 0  # tokens that every island validates with after a round
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class Forecast:
             "seconds": None if swarm is None else swarm.seconds,
             "energy_kwh": None if swarm is None else swarm.energy_kwh,
             "cost": None if swarm is None else swarm.cost,
+            "sent_bytes": None if swarm is None else swarm.sent_bytes,
             "alone": None if alone is None else asdict(alone),
             "lacking_bytes": self.lacking_bytes,
             "limit": self.limit,
@@ -151,8 +156,43 @@ def _reply_estimate(fleet: Fleet, speed: ReplySpeed | None, terms: Terms) -> Est
         return None
     seconds = (speed.first_token_s or 0.0) + terms.tokens / speed.tokens_per_s
     used = {hop.peer for hop in speed.route} | {fleet.here.name}
-    energy, cost = _energy_and_cost([m for m in fleet.machines if m.name in used], len(used), seconds, terms)
-    return Estimate(speed.tokens_per_s, speed.first_token_s, seconds, energy, cost, speed.parts)
+    sent = speed.row_bytes * terms.tokens
+    energy, cost = _energy_and_cost([m for m in fleet.machines if m.name in used], len(used), seconds, sent, terms)
+    return Estimate(speed.tokens_per_s, speed.first_token_s, seconds, energy, cost, speed.parts, sent)
+
+
+def forecast_offer(offer: OfferView, terms: Terms) -> Forecast:
+    """Forecast replies over a swarm that this node is not in, from what is known of it; its route has no parts."""
+    swarm, alone = (
+        None if speed is None else Estimate(speed, None, terms.tokens / speed, None, None, {"token": 1 / speed})
+        for speed in (offer.tokens_per_s, offer.alone_tokens_per_s)
+    )
+    lacking = 0 if alone is not None or offer.fit is None else max(1, offer.fit.lacking_bytes)
+    verdicts = (memory_verdict(int(swarm is not None), 1), *trust_verdicts(1))
+    said = "the speed of its members is what they announce; nobody else uses them meanwhile"
+    limit = the_limit(verdicts)
+    if swarm is None and alone is not None:
+        block = offer.missing_block
+        why = "no member of it was reached" if block is None else f"nobody there serves block {block}"
+        said = f"no swarm: this machine alone is forecast ({why})"
+        swarm, limit = alone, "compute"
+    advice, why = advise(alone, swarm, lacking_bytes=lacking, within_s=terms.within_s, limit=limit)
+    return Forecast("chat", swarm, alone, lacking, verdicts, limit, advice, why, (), (said,))
+
+
+def with_other_swarms(found: Forecast, offers: Sequence[OfferView]) -> Forecast:
+    """Return the forecast with the advice to use another swarm, if one with the same model is clearly faster.
+
+    `offers` are the swarms with that model. Nothing changes if the task is not to be done at all.
+    """
+    best = max(offers, key=lambda offer: offer.tokens_per_s or 0.0, default=None)
+    known = max((e.tokens_per_s for e in (found.swarm, found.alone) if e is not None), default=0.0)
+    if best is None or best.tokens_per_s is None or found.advice == "not_at_all":
+        return found
+    if known >= ALMOST * best.tokens_per_s:
+        return found
+    why = f"{best.target} serves the same model at {best.tokens_per_s:.1f} tokens/s."
+    return replace(found, advice="other_swarm", why=why)
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -165,8 +205,11 @@ def forecast_training(fleet: Fleet, config: ModelConfig, task: StepTask, terms: 
     alone = _joint([fleet.alone()], config, task, terms).estimate
     rented = None if terms.rent_hour is None else rented_cost(_flops(config, task, terms.tokens), terms.rent_hour)
     names = tuple(name for _, step in joint.used for name in step.machines)
-    holdings = {machine.name: held_for_training(config, machine, task.memory) for machine in fleet.machines}
-    most_held = max(sum(holdings[machine.name].blocks for machine in island.machines) for island in joint.islands)
+    holdings = {m.name: _trained_here(fleet, m, config, task) for m in fleet.machines}
+    most_held = max(
+        sum(_trained_here(island, machine, config, task).blocks for machine in island.machines)
+        for island in joint.islands
+    )
     verdicts = (
         memory_verdict(most_held, config.n_blocks),
         _bandwidth(joint, config, task, terms),
@@ -176,7 +219,21 @@ def forecast_training(fleet: Fleet, config: ModelConfig, task: StepTask, terms: 
     )
     lacking = _lacking(holdings[fleet.here.name], list(holdings.values()), config.n_blocks)
     kind = "train" if task.rank is None else "finetune"
+    if task.rank is None and any(len(step.machines) > 1 for _, step in joint.used):
+        said = "machines that hold a model in training together, which `shoal train` does not do: each must hold all"
+        fleet = replace(fleet, assumed=(*fleet.assumed, said))
     return _concluded(kind, fleet, joint.estimate, alone, verdicts, lacking, terms, names)
+
+
+def _trained_here(fleet: Fleet, machine: MachineSpec, config: ModelConfig, task: StepTask) -> Holding:
+    asks = machine.name == fleet.here.name
+    return held_for_training(config, machine, task.memory(len(fleet.machines)), asks=asks)
+
+
+def rounds_of(islands: Sequence[Fleet], config: ModelConfig, task: StepTask, terms: Terms) -> Estimate | None:
+    """Estimate training by all of these islands, worth waiting for or not; None if one has too little memory."""
+    steps = _island_steps(islands, config, task)
+    return _rounds(steps, config, task, terms) if len(steps) == len(islands) else None
 
 
 Steps = Sequence[tuple[Fleet, StepTime]]
@@ -194,8 +251,7 @@ class _Joint:
 
 def _joint(islands: Sequence[Fleet], config: ModelConfig, task: StepTask, terms: Terms) -> _Joint:
     """Return the fastest way to train with these islands; those with slow steps or exchanges are left out."""
-    steps = [(island, step) for island in islands if (step := step_time(island, config, task)) is not None]
-    steps.sort(key=lambda pair: pair[1].seconds)
+    steps = _island_steps(islands, config, task)
     fastest, used = 0.0, list[tuple[Fleet, StepTime]]()
     for count in range(1, len(steps) + 1):
         exchanges_s = [_island_exchange_s(pair, count, config, task, terms) for pair in steps]
@@ -211,10 +267,24 @@ def _joint(islands: Sequence[Fleet], config: ModelConfig, task: StepTask, terms:
     return _Joint(islands, steps, used, _rounds(used, config, task, terms) if used else None)
 
 
+def _island_steps(islands: Sequence[Fleet], config: ModelConfig, task: StepTask) -> Steps:
+    """Return the steps of the islands that can hold the model, the fastest first; those of one host share its cores."""
+    made = [(island, step) for island in islands if (step := step_time(island, config, task)) is not None]
+    crowd = Counter(host for pair in made for host in _hosts(pair))
+    steps = [(island, step.slowed(max(crowd[host] for host in _hosts((island, step))))) for island, step in made]
+    return sorted(steps, key=lambda pair: pair[1].seconds)
+
+
+def _hosts(pair: tuple[Fleet, StepTime]) -> set[str]:
+    """Return the hosts whose cores an island uses."""
+    return {machine.host or machine.name for machine in pair[0].machines if machine.name in pair[1].machines}
+
+
 def exchanged_bytes(config: ModelConfig, task: StepTask, wire: str) -> float:
     """Bytes of what an island learned, as it is sent to others."""
-    each = block_weights(config) if task.rank is None else adapter_weights(config, task.rank)
-    return config.n_blocks * each * WIRES[wire]
+    if task.rank is not None:
+        return config.n_blocks * adapter_weights(config, task.rank) * WIRES[wire]
+    return (config.n_blocks * block_weights(config) + ends_weights(config)) * WIRES[wire]
 
 
 def _groupings(fleet: Fleet) -> list[list[Fleet]]:
@@ -239,17 +309,42 @@ def _rounds(steps: Steps, config: ModelConfig, task: StepTask, terms: Terms) -> 
     slowest = steps[-1][1]
     stretch = straggling(len(steps), len(steps), terms.spread)
     exchange_s = _exchange_seconds(steps, config, task, terms)
-    round_s = round_seconds(terms.every, slowest.seconds, exchange_s, stretch=stretch)
+    validating_s = _validating_seconds(steps[-1], config, terms)
+    round_s = round_seconds(terms.every, slowest.seconds, exchange_s, stretch=stretch) + validating_s
     lost = lost_share(terms.failures_per_hour, terms.snapshot_s, terms.restore_s)
     tokens_per_s = len(steps) * terms.every * task.tokens / round_s * (1 - lost)
     seconds = terms.tokens / tokens_per_s
     parts = {name: terms.every * part_s for name, part_s in slowest.parts.items()}
     if len(steps) > 1:
-        parts |= {"exchange": exchange_s, "stragglers": round_s - exchange_s - terms.every * slowest.seconds}
+        waited_s = round_s - exchange_s - validating_s - terms.every * slowest.seconds
+        parts |= {"exchange": exchange_s, "stragglers": waited_s}
+    if validating_s:
+        parts["validating"] = validating_s
     used = [machine for fleet, step in steps for machine in fleet.machines if machine.name in step.machines]
-    energy, cost = _energy_and_cost(used, len(used), seconds, terms)
+    sent = terms.tokens * _sent_bytes(steps, config, task, terms)
+    energy, cost = _energy_and_cost(used, len(used), seconds, sent, terms)
     computing = utilisation(round_s - exchange_s, exchange_s)
-    return Estimate(tokens_per_s, None, seconds, energy, cost, parts, slowest.idle, computing)
+    return Estimate(tokens_per_s, None, seconds, energy, cost, parts, sent, slowest.idle, computing)
+
+
+def _validating_seconds(pair: tuple[Fleet, StepTime], config: ModelConfig, terms: Terms) -> float:
+    """Seconds in which an island computes the loss on the tokens that are held back: forward passes only."""
+    if not terms.held_rows:
+        return 0.0
+    here, rows = pair[0].here, min(terms.held_rows, MANY_ROWS)
+    pass_s = config.n_blocks * block_time_s(config, here, rows=rows, context=0, sessions=0)
+    pass_s += head_time_s(config, here, rows=rows)
+    return pair[1].crowd * terms.held_rows / rows * pass_s
+
+
+def _sent_bytes(steps: Steps, config: ModelConfig, task: StepTask, terms: Terms) -> float:
+    """Bytes that all machines send to others for a token: rows and gradients in islands, exchanges between them."""
+    row = config.hidden_size * task.wire_bytes
+    links = [2 * (len(step.machines) - 1) for _, step in steps]  # each is passed both ways
+    inside = 2 * row * sum(links) / len(steps)
+    islands = len(steps)
+    exchange = 2 * (islands - 1) / islands * exchanged_bytes(config, task, terms.wire)
+    return inside + exchange / (terms.every * task.tokens)
 
 
 def _exchange_seconds(steps: Steps, config: ModelConfig, task: StepTask, terms: Terms) -> float:
@@ -288,20 +383,26 @@ def _paces(joint: _Joint) -> list[float]:
 
 def _flops(config: ModelConfig, task: StepTask, tokens: int) -> float:
     """Flop of training on so many tokens, on cards like those that are rented."""
-    return PASSES[task.rank is None, task.recomputed] * 2 * config.n_blocks * block_weights(config) * tokens
+    return PASSES[task.rank is None, bool(task.recomputed)] * 2 * config.n_blocks * block_weights(config) * tokens
 
 
 # --- both ------------------------------------------------------------------------------------------------------------
 
 
 def _energy_and_cost(
-    known: Sequence[MachineSpec], used: int, seconds: float, terms: Terms
+    known: Sequence[MachineSpec], used: int, seconds: float, sent_bytes: float, terms: Terms
 ) -> tuple[float | None, float | None]:
-    """Energy of the machines used and its cost; None unless the watts of each of them are known."""
+    """Energy of the machines used, and what it and the bytes that they send cost.
+
+    None unless the watts of each machine are known; the cost also if no price was given.
+    """
+    egress = None if terms.egress_gb is None else sent_bytes / 1e9 * terms.egress_gb
     if len(known) < used or not all(machine.watts for machine in known):
-        return None, None
+        return None, egress if terms.price_kwh is None else None
     energy = energy_kwh(sum(machine.watts for machine in known), seconds)
-    return energy, None if terms.price_kwh is None else energy * terms.price_kwh
+    if terms.price_kwh is None:
+        return energy, egress
+    return energy, energy * terms.price_kwh + (egress or 0.0)
 
 
 def _lacking(here: Holding, holdings: Sequence[Holding], blocks: int) -> int:

@@ -10,12 +10,15 @@
     here = true                    # the machine that asks; default: the first
     island = "home"                # machines that train one copy of the model together; without it the faster of
                                    # one copy on all machines, and one on each that can hold it
+    host = "rack"                  # machines of one host share its cores: what they compute at once adds up
+    few_rows_flops_per_s = 20e12   # speed for eight rows at once, as of eight replies; default: flops_per_s
     block_floor_s = 0.0002
     watts = 350
     rtt_s = 0.02                   # to the machine that asks
     up_bytes_per_s = "12.5MB"
     down_bytes_per_s = "12.5MB"
     busy = 0.0                     # share of the time that others use it
+    number_bytes = 2               # of a weight as it computes with it; default: 4 for a CPU, 2 for a GPU
     used_bytes = 0                 # memory that other programs use, besides what is free
     cap_bytes = "8GB"              # the owner's limit
 
@@ -38,12 +41,14 @@ from typing import Any
 from app.core.errors import AppError
 from app.core.units import parse_size
 from app.routing.cost import ASSUMED_BYTES_PER_S, UNKNOWN_LINK_S
-from engine.budget import BFLOAT16, FLOAT32, Precision
+from engine.budget import BFLOAT16, FLOAT32, Precision, unquantised
 
 MOST = 1e18  # no machine has more of anything
 MAX_MACHINES = 4096
 _SPEEDS = ("up_bytes_per_s", "down_bytes_per_s")
 _SIZES = ("memory_bytes", "used_bytes", "cap_bytes", "reading_bytes_per_s", *_SPEEDS)
+_WORDS = ("island", "host")
+_WHOLE = ("memory_bytes", "used_bytes", "cap_bytes", "number_bytes")
 _REQUIRED = ("memory_bytes", "reading_bytes_per_s", "flops_per_s")
 
 
@@ -60,6 +65,7 @@ class MachineSpec:
     reading_bytes_per_s: float
     flops_per_s: float
     kind: str = "gpu"  # gpu, cpu
+    few_rows_flops_per_s: float = 0.0  # for eight rows at once; 0: as for many
     block_floor_s: float = 0.0
     watts: float = 0.0  # 0: not known
     rtt_s: float = 2 * UNKNOWN_LINK_S  # to the machine that asks
@@ -67,6 +73,8 @@ class MachineSpec:
     down_bytes_per_s: float = ASSUMED_BYTES_PER_S
     busy: float = 0.0
     island: str = ""
+    number_bytes: int = 0  # of a weight as it computes with it; 0: as usual for its kind
+    host: str = ""  # whose cores it shares with other machines of that host; empty: it has its own
     used_bytes: int = 0  # memory of the device that other programs use, besides `memory_bytes`
     cap_bytes: int | None = None  # the owner's limit
 
@@ -87,7 +95,9 @@ class MachineSpec:
 
     @property
     def precision(self) -> Precision:
-        """Precision that this kind of machine computes with."""
+        """Precision that this machine computes with."""
+        if self.number_bytes:
+            return unquantised(self.number_bytes)
         return FLOAT32 if self.kind == "cpu" else BFLOAT16
 
     @property
@@ -222,11 +232,11 @@ def _alike(table: dict[str, Any], where: str) -> list[MachineSpec]:
         raise PlanError(f"{where} has an unknown field {unknown[0][:64]!r}")
     values: dict[str, Any] = {"name": table["name"]}
     for name, spec in known.items():
-        if name in ("name", "kind", "island"):
+        if name in ("name", "kind", *_WORDS):
             continue
         if name in table or spec.default is MISSING:
             values[name] = _number(table, name, where)
-    values |= {name: int(values[name]) for name in ("memory_bytes", "used_bytes", "cap_bytes") if name in values}
+    values |= {name: int(values[name]) for name in _WHOLE if name in values}
     for name in _REQUIRED:
         if values[name] == 0:
             raise PlanError(f"{where}: {name} is 0; give what it has")
@@ -238,9 +248,10 @@ def _alike(table: dict[str, Any], where: str) -> list[MachineSpec]:
         raise PlanError(f"{where}: kind is {str(kind)[:64]!r}, expected gpu or cpu")
     if values.get("busy", 0.0) > 1:
         raise PlanError(f"{where}: busy is {values['busy']:g}, expected a share from 0 to 1")
-    values["island"] = table.get("island", "")
-    if not isinstance(values["island"], str):
-        raise PlanError(f"{where}: island is not a text")
+    values |= {name: table.get(name, "") for name in _WORDS}
+    for name in _WORDS:
+        if not isinstance(values[name], str):
+            raise PlanError(f"{where}: {name} is not a text")
     count = table.get("count", 1)
     if type(count) is not int or not 1 <= count <= MAX_MACHINES:
         raise PlanError(f"{where}: count is {str(count)[:64]}, expected 1 to {MAX_MACHINES}")

@@ -8,8 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.planning.machines import MachineSpec
-from engine.budget import allowance_on, fit, trained_block_bytes, workspace_bytes
+from engine.budget import (
+    ADAPTER_ROLES,
+    TrainingTask,
+    allowance_on,
+    ends_bytes,
+    fit,
+    loss_bytes,
+    plan_full,
+    plan_training,
+)
 from engine.config import ModelConfig
+
+_PLENTY = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -37,20 +48,29 @@ class TrainingMemory:
     rank: int | None
     rows: int  # of a micro-batch
     micro_batches: int  # under way at once
+    recomputed: bool = True  # blocks keep their inputs only, and are computed again for the backward pass
 
 
-def held_for_training(config: ModelConfig, machine: MachineSpec, task: TrainingMemory) -> Holding:
-    """Return what a machine holds for training: weights, what is trained with its state, kept inputs, workspace."""
-    kept_rows = task.rows * task.micro_batches
-    each = trained_block_bytes(config, machine.precision, rank=task.rank, kept_rows=kept_rows)
-    # Recomputing goes block by block: the activations of one, and their gradients, are held at a time.
-    workspace = 2 * workspace_bytes(config, machine.precision, task.rows, head=False)
+def held_for_training(config: ModelConfig, machine: MachineSpec, task: TrainingMemory, *, asks: bool) -> Holding:
+    """Return what a machine holds for training: weights, what is trained with its state, kept inputs, workspace.
+
+    The machine that asks also holds embedding and head, and computes the loss.
+    """
+    each, beside = trained_bytes(config, machine, task, asks=asks)
     allowance = allowance_on(machine, machine.cap_bytes)
-    room = allowance.usable_bytes - workspace - allowance.scratch_bytes
+    room = allowance.usable_bytes - beside - allowance.scratch_bytes
     blocks = min(config.n_blocks, max(0, room) // each)
     return Holding(blocks, max(0, config.n_blocks * each - room), each)
 
 
-def training_state_bytes(config: ModelConfig, machine: MachineSpec, task: TrainingMemory) -> int:
-    """Bytes of all blocks of a model in training, in a machine's precision, without workspace and kept inputs."""
-    return config.n_blocks * trained_block_bytes(config, machine.precision, rank=task.rank, kept_rows=0)
+def trained_bytes(config: ModelConfig, machine: MachineSpec, task: TrainingMemory, *, asks: bool) -> tuple[int, int]:
+    """Return the bytes of one block in training, and those that a machine needs besides its blocks."""
+    precision, graphs = machine.precision, 0 if task.recomputed else _PLENTY
+    if task.rank is None:
+        plan = plan_full(config, precision, task.rows, graphs)
+        kept = task.micro_batches * (plan.input_bytes + plan.graph_bytes)
+        return -(-(plan.state_bytes + plan.round_bytes + kept) // config.n_blocks), plan.workspace_bytes
+    job = TrainingTask(1, task.rank, ADAPTER_ROLES, task.rows, task.micro_batches)
+    one = plan_training(config, precision, job, graphs)
+    ends = ends_bytes(config, precision, embedding=True, head=True) + loss_bytes(config, precision, task.rows)
+    return one.total_bytes - one.workspace_bytes, one.workspace_bytes + (ends if asks else 0)

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from app.core.span import Span
 from app.planning.cover import StageCandidate, cheapest_cover
-from app.planning.devices import block_time_s, head_time_s
+from app.planning.devices import block_time_s, head_time_s, slowest_host_s
 from app.planning.machines import Fleet, MachineSpec
 from app.planning.memory import held_for_replies
 from app.routing.cost import (
+    ASSUMED_BYTES_PER_S,
     HOP_S,
+    believed_prompt_seconds,
     believed_seconds,
     compute_seconds,
     entry_seconds,
@@ -25,10 +27,9 @@ from app.routing.cost import (
     wait_seconds,
 )
 from app.routing.route import Hop, KnownCosts, LinkSeconds, Route, RouteRequest
+from app.session.frame import CHUNK_ROWS
 from app.swarm.records import Announcement
 from engine.config import ModelConfig
-
-CHUNK = 512  # tokens of a prompt that are sent at once
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class ReplySpeed:
     first_token_s: float | None  # None: the speed of prompts is not known
     block_s: Mapping[str, float]  # of a token in one block, by machine
     sending_s: float | None = None  # part of `first_token_s` that the prompt spends on the machines' connections
+    row_bytes: float = 0.0  # that machines send to each other for a token
 
     @property
     def token_s(self) -> float:
@@ -100,30 +102,87 @@ def replies_over(fleet: Fleet, config: ModelConfig, task: ReplyTask) -> ReplySpe
         machine = machines[hop.peer]
         return len(hop.span) * block_time_s(config, machine, rows=rows, context=context, sessions=sessions)
 
-    stages = {hop.peer: stage_s(hop, task.streams, task.streams, task.context) for hop in route}
+    stages = [(machines[hop.peer], stage_s(hop, task.streams, task.streams, task.context)) for hop in route]
     heads_s = head_time_s(config, fleet.here, rows=task.streams)
-    stages[fleet.here.name] = stages.get(fleet.here.name, 0.0) + heads_s
-    rate = task.streams / max(sum(parts.values()), *stages.values())
-    chunk = min(CHUNK, task.prompt_tokens)
-    more = math.ceil(task.prompt_tokens / chunk) - 1
-    chunks_s = [stage_s(hop, chunk, 1, task.prompt_tokens // 2) for hop in route]
-    used = [machines[name] for name in stages] if len(stages) > 1 else []
-    sends_s = [chunk * config.hidden_size * m.precision.compute_bytes / m.bytes_per_s for m in used]
-    sending_s = sum(sends_s) + more * max(0.0, max(sends_s, default=0.0) - max(chunks_s))
-    computing_s = sum(chunks_s) + more * max(chunks_s) + parts["head"]
-    first_token_s = parts["links"] + parts["hops"] + computing_s + sending_s
-    return ReplySpeed(route, parts, rate, first_token_s, known.block_s, sending_s)
+    rate = task.streams / max(sum(parts.values()), slowest_host_s([*stages, (fleet.here, heads_s)]))
+    rows = min(CHUNK_ROWS, task.prompt_tokens)
+    used = {hop.peer: machines[hop.peer] for hop in route} | {fleet.here.name: fleet.here}
+    prompt = PromptChunks(
+        math.ceil(task.prompt_tokens / rows),
+        [(machines[hop.peer], stage_s(hop, rows, 1, task.prompt_tokens // 2)) for hop in route],
+        [rows * row_bytes(config, m) / m.bytes_per_s for m in used.values()] if len(used) > 1 else [],
+    )
+    first_token_s = parts["links"] + parts["hops"] + parts["head"] + prompt.computing_s + prompt.sending_s
+    sent = sum(row_bytes(config, machine) for machine in used.values()) if len(used) > 1 else 0.0
+    return ReplySpeed(route, parts, rate, first_token_s, known.block_s, prompt.sending_s, sent)
+
+
+def row_bytes(config: ModelConfig, machine: MachineSpec) -> int:
+    """Bytes of a token's hidden state as a machine sends it on."""
+    return config.hidden_size * machine.precision.compute_bytes
+
+
+@dataclass(frozen=True)
+class PromptChunks:
+    """A prompt in chunks: the seconds of one at each hop of a route, and on each connection."""
+
+    count: int
+    stages: Sequence[tuple[MachineSpec, float]]
+    sends_s: Sequence[float] = ()
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds that the hops compute: the first chunk through all of them, then the slowest host for each other."""
+        return sum(stage_s for _, stage_s in self.stages) + (self.count - 1) * slowest_host_s(self.stages)
+
+    @property
+    def sending_s(self) -> float:
+        """Seconds on connections besides: the first chunk on all, then what the slowest takes longer than computing."""
+        slowest_s = max(self.sends_s, default=0.0)
+        return sum(self.sends_s) + (self.count - 1) * max(0.0, slowest_s - slowest_host_s(self.stages))
 
 
 def replies_of_members(
-    route: Route, members: Sequence[Announcement], request: RouteRequest, link_s: LinkSeconds, head_s: float
+    route: Route,
+    members: Sequence[Announcement],
+    request: RouteRequest,
+    link_s: LinkSeconds,
+    head_s: float,
+    prompt: MembersPrompt | None = None,
 ) -> ReplySpeed:
-    """Forecast one reply over a route of a running swarm, from what its members announce, as far as it is believed."""
+    """Forecast one reply over a route of a running swarm, from what its members announce, as far as it is believed.
+
+    The time to the first token is known if they all say how fast they read prompts.
+    """
     parts = token_parts(route, members, request, link_s, KnownCosts())
     parts["head"] = head_s
     assert math.isclose(sum(parts.values()), route_seconds(route, members, request, link_s, KnownCosts()) + head_s)
     believed = believed_seconds(members, request, KnownCosts())
-    return ReplySpeed(route, parts, 1 / sum(parts.values()), None, believed)
+    speed = ReplySpeed(route, parts, 1 / sum(parts.values()), None, believed)
+    used = {hop.peer for hop in route}
+    if prompt is None or not all(member.prefill_tokens_per_s > 0 for member in members if member.peer in used):
+        return speed
+    chunks = prompt.chunks(route, members)
+    first_token_s = speed.token_s - parts["blocks"] + chunks.computing_s + chunks.sending_s
+    return replace(speed, first_token_s=first_token_s, sending_s=chunks.sending_s)
+
+
+@dataclass(frozen=True)
+class MembersPrompt:
+    """A prompt that members of a running swarm read."""
+
+    tokens: int
+    row_bytes: int  # of a token's hidden state
+    bytes_per_s: Mapping[str, float]  # of the connections of members, as far as they were measured
+
+    def chunks(self, route: Route, members: Sequence[Announcement]) -> PromptChunks:
+        """Return the seconds of a chunk at each hop and on each connection, that back to the asker included."""
+        rows = min(CHUNK_ROWS, self.tokens)
+        block_s = believed_prompt_seconds(members)
+        stages = [(MachineSpec(hop.peer, 0, 0.0, 0.0), rows * len(hop.span) * block_s[hop.peer]) for hop in route]
+        speeds = [self.bytes_per_s.get(hop.peer, ASSUMED_BYTES_PER_S) for hop in route]
+        sends_s = [rows * self.row_bytes / speed for speed in (*speeds, speeds[-1])]
+        return PromptChunks(math.ceil(self.tokens / rows), stages, sends_s)
 
 
 def announced(machine: MachineSpec, span: Span, config: ModelConfig, task: ReplyTask) -> Announcement:

@@ -1,40 +1,46 @@
-"""Forecasts replies over a running swarm from a node's snapshot: what its members serve, how fast and how far.
+"""Forecasts over a running swarm, from what its members announce: replies from a node's snapshot, steps of a job.
 
-Claims count as far as routing believes them. Members announce no memory, watts or arithmetic speed to a snapshot, so
-training and several replies at once cannot be forecast from it.
+Claims count as far as routing believes them. Members announce no memory, watts or speed of several replies at once, so
+those cannot be forecast; who trains a job is known to the node, and not in its snapshot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from app.core.span import Span
 from app.planning.devices import head_time_s
 from app.planning.forecast import Forecast, Terms, conclude_replies, forecast_replies, straggling_hops
 from app.planning.machines import Fleet, MachineSpec
 from app.planning.memory import held_for_replies
-from app.planning.replies import ReplyTask, replies_of_members, replies_over
+from app.planning.replies import MembersPrompt, ReplyTask, replies_of_members, replies_over, row_bytes
+from app.planning.training_step import StepTask, StepTime, step_over
 from app.planning.verdicts import memory_verdict
+from app.routing.cost import ASSUMED_BYTES_PER_S, believed_prompt_seconds, believed_seconds
 from app.routing.estimates import link_seconds
-from app.routing.route import Hop, NoRoute, Route, RouteRequest
+from app.routing.route import Hop, KnownCosts, NoRoute, Route, RouteRequest
 from app.routing.search import find_route
 from app.snapshot.views import Snapshot
 from app.swarm.records import Announcement
+from engine.budget import block_bytes, block_graph_bytes, block_weights
 from engine.config import ModelConfig
 
-_PLENTY = 2**31 - 1  # the room in a member's cache is not in the snapshot
+_PLENTY = 2**31 - 1  # the room in a member's cache is not in the snapshot, nor its memory for jobs
+KEPT_BYTES = 2**30  # as the setting `train_memory` has it unless a member's user changes it
 
 
 def members_of(snapshot: Snapshot) -> list[Announcement]:
     """Return what this node and the members that its sessions may use announce, as the snapshot has it."""
     found = [
-        _member(peer.peer, peer.start, peer.stop, peer.tokens_per_s)
+        _member(peer.peer, (peer.start, peer.stop), peer.tokens_per_s, peer.prefill_tokens_per_s)
         for peer in snapshot.peers
         if peer.unused is None and peer.state == "serving"
     ]
     if snapshot.state == "serving":
-        found.append(_member(snapshot.peer_id, snapshot.start, snapshot.stop, snapshot.tokens_per_s))
+        span = (snapshot.start, snapshot.stop)
+        found.append(_member(snapshot.peer_id, span, snapshot.tokens_per_s, snapshot.prefill_tokens_per_s))
     return [member for member in found if member.span is not None]
 
 
@@ -54,13 +60,22 @@ def forecast_running(
         said = f"no swarm: this machine alone is forecast ({error})"
         return forecast_replies(replace(alone, assumed=(said,)), config, task, terms)
     head_s = head_time_s(config, here, rows=1)
-    speed, alone_speed = replies_of_members(route, members, request, link_s, head_s), replies_over(alone, config, task)
+    rates = {peer.peer: peer.down_bytes_per_s for peer in snapshot.peers if peer.down_bytes_per_s is not None}
+    prompt = MembersPrompt(task.prompt_tokens, row_bytes(config, here), rates | {snapshot.peer_id: math.inf})
+    speed = replies_of_members(route, members, request, link_s, head_s, prompt)
+    alone_speed = replies_over(alone, config, task)
     own = next((member for member in members if member.peer == snapshot.peer_id), None)
     if alone_speed is not None and own is not None and own.span is not None and own.decode_tokens_per_s > 0:
         # What this node measured with its own blocks is better than an estimate from reading weights.
-        whole_per_s = own.decode_tokens_per_s * len(own.span) / config.n_blocks
-        whole = replace(own, span=request.wanted, decode_tokens_per_s=whole_per_s)
-        alone_speed = replies_of_members((Hop(own.peer, request.wanted),), [whole], request, link_s, head_s)
+        share = len(own.span) / config.n_blocks
+        whole = replace(
+            own,
+            span=request.wanted,
+            decode_tokens_per_s=own.decode_tokens_per_s * share,
+            prefill_tokens_per_s=own.prefill_tokens_per_s * share,
+        )
+        route_here = (Hop(own.peer, request.wanted),)
+        alone_speed = replies_of_members(route_here, [whole], request, link_s, head_s, prompt)
     verdicts = (memory_verdict(config.n_blocks, config.n_blocks), straggling_hops(speed))
     lacking = held_for_replies(config, here).lacking_bytes
     fleet = replace(alone, assumed=_assumed(route, members, rtt_s, snapshot.peer_id))
@@ -73,15 +88,74 @@ def _assumed(
     """Return what a forecast over this route takes for granted, in words."""
     used = {hop.peer for hop in route}
     silent = [member.peer for member in members if member.peer in used and member.decode_tokens_per_s <= 0]
+    unread = [member.peer for member in members if member.peer in used and member.prefill_tokens_per_s <= 0]
     unmeasured = sorted(used - rtt_s.keys() - {own_peer})
     return (
         "nobody else uses the members meanwhile",
-        "no time to the first token: members do not say how fast they read prompts",
+        *(f"the speed of prompts of {peer}, which announces none" for peer in unread),
         *(f"the speed of {peer}, which announces none (`shoal bench` there)" for peer in silent),
         *(f"the round trip to {peer}" for peer in unmeasured),
     )
 
 
-def _member(peer: str, start: int | None, stop: int | None, tokens_per_s: float) -> Announcement:
+def _member(peer: str, bounds: tuple[int | None, int | None], decode: float, prefill: float) -> Announcement:
+    start, stop = bounds
     span = Span(start, stop) if start is not None and stop is not None and Span.is_possible(start, stop) else None
-    return Announcement(peer, 0, 0, "", "serving", span, decode_tokens_per_s=tokens_per_s, kv_free_tokens=_PLENTY)
+    return Announcement(
+        peer,
+        0,
+        0,
+        "",
+        "serving",
+        span,
+        decode_tokens_per_s=decode,
+        prefill_tokens_per_s=prefill,
+        kv_free_tokens=_PLENTY,
+    )
+
+
+def step_of_members(
+    route: Route,
+    members: Sequence[Announcement],
+    here: MachineSpec,
+    links: MemberLinks,
+    config: ModelConfig,
+    task: StepTask,
+) -> StepTime:
+    """Forecast a training step over the members of a route; `here` is the machine of the job's owner.
+
+    A member keeps what the backward pass needs where that is less than `KEPT_BYTES`, and else computes it again.
+    """
+    hops = {hop.peer: len(hop.span) for hop in route}
+    known = [member for member in members if member.peer in hops and member.span is not None]
+    token_s = believed_seconds(known, RouteRequest(Span(0, config.n_blocks), 1), KnownCosts())
+    prompt_s = believed_prompt_seconds(known)
+    machines = []
+    for member in known:
+        kind = "cpu" if member.device.startswith("cpu") else "gpu"
+        spec = MachineSpec(member.peer, _PLENTY, 1.0, 1.0, kind=kind, rtt_s=2 * links.away_s(member.peer))
+        rate = links.bytes_per_s.get(member.peer, ASSUMED_BYTES_PER_S)
+        machines.append(
+            replace(
+                spec,
+                reading_bytes_per_s=block_bytes(config, spec.precision) / token_s[member.peer],
+                flops_per_s=2 * block_weights(config) / prompt_s[member.peer],
+                up_bytes_per_s=rate,
+                down_bytes_per_s=rate,
+            )
+        )
+    kept = max(task.micro_batches * blocks for blocks in hops.values())
+    graphs = kept * block_graph_bytes(config, machines[0].precision, task.rows)
+    fleet = Fleet(here, (here, *(machine for machine in machines if machine.name != here.name)))
+    own = next((machine for machine in machines if machine.name == here.name), None)
+    if own is not None:
+        fleet = Fleet(own, tuple(machines))
+    return step_over(fleet, hops, config, replace(task, recomputed=graphs > KEPT_BYTES))
+
+
+@dataclass(frozen=True)
+class MemberLinks:
+    """The way from this node to members: one-way seconds, and the speeds that were measured."""
+
+    away_s: Callable[[str], float]
+    bytes_per_s: Mapping[str, float]

@@ -18,6 +18,7 @@ from app.core.canonical_json import decode_object
 from app.core.errors import AppError
 from app.core.units import format_size
 from app.manifest.importing import hash_source
+from app.planning.training_step import StepTask
 from app.rounds.island import hashed
 from app.rounds.record import MAX_EVERY, TrainingRecord
 from app.training.dataset import Document, order, read_records
@@ -166,6 +167,13 @@ def plan_island(
             + (f", or raise max_vram, which is {format_size(limit_bytes)}" if limit_bytes else "")
         )
     return budget, device, dtype
+
+
+def usual_step(record: TrainingRecord) -> StepTask:
+    """Return the step of a job's island for a forecast."""
+    tokens = record.batch * record.length
+    rows = min(tokens, max(ROWS, record.length))
+    return StepTask(None, rows, -(-tokens // rows))
 
 
 def config_of(record: TrainingRecord) -> ModelConfig:

@@ -217,6 +217,11 @@ class Island:
         """Hash of the newest entry."""
         return self.standing.prev
 
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of the text that are not trained on, for validation after each round."""
+        return sum(map(len, self._text.held))
+
     def alive(self) -> set[str]:
         """Other islands of this job that were heard lately."""
         now = trio.current_time()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,10 @@ import trio
 from app.core.device_thread import DeviceThread
 from app.core.errors import AppError, RecordError
 from app.core.network import Network
+from app.planning.forecast import Terms, rounds_of
+from app.planning.history import PastForecast, remember
+from app.planning.machines import Fleet, MachineSpec
+from app.planning.training_step import step_time
 from app.rounds import wire
 from app.rounds.island import Island, RoundServer, hashed
 from app.rounds.record import TrainingRecord, sign_training
@@ -32,6 +36,7 @@ from app.rounds.train_store import (
     one_of,
     require_record,
 )
+from app.routing.cost import ASSUMED_BYTES_PER_S
 from app.training.states import StateStore
 from engine.errors import EngineError
 from p2p.errors import P2PError
@@ -42,10 +47,12 @@ if TYPE_CHECKING:
 
     from app.config.home import Home
     from app.rounds.founding import Founded, TrainWish
+    from app.rounds.log import RoundEntry
 
 log = logging.getLogger("shoal.rounds")
 
 ASK_S = 10.0
+TRAIN = "train"  # these jobs among past forecasts
 _TEXTS = ("tokens", "held", "tokenizer.json")
 
 
@@ -62,6 +69,7 @@ class TrainPlace:
     is_member: Callable[[str], bool]
     cache: Path
     memory_limit: Callable[[], int | None]  # the user's
+    look: Callable[[], MachineSpec]  # measures this machine, which takes a moment the first time
 
 
 @dataclass
@@ -70,6 +78,7 @@ class RunningTraining:
 
     job: StoredTraining
     island: Island
+    machine: MachineSpec  # this one, measured before it began
     ended: trio.Event = field(default_factory=trio.Event)
 
 
@@ -77,7 +86,7 @@ class TrainJobs:
     """Founds, joins, runs and leaves training jobs in one swarm; `run` until cancelled."""
 
     def __init__(self, home: Home, place: TrainPlace) -> None:
-        self._place, self._store = place, TrainStore(home)
+        self._place, self._store, self._home = place, TrainStore(home), home
         self._server = RoundServer(place.network, place.is_member)
         self._nursery: trio.Nursery | None = None
         self._starting = trio.Lock()
@@ -95,12 +104,18 @@ class TrainJobs:
 
     async def forecast(self, wish: TrainWish) -> dict[str, Any]:
         """Say what a job would be, without founding it; raises `AppError` or `EngineError`."""
+        from app.rounds.founding import config_of, usual_step
+
         founded = await self._prepared(wish)
         record, budget = founded.record, founded.budget
+        here = await trio.to_thread.run_sync(self._place.look)
+        step = step_time(Fleet(here, (here,)), config_of(record), usual_step(record))
+        step_s = None if step is None else step.seconds
         return {
             "name": record.name, "sequences": founded.sequences, "weights": budget.weights,
             "memory_bytes": budget.total_bytes, "steps": record.steps, "rounds": -(-record.steps // record.every),
-            "tokens_per_step": record.batch * record.length,
+            "tokens_per_step": record.batch * record.length, "step_s": step_s,
+            "seconds": None if step_s is None else record.steps * step_s,
         }  # fmt: skip
 
     async def found(self, wish: TrainWish) -> dict[str, Any]:
@@ -208,6 +223,7 @@ class TrainJobs:
         texts = [await trio.to_thread.run_sync((job.folder / name).read_bytes) for name in _TEXTS]
         text = await trio.to_thread.run_sync(TokenText, texts[0], texts[1], record)
         model, device = await trio.to_thread.run_sync(make_model, record, vectors, place.memory_limit())
+        machine = await trio.to_thread.run_sync(place.look)
         for data in texts:
             await place.states.keep(record.id[:16], data)
         island = Island(
@@ -223,7 +239,7 @@ class TrainJobs:
             await island.begin()
         self._server.islands[record.id] = island
         self._server.records[record.id] = job.raw
-        self.running[record.id] = RunningTraining(job, island)
+        self.running[record.id] = RunningTraining(job, island, machine)
         self._nursery.start_soon(self._run_job, self.running[record.id])
 
     async def _run_job(self, running: RunningTraining) -> None:
@@ -247,6 +263,38 @@ class TrainJobs:
         await trio.to_thread.run_sync(self._store.save, job, entries, states)
         if (running := self.running.get(job.record.id)) is not None:
             self._write(job, running.island, RUNNING)
+            if len(entries) > 1:
+                await self._compare(running, entries[-2])
+
+    async def _compare(self, running: RunningTraining, entry: RoundEntry) -> None:
+        """Keep the forecast of a round beside its speed; the figures are still those of the round before the last.
+
+        The others are taken to be machines like this one, each with the connection that was measured.
+        """
+        from app.rounds.founding import config_of, usual_step
+
+        island, record = running.island, running.job.record
+        measured = island.figures.round_tokens_per_s
+        rates = {link.peer: link.down_bytes_per_s for link in self._place.network.links()}
+        machines = [
+            replace(running.machine, name=one.peer, island=one.peer, up_bytes_per_s=rate, down_bytes_per_s=rate)
+            for one in entry.list.arrivals
+            for rate in (rates.get(one.peer) or ASSUMED_BYTES_PER_S,)
+        ]
+        terms = Terms(
+            1,
+            every=max(one.steps for one in entry.list.arrivals),
+            wire="f32" if record.wire == "f32" else "int8",
+            held_rows=island.held_tokens,
+        )
+        islands = [Fleet(machine, (machine,)) for machine in machines]
+        found = rounds_of(islands, config_of(record), usual_step(record), terms)
+        if found is not None and terms.every > 0:
+            now_ms = time.time_ns() // 10**6
+            ended = PastForecast(
+                now_ms, TRAIN, record.model or record.start, len(machines), found.tokens_per_s, measured
+            )
+            await trio.to_thread.run_sync(remember, self._home.forecasts_file, ended)
 
     def _facts(self, record: TrainingRecord, job: StoredTraining | None = None) -> dict[str, Any]:
         running = self.running.get(record.id)

@@ -29,6 +29,7 @@ from app.core.errors import RecordError
 
 SESSION_BYTES = 16
 MAX_ROWS = 4096  # in one frame
+CHUNK_ROWS = 256  # of a prompt that an asker sends at once
 MAX_WIDTH = 2**16
 MAX_JSON_BYTES = 1024
 MAX_DATA_BYTES = 48 * 2**20

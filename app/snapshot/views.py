@@ -38,6 +38,7 @@ class PeerView:
     unused: Reason | None = None  # why this node's sessions do not use it now
     fetched: float | None = None  # 0 to 1: part of its blocks that it has downloaded, while it downloads
     down_bytes_per_s: float | None = None  # measured speed at which it sends to this node
+    prefill_tokens_per_s: float = 0.0  # of prompts
 
 
 @dataclass(frozen=True)
@@ -451,3 +452,4 @@ class Snapshot:
     visit: VisitView | None = None
     requests: tuple[GuestView, ...] = ()  # peers that ask to join with an invite of this node and wait for approval
     trained: tuple[TrainedView, ...] = ()  # jobs of any member that train blocks of this node now
+    prefill_tokens_per_s: float = 0.0  # of prompts, through its own blocks

@@ -1,4 +1,4 @@
-"""The machine around a node: `shoal doctor`, bug reports, the background service, logs, uninstalling.
+"""The machine around a node: `shoal doctor`, bug reports, service, logs, uninstalling.
 
 These functions take facts and paths and return lines or results; the commands in `app.cli` print them. Measuring the
 network is left to a running node (`app.node`), the list of files in a home folder to `app.config.home`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from statistics import median
 from typing import Any
 
 from app.routing.route import Route
@@ -22,7 +21,7 @@ def job_view(job: Job, running: RunningJob | None = None) -> JobView:
     live: dict[str, Any] = {}
     left_s = None
     if running is not None:
-        left_s = median(running.step_s) * (record.steps - progress.step) if running.step_s else None
+        left_s = running.left_s
         figures = running.trainer.figures
         live = {
             "cut": running.material.trained.cut,

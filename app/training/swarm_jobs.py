@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
@@ -20,8 +21,10 @@ from app.asker.reply_service import NoModelHere
 from app.core.compute import Device
 from app.core.errors import AppError
 from app.core.network import Network
+from app.planning.history import PastForecast, correction, past_forecasts, remember
 from app.routing.route import Route
 from app.session.frame import INT8
+from app.training.forecasts import SwarmForecaster, usual_step
 from app.training.job_store import MAX_LEFT_OUT, Job, JobStore, Progress, require_unfinished
 from app.training.states import StateStore
 from app.training.trainer import (
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from app.config.home import Home
     from app.training.adapter_store import AdapterStore
     from app.training.material import Material, TrainingWish
+    from app.training.record import JobRecord
     from engine.sources.base import ModelSource
     from engine.swarm_ends import SwarmEnds
 
@@ -53,6 +57,7 @@ SNAPSHOT_SHARE = 0.04  # of the time
 TOLD_EVERY_S = 2.0  # how often the progress is written
 TAKE_UP_AGAIN_S = 5.0
 AUTO = "auto"
+FINETUNE = "finetune"  # these jobs among past forecasts
 
 
 class Ends(Protocol):
@@ -76,6 +81,7 @@ class JobPlace:
     replicas: Callable[[int, str], Replicas]  # likewise
     own_server: OwnServer
     is_slow: Callable[[Route], bool]  # a link of the route is slow, and all hops understand rows of int8
+    forecaster: SwarmForecaster
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,13 @@ class JobForecast:
     tokens_per_epoch: int
     steps: int
     route: Route
+    step_s: float | None = None  # of one step; None: not known
+    correction: float | None = None  # that the speed was multiplied by, from past forecasts
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of the whole job."""
+        return None if self.step_s is None else self.steps * self.step_s
 
 
 @dataclass
@@ -100,6 +113,16 @@ class RunningJob:
     trainer: SwarmTrainer
     material: Material
     step_s: list[float] = field(default_factory=list)  # of the latest steps
+    expected_step_s: float | None = None  # as forecast when it began, before any correction
+    correction: float | None = None  # of the forecast's speed, from past forecasts
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until it is finished: from its latest steps, or as forecast before the first one is done."""
+        left = self.job.record.steps - self.progress.step
+        if self.step_s:
+            return median(self.step_s) * left
+        return None if self.expected_step_s is None else self.expected_step_s / (self.correction or 1.0) * left
 
 
 class SwarmJobs:
@@ -141,10 +164,21 @@ class SwarmJobs:
         record = new_record(wish, material)
         route = self._place.routes(material.source.config.n_blocks, wish.source.wire)(frozenset())
         trained = material.trained
+        wire = await self._wire(wish.source.wire, route)
+        step_s, factor = await self._expected(record, material, route, wire)
         return JobForecast(
             len(trained.examples), len(material.held.examples), trained.cut, trained.dropped, trained.tokens,
-            record.steps, route,
+            record.steps, route, None if step_s is None else step_s / (factor or 1.0), factor,
         )  # fmt: skip
+
+    async def _expected(
+        self, record: JobRecord, material: Material, route: Route, wire: str
+    ) -> tuple[float | None, float | None]:
+        """Return the seconds that a forecast gives a step, and by what past forecasts say to multiply its speed."""
+        task = usual_step(material.trained, record, wire)
+        step_s = await self._place.forecaster.step_s(route, material.source.config, task)
+        past = await trio.to_thread.run_sync(past_forecasts, self._home.forecasts_file)
+        return step_s, correction(past, FINETUNE)
 
     async def start(self, wish: TrainingWish) -> Job:
         """Begin a job; raises `AppError` or `EngineError` if it cannot be."""
@@ -235,7 +269,13 @@ class SwarmJobs:
             await trainer.resume(version, blocks)
         trainer.leave_out(job.progress.left_out)
         progress = back_at(trainer.version, job, material)
-        await self._nursery.start(self._run_job, RunningJob(job, progress, trainer, material))
+        running = RunningJob(job, progress, trainer, material)
+        try:
+            route = place.routes(config.n_blocks, wire)(frozenset(peer for peer, _ in job.progress.left_out))
+            running.expected_step_s, running.correction = await self._expected(record, material, route, wire)
+        except AppError as error:  # nobody trains a block now: the job waits for somebody
+            log.info("job %s has no forecast: %s", record.id, error)
+        await self._nursery.start(self._run_job, running)
 
     async def _run_job(self, running: RunningJob, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run a job until it is finished, paused, stopped or failed, and write down which."""
@@ -282,6 +322,17 @@ class SwarmJobs:
         running.progress = replace(running.progress, status="finished")
         self._jobs.remove_state(record.id)
         self._save(running)
+        await self._compare(running)
+
+    async def _compare(self, running: RunningJob) -> None:
+        """Keep the forecast of a finished job beside its speed."""
+        record, progress, step_s = running.job.record, running.progress, running.expected_step_s
+        if step_s is None or progress.seconds <= 0:
+            return
+        machines = len({hop.peer for hop in running.trainer.route})
+        forecast, measured = progress.tokens / (record.steps * step_s), progress.tokens / progress.seconds
+        ended = PastForecast(time.time_ns() // 10**6, FINETUNE, record.model, machines, forecast, measured)
+        await trio.to_thread.run_sync(remember, self._home.forecasts_file, ended)
 
     def _save(self, running: RunningJob) -> None:
         self._write(running.job.record.id, running.progress)

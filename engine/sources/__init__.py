@@ -1,4 +1,4 @@
-"""Model files: Hugging Face folders, GGUF files, the starter model, a tiny random one, downloads from the hub.
+"""Model files: Hugging Face folders, GGUF files, built-in models, downloads.
 
 A source is an index: which tensors each part (block, embedding, head) has, of which type and shape, and where their
 bytes are. Bytes are read only when a part is loaded, so the tensors of blocks that are not hosted are never touched.

@@ -1,4 +1,4 @@
-"""The libp2p host: listening, dialling, connections with their streams and heartbeats, admission limits.
+"""The libp2p host: listening, dialling, connections and their streams, admission limits.
 
 `p2p.channel` secures and multiplexes a raw connection; this package decides which connections to accept, make and keep.
 Of the protocols on the streams it speaks only `identify`, `ping` and the heartbeat; calls and messages belong to

@@ -36,7 +36,7 @@ from app.training import local_job
 from app.training.adapter_store import AdapterStore
 from app.training.job_store import JobSource, JobStore
 from app.training.material import TrainingWish, start
-from engine.budget import FLOAT32, TrainingTask, loss_bytes, plan_training
+from engine.budget import FLOAT32, TrainingBudget, TrainingTask, loss_bytes, plan_training
 from engine.local_model import load_local, local_options
 from engine.model.ends import EmbeddingAndHead
 from engine.model.linear import DenseLinear
@@ -167,11 +167,16 @@ def speed(rounds: int) -> dict[str, float]:
     }
 
 
-def memory(kept: bool) -> float:
-    """Resident bytes that training adds to this process over the bytes that the budget says; for a fresh process."""
-    config, rows = smollm2(), BATCH * LENGTH
-    task = TrainingTask(config.n_blocks, RANK, AdapterSettings().targets, rows, under_way=1)
-    plan = plan_training(config, FLOAT32, task, 1 << 40 if kept else 0)
+def planned(kept: bool) -> TrainingBudget:
+    """The budget of the steps that are measured here."""
+    config = smollm2()
+    task = TrainingTask(config.n_blocks, RANK, AdapterSettings().targets, BATCH * LENGTH, under_way=1)
+    return plan_training(config, FLOAT32, task, 1 << 40 if kept else 0)
+
+
+def memory(kept: bool) -> int:
+    """Resident bytes that training adds to this process, for which a fresh one is needed."""
+    plan, rows = planned(kept), BATCH * LENGTH
     job = Shoal()
     # What the libraries load with the first product is not training's.
     torch.nn.functional.linear(torch.ones(rows, 576), torch.ones(576, 576))
@@ -181,18 +186,20 @@ def memory(kept: bool) -> float:
     for _ in range(3):
         job.step_s()
     status = Path("/proc/self/status").read_text()
-    peak = 1024 * int(status.split("VmHWM:")[1].split()[0])
-    budget = plan.total_bytes - plan.weight_bytes + loss_bytes(config, FLOAT32, rows)
-    return (peak - before) / budget
+    return 1024 * int(status.split("VmHWM:")[1].split()[0]) - before
+
+
+def added_bytes(kept: bool) -> int:
+    """The same, measured in a process of its own."""
+    command = [sys.executable, "-m", "tests.bench.finetune", "--memory", "kept" if kept else "recomputed"]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def memory_ratio() -> float:
-    """The larger ratio of both ways, each measured in a process of its own."""
-    ratios = []
-    for kept in ("kept", "recomputed"):
-        command = [sys.executable, "-m", "tests.bench.finetune", "--memory", kept]
-        ratios.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
-    return max(ratios)
+    """The bytes that training adds over those that the budget says: the larger ratio of both ways."""
+    loss = loss_bytes(smollm2(), FLOAT32, BATCH * LENGTH)
+    plans = {kept: planned(kept) for kept in (True, False)}
+    return max(added_bytes(kept) / (plan.total_bytes - plan.weight_bytes + loss) for kept, plan in plans.items())
 
 
 def facts() -> dict[str, float]:
@@ -200,10 +207,10 @@ def facts() -> dict[str, float]:
     source = open_source("starter", cache_folder())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        _write_facts(path)
+        write_facts(path)
         home = Home(path / "home")
         begin = time.perf_counter()
-        run = _trained(path, home)
+        run = trained_facts(path, home)
         seconds = time.perf_counter() - begin
         exported = path / "exported"
         AdapterStore(home).export("facts", exported)
@@ -239,7 +246,7 @@ def swarm(local: dict[str, float]) -> dict[str, float]:
     """Teach three nodes the same facts; `local` are the figures of one process."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        data = _write_facts(path)
+        data = write_facts(path)
         spans = ("0:10", "10:20", "20:30")
         with open_process_swarm(path, spans, model="starter", train="members", cache=cache_folder()) as nodes:
             nodes.wait_covered(1)
@@ -247,10 +254,7 @@ def swarm(local: dict[str, float]) -> dict[str, float]:
             client = client_of(place.home)
             idle = median(_token_s(client) for _ in range(3))
             begin = time.perf_counter()
-            order = {
-                "out": "facts", "data": str(data), "rank": RANK, "epochs": 16, "batch": 5, "length": 64, "rate": 1e-3,
-                "validation": 0.0, "wire": "f32",
-            }  # fmt: skip
+            order = facts_order(data)
             job = client.post("/control/jobs", order)
             busy: list[float] = []
             while (facts := _job(client, job["job"]))["status"] == "running":
@@ -265,7 +269,8 @@ def swarm(local: dict[str, float]) -> dict[str, float]:
                     model = {"adapter": adapter} if adapter else {}
                     text = _reply(client, question, 24, model)["text"]
                     known[adapter] += word.lower() in text.lower()
-            rounded = _finished(client, client.post("/control/jobs", order | {"out": "rounded", "wire": "int8"})["job"])
+            again = client.post("/control/jobs", order | {"out": "rounded", "wire": "int8"})
+            rounded = finished_job(client, again["job"])
     steps_s = facts["seconds"]
     rows = local["facts_rows"]
     return {
@@ -282,7 +287,15 @@ def swarm(local: dict[str, float]) -> dict[str, float]:
     }
 
 
-def _finished(client: Client, job: str) -> dict[str, Any]:
+def facts_order(data: Path) -> dict[str, Any]:
+    """The job that teaches the facts over a swarm, as the API takes it."""
+    return {
+        "out": "facts", "data": str(data), "rank": RANK, "epochs": 16, "batch": 5, "length": 64, "rate": 1e-3,
+        "validation": 0.0, "wire": "f32",
+    }  # fmt: skip
+
+
+def finished_job(client: Client, job: str) -> dict[str, Any]:
     while (facts := _job(client, job))["status"] == "running":
         time.sleep(0.2)
     assert facts["status"] == "finished", facts["why"]
@@ -313,13 +326,13 @@ def _token_s(client: Client) -> float:
     return 1 / float(_reply(client, "Count slowly from one to thirty.", 24, {})["tokens_per_s"])
 
 
-def _write_facts(path: Path) -> Path:
+def write_facts(path: Path) -> Path:
     records = [{"prompt": question, "completion": answer} for question, (_, answer) in FACTS.items()]
     (path / "facts.jsonl").write_text("\n".join(map(json.dumps, records)))
     return path / "facts.jsonl"
 
 
-def _trained(path: Path, home: Home) -> local_job.LocalRun:
+def trained_facts(path: Path, home: Home) -> local_job.LocalRun:
     source = JobSource("starter", str(path / "facts.jsonl"))
     wish = TrainingWish("facts", source, AdapterSettings(RANK), 16, 5, 64, 1e-3, 0.0, "cpu")
     material = local_job.gather(source, wish, cache_folder(), lambda done, total: None)

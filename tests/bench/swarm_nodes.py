@@ -10,7 +10,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,11 +90,14 @@ def open_bench_swarm(
     memory: str = MEMORY,
     spans: Sequence[str] = (),
     keep_sessions: int | None = 0,
+    apart: bool = False,
+    variables: Mapping[str, str] = {},
 ) -> Iterator[BenchSwarm]:
     """A swarm that serves the whole model; `spans` pins the nodes' blocks, else their memory makes them share it.
 
     Replies to the same prompt are compared: unless `keep_sessions` says so, none begins with what another one read.
-    None leaves that to the asker's setting.
+    None leaves that to the asker's setting. With `apart`, a node starts when the one before serves, so that it measures
+    itself undisturbed. `variables` are for the environment of all nodes.
     """
     ports = [free_port() for _ in range(nodes + 1)]
     with ExitStack() as stack:
@@ -107,17 +110,20 @@ def open_bench_swarm(
         places = [Place(folder / f"node{index}", cache) for index in range(nodes + 1)]
         assert places[0].shoal("create", "bench", "--model", model).status == 0
         kept = {} if keep_sessions is None else {"SHOAL_KEEP_SESSIONS": str(keep_sessions)}
+        kept |= variables
         asker = stack.enter_context(Serving(places[0], "--discovery=invite", *ways[0], **kept))
         asker.ready()
         invite = places[0].shoal("invite").out.strip()
         pins = [[f"--blocks={span}"] for span in spans] or [[]] * nodes
-        servers = [
-            stack.enter_context(
-                Serving(place, "--discovery=invite", "--device=cpu", *way, *pin, max_vram=memory, SHOAL_INVITE=invite)
+        servers = []
+        for place, way, pin in zip(places[1:], ways[1:], pins, strict=True):
+            flags = ("--discovery=invite", "--device=cpu", *way, *pin)
+            servers.append(
+                stack.enter_context(Serving(place, *flags, max_vram=memory, SHOAL_INVITE=invite, **variables))
             )
-            for place, way, pin in zip(places[1:], ways[1:], pins, strict=True)
-        ]
-        for server in servers:
+            if apart:
+                servers[-1].ready(READY_S)
+        for server in () if apart else servers:
             server.ready(READY_S)
         client = client_of(places[0].home)
         wait_until(lambda: _covered(client, nodes), "every block is held")

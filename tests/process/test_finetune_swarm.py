@@ -64,6 +64,7 @@ def test_a_job_over_the_swarm_learns_what_one_process_learns(folder: Path, hosts
         forecast = finetune(here, data, "plan", "--dry-run", "--validation=0")
         assert forecast["steps"] == STEPS
         assert [(hop["start"], hop["stop"]) for hop in forecast["route"]] == [(0, 4), (4, 8)]
+        assert 0 < forecast["step_s"] == forecast["seconds"] / STEPS
         whole = finetune(here, data, "whole", "--validation=0")
         assert (whole["status"], whole["step"], len(whole["losses"])) == ("finished", STEPS, STEPS)
         assert whole["losses"][-1] < whole["losses"][0]
@@ -71,6 +72,10 @@ def test_a_job_over_the_swarm_learns_what_one_process_learns(folder: Path, hosts
         assert alone["losses"] == whole["losses"]
         assert weights(folder, "alone") == weights(folder, "whole")
         check_replies(here)
+        past = here.facts("plan", "check")["forecasts"]
+        tuned = next(one for one in past if one["task"] == "finetune")
+        assert (tuned["machines"], tuned["model"]) == (2, whole["model"])
+        assert tuned["measured"] == pytest.approx(whole["tokens"] / whole["seconds"], rel=0.01)
         taken = here.shoal("finetune", "--data", str(data), "--out", "whole")
         assert (taken.status, taken.err.count("\n")) == (1, 1)
         assert "there is an adapter named whole already" in taken.err

@@ -54,6 +54,7 @@ def test_a_job_is_founded_joined_left_and_exported(tmp_path: Path, files: tuple[
         assert "no member" in refused(places[0], "join", "fish")
         forecast = places[0].facts("train", "fish", *start, "--dry-run")
         assert forecast["weights"] > 20_000
+        assert forecast["seconds"] == pytest.approx(100_000 * forecast["step_s"])
         founded = places[0].facts("train", "fish", *start)
         assert founded["status"] == "running"
         assert founded["hash"] in refused(places[0], "fish", *start, "--seed=4")
@@ -67,6 +68,8 @@ def test_a_job_is_founded_joined_left_and_exported(tmp_path: Path, files: tuple[
             wait_until(lambda: two_together(places[1]), "they make rounds together", 60)
             left = places[1].facts("train", "leave", "fish")
             assert left["status"] == "left"
+    past = places[0].facts("plan", "check")["forecasts"]
+    assert any(one["task"] == "train" and one["machines"] == 1 for one in past)
     log = places[1].facts("train", "log", "fish")
     assert [entry["round"] for entry in log] == list(range(len(log)))
     out = tmp_path / "exported"

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,10 @@ import app.cli
 from app.cli import plan
 from app.planning.forecast import WIRES
 from app.planning.machines import MachineSpec
-from app.snapshot.views import PeerView, Snapshot
+from app.rounds.founding import HELD_MOST
+from app.snapshot.codec import to_json
+from app.snapshot.views import OfferView, PeerView, Snapshot
+from engine.sources.starter import SHAPE
 
 ROOT = Path(__file__).resolve().parents[3]
 MACHINES = """
@@ -37,7 +41,7 @@ rtt_s = 0.03
 FIELDS = {
     "task", "tokens_per_s", "first_token_s", "seconds", "energy_kwh", "cost", "alone", "lacking_bytes", "limit",
     "verdicts", "advice", "why", "parts", "assumed", "low", "high", "machines",
-    "idle", "utilisation", "correction",
+    "idle", "utilisation", "correction", "sent_bytes",
 }  # fmt: skip
 HERE = MachineSpec("here", 64 * 10**9, 10e9, 50e9, kind="cpu", rtt_s=0.0)
 
@@ -96,7 +100,7 @@ def test_growing_swarms(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_machines_like_this_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(plan, "this_machine", lambda home, snapshot: HERE)
+    monkeypatch.setattr(plan, "this_machine", lambda home, snapshot, config: HERE)
     assert app.cli.main(["plan", "sweep", "--machines", "2:5", "--task", "train", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["machines"] for row in found["sizes"]] == [2, 4, 5]
@@ -110,17 +114,32 @@ def test_without_a_node_this_machine_is_measured_alone(capsys: pytest.CaptureFix
     assert found["machines"] == ["here"]
 
 
+MODEL = "0123456789abcdef" * 4
+LAGOON = OfferView(f"lagoon#{MODEL[:8]}", "starter", members=3, tokens_per_s=400.0, alone_tokens_per_s=20.0)
+
+
 class RunningNode:
-    """A client of a node in a swarm of one other member."""
+    """A client of a node in a swarm of one other member, which knows other swarms."""
+
+    def __init__(self, *offers: OfferView) -> None:
+        self.offers = offers
 
     def snapshot(self) -> Snapshot:
         peer = PeerView("near", start=0, stop=30, rtt_s=0.01, state="serving", tokens_per_s=100.0)
-        return Snapshot("me", "client", "", "http://127.0.0.1", swarm="reef", peers=(peer,), blocks_total=30)
+        return Snapshot(
+            "me", "client", "", "http://127.0.0.1", swarm="reef", manifest=MODEL, peers=(peer,), blocks_total=30
+        )
+
+    def get(self, path: str, timeout_s: float) -> dict[str, object]:
+        assert path == "/control/prospects"
+        return {"offers": [to_json(offer) for offer in self.offers]}
+
+    def post(self, path: str, body: dict[str, str]) -> dict[str, object]:
+        assert (path, body) == ("/control/preview", {"target": "lagoon"})
+        return to_json(self.offers[0])
 
 
-def test_a_running_nodes_swarm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("app.api.client.running_client", lambda home: RunningNode())
-    monkeypatch.setattr(plan, "this_machine", lambda home, snapshot: HERE)
+def test_a_running_nodes_swarm(node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None:
     assert planned("chat", capsys=capsys)["machines"] == ["near"]
     assert app.cli.main(["plan", "chat", "--streams", "4"]) == 2
     assert "--streams needs --machines" in capsys.readouterr().err
@@ -128,9 +147,55 @@ def test_a_running_nodes_swarm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "members do not say what they can train" in str(alone["assumed"])
 
 
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> RunningNode:
+    """A running node that knows a faster swarm with the same model, one with another, and an incomplete one."""
+    known = RunningNode(LAGOON, replace(LAGOON, target="other#ffffffff", tokens_per_s=900.0))
+    monkeypatch.setattr("app.api.client.running_client", lambda home: known)
+    monkeypatch.setattr("app.api.client.client_of", lambda home: known)
+    monkeypatch.setattr(plan, "this_machine", lambda home, snapshot, config: HERE)
+    monkeypatch.setattr(plan, "model_shape", lambda name, snapshot: SHAPE)
+    return known
+
+
+def test_a_faster_swarm_with_the_same_model_is_advised(node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned("chat", capsys=capsys)
+    assert (found["advice"], found["machines"]) == ("other_swarm", ["near"])
+    assert found["why"] == f"{LAGOON.target} serves the same model at 400.0 tokens/s."
+    node.offers = (replace(LAGOON, tokens_per_s=10.0), replace(LAGOON, tokens_per_s=None, missing_block=3))
+    assert planned("chat", capsys=capsys)["advice"] != "other_swarm"
+
+
+def test_another_swarm_is_forecast_by_its_name(node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned("chat", "--swarm", "lagoon", "--tokens", "800", capsys=capsys)
+    assert (found["tokens_per_s"], found["seconds"], found["advice"]) == (400.0, 2.0, "swarm")
+    assert planned("chat", "--swarm", "reef", capsys=capsys)["machines"] == ["near"]
+    node.offers = (replace(LAGOON, tokens_per_s=None, missing_block=3),)
+    alone = planned("chat", "--swarm", "lagoon", capsys=capsys)
+    assert (alone["tokens_per_s"], alone["advice"]) == (20.0, "alone")
+    assert alone["assumed"] == ["no swarm: this machine alone is forecast (nobody there serves block 3)"]
+    node.offers = (replace(LAGOON, tokens_per_s=None, alone_tokens_per_s=None),)
+    assert planned("chat", "--swarm", "lagoon", capsys=capsys)["advice"] == "not_at_all"
+    assert app.cli.main(["plan", "chat", "--swarm", "lagoon"]) == 0
+
+
+def test_sent_bytes_cost_where_they_are_billed(capsys: pytest.CaptureFixture[str]) -> None:
+    for task in ("finetune", "train"):
+        free, billed = (
+            planned(task, "--machines", "m.toml", "--price", "0.3", *more, capsys=capsys)
+            for more in ((), ("--egress", "0.09"))
+        )
+        sent = float(str(free["sent_bytes"]))
+        assert sent > 0
+        assert float(str(billed["cost"])) == pytest.approx(float(str(free["cost"])) + sent / 1e9 * 0.09)
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
+        (["chat", "--swarm", "lagoon", "--machines", "m.toml"], 2, "--swarm is for chat"),
+        (["train", "--swarm", "lagoon"], 2, "--swarm is for chat"),
+        (["chat", "--swarm", "lagoon"], 1, "no node runs"),
         (["chat", "--machines", "none.toml"], 1, "none.toml"),
         (["chat", "--machines", "bad.toml"], 1, "machine 'x' has no memory_bytes"),
         (["chat", "--machines", "binary.toml"], 1, "not text in UTF-8"),
@@ -171,8 +236,9 @@ def test_bad_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_wires_of_the_command_are_those_of_the_forecast() -> None:
+def test_constants_of_the_command_are_those_of_the_code() -> None:
     assert plan.WIRES == tuple(WIRES)
+    assert plan.HELD_SEQUENCES == HELD_MOST
 
 
 def test_a_file_is_planned_without_torch() -> None:

@@ -7,12 +7,17 @@ from dataclasses import replace
 import pytest
 
 from app.core.reasons import because
+from app.core.span import Span
+from app.planning.devices import PASSES_ON_CPU, trained_head_s
 from app.planning.forecast import Terms, forecast_replies
 from app.planning.machines import Fleet, MachineSpec
 from app.planning.replies import ReplyTask
-from app.planning.running_swarm import forecast_running, members_of
+from app.planning.running_swarm import MemberLinks, forecast_running, members_of, step_of_members
+from app.planning.training_step import StepTask
 from app.routing.cost import HOP_S
+from app.routing.route import Hop
 from app.snapshot.views import PeerView, Snapshot
+from app.swarm.records import Announcement
 from engine.sources.starter import SHAPE
 
 HERE = MachineSpec("here", 10**9, 10e9, 50e9, kind="cpu", rtt_s=0.0)  # lacks the memory: a CPU keeps 1 GB free
@@ -83,3 +88,62 @@ def test_this_node_serves_too_and_unmeasured_members_are_named() -> None:
     assert found.machines == ("me", "far")
     assert any("`shoal bench`" in words and "far" in words for words in found.assumed)
     assert "the round trip to far" in found.assumed
+
+
+def test_the_first_token_comes_when_the_members_have_read_the_prompt() -> None:
+    reading = (replace(NEAR, prefill_tokens_per_s=400.0), replace(FAR, prefill_tokens_per_s=200.0))
+    fast = tuple(replace(peer, down_bytes_per_s=1e12) for peer in reading)
+    found = forecast_running(replace(NODE, peers=fast), HERE, SHAPE, ReplyTask(prompt_tokens=512), Terms(256))
+    assert found.swarm is not None
+    assert found.swarm.first_token_s is not None
+    # Two chunks of 256: the second follows the slower member.
+    computing_s = 256 / 400 + 256 / 200 + 256 / 200
+    beside_s = sum(found.swarm.parts.values()) - found.swarm.parts["blocks"]
+    assert found.swarm.first_token_s == pytest.approx(computing_s + beside_s, rel=0.01)
+    assert not any("prompts" in words for words in found.assumed)
+    slow = forecast_running(replace(NODE, peers=reading), HERE, SHAPE, ReplyTask(prompt_tokens=512), Terms(256)).swarm
+    assert slow is not None
+    assert slow.first_token_s is not None
+    assert slow.first_token_s > found.swarm.first_token_s  # connections that nobody measured are assumed to be slow
+
+
+def test_a_member_that_says_nothing_of_prompts_is_named() -> None:
+    peers = (replace(NEAR, prefill_tokens_per_s=400.0), FAR)
+    found = forecast_running(replace(NODE, peers=peers), HERE, SHAPE, ReplyTask(), Terms(256))
+    assert found.swarm is not None
+    assert found.swarm.first_token_s is None
+    assert "the speed of prompts of far, which announces none" in found.assumed
+
+
+def trained(*members: Announcement, here: MachineSpec = HERE, rows: int = 256, rtt_s: float = 0.01) -> float:
+    """Seconds of a step over these members, in their order."""
+    links = MemberLinks(lambda peer: rtt_s / 2, {member.peer: 1e12 for member in members})
+    route = tuple(Hop(member.peer, member.span) for member in members if member.span is not None)
+    return step_of_members(route, members, here, links, SHAPE, StepTask(8, rows, 1)).seconds
+
+
+def member(name: str, start: int, stop: int, prefill: float, device: str = "cpu") -> Announcement:
+    return Announcement(name, 0, 0, "", "serving", Span(start, stop), 50.0, prefill, device=device)
+
+
+def test_a_step_over_members_takes_their_passes_and_the_owner_s_head() -> None:
+    left, right = member("left", 0, 15, 400.0), member("right", 15, 30, 200.0)
+    passes = PASSES_ON_CPU[False, False]
+    blocks_s = passes * (256 / 400 + 256 / 200)
+    head_s = trained_head_s(SHAPE, HERE, rows=256)
+    links_s = 4 * 0.01 / 2 + 0.01 + 4 * 256 * 576 * 2 / HERE.bytes_per_s / 2
+    assert trained(left, right) == pytest.approx(blocks_s + head_s + links_s, rel=0.02)
+    assert trained(left, right, rtt_s=1.0) > trained(left, right) + 2.5
+
+
+def test_a_step_of_many_rows_is_computed_again() -> None:
+    left, right = member("left", 0, 15, 400.0), member("right", 15, 30, 200.0)
+    kept_s, again_s = (trained(left, right, rows=rows) / rows for rows in (256, 4096))
+    assert again_s / kept_s == pytest.approx(PASSES_ON_CPU[False, True] / PASSES_ON_CPU[False, False], rel=0.2)
+
+
+def test_the_owner_may_train_blocks_itself_and_a_boast_counts_little() -> None:
+    own, other = member(HERE.name, 0, 15, 400.0), member("other", 15, 30, 400.0)
+    alike = trained(own, other)
+    assert alike > 0
+    assert trained(own, replace(other, prefill_tokens_per_s=1e9)) > 0.5 * alike
