@@ -107,6 +107,17 @@ def doubted(figures: Mapping[str, Measured]) -> dict[str, str]:
     return why
 
 
+def copied(changes: Mapping[str, bytes]) -> dict[str, str]:
+    """Return the members that committed to the same change as another one, and why that is doubted; if all did, nobody.
+
+    Islands read different text, and nobody has another's whole change when it commits to its own: those who send the
+    same one work together, so that its weight is doubled.
+    """
+    counts = Counter(changes.values())
+    found = {peer: "another member sent the same change" for peer, change in changes.items() if counts[change] > 1}
+    return found if len(found) < len(changes) else {}
+
+
 def left_out_after(history: Sequence[Iterable[str]]) -> set[str]:
     """Return the members that were doubted in each of the last rounds; the newest round comes last."""
     recent = [set(peers) for peers in history[-DOUBTED_ROUNDS:]]

@@ -5,7 +5,7 @@ An entry is canonical JSON in an envelope of the domain `shoal/round/entry`:
     job, round, prev   as in `app.rounds.statements`
     list, results      the signed list of the attempt that counted, and every member's result (envelopes in base64)
     root               of the state after the round: SHA-256 over the roots of all parts, which all results name
-    doubted            peer -> why its change is unlike the others'
+    doubted            peer -> why its change is unlike the others', or a copy
     left_out           peer -> why it takes no more part in the job
     next               who takes part in the next round, in the order in which they take turns in reading
     every, step        steps of the next round; steps of an island in all rounds so far
@@ -22,7 +22,7 @@ from functools import cached_property
 
 from app.core.errors import RecordError
 from app.manifest.merkle import HASH_BYTES
-from app.rounds.decisions import doubted, leading_order, left_out_after, measured, quorum
+from app.rounds.decisions import copied, doubted, leading_order, left_out_after, measured, quorum
 from app.rounds.reading import next_start
 from app.rounds.record import MAX_EVERY, MAX_STEPS, TrainingRecord
 from app.rounds.statements import (
@@ -112,7 +112,7 @@ def make_entry(
 ) -> RoundEntry:
     """Sign the entry of a round in which all members ended with the same root; `present` may take part in the next."""
     ordered = sorted(results, key=lambda result: members.members.index(result.peer))
-    doubts = doubted(measured(members.members, [result.report for result in ordered]))
+    doubts = _doubts(members, ordered)
     left_out = _left_out(standing, doubts)
     step = standing.step + standing.every
     # those who took part first, then others who were expected, then newcomers
@@ -172,7 +172,7 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
         raise RecordError(f"{where} lacks the result of a member")
     if any((one.list, one.root) != (entry.list.hash, entry.root) for one in entry.results):
         raise RecordError(f"{where}: its members did not end with the same state")
-    doubts = doubted(measured(entry.list.members, [result.report for result in entry.results]))
+    doubts = _doubts(entry.list, entry.results)
     left_out = _left_out(standing, doubts)
     if (dict(entry.doubted), dict(entry.left_out)) != (doubts, left_out):
         raise RecordError(f"{where} doubts or leaves out others than its reports say")
@@ -238,6 +238,12 @@ def is_better(mine: Sequence[RoundEntry], theirs: Sequence[RoundEntry]) -> bool:
 
     ours, other = worth(mine), worth(theirs)
     return other > ours if other != ours else theirs[-1].hash < mine[-1].hash
+
+
+def _doubts(members: MemberList, results: Sequence[Result]) -> dict[str, str]:
+    """Those whose change is unlike the others', or that of another member, and why."""
+    unlike = doubted(measured(members.members, [result.report for result in results]))
+    return unlike | copied({arrival.peer: arrival.change for arrival in members.arrivals})
 
 
 def _left_out(standing: Standing, doubts: Mapping[str, str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from app.rounds.decisions import (
     Measured,
+    copied,
     doubted,
     grace_s,
     leading_order,
@@ -162,6 +163,13 @@ def test_changes_unlike_the_others_are_doubted(liar: Measured, found: bool) -> N
 
 def test_two_cannot_doubt_each_other() -> None:
     assert doubted({"a": Measured(1.0, -0.5), "b": Measured(50.0, -0.5)}) == {}
+
+
+def test_members_that_send_one_change_twice_are_doubted() -> None:
+    assert copied({"a": b"1", "b": b"2", "c": b"3"}) == {}
+    assert copied({"a": b"1", "b": b"2", "c": b"1"}).keys() == {"a", "c"}
+    assert copied({"a": b"1", "b": b"1"}) == {}  # nobody would be left
+    assert copied({"a": b"1"}) == {}
 
 
 def test_one_is_left_out_after_two_doubted_rounds() -> None:

@@ -136,6 +136,17 @@ def test_a_log_is_replayed() -> None:
     assert set(standing.members) == {one.peer_id for one in PEOPLE[:3]}
 
 
+def test_two_that_send_one_change_are_left_out_after_two_rounds() -> None:
+    people, twins = PEOPLE[:4], [one.peer_id for one in PEOPLE[2:4]]
+    entries = history(3, people, twins=twins)
+    assert entries[1].doubted.keys() == {*twins}
+    assert entries[2].left_out.keys() == {*twins}
+    assert replay(RECORD, entries).members == entries[2].next
+    forged = changed(entries[1].raw, ENTRY, BY_PEER[entries[1].list.leader], doubted={})
+    with pytest.raises(RecordError, match="doubts"):
+        replay(RECORD, [entries[0], read_entry(forged, NOW_MS)])
+
+
 def test_a_liar_is_left_out_after_two_rounds_and_stays_out() -> None:
     liar = PEOPLE[2].peer_id
     entries = history(3, liar=liar)
