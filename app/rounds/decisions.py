@@ -12,8 +12,8 @@ from typing import NamedTuple
 LEAST_AGREEMENT = 0.2  # of the usual agreement of the others, below which a change is doubted
 NORM_FACTOR = 5.0  # a change is doubted if its norm is so many times the median, or a fraction of it
 DOUBTED_ROUNDS = 2  # in a row, after which a member is left out
-UTILISATION = 0.9  # the share of the time that islands are to compute
-STEADY = 1.25  # the number of steps changes by no more than this factor from round to round
+UTILISATION = 0.92  # the share of the time that islands are to make steps, aimed at so that it stays above 0.9
+MOST_GROWTH, MOST_SHRINKING = 2.0, 1.25  # factors by which the number of steps changes from round to round, at most
 
 
 def leading_order(job: bytes, number: int, peers: Iterable[str]) -> list[str]:
@@ -124,10 +124,13 @@ def left_out_after(history: Sequence[Iterable[str]]) -> set[str]:
     return set.intersection(*recent) if len(recent) == DOUBTED_ROUNDS else set()
 
 
-def next_every(every: int, step_s: float, exchange_s: float, *, least: int, most: int) -> int:
-    """Return the steps of the next round: as few as keep the exchange at a tenth of the time, changed gradually."""
+def next_every(every: int, step_s: float, overhead_s: float, *, least: int, most: int) -> int:
+    """Return the steps of the next round: as few as keep its overhead at a small share of the time.
+
+    They change gradually, and sooner to more than to fewer: a link that became slow costs time in every round.
+    """
     if step_s <= 0:
         return min(max(every, least), most)
-    wanted = exchange_s / step_s * UTILISATION / (1 - UTILISATION)
-    bounded = min(max(wanted, every / STEADY), every * STEADY)
+    wanted = overhead_s / step_s * UTILISATION / (1 - UTILISATION)
+    bounded = min(max(wanted, every / MOST_SHRINKING), every * MOST_GROWTH)
     return min(max(round(bounded), least), most)

@@ -140,7 +140,7 @@ class IslandFigures:
     steps: int = 0  # made here
     tokens: int = 0  # counted here
     train_s: float = 0.0
-    exchange_s: float = 0.0
+    settle_s: float = 0.0  # that it took to keep the state after the last round
     bytes_in: int = 0  # of the last exchange
     repeated: int = 0  # exchanges that had to be made again
     fetched: int = 0  # states taken over as parts
@@ -383,6 +383,7 @@ class Island:
         out = set(self._failed_here)
         arrived = self._arrivals.keys() & {*standing.members}
         while self.standing is standing and self._ahead is None and not self._leaving:
+            began = trio.current_time()
             order = leading_order(self.record.id, standing.round, arrived - out)
             if not self._may_count(standing, order):
                 break
@@ -402,7 +403,7 @@ class Island:
             accusations = {peer: result.failed for peer, result in results.items() if result.failed}
             silent = [peer for peer in order if peer not in results]
             if not silent and not accusations and len({result.root for result in results.values()}) == 1:
-                await self._count(standing, members, results)
+                await self._count(standing, members, results, began)
                 break
             self.figures.repeated += 1
             roots = {peer: result.root for peer, result in results.items()}
@@ -470,14 +471,18 @@ class Island:
                 await self._news.wait()
         return {peer: result for peer, result in results.items() if peer in expected}
 
-    async def _count(self, standing: Standing, members: MemberList, results: dict[str, Result]) -> None:
-        """Sign the entry of a round that all members ended alike, take it over and spread it."""
+    async def _count(self, standing: Standing, members: MemberList, results: dict[str, Result], began: float) -> None:
+        """Sign the entry of a round that all members ended alike, take it over and spread it.
+
+        The steps of the next round follow from what the exchange since `began` cost, and from the time that this
+        island took to settle after the round before.
+        """
         record, figures = self.record, self.figures
         # Whoever has the state before this round can go on with the next one; members that are late catch up.
         present = {peer for peer in self.alive() if peer in standing.members or self.heard[peer].head == standing.prev}
-        exchange_s = figures.exchange_s if len(members.members) > 1 else 0.0
+        overhead_s = trio.current_time() - began + figures.settle_s
         step_s = figures.train_s / max(1, figures.steps)
-        every = next_every(standing.every, step_s, exchange_s, least=record.least_every, most=record.most_every)
+        every = next_every(standing.every, step_s, overhead_s, least=record.least_every, most=record.most_every)
         entry = make_entry(
             self._identity, record, standing, members, results.values(), every=every, present=present,
             now_ms=self._wall_ms(),
@@ -506,7 +511,6 @@ class Island:
             self._failed_here |= failed.keys() - {self.peer}
         except EngineError as error:
             log.warning("the merged change of round %s cannot be used: %s", members.round, error)
-        self.figures.exchange_s = trio.current_time() - began
         self.figures.bytes_in = attempt.bytes_in
         made = Result(self.record.id, members.round, members.hash, root, failed, attempt.report)
         return sign_result(self._identity, made, self._wall_ms())
@@ -546,6 +550,7 @@ class Island:
 
     async def _settle(self, standing: Standing, entries: list[RoundEntry], states: list[bytes]) -> None:
         """Let the job stand where a new state is, and forget what belongs to the round before."""
+        began = trio.current_time()
         lags = [at - min(self._arrived_at.values()) for at in self._arrived_at.values()]
         self._lags_s = [*self._lags_s, *lags][-64:]
         self.standing, self.log = standing, entries
@@ -565,6 +570,7 @@ class Island:
             self.figures.validation = [*self.figures.validation[-999:], (standing.step, loss)]
         if self._settled is not None:
             await self._settled(entries, states)
+        self.figures.settle_s = trio.current_time() - began
         self._news.notify()
 
     async def _keep(self, states: list[bytes], parts: list[StatePart]) -> None:

@@ -180,11 +180,20 @@ def test_one_is_left_out_after_two_doubted_rounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step_s", "exchange_s", "wanted"),
-    [(1.0, 5.0, 45), (1.0, 100.0, 62), (1.0, 0.1, 40), (0.0, 5.0, 50), (0.01, 5.0, 62)],
+    ("step_s", "overhead_s", "wanted"),
+    [(1.0, 5.0, 58), (1.0, 100.0, 100), (1.0, 0.1, 40), (0.0, 5.0, 50), (0.01, 5.0, 100)],
 )
-def test_the_steps_of_a_round_follow_the_cost_of_its_exchange(step_s: float, exchange_s: float, wanted: int) -> None:
-    assert next_every(50, step_s, exchange_s, least=10, most=500) == wanted
+def test_the_steps_of_a_round_follow_its_overhead(step_s: float, overhead_s: float, wanted: int) -> None:
+    assert next_every(50, step_s, overhead_s, least=10, most=500) == wanted
+
+
+@given(st.integers(1, 1000), st.floats(1e-3, 10), st.floats(0, 1000))
+def test_the_steps_of_a_round_settle_where_nine_tenths_of_the_time_are_steps(
+    every: int, step_s: float, overhead_s: float
+) -> None:
+    for _ in range(60):
+        every = next_every(every, step_s, overhead_s, least=10, most=10**5)
+    assert every == 10**5 or every * step_s >= 0.9 * (every * step_s + overhead_s)
 
 
 def test_the_steps_of_a_round_stay_in_their_bounds() -> None:
