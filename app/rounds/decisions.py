@@ -13,6 +13,7 @@ LEAST_AGREEMENT = 0.2  # of the usual agreement of the others, below which a cha
 NORM_FACTOR = 5.0  # a change is doubted if its norm is so many times the median, or a fraction of it
 DOUBTED_ROUNDS = 2  # in a row, after which a member is left out
 UTILISATION = 0.92  # the share of the time that islands are to make steps, aimed at so that it stays above 0.9
+_F32_BYTES = 4  # for each of int8
 MOST_GROWTH, MOST_SHRINKING = 2.0, 1.25  # factors by which the number of steps changes from round to round, at most
 
 
@@ -122,6 +123,20 @@ def left_out_after(history: Sequence[Iterable[str]]) -> set[str]:
     """Return the members that were doubted in each of the last rounds; the newest round comes last."""
     recent = [set(peers) for peers in history[-DOUBTED_ROUNDS:]]
     return set.intersection(*recent) if len(recent) == DOUBTED_ROUNDS else set()
+
+
+def next_codec(codec: str, step_s: float, overhead_s: float, *, least: int, known: Sequence[str]) -> str:
+    """Return the number format of the next round, of those that the job allows.
+
+    It is float32 where a round of the fewest steps bears it: where even four times the overhead of int8, which is
+    what it costs at most, leaves the share of the time aimed at to steps.
+    """
+    if codec not in known or len(known) < 2 or step_s <= 0:
+        return codec if codec in known else known[0]
+    bearable_s = least * step_s * (1 - UTILISATION) / UTILISATION
+    if codec == "int8":
+        return "f32" if _F32_BYTES * overhead_s <= bearable_s else codec
+    return codec if overhead_s <= bearable_s else "int8"
 
 
 def next_every(every: int, step_s: float, overhead_s: float, *, least: int, most: int) -> int:

@@ -25,7 +25,7 @@ from app.core.network import Network, Payload
 from app.core.signal import Signal
 from app.manifest.merkle import HASH_BYTES
 from app.rounds import wire
-from app.rounds.decisions import grace_s, leading_order, next_every, quorum, share_ranges, to_leave_out
+from app.rounds.decisions import grace_s, leading_order, next_codec, next_every, quorum, share_ranges, to_leave_out
 from app.rounds.exchange import Exchange, ExchangeAttempt, ExchangeFailed, MergingModel, OwnChange, hashes_of
 from app.rounds.log import (
     ENTRY,
@@ -92,6 +92,8 @@ class RoundTiming:
 
 class IslandMath(MergingModel, Protocol):
     """An island's model; `engine.island.IslandModel` has it."""
+
+    codec: Any  # of the current round
 
     def step(self, sequences: Sequence[Sequence[int]], number: int) -> Any: ...
     def loss(self, sequences: Sequence[Sequence[int]]) -> float: ...
@@ -240,6 +242,7 @@ class Island:
             await self._device.run(self._model.load, states)
             self.log = list(entries)
             self._heads |= {entry.hash for entry in entries}
+        self._model.codec = self.standing.codec
         found = await self._device.run(self._model.states)
         root, parts = await self._in_thread(hashed, found)
         self._sizes = [part.size_bytes for part in parts]
@@ -474,8 +477,8 @@ class Island:
     async def _count(self, standing: Standing, members: MemberList, results: dict[str, Result], began: float) -> None:
         """Sign the entry of a round that all members ended alike, take it over and spread it.
 
-        The steps of the next round follow from what the exchange since `began` cost, and from the time that this
-        island took to settle after the round before.
+        Steps and number format of the next round follow from what the exchange since `began` cost, and from the time
+        that this island took to settle after the round before.
         """
         record, figures = self.record, self.figures
         # Whoever has the state before this round can go on with the next one; members that are late catch up.
@@ -483,9 +486,12 @@ class Island:
         overhead_s = trio.current_time() - began + figures.settle_s
         step_s = figures.train_s / max(1, figures.steps)
         every = next_every(standing.every, step_s, overhead_s, least=record.least_every, most=record.most_every)
+        codec = standing.codec
+        if len(members.members) > 1:
+            codec = next_codec(codec, step_s, overhead_s, least=record.least_every, known=record.codecs)
         entry = make_entry(
-            self._identity, record, standing, members, results.values(), every=every, present=present,
-            now_ms=self._wall_ms(),
+            self._identity, record, standing, members, results.values(), every=every, codec=codec,
+            present=present, now_ms=self._wall_ms(),
         )  # fmt: skip
         await self._adopt(entry)
         for peer in {*standing.members, *self.alive()} - {self.peer}:
@@ -553,7 +559,7 @@ class Island:
         began = trio.current_time()
         lags = [at - min(self._arrived_at.values()) for at in self._arrived_at.values()]
         self._lags_s = [*self._lags_s, *lags][-64:]
-        self.standing, self.log = standing, entries
+        self.standing, self.log, self._model.codec = standing, entries, standing.codec
         self._heads = {GENESIS, *(entry.hash for entry in entries)}
         self._arrivals.clear()
         self._arrived_at.clear()

@@ -194,7 +194,10 @@ def made_up(swarm: IslandSwarm, island: Island, numbers: tuple[int, ...], root: 
     ]
     found = sign_list(people[0], record.id, 0, arrivals, NOW_MS)
     results = [sign_result(one, Result(record.id, standing.round, found.hash, root, {}, {}), NOW_MS) for one in people]
-    return make_entry(people[0], record, standing, found, results, every=5, present=standing.members, now_ms=NOW_MS).raw
+    entry = make_entry(
+        people[0], record, standing, found, results, every=5, codec="int8", present=standing.members, now_ms=NOW_MS
+    )
+    return entry.raw
 
 
 async def test_strangers_make_no_round(tmp_path: Path, autojump_clock: MockClock) -> None:

@@ -1,4 +1,4 @@
-"""Training in rounds for a long time: failures in every round, partitions, and dozens of islands under churn.
+"""Training in rounds for a long time: failures in every round, partitions, slow links, and dozens of islands.
 
 The short forms are `tests/app/rounds/test_endurance.py` and `tests/app/rounds/test_islands.py`.
 """
@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from trio.testing import MockClock
 
-from tests.app.rounds.island_swarm import open_islands
-from tests.app.rounds.test_endurance import check_churn, check_failures
+from tests.app.rounds.island_swarm import Lesson, open_islands
+from tests.app.rounds.test_endurance import check_churn, check_failures, check_slower_link
 from tests.app.rounds.test_islands import check_partition
+from tests.bench import train
+from tests.bench.train_network import Speeches
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
 
@@ -48,3 +50,16 @@ async def test_every_partition_heals_to_one_history(
 
 async def test_sixty_four_unlike_islands_come_and_go_for_hours(tmp_path: Path, patient_clock: MockClock) -> None:
     print(await check_churn(tmp_path, islands=64, seconds=2 * 3600, churn_s=60))
+
+
+async def test_a_link_cut_from_100_to_10_mbit_costs_no_loss(tmp_path: Path, autojump_clock: MockClock) -> None:
+    data = train.corpus()
+    lesson = Lesson(train.CONFIG, train.common(data, 0), Speeches(data.whole, data.held))
+    terms = {"batch": train.BATCH, "length": train.LENGTH, "rate": train.RATE, "seed": 0}
+    speeds = {"fast": 12.5e6, "slow": 1.25e6, "step_s": 0.01, "steps": 1200}
+    losses = {
+        most: await check_slower_link(tmp_path / str(most), lesson, **speeds, **terms, **more)  # type: ignore[arg-type]
+        for most, more in ((50, {"most_every": 50}), (500, {}))
+    }
+    print(losses)
+    assert losses[500] <= 1.02 * losses[50], losses

@@ -113,7 +113,7 @@ class IslandSwarm:
         record = self.record
         terms = IslandTerms(
             Schedule(record.rate, record.steps, record.warm_up), record.clip, AdamW(weight_decay=record.weight_decay),
-            Nesterov(record.outer_rate, record.outer_momentum), "f32" if record.wire == "f32" else "int8",
+            Nesterov(record.outer_rate, record.outer_momentum), "f32" if record.codecs[0] == "f32" else "int8",
             record.merging == "clip", rows=256,
         )  # fmt: skip
         config = self._lesson.config
@@ -220,7 +220,8 @@ async def open_islands(
     **changes: Any,
 ) -> AsyncIterator[IslandSwarm]:
     """Islands of a job whose rounds have five steps; `changes` are to the record."""
-    fixed = {"every": 5, "least_every": 5, "most_every": 5, "steps": 25, "batch": 2, "rate": 1e-2, "warm_up": 0}
+    fixed = {"every": 5, "least_every": 5, "most_every": 5, "steps": 25, "batch": 2, "rate": 1e-2}
+    fixed |= {"warm_up": 0, "wire": "int8"}
     record = replace(RECORD, **{**fixed, **changes})
     lesson = lesson or Lesson(CONFIG, drawn_model(CONFIG, 1), Text(record.length))
     async with open_fabric(1, profile) as fabric, trio.open_nursery() as nursery:

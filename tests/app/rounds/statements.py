@@ -53,6 +53,7 @@ def round_of(
     liar: str = "",
     present: Sequence[str] = (),
     every: int = 10,
+    codec: str = "int8",
     **more: Any,
 ) -> tuple[RoundEntry, Standing]:
     """A whole round; a liar's change is unlike the others'."""
@@ -61,7 +62,9 @@ def round_of(
     root = hashlib.sha256(found.raw).digest()
     results = [result(BY_PEER[peer], found, root, report) for peer in found.members]
     leader = BY_PEER[found.leader]
-    entry = make_entry(leader, RECORD, standing, found, results, every=every, present=present, now_ms=NOW_MS)
+    entry = make_entry(
+        leader, RECORD, standing, found, results, every=every, codec=codec, present=present, now_ms=NOW_MS
+    )
     return entry, follow(RECORD, standing, entry)
 
 

@@ -15,6 +15,7 @@ from app.rounds.decisions import (
     left_out_after,
     measured,
     merge_weights,
+    next_codec,
     next_every,
     quorum,
     share_ranges,
@@ -199,3 +200,28 @@ def test_the_steps_of_a_round_settle_where_nine_tenths_of_the_time_are_steps(
 def test_the_steps_of_a_round_stay_in_their_bounds() -> None:
     assert next_every(50, 1.0, 500.0, least=10, most=55) == 55
     assert next_every(12, 1.0, 0.0, least=10, most=55) == 10
+
+
+@pytest.mark.parametrize(
+    ("codec", "overhead_s", "wanted"),
+    [("int8", 0.2, "f32"), ("int8", 0.5, "int8"), ("f32", 0.8, "f32"), ("f32", 0.9, "int8"), ("f32", 50.0, "int8")],
+)
+def test_changes_are_float32_where_the_shortest_round_bears_it(codec: str, overhead_s: float, wanted: str) -> None:
+    assert next_codec(codec, 1.0, overhead_s, least=10, known=("int8", "f32")) == wanted
+
+
+def test_a_fixed_number_format_stays() -> None:
+    assert next_codec("int8", 1.0, 0.0, least=10, known=("int8",)) == "int8"
+    assert next_codec("f32", 1.0, 99.0, least=10, known=("f32",)) == "f32"
+    assert next_codec("f32", 0.0, 99.0, least=10, known=("int8", "f32")) == "f32"  # nothing was measured yet
+
+
+@given(st.floats(1e-3, 10), st.floats(1e-4, 100), st.floats(0.25, 1.0), st.sampled_from(["int8", "f32"]))
+def test_the_number_format_does_not_swing(step_s: float, f32_s: float, ratio: float, codec: str) -> None:
+    """Whatever share of the overhead int8 saves, the format changes once at most."""
+    seen = [codec]
+    for _ in range(6):
+        overhead_s = f32_s if codec == "f32" else f32_s * ratio
+        codec = next_codec(codec, step_s, overhead_s, least=20, known=("int8", "f32"))
+        seen.append(codec)
+    assert len(set(seen[1:])) == 1

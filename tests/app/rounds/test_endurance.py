@@ -1,11 +1,11 @@
-"""Islands that fail in every round, and many unlike ones that come and go; the long forms are in
-`tests/soak/test_rounds.py`."""
+"""Islands that fail in every round, whose links become slow, and many unlike ones that come and go; the long forms are
+in `tests/soak/test_rounds.py`."""
 
 from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from app.rounds.statements import RESULT
 from engine.config import ModelConfig, Rope
 from engine.errors import TrainingError
 from engine.training.parameters import drawn_model
-from tests.app.rounds.island_swarm import IslandSwarm, Lesson, Text, members_of, open_islands
+from p2p.memory.fabric import LinkProfile
+from tests.app.rounds.island_swarm import CONFIG, IslandSwarm, Lesson, Text, members_of, open_islands
 
 MEMBERS = 4
 SMALL = ModelConfig(
@@ -118,6 +119,49 @@ def bytes_in(value: Any, skip: Iterable[str] = (), seen: set[int] | None = None)
     if type(value).__module__.startswith("app.rounds"):
         return bytes_in(vars(value), skip, seen)
     return 0
+
+
+# --- links that become slow -------------------------------------------------------------------------------------------
+
+
+async def test_after_a_link_became_slow_most_of_the_time_is_steps_again(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    lesson = Lesson(CONFIG, drawn_model(CONFIG, 1), Text())
+    await check_slower_link(tmp_path, lesson, fast=2.5e6, slow=0.25e6, step_s=0.01, steps=1200)
+
+
+async def check_slower_link(
+    folder: Path, lesson: Lesson, *, fast: float, slow: float, step_s: float, steps: int, **changes: Any
+) -> float:
+    """Links of three islands become ten times slower after a third of the steps; return the loss at the end."""
+    bounds = {"every": 50, "least_every": 50, "most_every": 500, "steps": steps, "wire": "auto"}
+    profile = LinkProfile(delay_s=0.002, bytes_per_s=fast)
+    async with open_islands(
+        folder, 0, 1, 2, lesson=lesson, profile=profile, step_s=step_s, **{**bounds, **changes}
+    ) as swarm:
+        islands = [node.island for node in swarm.nodes.values()]
+        shares: dict[int, list[float | None]] = {}
+
+        def note(is_over: Callable[[], bool]) -> bool:
+            for island in islands:
+                shares.setdefault(island.standing.round, []).append(island.figures.utilisation)
+            return is_over()
+
+        await swarm.until(lambda: note(lambda: islands[0].standing.step >= steps // 3))
+        for first in swarm.nodes.values():
+            for second in swarm.nodes.values():
+                if first is not second:
+                    swarm.fabric.set_link(first.name, second.name, LinkProfile(delay_s=0.002, bytes_per_s=slow))
+        cut = islands[0].standing.round  # the round that is under way
+        await swarm.until(lambda: note(lambda: all(island.is_finished for island in islands)))
+        swarm.agree(0, 1, 2)
+        if "most_every" not in changes:
+            # shares[n] are those of the round before n; the last round may be too short to matter
+            after = [share for number in range(cut + 3, islands[0].standing.round) for share in shares.get(number, [])]
+            assert after
+            assert all(share is not None and share >= 0.9 for share in after), shares
+        return islands[0].figures.validation[-1][1]
 
 
 # --- many unlike islands ----------------------------------------------------------------------------------------------
