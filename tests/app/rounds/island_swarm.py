@@ -164,7 +164,10 @@ class IslandSwarm:
     async def finished(self, *numbers: int, within_s: float = 600) -> None:
         """Wait until islands have finished the job, and check that they agree."""
         islands = [self.nodes[number].island for number in numbers]
-        await self.until(lambda: all(island.is_finished for island in islands), within_s)
+        await self.until(
+            lambda: all(island.is_finished for island in islands) and len({island.head for island in islands}) == 1,
+            within_s,
+        )
         self.agree(*numbers)
 
     def agree(self, *numbers: int) -> None:
@@ -220,7 +223,7 @@ async def open_islands(
     **changes: Any,
 ) -> AsyncIterator[IslandSwarm]:
     """Islands of a job whose rounds have five steps; `changes` are to the record."""
-    fixed = {"every": 5, "least_every": 5, "most_every": 5, "steps": 25, "batch": 2, "rate": 1e-2}
+    fixed: dict[str, Any] = {"every": 5, "least_every": 5, "most_every": 5, "steps": 25, "batch": 2, "rate": 1e-2}
     fixed |= {"warm_up": 0, "wire": "int8"}
     record = replace(RECORD, **{**fixed, **changes})
     lesson = lesson or Lesson(CONFIG, drawn_model(CONFIG, 1), Text(record.length))

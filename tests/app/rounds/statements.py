@@ -37,7 +37,7 @@ def arrival(who: Identity, standing: Standing, tokens: int = 100, **more: Any) -
 def members(standing: Standing, people: Sequence[Identity], twins: Sequence[str] = (), **more: Any) -> MemberList:
     """A list of some islands, signed by the first in order; twins have one change."""
     order = leading_order(RECORD.id, standing.round, (one.peer_id for one in people))
-    one = {"change": b"t" * 32}
+    one: dict[str, Any] = {"change": b"t" * 32}
     arrivals = [arrival(BY_PEER[peer], standing, **more, **(one if peer in twins else {})) for peer in order]
     return sign_list(BY_PEER[order[0]], RECORD.id, 0, arrivals, NOW_MS)
 

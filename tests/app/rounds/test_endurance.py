@@ -20,21 +20,21 @@ from engine.config import ModelConfig, Rope
 from engine.errors import TrainingError
 from engine.training.parameters import drawn_model
 from p2p.memory.fabric import LinkProfile
-from tests.app.rounds.island_swarm import CONFIG, IslandSwarm, Lesson, Text, members_of, open_islands
+from tests.app.rounds.island_swarm import IslandSwarm, Lesson, Text, members_of, open_islands
 
 MEMBERS = 4
 SMALL = ModelConfig(
     family="llama", n_blocks=1, hidden_size=16, n_heads=1, n_kv_heads=1, head_dim=16, intermediate_size=16,
     vocab_size=260, context_length=64, norm_eps=1e-5, rope=Rope(), tied_embeddings=True,
 )  # fmt: skip
-UNHURRIED = RoundTiming(hello_s=20.0, alive_s=70.0)
+UNHURRIED = RoundTiming(hello_s=10.0, alive_s=35.0)
 MiB = 2**20
 
 
 @pytest.fixture
 def patient_clock() -> MockClock:
     """A clock that jumps once nothing has happened for a while, because downloads are written by threads."""
-    return MockClock(autojump_threshold=0.01)
+    return MockClock(autojump_threshold=0.002)
 
 
 # --- a failure in each round ------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def let_fail(swarm: IslandSwarm, number: int) -> None:
 
     def is_due(way: int) -> bool:
         turn, at = divmod(node.island.standing.round, MEMBERS)
-        return at == number and turn % 2 == way
+        return at == number and turn % 2 == way and len(node.island.standing.members) > 1
 
     def failing(*args: Any) -> Any:
         if is_due(0):
@@ -127,14 +127,14 @@ def bytes_in(value: Any, skip: Iterable[str] = (), seen: set[int] | None = None)
 async def test_after_a_link_became_slow_most_of_the_time_is_steps_again(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
-    lesson = Lesson(CONFIG, drawn_model(CONFIG, 1), Text())
-    await check_slower_link(tmp_path, lesson, fast=2.5e6, slow=0.25e6, step_s=0.01, steps=1200)
+    lesson = Lesson(SMALL, drawn_model(SMALL, 1), Text())
+    await check_slower_link(tmp_path, lesson, fast=5e5, slow=5e4, step_s=0.01, steps=800)
 
 
 async def check_slower_link(
     folder: Path, lesson: Lesson, *, fast: float, slow: float, step_s: float, steps: int, **changes: Any
 ) -> float:
-    """Links of three islands become ten times slower after a third of the steps; return the loss at the end."""
+    """Links of three islands become ten times slower after a quarter of the steps; return the loss at the end."""
     bounds = {"every": 50, "least_every": 50, "most_every": 500, "steps": steps, "wire": "auto"}
     profile = LinkProfile(delay_s=0.002, bytes_per_s=fast)
     async with open_islands(
@@ -148,7 +148,7 @@ async def check_slower_link(
                 shares.setdefault(island.standing.round, []).append(island.figures.utilisation)
             return is_over()
 
-        await swarm.until(lambda: note(lambda: islands[0].standing.step >= steps // 3))
+        await swarm.until(lambda: note(lambda: islands[0].standing.step >= steps // 4))
         for first in swarm.nodes.values():
             for second in swarm.nodes.values():
                 if first is not second:
@@ -167,8 +167,8 @@ async def check_slower_link(
 # --- many unlike islands ----------------------------------------------------------------------------------------------
 
 
-async def test_unlike_islands_come_and_go_for_ten_minutes(tmp_path: Path, patient_clock: MockClock) -> None:
-    await check_churn(tmp_path, islands=10, seconds=600, churn_s=60)
+async def test_unlike_islands_come_and_go_for_minutes(tmp_path: Path, patient_clock: MockClock) -> None:
+    await check_churn(tmp_path, islands=6, seconds=240, churn_s=60)
 
 
 async def check_churn(folder: Path, *, islands: int, seconds: float, churn_s: float) -> str:
@@ -176,7 +176,7 @@ async def check_churn(folder: Path, *, islands: int, seconds: float, churn_s: fl
     rng = random.Random(islands)
     speeds = [0.4 * 10 ** rng.random() for _ in range(islands)]
     lesson = Lesson(SMALL, drawn_model(SMALL, 1), Text())
-    steps = {"every": 30, "least_every": 30, "most_every": 30, "steps": 10**6, "batch": 1}
+    steps: dict[str, Any] = {"every": 10, "least_every": 10, "most_every": 10, "steps": 10**6, "batch": 1}
     async with open_islands(folder, lesson=lesson, timing=UNHURRIED, **steps) as swarm:
         for number, step_s in enumerate(speeds):
             swarm.add(number, step_s=step_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from engine.island import LEAF
 from engine.training.codecs import encode
 from p2p.errors import P2PError, RemoteError
 from p2p.memory.fabric import LinkProfile
-from tests.app.rounds.island_swarm import IslandSwarm, members_of, open_islands
+from tests.app.rounds.island_swarm import TIMING, IslandSwarm, members_of, open_islands
 from tests.app.swarms import identity
 
 
@@ -125,6 +126,24 @@ async def test_a_frozen_island_is_left_behind_and_catches_up(tmp_path: Path, pat
         swarm.fabric.resume(swarm.nodes[2].name)
         await swarm.finished(0, 1, 2)
         assert members_of(swarm.nodes[0].island.log)[-1] == 3
+
+
+async def test_one_island_leads_however_long_the_others_have_waited(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, timing=replace(TIMING, lead_s=2.0)) as swarm:
+        for number in (2, 3):
+            swarm.add(number, step_s=2.0)
+        led: list[int] = []
+        for node in swarm.nodes.values():
+            lead: Any = node.island._lead
+
+            async def counted(standing: Any, *args: Any, lead: Any = lead) -> int:
+                led.append(standing.round)
+                return int(await lead(standing, *args))
+
+            node.island._lead = counted  # type: ignore[method-assign]
+        await swarm.finished(0, 1, 2, 3)
+        assert members_of(swarm.nodes[0].island.log) == [1, 4, 4, 4, 4]
+        assert led == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.soak
