@@ -36,7 +36,7 @@ class IslandTerms:
     clip: float
     optimiser: AdamW | Muon
     outer: Nesterov
-    codec: Codec
+    codec: Codec  # of the first round
     robust: bool  # merge by centred clipping
     rows: int  # most rows of a micro-batch
 
@@ -69,6 +69,7 @@ class IslandModel:
         graph_bytes: int | None = None,
     ) -> None:
         self.config, self.terms = config, terms
+        self.codec: Codec = terms.codec  # of the current round; all its changes are in it
         self._model = FullModel(config, vectors, options, optimiser=terms.optimiser, graph_bytes=graph_bytes)
         values = joined(config, vectors)
         self._shared = _Shared(values, torch.zeros_like(values))
@@ -97,14 +98,14 @@ class IslandModel:
         """Return the leaves of what this island has changed since the last round; raises `NotFinite`."""
         own = joined(self.config, self._model.vectors())
         self._sent = self._shared.values - own + self._residual
-        return [encode(leaf, self.terms.codec) for leaf in self._sent.split(LEAF)]
+        return [encode(leaf, self.codec) for leaf in self._sent.split(LEAF)]
 
     def merge(self, rows: Sequence[Sequence[bytes]], first: int, weights: Sequence[float]) -> Merged:
         """Merge the leaves from number `first` on, one row of leaves for each member; raises `TrainingError`."""
         sizes = [self._leaf_size(first + index) for index in range(len(rows[0]))]
         if not sizes:
             return Merged([], [(0.0, 0.0)] * len(rows))
-        codec = self.terms.codec
+        codec = self.codec
         changes = torch.stack(
             [torch.cat([decode(leaf, size, codec) for leaf, size in zip(row, sizes, strict=True)]) for row in rows]
         )
@@ -115,7 +116,7 @@ class IslandModel:
     def check(self, leaves: Sequence[bytes], first: int) -> None:
         """Raise `TrainingError` unless these are leaves of a change, from number `first` on."""
         for index, leaf in enumerate(leaves):
-            decode(leaf, self._leaf_size(first + index), self.terms.codec)
+            decode(leaf, self._leaf_size(first + index), self.codec)
 
     def advance(self, leaves: Sequence[bytes]) -> list[bytes]:
         """Compute the next shared state from all merged leaves; return the state of each part, in their order.
@@ -125,7 +126,7 @@ class IslandModel:
         if len(leaves) != self.leaves:
             raise TrainingError(f"{len(leaves)} leaves are not the {self.leaves} of a change")
         sizes = map(self._leaf_size, range(self.leaves))
-        change = torch.cat([decode(leaf, size, self.terms.codec) for leaf, size in zip(leaves, sizes, strict=True)])
+        change = torch.cat([decode(leaf, size, self.codec) for leaf, size in zip(leaves, sizes, strict=True)])
         values, momentum = nesterov_step(self._shared.values, self._shared.momentum, change, self.terms.outer)
         self._next = _Shared(values, momentum)
         return self._packed(self._next)
@@ -134,7 +135,7 @@ class IslandModel:
         """Go on from the next shared state; `counted` if this island's own change is in it."""
         assert self._next is not None, "no round has been computed"
         if counted and self._sent is not None:
-            codec = self.terms.codec
+            codec = self.codec
             self._residual = torch.cat(
                 [leaf - decode(encode(leaf, codec), leaf.numel(), codec) for leaf in self._sent.split(LEAF)]
             )

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "adamw, or muon for matrices (%(default)s)"
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help=words)
     parser.add_argument("--lr", type=float, default=1e-3, metavar="RATE", help="learning rate (%(default)g)")
-    words = "number format between islands: auto (int8), f32 or int8 (%(default)s)"
+    words = "number format between islands: auto (int8, or f32 where links are fast), f32 or int8 (%(default)s)"
     parser.add_argument("--wire", choices=("auto", "f32", "int8"), default="auto", help=words)
     words = "licence of the text, which a public swarm requires"
     parser.add_argument("--licence", default="", metavar="L", help=words)
@@ -139,6 +139,7 @@ def _log(name: str, arguments: argparse.Namespace) -> int:
             "attempt": entry.list.attempt,
             "members": {one.peer: {"steps": one.steps, "tokens": one.tokens} for one in entry.list.arrivals},
             "step": entry.step,
+            "next": {"every": entry.every, "wire": entry.codec},
             "tokens": entry.tokens,
             "start": entry.start,
             "doubted": dict(entry.doubted),

@@ -12,8 +12,9 @@ from typing import NamedTuple
 LEAST_AGREEMENT = 0.2  # of the usual agreement of the others, below which a change is doubted
 NORM_FACTOR = 5.0  # a change is doubted if its norm is so many times the median, or a fraction of it
 DOUBTED_ROUNDS = 2  # in a row, after which a member is left out
-UTILISATION = 0.9  # the share of the time that islands are to compute
-STEADY = 1.25  # the number of steps changes by no more than this factor from round to round
+UTILISATION = 0.92  # the share of the time that islands are to make steps, aimed at so that it stays above 0.9
+_F32_BYTES = 4  # for each of int8
+MOST_GROWTH, MOST_SHRINKING = 2.0, 1.25  # factors by which the number of steps changes from round to round, at most
 
 
 def leading_order(job: bytes, number: int, peers: Iterable[str]) -> list[str]:
@@ -107,16 +108,44 @@ def doubted(figures: Mapping[str, Measured]) -> dict[str, str]:
     return why
 
 
+def copied(changes: Mapping[str, bytes]) -> dict[str, str]:
+    """Return the members that committed to the same change as another one, and why that is doubted; if all did, nobody.
+
+    Islands read different text, and nobody has another's whole change when it commits to its own: those who send the
+    same one work together, so that its weight is doubled.
+    """
+    counts = Counter(changes.values())
+    found = {peer: "another member sent the same change" for peer, change in changes.items() if counts[change] > 1}
+    return found if len(found) < len(changes) else {}
+
+
 def left_out_after(history: Sequence[Iterable[str]]) -> set[str]:
     """Return the members that were doubted in each of the last rounds; the newest round comes last."""
     recent = [set(peers) for peers in history[-DOUBTED_ROUNDS:]]
     return set.intersection(*recent) if len(recent) == DOUBTED_ROUNDS else set()
 
 
-def next_every(every: int, step_s: float, exchange_s: float, *, least: int, most: int) -> int:
-    """Return the steps of the next round: as few as keep the exchange at a tenth of the time, changed gradually."""
+def next_codec(codec: str, step_s: float, overhead_s: float, *, least: int, known: Sequence[str]) -> str:
+    """Return the number format of the next round, of those that the job allows.
+
+    It is float32 where a round of the fewest steps bears it: where even four times the overhead of int8, which is
+    what it costs at most, leaves the share of the time aimed at to steps.
+    """
+    if codec not in known or len(known) < 2 or step_s <= 0:
+        return codec if codec in known else known[0]
+    bearable_s = least * step_s * (1 - UTILISATION) / UTILISATION
+    if codec == "int8":
+        return "f32" if _F32_BYTES * overhead_s <= bearable_s else codec
+    return codec if overhead_s <= bearable_s else "int8"
+
+
+def next_every(every: int, step_s: float, overhead_s: float, *, least: int, most: int) -> int:
+    """Return the steps of the next round: as few as keep its overhead at a small share of the time.
+
+    They change gradually, and sooner to more than to fewer: a link that became slow costs time in every round.
+    """
     if step_s <= 0:
         return min(max(every, least), most)
-    wanted = exchange_s / step_s * UTILISATION / (1 - UTILISATION)
-    bounded = min(max(wanted, every / STEADY), every * STEADY)
+    wanted = overhead_s / step_s * UTILISATION / (1 - UTILISATION)
+    bounded = min(max(wanted, every / MOST_SHRINKING), every * MOST_GROWTH)
     return min(max(round(bounded), least), most)

@@ -193,7 +193,7 @@ def make_model(
         clip=record.clip,
         optimiser=Muon(weight_decay=decay) if record.optimiser == "muon" else AdamW(weight_decay=decay),
         outer=Nesterov(record.outer_rate, record.outer_momentum),
-        codec="f32" if record.wire == "f32" else "int8",
+        codec="f32" if record.codecs[0] == "f32" else "int8",
         robust=record.merging == "clip",
         rows=max(ROWS, record.length),
     )

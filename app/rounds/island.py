@@ -25,7 +25,7 @@ from app.core.network import Network, Payload
 from app.core.signal import Signal
 from app.manifest.merkle import HASH_BYTES
 from app.rounds import wire
-from app.rounds.decisions import grace_s, leading_order, next_every, quorum, share_ranges, to_leave_out
+from app.rounds.decisions import grace_s, leading_order, next_codec, next_every, quorum, share_ranges, to_leave_out
 from app.rounds.exchange import Exchange, ExchangeAttempt, ExchangeFailed, MergingModel, OwnChange, hashes_of
 from app.rounds.log import (
     ENTRY,
@@ -93,6 +93,8 @@ class RoundTiming:
 class IslandMath(MergingModel, Protocol):
     """An island's model; `engine.island.IslandModel` has it."""
 
+    codec: Any  # of the current round
+
     def step(self, sequences: Sequence[Sequence[int]], number: int) -> Any: ...
     def loss(self, sequences: Sequence[Sequence[int]]) -> float: ...
     def change(self) -> list[bytes]: ...
@@ -140,7 +142,7 @@ class IslandFigures:
     steps: int = 0  # made here
     tokens: int = 0  # counted here
     train_s: float = 0.0
-    exchange_s: float = 0.0
+    settle_s: float = 0.0  # that it took to keep the state after the last round
     bytes_in: int = 0  # of the last exchange
     repeated: int = 0  # exchanges that had to be made again
     fetched: int = 0  # states taken over as parts
@@ -186,6 +188,7 @@ class Island:
         self.figures = IslandFigures()
         self._arrivals: dict[str, Arrival] = {}  # of the current round
         self._arrived_at: dict[str, float] = {}
+        self._complete_at: float | None = None  # when all who are there had arrived in the current round
         self._lags_s: list[float] = []
         self._own: OwnChange | None = None
         self._lists: list[MemberList] = []  # of the current round that name this island
@@ -245,6 +248,7 @@ class Island:
             await self._device.run(self._model.load, states)
             self.log = list(entries)
             self._heads |= {entry.hash for entry in entries}
+        self._model.codec = self.standing.codec
         found = await self._device.run(self._model.states)
         root, parts = await self._in_thread(hashed, found)
         self._sizes = [part.size_bytes for part in parts]
@@ -271,13 +275,13 @@ class Island:
     # --- the main task ------------------------------------------------------------------------------------------------
 
     async def _live(self) -> None:
-        while not (self.is_finished or self._leaving):
+        while not (self._leaving or self._is_over()):
             standing = self.standing
             if why := standing.banned.get(self.peer):
                 raise LeftOut(f"the others left this island out of {self.record.name}: {why}")
             if self._ahead is not None or self._behind():
                 await self._catch_up()
-            elif self.peer not in standing.members or not self._has_state:
+            elif self.is_finished or self.peer not in standing.members or not self._has_state:
                 with trio.move_on_after(self.timing.hello_s):
                     await self._news.wait()
             else:
@@ -289,6 +293,16 @@ class Island:
                 self.figures.train_s += trained - began
                 if self.standing is not standing:
                     self._measure(standing, began, trained)
+
+    def _is_over(self) -> bool:
+        """True if all steps are done, and nobody who was heard since then has another history or still has to finish.
+
+        Islands that made the last round apart could not agree on one later; after `quorum_s` they are left to it.
+        """
+        since, now = self.figures.checkpoint_at, trio.current_time()
+        if not self.is_finished or now - since > self.timing.quorum_s:
+            return self.is_finished
+        return all(one.at > since and one.head == self.head for one in map(self.heard.__getitem__, self.alive()))
 
     async def _train(self, standing: Standing) -> None:
         """Make the steps of a round, fewer if most others are done already; none if the round is over."""
@@ -355,18 +369,27 @@ class Island:
             await self._news.wait()
 
     def _lead_at(self, standing: Standing, began: float, *, first: bool) -> float:
-        """When this island makes the list itself: after the grace for late members, and its place in the order."""
+        """When this island makes the list itself: once all have arrived or were waited for, and its place in the order.
+
+        The time of each in the order counts from the moment when the first one was to lead, which all see alike, not
+        from its own arrival: otherwise all who were early would lead at once.
+        """
         arrived = self._arrivals.keys() & {self.peer, *standing.members}
         alive = {self.peer, *self.alive()} & {*standing.members}
         order = leading_order(self.record.id, standing.round, arrived)
-        grace = 0.0
-        if first and not alive <= arrived:
+        ready_at = began
+        if first:
+            if self._complete_at is None and alive <= arrived:
+                self._complete_at = trio.current_time()
+            half = sorted(self._arrived_at[peer] for peer in arrived)[: -(-len(standing.members) // 2)][-1]
             grace = grace_s(self._lags_s, least_s=self.timing.grace_least_s, most_s=self.timing.grace_most_s)
+            waited_until = half + grace if self._complete_at is None else min(self._complete_at, half + grace)
+            ready_at = max(waited_until, self._arrived_at[self.peer])
         self.figures.waiting = ""
         if not self._may_count(standing, order):
-            grace = max(grace, self._arrived_at[self.peer] + self.timing.quorum_s - began)
+            ready_at = max(ready_at, self._arrived_at[self.peer] + self.timing.quorum_s)
         trusted = [peer for peer in order if peer not in self._failed_here]
-        return max(self._stands_down_until, began + grace + trusted.index(self.peer) * self.timing.lead_s)
+        return max(self._stands_down_until, ready_at + trusted.index(self.peer) * self.timing.lead_s)
 
     def _best_list(self, done: set[bytes]) -> MemberList | None:
         """The list to follow: of the latest attempt, by the one who comes first in the order of leading."""
@@ -388,6 +411,7 @@ class Island:
         out = set(self._failed_here)
         arrived = self._arrivals.keys() & {*standing.members}
         while self.standing is standing and self._ahead is None and not self._leaving:
+            began = trio.current_time()
             order = leading_order(self.record.id, standing.round, arrived - out)
             if not self._may_count(standing, order):
                 break
@@ -407,7 +431,7 @@ class Island:
             accusations = {peer: result.failed for peer, result in results.items() if result.failed}
             silent = [peer for peer in order if peer not in results]
             if not silent and not accusations and len({result.root for result in results.values()}) == 1:
-                await self._count(standing, members, results)
+                await self._count(standing, members, results, began)
                 break
             self.figures.repeated += 1
             roots = {peer: result.root for peer, result in results.items()}
@@ -466,26 +490,31 @@ class Island:
         """Wait for the results of all members; those of silent ones are missing. None: another list is better."""
         results, expected = self._results[members.hash], {*members.members}
         results[self.peer] = own
-        order = leading_order(self.record.id, members.round, members.members)
         with trio.move_on_after(self.timing.lead_s):
             while not expected <= results.keys() and self._ahead is None:
-                before = {*order[: order.index(self.peer)]} - self._failed_here
-                if any(one.attempt >= members.attempt and one.leader in before for one in self._lists):
+                if any(self._comes_before(one, members) for one in self._lists):
                     return None
                 await self._news.wait()
         return {peer: result for peer, result in results.items() if peer in expected}
 
-    async def _count(self, standing: Standing, members: MemberList, results: dict[str, Result]) -> None:
-        """Sign the entry of a round that all members ended alike, take it over and spread it."""
+    async def _count(self, standing: Standing, members: MemberList, results: dict[str, Result], began: float) -> None:
+        """Sign the entry of a round that all members ended alike, take it over and spread it.
+
+        Steps and number format of the next round follow from what the exchange since `began` cost, and from the time
+        that this island took to settle after the round before.
+        """
         record, figures = self.record, self.figures
         # Whoever has the state before this round can go on with the next one; members that are late catch up.
         present = {peer for peer in self.alive() if peer in standing.members or self.heard[peer].head == standing.prev}
-        exchange_s = figures.exchange_s if len(members.members) > 1 else 0.0
+        overhead_s = trio.current_time() - began + figures.settle_s
         step_s = figures.train_s / max(1, figures.steps)
-        every = next_every(standing.every, step_s, exchange_s, least=record.least_every, most=record.most_every)
+        every = next_every(standing.every, step_s, overhead_s, least=record.least_every, most=record.most_every)
+        codec = standing.codec
+        if len(members.members) > 1:
+            codec = next_codec(codec, step_s, overhead_s, least=record.least_every, known=record.codecs)
         entry = make_entry(
-            self._identity, record, standing, members, results.values(), every=every, present=present,
-            now_ms=self._wall_ms(),
+            self._identity, record, standing, members, results.values(), every=every, codec=codec,
+            present=present, now_ms=self._wall_ms(),
         )  # fmt: skip
         await self._adopt(entry)
         for peer in {*standing.members, *self.alive()} - {self.peer}:
@@ -511,7 +540,6 @@ class Island:
             self._failed_here |= failed.keys() - {self.peer}
         except EngineError as error:
             log.warning("the merged change of round %s cannot be used: %s", members.round, error)
-        self.figures.exchange_s = trio.current_time() - began
         self.figures.bytes_in = attempt.bytes_in
         made = Result(self.record.id, members.round, members.hash, root, failed, attempt.report)
         return sign_result(self._identity, made, self._wall_ms())
@@ -551,9 +579,11 @@ class Island:
 
     async def _settle(self, standing: Standing, entries: list[RoundEntry], states: list[bytes]) -> None:
         """Let the job stand where a new state is, and forget what belongs to the round before."""
-        lags = [at - min(self._arrived_at.values()) for at in self._arrived_at.values()]
-        self._lags_s = [*self._lags_s, *lags][-64:]
-        self.standing, self.log = standing, entries
+        began = trio.current_time()
+        if len(self._arrived_at) > 1:  # a round alone says nothing of how late others are
+            lags = [at - min(self._arrived_at.values()) for at in self._arrived_at.values()]
+            self._lags_s = [*self._lags_s, *lags][-64:]
+        self.standing, self.log, self._model.codec = standing, entries, standing.codec
         self._heads = {GENESIS, *(entry.hash for entry in entries)}
         self._arrivals.clear()
         self._arrived_at.clear()
@@ -562,7 +592,7 @@ class Island:
         self._first_list_at.clear()
         self._tried.clear()
         self._failed_here.clear()
-        self._stands_down_until = 0.0
+        self._stands_down_until, self._complete_at = 0.0, None
         self._own = self._candidate = self._ahead = None
         await self._keep(states, (await self._in_thread(hashed, states))[1])
         if self._text.held:
@@ -570,6 +600,7 @@ class Island:
             self.figures.validation = [*self.figures.validation[-999:], (standing.step, loss)]
         if self._settled is not None:
             await self._settled(entries, states)
+        self.figures.settle_s = trio.current_time() - began
         self._news.notify()
 
     async def _keep(self, states: list[bytes], parts: list[StatePart]) -> None:
@@ -850,15 +881,25 @@ class Island:
         before = [one for one in self._lists if one.leader == members.leader]
         if len(before) >= len(self.standing.members) + _LISTS_MORE:
             return b""
-        for attempt in self._attempts.values():
-            other = attempt.members
-            if (other.leader, other.round) == (members.leader, members.round) and other.attempt < members.attempt:
+        same = [one for one in self._attempts.values() if one.members.round == members.round]
+        for attempt in same:
+            if attempt.members.leader == members.leader and attempt.members.attempt < members.attempt:
                 attempt.is_superseded = True
         if missing := self._left_out_of(members):
             return self._arrivals[missing].raw
+        for attempt in same:
+            if self._comes_before(members, attempt.members):
+                attempt.is_superseded = True  # others attend the same one of two lists, else both would wait in vain
         self._lists.append(members)
         self._news.notify()
         return b""
+
+    def _comes_before(self, members: MemberList, other: MemberList) -> bool:
+        """True if a list is to be followed rather than one of another leader that is under way."""
+        if members.leader in self._failed_here or members.attempt < other.attempt:
+            return False
+        order = leading_order(self.record.id, members.round, (members.leader, other.leader))
+        return members.leader != other.leader and order[0] == members.leader
 
     def _left_out_of(self, members: MemberList) -> str | None:
         """Somebody who arrived in time for a list and is not in it, though no exchange with it has failed here."""

@@ -5,10 +5,11 @@ An entry is canonical JSON in an envelope of the domain `shoal/round/entry`:
     job, round, prev   as in `app.rounds.statements`
     list, results      the signed list of the attempt that counted, and every member's result (envelopes in base64)
     root               of the state after the round: SHA-256 over the roots of all parts, which all results name
-    doubted            peer -> why its change is unlike the others'
+    doubted            peer -> why its change is unlike the others', or a copy
     left_out           peer -> why it takes no more part in the job
     next               who takes part in the next round, in the order in which they take turns in reading
-    every, step        steps of the next round; steps of an island in all rounds so far
+    every, codec       steps of the next round, and the number format of its changes, within the record's bounds
+    step               steps of an island in all rounds so far
     start              position at which the next round begins to read
     tokens             counted in all rounds so far
 """
@@ -22,7 +23,7 @@ from functools import cached_property
 
 from app.core.errors import RecordError
 from app.manifest.merkle import HASH_BYTES
-from app.rounds.decisions import doubted, leading_order, left_out_after, measured, quorum
+from app.rounds.decisions import MOST_GROWTH, copied, doubted, leading_order, left_out_after, measured, quorum
 from app.rounds.reading import next_start
 from app.rounds.record import MAX_EVERY, MAX_STEPS, TrainingRecord
 from app.rounds.statements import (
@@ -61,6 +62,7 @@ class RoundEntry:
     left_out: Mapping[str, str]
     next: tuple[str, ...]
     every: int
+    codec: str  # empty in old logs: that of the first round
     step: int
     start: int
     tokens: int
@@ -80,6 +82,7 @@ class Standing:
     prev: bytes
     members: tuple[str, ...]  # who is expected in it
     every: int
+    codec: str
     step: int
     start: int
     tokens: int
@@ -96,7 +99,7 @@ class Standing:
 def beginning(record: TrainingRecord) -> Standing:
     """Return where a job stands before its first round, which its founder makes alone."""
     every = min(record.every, record.steps)
-    return Standing(0, GENESIS, (record.founder,), every, 0, 0, 0, bytes.fromhex(record.start))
+    return Standing(0, GENESIS, (record.founder,), every, record.codecs[0], 0, 0, 0, bytes.fromhex(record.start))
 
 
 def make_entry(
@@ -107,12 +110,13 @@ def make_entry(
     results: Iterable[Result],
     *,
     every: int,
+    codec: str,
     present: Iterable[str],
     now_ms: int,
 ) -> RoundEntry:
     """Sign the entry of a round in which all members ended with the same root; `present` may take part in the next."""
     ordered = sorted(results, key=lambda result: members.members.index(result.peer))
-    doubts = doubted(measured(members.members, [result.report for result in ordered]))
+    doubts = _doubts(members, ordered)
     left_out = _left_out(standing, doubts)
     step = standing.step + standing.every
     # those who took part first, then others who were expected, then newcomers
@@ -123,7 +127,7 @@ def make_entry(
         "job": record.id.hex(), "round": standing.round, "prev": standing.prev.hex(),
         "list": texts_of([members.raw]), "results": texts_of([result.raw for result in ordered]),
         "root": ordered[0].root.hex(), "doubted": doubts, "left_out": left_out, "next": following,
-        "every": max(1, min(every, record.steps - step)), "step": step,
+        "every": max(1, min(every, record.steps - step)), "codec": codec, "step": step,
         "start": next_start(standing.start, len(standing.members), standing.every, record.batch),
         "tokens": standing.tokens + sum(arrival.tokens for arrival in members.arrivals),
     }  # fmt: skip
@@ -148,6 +152,7 @@ def read_entry(raw: bytes, now_ms: int) -> RoundEntry:
         left_out=reasons_in(fields, "left_out"),
         next=fields.texts("next", MAX_MEMBERS, 2 * PEER_ID_CHARS),
         every=fields.integer("every", 1, MAX_EVERY),
+        codec=fields.optional_text("codec", 8) or "",
         step=fields.integer("step", 1, MAX_STEPS + MAX_EVERY),
         start=fields.integer("start", 0, 2**62),
         tokens=fields.integer("tokens", 0, MAX_TOKENS),
@@ -172,7 +177,7 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
         raise RecordError(f"{where} lacks the result of a member")
     if any((one.list, one.root) != (entry.list.hash, entry.root) for one in entry.results):
         raise RecordError(f"{where}: its members did not end with the same state")
-    doubts = doubted(measured(entry.list.members, [result.report for result in entry.results]))
+    doubts = _doubts(entry.list, entry.results)
     left_out = _left_out(standing, doubts)
     if (dict(entry.doubted), dict(entry.left_out)) != (doubts, left_out):
         raise RecordError(f"{where} doubts or leaves out others than its reports say")
@@ -184,6 +189,11 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
     most = max(1, min(record.most_every, record.steps - step))
     if not min(record.least_every, most) <= entry.every <= most:
         raise RecordError(f"{where} wants {entry.every} steps of the next round, outside the job's bounds")
+    if entry.every > max(record.least_every, round(standing.every * MOST_GROWTH)):
+        raise RecordError(f"{where} wants {entry.every} steps of the next round, too many after {standing.every}")
+    codec = entry.codec or record.codecs[0]
+    if codec not in record.codecs:
+        raise RecordError(f"{where} wants changes in {entry.codec}, which the job does not allow")
     expected = set(entry.list.members) - left_out.keys()
     if not expected <= set(entry.next) or set(entry.next) & left_out.keys():
         raise RecordError(f"{where} drops a member that took part, or keeps one that is left out")
@@ -191,8 +201,9 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
         raise RecordError(f"{where} names the next members in another order")
     doubts_now = (*standing.doubts, tuple(sorted(doubts)))[-2:]
     return Standing(
-        entry.round + 1, entry.hash, entry.next, entry.every, step, start, tokens, entry.root, doubts_now, left_out
-    )
+        entry.round + 1, entry.hash, entry.next, entry.every, codec, step, start, tokens, entry.root, doubts_now,
+        left_out,
+    )  # fmt: skip
 
 
 def check_arrivals(record: TrainingRecord, standing: Standing, arrivals: Iterable[Arrival]) -> None:
@@ -238,6 +249,12 @@ def is_better(mine: Sequence[RoundEntry], theirs: Sequence[RoundEntry]) -> bool:
 
     ours, other = worth(mine), worth(theirs)
     return other > ours if other != ours else theirs[-1].hash < mine[-1].hash
+
+
+def _doubts(members: MemberList, results: Sequence[Result]) -> dict[str, str]:
+    """Those whose change is unlike the others', or that of another member, and why."""
+    unlike = doubted(measured(members.members, [result.report for result in results]))
+    return unlike | copied({arrival.peer: arrival.change for arrival in members.arrivals})
 
 
 def _left_out(standing: Standing, doubts: Mapping[str, str]) -> dict[str, str]:

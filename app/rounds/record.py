@@ -26,7 +26,7 @@ MAX_RECORD_BYTES = 48 * 1024
 MAX_STEPS = 10**9
 MAX_EVERY = 10**5
 OPTIMISERS = ("adamw", "muon")
-WIRES = ("auto", "f32", "int8")
+WIRES = {"auto": ("int8", "f32"), "f32": ("f32",), "int8": ("int8",)}  # codecs of rounds; the first round has the first
 MERGING = ("clip", "mean")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _LEAST = sys.float_info.min
@@ -79,6 +79,11 @@ class TrainingRecord:
         return hashlib.sha256(self.payload()).digest()
 
     @property
+    def codecs(self) -> tuple[str, ...]:
+        """The number formats that rounds may have; the first round has the first."""
+        return WIRES[self.wire]
+
+    @property
     def parts(self) -> tuple[StatePart, ...]:
         """The text and the tokenizer, which members exchange by hash."""
         return (self.tokens, self.held, self.tokenizer)
@@ -129,7 +134,7 @@ def _read(payload: bytes) -> TrainingRecord:
         warm_up=fields.integer("warm_up", 0, MAX_STEPS),
         weight_decay=fields.number("weight_decay", 0, 10),
         clip=fields.number("clip", _LEAST, 1e9),
-        wire=_one_of(fields, "wire", WIRES),
+        wire=_one_of(fields, "wire", tuple(WIRES)),
         merging=_one_of(fields, "merging", MERGING),
         outer_rate=fields.number("outer_rate", _LEAST, 10),
         outer_momentum=fields.number("outer_momentum", 0, 0.999),

@@ -332,7 +332,8 @@ def _figures(island: Island, status: str) -> dict[str, Any]:
         "validation_loss": figures.validation[-1][1] if figures.validation else None,
         "tokens": standing.tokens, "tokens_per_s": figures.round_tokens_per_s or None, "islands": islands,
         "left_out": dict(standing.banned), "bytes_per_round": figures.bytes_in,
-        "utilisation": figures.utilisation, "waiting": figures.waiting,
+        "utilisation": figures.utilisation, "waiting": figures.waiting, "every": standing.every,
+        "wire": standing.codec,
         "checkpoint_age_s": now - figures.checkpoint_at,
         "checkpoint_ms": time.time_ns() // 10**6 - int(1000 * (now - figures.checkpoint_at)),
     }  # fmt: skip

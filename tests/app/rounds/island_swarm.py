@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import trio
 
-from app.rounds.island import Island, RoundServer, RoundTiming, hashed
+from app.rounds.island import Island, RoundServer, RoundTiming, TrainingText, hashed
 from app.rounds.log import RoundEntry, replay
 from app.rounds.record import TrainingRecord, sign_training
 from app.training.states import StateStore
@@ -35,6 +35,7 @@ TIMING = RoundTiming(
     hello_s=1.0, alive_s=4.0, grace_least_s=0.5, grace_most_s=6.0, lead_s=4.0, exchange_s=20.0, quorum_s=20.0
 )
 STEP_S = 0.1
+LINK = LinkProfile(delay_s=0.01)
 WORDS = "the shoal swims and the shoal learns, fish by fish and round by round, until all of them know it. "
 
 
@@ -56,6 +57,15 @@ class Text:
         return self._sequences[number]
 
 
+@dataclass(frozen=True)
+class Lesson:
+    """What the islands of a job learn from: a shape, the weights before the first round, and a text."""
+
+    config: ModelConfig
+    vectors: Mapping[str, torch.Tensor]
+    text: TrainingText
+
+
 @dataclass
 class Node:
     """One island."""
@@ -72,11 +82,18 @@ class Node:
 class IslandSwarm:
     """Islands of one job."""
 
-    def __init__(self, fabric: MemoryFabric, nursery: trio.Nursery, folder: Path, record: TrainingRecord) -> None:
-        self.fabric, self._nursery, self._folder = fabric, nursery, folder
+    def __init__(
+        self,
+        fabric: MemoryFabric,
+        nursery: trio.Nursery,
+        folder: Path,
+        record: TrainingRecord,
+        lesson: Lesson,
+        timing: RoundTiming,
+    ) -> None:
+        self.fabric, self._nursery, self._folder, self._lesson, self._timing = fabric, nursery, folder, lesson, timing
         founder = identity(0)
-        vectors = drawn_model(CONFIG, 1)
-        start, _ = hashed(first_states(CONFIG, vectors))
+        start, _ = hashed(first_states(lesson.config, lesson.vectors))
         self.record = replace(record, founder=founder.peer_id, start=start.hex(), created_ms=int(wall_clock() * 1000))
         self.raw = sign_training(founder, self.record)
         self.nodes: dict[int, Node] = {}
@@ -96,11 +113,11 @@ class IslandSwarm:
         record = self.record
         terms = IslandTerms(
             Schedule(record.rate, record.steps, record.warm_up), record.clip, AdamW(weight_decay=record.weight_decay),
-            Nesterov(record.outer_rate, record.outer_momentum), "f32" if record.wire == "f32" else "int8",
+            Nesterov(record.outer_rate, record.outer_momentum), "f32" if record.codecs[0] == "f32" else "int8",
             record.merging == "clip", rows=256,
         )  # fmt: skip
-        vectors = drawn_model(CONFIG, 1 if has_model else 2)
-        model = IslandModel(CONFIG, vectors, CPU, terms)
+        config = self._lesson.config
+        model = IslandModel(config, self._lesson.vectors if has_model else drawn_model(config, 2), CPU, terms)
         if change is not None:
             change(model)
         device = SlowSteps(model, step_s)
@@ -109,8 +126,8 @@ class IslandSwarm:
         states.serve()
         server = RoundServer(network, lambda peer: True)
         island = Island(
-            network, who, record, model, Text(record.length), device, states, found=self.peers,
-            wall_ms=lambda: int(wall_clock() * 1000), timing=TIMING, in_thread=in_place,
+            network, who, record, model, self._lesson.text, device, states, found=self.peers,
+            wall_ms=lambda: int(wall_clock() * 1000), timing=self._timing, in_thread=in_place,
         )  # fmt: skip
         server.islands[record.id] = island
         server.records[record.id] = self.raw
@@ -129,7 +146,7 @@ class IslandSwarm:
 
     def peers(self) -> list[str]:
         """Everybody in the swarm."""
-        return [identity(number).peer_id for number in range(8)]
+        return [identity(number).peer_id for number in range(max(8, 1 + max(self._starts)))]
 
     def kill(self, number: int) -> None:
         """Crash an island."""
@@ -147,7 +164,10 @@ class IslandSwarm:
     async def finished(self, *numbers: int, within_s: float = 600) -> None:
         """Wait until islands have finished the job, and check that they agree."""
         islands = [self.nodes[number].island for number in numbers]
-        await self.until(lambda: all(island.is_finished for island in islands), within_s)
+        await self.until(
+            lambda: all(island.is_finished for island in islands) and len({island.head for island in islands}) == 1,
+            within_s,
+        )
         self.agree(*numbers)
 
     def agree(self, *numbers: int) -> None:
@@ -194,15 +214,22 @@ def members_of(log: list[RoundEntry]) -> list[int]:
 
 @asynccontextmanager
 async def open_islands(
-    folder: Path, *numbers: int, delay_s: float = 0.01, loss: float = 0.0, **changes: Any
+    folder: Path,
+    *numbers: int,
+    profile: LinkProfile = LINK,
+    lesson: Lesson | None = None,
+    timing: RoundTiming = TIMING,
+    step_s: float = STEP_S,
+    **changes: Any,
 ) -> AsyncIterator[IslandSwarm]:
     """Islands of a job whose rounds have five steps; `changes` are to the record."""
-    fixed = {"every": 5, "least_every": 5, "most_every": 5, "steps": 25, "batch": 2, "rate": 1e-2, "warm_up": 0}
+    fixed: dict[str, Any] = {"every": 5, "least_every": 5, "most_every": 5, "steps": 25, "batch": 2, "rate": 1e-2}
+    fixed |= {"warm_up": 0, "wire": "int8"}
     record = replace(RECORD, **{**fixed, **changes})
-    profile = LinkProfile(delay_s=delay_s, loss=loss)
+    lesson = lesson or Lesson(CONFIG, drawn_model(CONFIG, 1), Text(record.length))
     async with open_fabric(1, profile) as fabric, trio.open_nursery() as nursery:
-        swarm = IslandSwarm(fabric, nursery, folder, record)
+        swarm = IslandSwarm(fabric, nursery, folder, record, lesson, timing)
         for number in numbers:
-            swarm.add(number)
+            swarm.add(number, step_s=step_s)
         yield swarm
         nursery.cancel_scope.cancel()

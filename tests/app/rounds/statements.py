@@ -34,10 +34,11 @@ def arrival(who: Identity, standing: Standing, tokens: int = 100, **more: Any) -
     return sign_arrival(who, replace(made, **more), NOW_MS)
 
 
-def members(standing: Standing, people: Sequence[Identity], **more: Any) -> MemberList:
-    """A list of some islands, signed by the first in order."""
+def members(standing: Standing, people: Sequence[Identity], twins: Sequence[str] = (), **more: Any) -> MemberList:
+    """A list of some islands, signed by the first in order; twins have one change."""
     order = leading_order(RECORD.id, standing.round, (one.peer_id for one in people))
-    arrivals = [arrival(BY_PEER[peer], standing, **more) for peer in order]
+    one: dict[str, Any] = {"change": b"t" * 32}
+    arrivals = [arrival(BY_PEER[peer], standing, **more, **(one if peer in twins else {})) for peer in order]
     return sign_list(BY_PEER[order[0]], RECORD.id, 0, arrivals, NOW_MS)
 
 
@@ -52,6 +53,7 @@ def round_of(
     liar: str = "",
     present: Sequence[str] = (),
     every: int = 10,
+    codec: str = "int8",
     **more: Any,
 ) -> tuple[RoundEntry, Standing]:
     """A whole round; a liar's change is unlike the others'."""
@@ -60,7 +62,9 @@ def round_of(
     root = hashlib.sha256(found.raw).digest()
     results = [result(BY_PEER[peer], found, root, report) for peer in found.members]
     leader = BY_PEER[found.leader]
-    entry = make_entry(leader, RECORD, standing, found, results, every=every, present=present, now_ms=NOW_MS)
+    entry = make_entry(
+        leader, RECORD, standing, found, results, every=every, codec=codec, present=present, now_ms=NOW_MS
+    )
     return entry, follow(RECORD, standing, entry)
 
 

@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 
 from app.rounds.decisions import (
     Measured,
+    copied,
     doubted,
     grace_s,
     leading_order,
     left_out_after,
     measured,
     merge_weights,
+    next_codec,
     next_every,
     quorum,
     share_ranges,
@@ -164,6 +166,13 @@ def test_two_cannot_doubt_each_other() -> None:
     assert doubted({"a": Measured(1.0, -0.5), "b": Measured(50.0, -0.5)}) == {}
 
 
+def test_members_that_send_one_change_twice_are_doubted() -> None:
+    assert copied({"a": b"1", "b": b"2", "c": b"3"}) == {}
+    assert copied({"a": b"1", "b": b"2", "c": b"1"}).keys() == {"a", "c"}
+    assert copied({"a": b"1", "b": b"1"}) == {}  # nobody would be left
+    assert copied({"a": b"1"}) == {}
+
+
 def test_one_is_left_out_after_two_doubted_rounds() -> None:
     assert left_out_after([["d"]]) == set()
     assert left_out_after([["d"], []]) == set()
@@ -172,13 +181,47 @@ def test_one_is_left_out_after_two_doubted_rounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step_s", "exchange_s", "wanted"),
-    [(1.0, 5.0, 45), (1.0, 100.0, 62), (1.0, 0.1, 40), (0.0, 5.0, 50), (0.01, 5.0, 62)],
+    ("step_s", "overhead_s", "wanted"),
+    [(1.0, 5.0, 58), (1.0, 100.0, 100), (1.0, 0.1, 40), (0.0, 5.0, 50), (0.01, 5.0, 100)],
 )
-def test_the_steps_of_a_round_follow_the_cost_of_its_exchange(step_s: float, exchange_s: float, wanted: int) -> None:
-    assert next_every(50, step_s, exchange_s, least=10, most=500) == wanted
+def test_the_steps_of_a_round_follow_its_overhead(step_s: float, overhead_s: float, wanted: int) -> None:
+    assert next_every(50, step_s, overhead_s, least=10, most=500) == wanted
+
+
+@given(st.integers(1, 1000), st.floats(1e-3, 10), st.floats(0, 1000))
+def test_the_steps_of_a_round_settle_where_nine_tenths_of_the_time_are_steps(
+    every: int, step_s: float, overhead_s: float
+) -> None:
+    for _ in range(60):
+        every = next_every(every, step_s, overhead_s, least=10, most=10**5)
+    assert every == 10**5 or every * step_s >= 0.9 * (every * step_s + overhead_s)
 
 
 def test_the_steps_of_a_round_stay_in_their_bounds() -> None:
     assert next_every(50, 1.0, 500.0, least=10, most=55) == 55
     assert next_every(12, 1.0, 0.0, least=10, most=55) == 10
+
+
+@pytest.mark.parametrize(
+    ("codec", "overhead_s", "wanted"),
+    [("int8", 0.2, "f32"), ("int8", 0.5, "int8"), ("f32", 0.8, "f32"), ("f32", 0.9, "int8"), ("f32", 50.0, "int8")],
+)
+def test_changes_are_float32_where_the_shortest_round_bears_it(codec: str, overhead_s: float, wanted: str) -> None:
+    assert next_codec(codec, 1.0, overhead_s, least=10, known=("int8", "f32")) == wanted
+
+
+def test_a_fixed_number_format_stays() -> None:
+    assert next_codec("int8", 1.0, 0.0, least=10, known=("int8",)) == "int8"
+    assert next_codec("f32", 1.0, 99.0, least=10, known=("f32",)) == "f32"
+    assert next_codec("f32", 0.0, 99.0, least=10, known=("int8", "f32")) == "f32"  # nothing was measured yet
+
+
+@given(st.floats(1e-3, 10), st.floats(1e-4, 100), st.floats(0.25, 1.0), st.sampled_from(["int8", "f32"]))
+def test_the_number_format_does_not_swing(step_s: float, f32_s: float, ratio: float, codec: str) -> None:
+    """Whatever share of the overhead int8 saves, the format changes once at most."""
+    seen = [codec]
+    for _ in range(6):
+        overhead_s = f32_s if codec == "f32" else f32_s * ratio
+        codec = next_codec(codec, step_s, overhead_s, least=20, known=("int8", "f32"))
+        seen.append(codec)
+    assert len(set(seen[1:])) == 1

@@ -136,6 +136,53 @@ def test_a_log_is_replayed() -> None:
     assert set(standing.members) == {one.peer_id for one in PEOPLE[:3]}
 
 
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"codec": "int4"}, "does not allow"), ({"codec": "f32" * 9}, "codec"), ({"codec": 8}, "codec"),
+        ({"every": 21}, "outside"), ({"every": 4}, "outside"), ({"every": 0}, "every"),
+    ],
+)  # fmt: skip
+def test_an_entry_with_another_number_format_or_too_many_steps_is_refused(values: dict[str, Any], why: str) -> None:
+    [entry] = history(1)
+    assert follow(RECORD, START, entry).codec == "int8"
+    with pytest.raises(RecordError, match=why):
+        follow(RECORD, START, read_entry(changed(entry.raw, ENTRY, **values), NOW_MS))
+
+
+def test_the_steps_of_a_round_at_most_double() -> None:
+    few = replace(beginning(RECORD), every=5)
+    entry, _ = round_of(few, PEOPLE[:1], every=10)
+    assert entry.every == 10
+    with pytest.raises(RecordError, match="too many after 5"):
+        round_of(few, PEOPLE[:1], every=11)
+
+
+def test_the_number_formats_of_rounds_are_those_of_the_record() -> None:
+    assert round_of(START, PEOPLE[:1], codec="f32")[1].codec == "f32"
+    assert beginning(replace(RECORD, wire="f32")).codec == "f32"
+    assert [replace(RECORD, wire=wire).codecs for wire in ("f32", "int8")] == [("f32",), ("int8",)]
+
+
+def test_entries_of_old_logs_have_the_number_format_of_the_first_round() -> None:
+    [entry] = history(1)
+    payload = json.loads(parse(entry.raw).payload)
+    del payload["codec"]
+    old = read_entry(signed(PEOPLE[0], ENTRY, payload, NOW_MS), NOW_MS)
+    assert follow(RECORD, START, old).codec == "int8"
+
+
+def test_two_that_send_one_change_are_left_out_after_two_rounds() -> None:
+    people, twins = PEOPLE[:4], [one.peer_id for one in PEOPLE[2:4]]
+    entries = history(3, people, twins=twins)
+    assert entries[1].doubted.keys() == {*twins}
+    assert entries[2].left_out.keys() == {*twins}
+    assert replay(RECORD, entries).members == entries[2].next
+    forged = changed(entries[1].raw, ENTRY, BY_PEER[entries[1].list.leader], doubted={})
+    with pytest.raises(RecordError, match="doubts"):
+        replay(RECORD, [entries[0], read_entry(forged, NOW_MS)])
+
+
 def test_a_liar_is_left_out_after_two_rounds_and_stays_out() -> None:
     liar = PEOPLE[2].peer_id
     entries = history(3, liar=liar)
@@ -227,7 +274,7 @@ def test_the_largest_round_fits_into_its_entry() -> None:
     ]
     entry = make_entry(
         BY_PEER[found.leader], RECORD, standing, found, [read_result(raw, NOW_MS) for raw in padded], every=10,
-        present=(), now_ms=NOW_MS,
+        codec="int8", present=(), now_ms=NOW_MS,
     )  # fmt: skip
     assert len(entry.list.members) == MAX_MEMBERS
 
@@ -266,7 +313,9 @@ def test_reports_on_made_up_peers_frame_nobody() -> None:
     ghosts = {f"ghost{number}": (1e9, 1.0) for number in range(12)}
     root = b"r" * 32
     results = [result(BY_PEER[peer], found, root, honest | (ghosts if at else {})) for at, peer in enumerate(honest)]
-    entry = make_entry(BY_PEER[found.leader], RECORD, standing, found, results, every=10, present=(), now_ms=NOW_MS)
+    entry = make_entry(
+        BY_PEER[found.leader], RECORD, standing, found, results, every=10, codec="int8", present=(), now_ms=NOW_MS
+    )
     assert not entry.doubted
 
 
@@ -274,7 +323,9 @@ def test_members_with_different_roots_make_no_round() -> None:
     standing = replay(RECORD, history(1))
     found = members(standing, PEOPLE[:2])
     results = [result(BY_PEER[peer], found, peer[-32:].encode(), {}) for peer in found.members]
-    entry = make_entry(BY_PEER[found.leader], RECORD, standing, found, results, every=10, present=(), now_ms=NOW_MS)
+    entry = make_entry(
+        BY_PEER[found.leader], RECORD, standing, found, results, every=10, codec="int8", present=(), now_ms=NOW_MS
+    )
     with pytest.raises(RecordError, match="same state"):
         follow(RECORD, standing, entry)
 
