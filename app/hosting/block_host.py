@@ -71,7 +71,6 @@ class HostedView:
     stop: int | None = None
     device: str | None = None
     tokens_per_s: float = 0.0
-    sessions: int = 0
 
 
 class Loader(Protocol):
@@ -155,7 +154,6 @@ class BlockHost:
             stop=None if self._span is None else self._span.stop,
             device=None if self._plan is None else self._plan.device.id,
             tokens_per_s=self._tokens_per_s,
-            sessions=self.server.sessions,
         )
 
     @property

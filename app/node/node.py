@@ -284,7 +284,7 @@ class Node:
             stop=hosted.stop,
             device=hosted.device,
             tokens_per_s=hosted.tokens_per_s,
-            sessions=hosted.sessions,
+            sessions=len(work.active_sessions),
             model=work.model,
             context_length=work.context_length,
             active_sessions=work.active_sessions,

@@ -71,10 +71,8 @@ class StartupSteps:
         self._set(key, "failed", detail)
 
     def leave_out_hosting(self) -> None:
-        """Remove the pending and running hosting steps, because this node will not host."""
-        self._views = {
-            key: view for key, view in self._views.items() if key not in HOSTING or view.state in ("done", "failed")
-        }
+        """Remove the hosting steps that are not done, because this node will not host; a former failure is over."""
+        self._views = {key: view for key, view in self._views.items() if key not in HOSTING or view.state == "done"}
         self._changed()
 
     def progress(self, key: str, done: int, total: int) -> None:
