@@ -37,6 +37,7 @@ from app.asker.reply import AuditSample, AuditSampler, HiddenState, Reply, Reply
 from app.asker.route_session import (
     CachedPrefix,
     HopLinks,
+    OwnNode,
     RouteSession,
     RouteSource,
     SessionSettings,
@@ -85,6 +86,7 @@ class AskerOptions:
     # The guesser of a reply to a prompt, or None for no guesses; and the model that guesses where the text is new.
     guesser: Callable[[Sequence[int], GuessHistory], Guesser | None] = Guesser
     draft: Callable[[], DraftModel | None] = lambda: None
+    loading: Callable[[], int] = lambda: 0  # a number that grows as long as this node gets on with loading blocks
 
 
 SWEEP_S = 30.0  # between two looks for kept sessions that are too old
@@ -108,7 +110,7 @@ class Asker:
         options = options or AskerOptions()
         self._network, self._ends, self._device, self._own_server = network, ends, device, own_server
         self._head_batcher = HeadBatcher(ends, device)
-        self._settings, self._rng = options.session, options.rng
+        self._settings, self._rng, self._loading = options.session, options.rng, options.loading
         self._guesser, self._draft_model, self._history = options.guesser, options.draft, GuessHistory()
         self.planner = RoutePlanner(network, members, options.preferences, options.book)
         self._auditor = Auditor(_AuditContext(self), options.book, options.rng)
@@ -173,7 +175,8 @@ class Asker:
         prefix = await self._shared_prefix(prompt_ids, request.privacy, ref)
         routes = self._routes(request, prefix)
         sampled = () if prefix is None else prefix.source.routes
-        async with self._counted(routes, request.tokens, self._taken(prefix), ref) as session:
+        own_node = OwnNode(self._loading)
+        async with self._counted(routes, request.tokens, self._taken(prefix), ref, own_node) as session:
             sampler = AuditSampler(self._rng, sampled, rounded=prefix is not None and bool(prefix.source.wires))
             guesser = self._guesser(prompt_ids, self._history)
             draft = None if guesser is None else self._begin_draft(prompt_ids, request.tokens, settings)
@@ -363,10 +366,11 @@ class Asker:
         tokens: int,
         prefix: CachedPrefix | None = None,
         adapter: AdapterRef | None = None,
+        own_node: OwnNode | None = None,
     ) -> AsyncIterator[RouteSession]:
         self.active += 1
         try:
-            async with self.open(source, tokens, self._settings, prefix, adapter) as session:
+            async with self.open(source, tokens, self._settings, prefix, adapter, own_node) as session:
                 yield session
         finally:
             self.active -= 1
@@ -379,11 +383,12 @@ class Asker:
         settings: SessionSettings,
         prefix: CachedPrefix | None = None,
         adapter: AdapterRef | None = None,
+        own_node: OwnNode | None = None,
     ) -> AsyncIterator[RouteSession]:
         """Open a session over the routes that `source` proposes; it is closed at the end."""
         assert self._links is not None, "the asker is not running"
         shape = SessionShape(tokens, self._ends.hidden_size, self._ends.dtype, adapter)
-        session = RouteSession(self._links, source, self._embed, shape, settings, prefix)
+        session = RouteSession(self._links, source, self._embed, shape, settings, prefix, own_node)
         try:
             yield session
         finally:

@@ -117,6 +117,7 @@ class ReplyService:
         count: Callable[[int, Sequence[str]], None] = lambda tokens, peers: None,
         keep_sessions: Callable[[], int] = lambda: 0,
         adapters: AdapterOffers | None = None,
+        loading: Callable[[], int] = lambda: 0,
     ) -> None:
         self._options = AskerOptions(
             preferences=preferences,
@@ -124,6 +125,7 @@ class ReplyService:
             keep_sessions=keep_sessions,
             guesser=self._guesser,
             draft=lambda: self._draft,
+            loading=loading,
         )
         self._drafts, self._adapters = drafts or DraftSource(), adapters
         self._draft: DraftModel | None = None

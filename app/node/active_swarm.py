@@ -333,6 +333,7 @@ class ActiveSwarm:
                 count=context.count_reply,
                 keep_sessions=lambda: context.config().settings.keep_sessions,
                 adapters=adapters,
+                loading=lambda: self.steps.advances,
             )
             await nursery.start(self.replies.run)
             self.hosting_loop = HostingLoop(network, membership, self.weights, self.replies, states, context, self)
