@@ -71,6 +71,7 @@ class ReplyRequest:
     private_blocks: int | None = None  # at either end, if more than the setting says
     adapter: str | None = None  # name of an adapter of this home
     swarm: str | None = None  # name or invite of another swarm than the active one
+    owner: str = ""  # whose request it is: owners take turns
     constraint: Constraint | None = None  # on the reply's text
     tools: ToolUse | None = None
     is_read: bool = False  # split the reply into text, thoughts and tool calls
@@ -252,6 +253,7 @@ class ReplyService:
                     max_tokens=request.max_tokens,
                     private_blocks=request.private_blocks,
                     adapter=adapter,
+                    owner=request.owner,
                 ) as reply,
             ):
                 while (waiting := await reply.waiting()) is not None:
