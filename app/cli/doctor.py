@@ -163,8 +163,9 @@ def examine_network(folder: Path) -> Iterator[Check]:
     from app.api.client import running_client
     from app.config.file import load_config
     from app.config.home import Home, read_sequence
+    from app.config.keys import read_keys
     from app.core.errors import AppError
-    from app.system.doctor import Check, resting_checks
+    from app.system.doctor import Check, check_lan, resting_checks
     from p2p.addresses import parse_address
 
     try:
@@ -174,6 +175,7 @@ def examine_network(folder: Path) -> Iterator[Check]:
             return
         home = Home(folder)
         settings = load_config(home.config_file, os.environ).settings
+        yield check_lan(settings.api_host, len(read_keys(home.keys_file)))
     except AppError as error:
         yield Check("network", "fail", str(error), "fix this first, then run `shoal doctor` again")
         return

@@ -169,6 +169,8 @@ def status_lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
         ("listens", " ".join(status["listen_addrs"])),
         ("api", status["api_url"]),
     ]
+    if status.get("lan_url"):
+        lines.append(("lan", f"{status['lan_url']}, certificate SHA-256 {status['lan_fingerprint']}"))
     return lines + [(when, _given(status[when])) for when in ("today", "ever") if when in status]
 
 

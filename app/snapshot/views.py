@@ -484,3 +484,5 @@ class Snapshot:
     visit: VisitView | None = None
     requests: tuple[GuestView, ...] = ()  # peers that ask to join with an invite of this node and wait for approval
     trained: tuple[TrainedView, ...] = ()  # jobs of any member that train blocks of this node now
+    lan_url: str = ""  # where other machines reach the API; empty: nowhere
+    lan_fingerprint: str = ""  # SHA-256 of the certificate there

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import ipaddress
 import os
 import shutil
 import socket
@@ -340,6 +341,22 @@ def check_peer(peer: PeerView) -> Check:
     return Check(name, status, f"{detail}; not used: {peer.unused.text}", peer.unused.next_step)
 
 
+def check_lan(api_host: str, keys: int, url: str = "", fingerprint: str = "") -> Check:
+    """Check that an API that other machines reach has keys for them; `url` and `fingerprint` are a running node's."""
+    if url:
+        return Check("lan", "ok", f"programs with keys reach the API at {url}; certificate SHA-256 {fingerprint}")
+    try:
+        if ipaddress.ip_address(api_host).is_loopback:
+            return Check("lan", "ok", "only programs of this machine reach the API")
+    except ValueError:
+        mend = "`shoal config set api_host 127.0.0.1`"
+        return Check("lan", "fail", f"the setting api_host is {api_host[:60]!r}, not an IP address", mend)
+    if not keys:
+        mend = "`shoal keys add NAME` makes a key; `shoal config unset api_host` keeps the API on this machine"
+        return Check("lan", "fail", f"the setting api_host is {api_host}, but no program has a key", mend)
+    return Check("lan", "ok", f"a node would listen on {api_host} too, with TLS, for {keys} key{'s' * (keys != 1)}")
+
+
 def check_state(snapshot: Snapshot) -> Check:
     """Report the node's state and its reason, as in `shoal status`."""
     mend = "" if snapshot.why is None else snapshot.why.next_step
@@ -358,6 +375,7 @@ def running_checks(snapshot: Snapshot, *, now_ms: int, last_said_ms: int, heard_
     yield check_addresses(network.advertised, network.verified, network.reach)
     yield check_nat(network.reach, relayed=relayed, relaying=network.relaying)
     yield check_mapping(network)
+    yield check_lan("127.0.0.1", 0, snapshot.lan_url, snapshot.lan_fingerprint)
     yield check_clock(now_ms, last_said_ms, heard_ms)
     yield check_peers(network.links, len(snapshot.peers), snapshot.swarm, network.discovery)
     yield from (check_peer(peer) for peer in snapshot.peers[:MAX_PEERS])
