@@ -47,6 +47,8 @@ class OllamaOptions(_Body):
     top_p: float | None = Field(default=None, gt=0, le=1)
     min_p: float | None = Field(default=None, ge=0, le=1)
     repeat_penalty: float | None = Field(default=None, gt=0, le=10)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: (
         Annotated[list[Annotated[str, Field(max_length=1024)]], Field(max_length=16)]
@@ -108,6 +110,8 @@ class _GenerateBody(_Body):
             "top_p": o.top_p or 0.9,
             "min_p": o.min_p or 0.0,
             "repetition_penalty": o.repeat_penalty or 1.0,
+            "frequency_penalty": o.frequency_penalty or 0.0,
+            "presence_penalty": o.presence_penalty or 0.0,
             "seed": seed_of(o.seed),
             "stop": stop,
             "constraint": None if schema is None else Constraint("json", json.dumps(schema), "format"),
@@ -163,7 +167,7 @@ class OllamaGenerate(_GenerateBody):
     prompt: str = Field(default="", max_length=_MAX_TEXT)
     system: str | None = Field(default=None, max_length=_MAX_TEXT)
     raw: bool | None = False
-    suffix: str | None = None
+    suffix: str | None = Field(default=None, max_length=_MAX_TEXT)
     images: list[Any] | None = None
 
     @property
@@ -173,16 +177,16 @@ class OllamaGenerate(_GenerateBody):
 
     @model_validator(mode="after")
     def _check_fields(self) -> OllamaGenerate:
-        for name in ("suffix", "images"):
-            if getattr(self, name):
-                raise PydanticCustomError("unsupported", "{field} is not supported", {"field": name})
+        if self.images:
+            raise PydanticCustomError("unsupported", "{field} is not supported", {"field": "images"})
         return self
 
     def request(self) -> ReplyRequest:
-        """Convert to the node's own request: the prompt as a message, or as it is if it is `raw`."""
+        """Convert to the node's own request: the prompt as a message, or as it is if it is `raw` or has a suffix."""
         settings = self.settings()
-        if self.raw:
-            return ReplyRequest(prompt=self.prompt, **{**settings, "template_variables": {}})
+        if self.raw or self.suffix:
+            plain = {**settings, "template_variables": {}}
+            return ReplyRequest(prompt=self.prompt, suffix=self.suffix or None, **plain)
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return ReplyRequest(messages=(*system, {"role": "user", "content": self.prompt}), is_read=True, **settings)
 
