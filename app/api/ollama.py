@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -19,14 +19,14 @@ from pydantic_core import PydanticCustomError
 
 from app.api.control import Control
 from app.api.error_forms import OLLAMA_PREFIX, body_for, response_for
-from app.api.openai import adapter_of
+from app.api.model_names import NamedModel, named_model, other_swarms
 from app.api.openai_errors import status_and_reason
 from app.api.openai_fields import DEFAULT_MAX_TOKENS, MAX_TOOLS, ToolDefinition, seed_of, tool_of, tool_use
 from app.api.replies import WholeReply, ignored_fields, ignored_header, metered_reply, whole_reply
 from app.api.streaming import OUR_ERRORS, EventStream
 from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
 from app.asker.reply_service import ReplyRequest
-from app.snapshot.views import Snapshot
+from app.snapshot.views import Snapshot, SwarmView
 from engine.text.output_form import Constraint, ReplyPart, SaidText, ThoughtText, ToolUse
 
 _MAX_TEXT = 2**19
@@ -215,20 +215,23 @@ def routes(control: Control, version: str) -> APIRouter:
 
     @router.get("/tags")
     async def tags() -> dict[str, Any]:
-        """The swarm's model, alone and with each adapter of this home, in Ollama's form."""
-        snapshot = control.snapshot()
-        if snapshot.swarm is None:
-            return {"models": []}
-        names = [snapshot.swarm, *(f"{snapshot.swarm}+{name}" for name in await control.adapters())]
-        return {"models": [{"name": name, "model": name, **_about(snapshot)} for name in names]}
+        """The swarm's model, alone and with each adapter of this home, then other swarms', in Ollama's form."""
+        snapshot, made = control.snapshot(), []
+        if snapshot.swarm is not None:
+            names = [snapshot.swarm, *(f"{snapshot.swarm}+{name}" for name in await control.adapters())]
+            made = [(name, _about(_active(snapshot))) for name in names]
+        made += [(name, _about(swarm)) for name, swarm in other_swarms(snapshot).items()]
+        return {"models": [{"name": name, "model": name, **about} for name, about in made]}
 
     @router.post("/show")
     async def show(asked: ShowRequest) -> dict[str, Any]:
         """Facts about a model, in Ollama's form."""
         snapshot = control.snapshot()
-        _adapter(snapshot, asked.model or asked.name or "")
-        info = {"general.architecture": "shoal", "shoal.context_length": snapshot.context_length}
-        about = {**_about(snapshot), "model_info": info, "capabilities": ["completion", "tools"]}
+        named = _named(snapshot, asked.model or asked.name or "")
+        other = next((swarm for swarm in snapshot.swarms if swarm.pinned == named.swarm), None)
+        context_length = snapshot.context_length if other is None else None
+        info = {"general.architecture": "shoal", "shoal.context_length": context_length}
+        about = {**_about(other or _active(snapshot)), "model_info": info, "capabilities": ["completion", "tools"]}
         return {"modelfile": "", "parameters": "", "template": "", **about}
 
     @router.post("/chat", response_class=Response)
@@ -244,19 +247,23 @@ def routes(control: Control, version: str) -> APIRouter:
     return router
 
 
-def _adapter(snapshot: Snapshot, model: str) -> str | None:
-    return adapter_of(snapshot, model.removesuffix(_TAG))
+def _named(snapshot: Snapshot, model: str) -> NamedModel:
+    return named_model(snapshot, model.removesuffix(_TAG))
 
 
-def _about(snapshot: Snapshot) -> dict[str, Any]:
-    joined = next((swarm.joined_at_ms for swarm in snapshot.swarms if swarm.active), 0)
+def _active(snapshot: Snapshot) -> SwarmView:
+    usual = SwarmView(snapshot.swarm or "", snapshot.manifest or "", "")
+    return next((swarm for swarm in snapshot.swarms if swarm.active), usual)
+
+
+def _about(swarm: SwarmView) -> dict[str, Any]:
     details = {"format": "shoal", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
-    at = datetime.fromtimestamp(joined / 1000, UTC).isoformat()
-    return {"modified_at": at, "size": 0, "digest": snapshot.manifest or "", "details": details}
+    at = datetime.fromtimestamp(swarm.joined_at_ms / 1000, UTC).isoformat()
+    return {"modified_at": at, "size": 0, "digest": swarm.manifest, "details": details}
 
 
 def _answer(control: Control, asked: OllamaChat | OllamaGenerate) -> Response:
-    request = replace(asked.request(), adapter=_adapter(control.snapshot(), asked.model))
+    request = _named(control.snapshot(), asked.model).asked_by(asked.request())
     form = _Form(asked.model, isinstance(asked, OllamaChat))
     headers = ignored_header(ignored_fields(asked))
     if asked.is_empty:
