@@ -248,6 +248,11 @@ def source_bytes(source: ModelSource) -> float | None:
     return stored_bytes(source.parts[block_part(index)] for index in range(source.config.n_blocks))
 
 
+def source_kind(source: ModelSource) -> str:
+    """Return the type of a model's largest tensors, as in "BF16"."""
+    return max(source.parts[block_part(0)], key=lambda tensor: tensor.length).kind
+
+
 def computes_grids(kind: str) -> bool:
     """True if a kind of device has products for weights in a grid; of a CPU, if they are also faster, by measurement.
 

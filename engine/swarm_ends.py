@@ -78,6 +78,11 @@ class SwarmEnds:
         self.check_ids(text)
         return list(text)
 
+    def prompt_text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included; raises `EngineError` if one is out of range."""
+        self.check_ids(token_ids)
+        return self.text.tokenizer.decode(token_ids, skip_special=False)
+
     def check_ids(self, token_ids: Sequence[int]) -> None:
         """Raise `EngineError` if the model does not have one of these tokens."""
         if not all(0 <= token_id < self.config.vocab_size for token_id in token_ids):

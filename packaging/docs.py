@@ -128,6 +128,8 @@ def configuration_page() -> str:
     text = "# Settings\n\n`shoal config set NAME VALUE` changes one and checks it, `shoal config list` shows all; they "
     text += "live in `config.toml` of the home folder. `SHOAL_NAME` in the environment overrides the file. A setting "
     text += "marked *live* takes effect in a running node at once, the others at the next start.\n\n"
+    text += "`--home FOLDER` or `SHOAL_HOME` names another home folder, for a second node. Models are in a cache that "
+    text += "all homes of a user share; `SHOAL_CACHE` names another one.\n\n"
     text += "| setting | default | live | meaning |\n|---|---|---|---|\n"
     for setting in SETTINGS.values():
         default = setting.default

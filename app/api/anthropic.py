@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from app.api.control import Control
 from app.api.error_forms import ANTHROPIC_PATH, body_for, response_for
-from app.api.openai import adapter_of
+from app.api.model_names import named_model
 from app.api.openai_errors import status_and_reason
 from app.api.openai_fields import MAX_TOOLS, seed_of, tool_of, tool_use
 from app.api.replies import WholeReply, ignored_fields, ignored_header, metered_reply, whole_reply
@@ -217,7 +217,7 @@ def routes(control: Control) -> APIRouter:
     @router.post("", response_class=Response)
     async def messages(asked: MessagesRequest) -> Response:
         """A reply to a conversation, in Anthropic's form."""
-        request = replace(asked.request(), adapter=adapter_of(control.snapshot(), asked.model))
+        request = named_model(control.snapshot(), asked.model).asked_by(asked.request())
         headers = ignored_header(ignored_fields(asked))
         if asked.stream:
             return EventStream(_events(control, asked, request), "text/event-stream", _failed, headers)
@@ -226,7 +226,7 @@ def routes(control: Control) -> APIRouter:
     @router.post("/count_tokens")
     async def count_tokens(asked: CountTokensRequest) -> JSONResponse:
         """The number of tokens of a conversation, in Anthropic's form."""
-        adapter_of(control.snapshot(), asked.model)
+        named_model(control.snapshot(), asked.model)
         tokens = await control.tokenize(asked.request())
         return JSONResponse({"input_tokens": len(tokens)}, headers=ignored_header(ignored_fields(asked)))
 

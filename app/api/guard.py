@@ -120,7 +120,7 @@ class Guard:
         path, host = scope["path"], headers.get(b"host", b"")
         if not _is_this_machine(host, everywhere=self._everywhere):
             return 403, because("foreign_host", "the API must be addressed as 127.0.0.1 or localhost")
-        if allowed is None and b"origin" in headers and headers[b"origin"].lower() != b"http://" + host.lower():
+        if allowed is None and b"origin" in headers and headers[b"origin"].lower() != _own_origin(scope, host):
             return 403, because("foreign_origin", "the API refuses requests from other sites' web pages")
         if path in OPEN_PATHS:
             return None
@@ -144,6 +144,10 @@ class Guard:
             return ipaddress.ip_address(client[0]).is_loopback
         except ValueError:
             return False
+
+
+def _own_origin(scope: Scope, host: bytes) -> bytes:
+    return str(scope.get("scheme", "http")).encode() + b"://" + host.lower()
 
 
 def _given(headers: Mapping[bytes, bytes]) -> tuple[bytes, bytes]:

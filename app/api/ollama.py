@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -19,14 +19,14 @@ from pydantic_core import PydanticCustomError
 
 from app.api.control import Control
 from app.api.error_forms import OLLAMA_PREFIX, body_for, response_for
-from app.api.openai import adapter_of
+from app.api.model_names import NamedModel, named_model, other_swarms
 from app.api.openai_errors import status_and_reason
 from app.api.openai_fields import DEFAULT_MAX_TOKENS, MAX_TOOLS, ToolDefinition, seed_of, tool_of, tool_use
 from app.api.replies import WholeReply, ignored_fields, ignored_header, metered_reply, whole_reply
 from app.api.streaming import OUR_ERRORS, EventStream
 from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
 from app.asker.reply_service import ReplyRequest
-from app.snapshot.views import Snapshot
+from app.snapshot.views import Snapshot, SwarmView
 from engine.text.output_form import Constraint, ReplyPart, SaidText, ThoughtText, ToolUse
 
 _MAX_TEXT = 2**19
@@ -47,6 +47,8 @@ class OllamaOptions(_Body):
     top_p: float | None = Field(default=None, gt=0, le=1)
     min_p: float | None = Field(default=None, ge=0, le=1)
     repeat_penalty: float | None = Field(default=None, gt=0, le=10)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: (
         Annotated[list[Annotated[str, Field(max_length=1024)]], Field(max_length=16)]
@@ -108,6 +110,8 @@ class _GenerateBody(_Body):
             "top_p": o.top_p or 0.9,
             "min_p": o.min_p or 0.0,
             "repetition_penalty": o.repeat_penalty or 1.0,
+            "frequency_penalty": o.frequency_penalty or 0.0,
+            "presence_penalty": o.presence_penalty or 0.0,
             "seed": seed_of(o.seed),
             "stop": stop,
             "constraint": None if schema is None else Constraint("json", json.dumps(schema), "format"),
@@ -163,7 +167,7 @@ class OllamaGenerate(_GenerateBody):
     prompt: str = Field(default="", max_length=_MAX_TEXT)
     system: str | None = Field(default=None, max_length=_MAX_TEXT)
     raw: bool | None = False
-    suffix: str | None = None
+    suffix: str | None = Field(default=None, max_length=_MAX_TEXT)
     images: list[Any] | None = None
 
     @property
@@ -173,16 +177,16 @@ class OllamaGenerate(_GenerateBody):
 
     @model_validator(mode="after")
     def _check_fields(self) -> OllamaGenerate:
-        for name in ("suffix", "images"):
-            if getattr(self, name):
-                raise PydanticCustomError("unsupported", "{field} is not supported", {"field": name})
+        if self.images:
+            raise PydanticCustomError("unsupported", "{field} is not supported", {"field": "images"})
         return self
 
     def request(self) -> ReplyRequest:
-        """Convert to the node's own request: the prompt as a message, or as it is if it is `raw`."""
+        """Convert to the node's own request: the prompt as a message, or as it is if it is `raw` or has a suffix."""
         settings = self.settings()
-        if self.raw:
-            return ReplyRequest(prompt=self.prompt, **{**settings, "template_variables": {}})
+        if self.raw or self.suffix:
+            plain = {**settings, "template_variables": {}}
+            return ReplyRequest(prompt=self.prompt, suffix=self.suffix or None, **plain)
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return ReplyRequest(messages=(*system, {"role": "user", "content": self.prompt}), is_read=True, **settings)
 
@@ -211,20 +215,23 @@ def routes(control: Control, version: str) -> APIRouter:
 
     @router.get("/tags")
     async def tags() -> dict[str, Any]:
-        """The swarm's model, alone and with each adapter of this home, in Ollama's form."""
-        snapshot = control.snapshot()
-        if snapshot.swarm is None:
-            return {"models": []}
-        names = [snapshot.swarm, *(f"{snapshot.swarm}+{name}" for name in await control.adapters())]
-        return {"models": [{"name": name, "model": name, **_about(snapshot)} for name in names]}
+        """The swarm's model, alone and with each adapter of this home, then other swarms', in Ollama's form."""
+        snapshot, made = control.snapshot(), []
+        if snapshot.swarm is not None:
+            names = [snapshot.swarm, *(f"{snapshot.swarm}+{name}" for name in await control.adapters())]
+            made = [(name, _about(_active(snapshot))) for name in names]
+        made += [(name, _about(swarm)) for name, swarm in other_swarms(snapshot).items()]
+        return {"models": [{"name": name, "model": name, **about} for name, about in made]}
 
     @router.post("/show")
     async def show(asked: ShowRequest) -> dict[str, Any]:
         """Facts about a model, in Ollama's form."""
         snapshot = control.snapshot()
-        _adapter(snapshot, asked.model or asked.name or "")
-        info = {"general.architecture": "shoal", "shoal.context_length": snapshot.context_length}
-        about = {**_about(snapshot), "model_info": info, "capabilities": ["completion", "tools"]}
+        named = _named(snapshot, asked.model or asked.name or "")
+        other = next((swarm for swarm in snapshot.swarms if swarm.pinned == named.swarm), None)
+        context_length = snapshot.context_length if other is None else None
+        info = {"general.architecture": "shoal", "shoal.context_length": context_length}
+        about = {**_about(other or _active(snapshot)), "model_info": info, "capabilities": ["completion", "tools"]}
         return {"modelfile": "", "parameters": "", "template": "", **about}
 
     @router.post("/chat", response_class=Response)
@@ -240,19 +247,23 @@ def routes(control: Control, version: str) -> APIRouter:
     return router
 
 
-def _adapter(snapshot: Snapshot, model: str) -> str | None:
-    return adapter_of(snapshot, model.removesuffix(_TAG))
+def _named(snapshot: Snapshot, model: str) -> NamedModel:
+    return named_model(snapshot, model.removesuffix(_TAG))
 
 
-def _about(snapshot: Snapshot) -> dict[str, Any]:
-    joined = next((swarm.joined_at_ms for swarm in snapshot.swarms if swarm.active), 0)
+def _active(snapshot: Snapshot) -> SwarmView:
+    usual = SwarmView(snapshot.swarm or "", snapshot.manifest or "", "")
+    return next((swarm for swarm in snapshot.swarms if swarm.active), usual)
+
+
+def _about(swarm: SwarmView) -> dict[str, Any]:
     details = {"format": "shoal", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
-    at = datetime.fromtimestamp(joined / 1000, UTC).isoformat()
-    return {"modified_at": at, "size": 0, "digest": snapshot.manifest or "", "details": details}
+    at = datetime.fromtimestamp(swarm.joined_at_ms / 1000, UTC).isoformat()
+    return {"modified_at": at, "size": 0, "digest": swarm.manifest, "details": details}
 
 
 def _answer(control: Control, asked: OllamaChat | OllamaGenerate) -> Response:
-    request = replace(asked.request(), adapter=_adapter(control.snapshot(), asked.model))
+    request = _named(control.snapshot(), asked.model).asked_by(asked.request())
     form = _Form(asked.model, isinstance(asked, OllamaChat))
     headers = ignored_header(ignored_fields(asked))
     if asked.is_empty:

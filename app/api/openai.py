@@ -1,9 +1,9 @@
 """OpenAI's endpoint: models, chat and text completions, embeddings, for clients that know nothing of Shoal.
 
-The only model is the active swarm's, under the swarm's name; `SWARM+NAME` is the same model with the adapter NAME of
-this home. `app.api.openai_fields` checks the request's fields and `app.api.openai_errors` makes the error bodies. A
-stream's events are `data: JSON`, the last one `data: [DONE]`; a client that disconnects in the middle ends its session.
-Several replies to one request (`n`) are written side by side, but streamed one after the other.
+A model's name is that of its swarm, the active one or another (`app.api.model_names`); `SWARM+NAME` is the same model
+with the adapter NAME of this home. `app.api.openai_fields` checks the request's fields, `app.api.openai_errors` makes
+the error bodies. A stream's events are `data: JSON`, the last one `data: [DONE]`; a client that disconnects in the
+middle ends its session. Several replies to one request (`n`) are written side by side, but streamed one by one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
 from app.api.control import Control
+from app.api.model_names import check_active, named_model, other_swarms
 from app.api.openai_errors import PREFIX, OpenAIError, response_to, status_and_body
 from app.api.openai_fields import (
     ChatCompletion,
@@ -33,7 +34,7 @@ from app.api.replies import WholeReply, ignored_fields, ignored_header, metered_
 from app.api.streaming import OUR_ERRORS, EventStream
 from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
 from app.asker.reply_service import ReplyRequest
-from app.snapshot.views import Snapshot
+from app.snapshot.views import Snapshot, SwarmView
 from engine.text.output_form import ReplyPart, SaidText, ThoughtText, TokenLogprob
 
 Asked = ChatCompletion | TextCompletion
@@ -45,18 +46,21 @@ def routes(control: Control) -> APIRouter:
 
     @router.get("/models")
     async def models() -> dict[str, Any]:
-        """The swarm's model, alone and with each adapter of this home that was trained for it."""
+        """The swarm's model, alone and with each adapter of this home that was trained for it; then other swarms'."""
         snapshot = control.snapshot()
-        if snapshot.swarm is None:
-            return {"object": "list", "data": []}
-        names = [None, *await control.adapters()]
-        return {"object": "list", "data": [_model(snapshot, name) for name in names]}
+        adapters = [] if snapshot.swarm is None else [None, *await control.adapters()]
+        others = [_other_model(snapshot, name, swarm) for name, swarm in other_swarms(snapshot).items()]
+        return {"object": "list", "data": [*(_model(snapshot, name) for name in adapters), *others]}
 
     @router.get("/models/{model}")
     async def model(model: str) -> dict[str, Any]:
         """One model by name."""
         snapshot = control.snapshot()
-        adapter = adapter_of(snapshot, model)
+        named = named_model(snapshot, model)
+        other = next((item for item in other_swarms(snapshot).items() if item[1].pinned == named.swarm), None)
+        if other is not None:
+            return _other_model(snapshot, *other)
+        adapter = named.adapter
         if adapter is not None and adapter not in await control.adapters():
             raise OpenAIError(
                 f"unknown model {model[:80]!r}: no adapter of this name was trained for {snapshot.swarm!r}",
@@ -79,7 +83,7 @@ def routes(control: Control) -> APIRouter:
     @router.post("/embeddings")
     async def embeddings(asked: EmbeddingsRequest) -> JSONResponse:
         """Embeddings of texts: the mean of the last block's outputs, scaled to length 1."""
-        check_plain(control, asked.model)
+        check_active(control.snapshot(), asked.model)
         made = [await control.embed(prompt) for prompt in asked.prompts()]
         data = [
             {"object": "embedding", "index": index, "embedding": _encoded(vector, asked.encoding_format)}
@@ -93,12 +97,6 @@ def routes(control: Control) -> APIRouter:
     return router
 
 
-def check_plain(control: Control, model: str | None) -> None:
-    """Raise `OpenAIError` unless a name is that of the swarm's model without an adapter, or missing."""
-    if model is not None and adapter_of(control.snapshot(), model) is not None:
-        raise OpenAIError("adapters have no embeddings or tokens of their own: name the model alone", param="model")
-
-
 def _encoded(vector: Sequence[float], form: str | None) -> list[float] | str:
     if form != "base64":
         return list(vector)
@@ -107,7 +105,7 @@ def _encoded(vector: Sequence[float], form: str | None) -> list[float] | str:
 
 def _answer(control: Control, asked: ChatCompletion | TextCompletion, request: ReplyRequest) -> Response:
     snapshot = control.snapshot()
-    request = replace(request, adapter=adapter_of(snapshot, asked.model))
+    request = named_model(snapshot, asked.model).asked_by(request)
     form = _Chat.begin(snapshot, asked) if isinstance(asked, ChatCompletion) else _Text.begin(snapshot, asked)
     headers = ignored_header(ignored_fields(asked))
     if asked.stream:
@@ -128,19 +126,18 @@ def _model(snapshot: Snapshot, adapter: str | None = None) -> dict[str, Any]:
     }
 
 
-def adapter_of(snapshot: Snapshot, wanted: str) -> str | None:
-    """Return the adapter that a model's name asks for, None for the swarm's model alone; raises `OpenAIError`."""
-    if snapshot.swarm is None:
-        why = "this node is in no swarm: join one with `shoal join`, or create one with `shoal create`"
-        raise OpenAIError(why, status=503, code="no_swarm")
-    names = {snapshot.swarm, snapshot.model, *(swarm.pinned for swarm in snapshot.swarms if swarm.active)} - {"", None}
-    if wanted in names:
-        return None
-    name, plus, adapter = wanted.rpartition("+")  # an adapter's name has no plus
-    if plus and adapter and name in names:
-        return adapter
-    why = f"unknown model {wanted[:80]!r}: this node serves {snapshot.swarm!r}, the model of its swarm"
-    raise OpenAIError(why, status=404, param="model", code="model_not_found")
+def _other_model(snapshot: Snapshot, name: str, swarm: SwarmView) -> dict[str, Any]:
+    """Describe the model of a swarm that is visited; what it is called is known while the visit lasts."""
+    visit = snapshot.visit
+    is_visited = visit is not None and (visit.swarm, visit.manifest) == (swarm.name, swarm.manifest)
+    return {
+        "id": name,
+        "object": "model",
+        "created": swarm.joined_at_ms // 1000,
+        "owned_by": "shoal",
+        "name": visit.model if visit is not None and is_visited else "",
+        "context_length": None,
+    }
 
 
 @dataclass(frozen=True)
@@ -359,4 +356,4 @@ def _event(value: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(value, allow_nan=False)}\n\n".encode()
 
 
-__all__ = ["PREFIX", "adapter_of", "check_plain", "routes", "usage_of"]
+__all__ = ["PREFIX", "routes", "usage_of"]

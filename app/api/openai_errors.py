@@ -12,7 +12,7 @@ from app.core.errors import AppError, NoAdapter, RecordError, UsageError, reason
 from app.core.reasons import Reason, because
 from app.routing.route import NoRoute
 from engine.errors import EngineError
-from engine.text.output_form import ConstraintError
+from engine.text.output_form import FieldError
 from p2p.errors import P2PError
 
 PREFIX = "/v1"
@@ -53,7 +53,7 @@ def status_and_reason(error: Exception) -> tuple[int, Reason, str | None]:
     why = reason_of(error)
     if isinstance(error, OpenAIError):
         return error.status, why, error.param
-    if isinstance(error, ConstraintError):
+    if isinstance(error, FieldError):
         return 400, why, error.field
     if isinstance(error, NoRoute) and error.busy:
         return 429, why, None

@@ -30,9 +30,7 @@ _TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 Unsupported = Mapping[str, tuple[Any, ...]]  # a field's name -> the values, besides null, that switch it off
 
 _MESSAGE_UNSUPPORTED: Unsupported = {"audio": (), "function_call": ()}
-_COMMON_UNSUPPORTED: Unsupported = {"frequency_penalty": (0,), "presence_penalty": (0,)}
 _CHAT_UNSUPPORTED: Unsupported = {
-    **_COMMON_UNSUPPORTED,
     "store": (False,),
     "modalities": (["text"],),
     "functions": ([],),
@@ -40,7 +38,6 @@ _CHAT_UNSUPPORTED: Unsupported = {
     "audio": (),
     "web_search_options": (),
 }
-_TEXT_UNSUPPORTED: Unsupported = {**_COMMON_UNSUPPORTED, "suffix": ("",)}
 
 
 def _without_unsupported(values: Any, unsupported: Unsupported) -> Any:
@@ -259,6 +256,8 @@ class _CompletionBody(_OpenAIBody):
     logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None = (
         Field(default=None, max_length=1024)
     )
+    frequency_penalty: float | None = Field(default=0.0, ge=-2, le=2)
+    presence_penalty: float | None = Field(default=0.0, ge=-2, le=2)
     # Shoal's own fields; clients of OpenAI send them by `extra_body`.
     top_k: int | None = Field(default=0, ge=0, le=10**6)
     min_p: float | None = Field(default=0.0, ge=0, le=1)
@@ -335,6 +334,8 @@ class _CompletionBody(_OpenAIBody):
             "top_k": self.top_k or 0,
             "min_p": self.min_p or 0.0,
             "repetition_penalty": self.repetition_penalty or 1.0,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "presence_penalty": self.presence_penalty or 0.0,
             "seed": seed_of(self.seed),
             "stop": tuple(stop),
             "private_blocks": self.private_blocks,
@@ -417,14 +418,13 @@ def _one_prompt(prompt: Any) -> Any:
 class TextCompletion(_CompletionBody):
     """Body of `POST /v1/completions`."""
 
-    unsupported = _TEXT_UNSUPPORTED
-
     prompt: Annotated[
         Annotated[str, Field(max_length=_MAX_TEXT)]
         | Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=_MAX_TEXT)]
         | Annotated[list[Annotated[str, Field(max_length=_MAX_TEXT)]], Field(min_length=1, max_length=1)],
         BeforeValidator(_one_prompt),
     ]
+    suffix: str | None = Field(default=None, max_length=_MAX_TEXT)
     best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     echo: bool | None = False
     logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -453,7 +453,7 @@ class TextCompletion(_CompletionBody):
         """Convert to the node's own request."""
         prompt = self.prompt[0] if isinstance(self.prompt, list) and isinstance(self.prompt[0], str) else self.prompt
         text = prompt if isinstance(prompt, str) else cast(tuple[int, ...], tuple(prompt))
-        return ReplyRequest(prompt=text, **self.settings())
+        return ReplyRequest(prompt=text, suffix=self.suffix or None, **self.settings())
 
 
 _Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=_MAX_TEXT)]

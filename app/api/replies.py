@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -12,7 +12,7 @@ import trio
 from pydantic import BaseModel
 
 from app.api.control import Control
-from app.api.keys import metered
+from app.api.keys import current_owner, metered
 from app.asker.reply import ReplyDone, ReplyEvent, ReplyStats, ReplyText
 from app.asker.reply_service import ReplyRequest
 from engine.text.output_form import CallPiece, ReplyPart, SaidText, ThoughtText, TokenLogprob
@@ -67,10 +67,10 @@ class WholeReply:
 
 
 def metered_reply(control: Control, request: ReplyRequest) -> Events:
-    """Return the events of a reply, whose tokens count for the key of the present request."""
+    """Return the events of a reply, which takes its turn and whose tokens count for the key of the present request."""
     text = request.prompt if request.prompt is not None else [message.get("content") for message in request.messages]
     chars = len(text) if isinstance(text, str) else sum(len(one) if isinstance(one, str) else 4 for one in text)
-    return metered(control.reply(request), chars)
+    return metered(control.reply(replace(request, owner=current_owner())), chars)
 
 
 async def whole_reply(events: Events) -> WholeReply:

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from app.api.control import Control
 from app.api.keys import current_owner
-from app.api.openai import adapter_of
+from app.api.model_names import named_model
 from app.api.openai_errors import OpenAIError, response_to, status_and_body
 from app.api.openai_fields import (
     DEFAULT_MAX_TOKENS,
@@ -230,10 +230,10 @@ def routes(control: Control, store: ResponseStore) -> APIRouter:
     @router.post("", response_class=Response)
     async def create(asked: ResponsesRequest) -> Response:
         """A reply to a conversation, as a response of items."""
-        adapter = adapter_of(control.snapshot(), asked.model)
+        model = named_model(control.snapshot(), asked.model)
         owner = current_owner()
         before = await _kept(store, owner, asked.previous_response_id)
-        request = replace(asked.request(before), adapter=adapter)
+        request = model.asked_by(asked.request(before))
         answer = _Answer(control, store, owner, asked, request, before)
         headers = ignored_header([*ignored_fields(asked), *asked.left_out()])
         if asked.stream:

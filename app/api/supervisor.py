@@ -49,10 +49,16 @@ class ApiHealth:
 
 
 class ApiSupervisor:
-    """Serves the API on one socket; `run` returns after `end` was called."""
+    """Serves the API on loopback and, if `lan` is given, on other addresses; `run` returns after `end` was called."""
 
-    def __init__(self, sock: socket, build: Callable[[], Application], health: ApiHealth) -> None:
-        self._sock, self._build, self._health = sock, build, health
+    def __init__(
+        self,
+        sock: socket,
+        build: Callable[[], Application],
+        health: ApiHealth,
+        lan: server.LanListener | None = None,
+    ) -> None:
+        self._sock, self._build, self._health, self._lan = sock, build, health, lan
         self.url = server.url_of(sock)
         self._stopping, self._ended = trio.Event(), trio.Event()
         self._serving = trio.CancelScope()
@@ -67,9 +73,15 @@ class ApiSupervisor:
                     with trio.CancelScope() as self._serving:
                         await supervise("the API", self._serve)
             finally:
-                self._sock.close()
+                self.close()
                 self._ended.set()
             nursery.cancel_scope.cancel()
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._sock.close()
+        if self._lan is not None:
+            self._lan.sock.close()
 
     async def end(self) -> None:
         """Stop serving; open responses get `server.GRACE_S` seconds to finish."""
@@ -77,7 +89,7 @@ class ApiSupervisor:
         await self._ended.wait()
 
     async def _serve(self) -> None:
-        await server.serve(self._build(), self._sock.dup(), self._stopping.wait)
+        await server.serve(self._build(), self._sock.dup(), self._stopping.wait, self._lan)
 
     async def _watch(self) -> None:
         while True:

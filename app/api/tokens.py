@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
 from app.api.control import Control
-from app.api.openai import check_plain
+from app.api.model_names import check_active
 from app.api.openai_fields import DetokenizeRequest, TokenizeRequest
 from app.api.replies import ignored_fields, ignored_header
 
@@ -18,7 +18,7 @@ def routes(control: Control) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(asked: TokenizeRequest) -> JSONResponse:
         """The token ids of a text or a conversation."""
-        check_plain(control, asked.model)
+        check_active(control.snapshot(), asked.model)
         tokens = await control.tokenize(asked.request(), add_special=asked.add_special_tokens)
         answer = {"count": len(tokens), "max_model_len": control.snapshot().context_length, "tokens": tokens}
         return JSONResponse(answer, headers=ignored_header(ignored_fields(asked)))
@@ -26,7 +26,7 @@ def routes(control: Control) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(asked: DetokenizeRequest) -> JSONResponse:
         """The text of token ids."""
-        check_plain(control, asked.model)
+        check_active(control.snapshot(), asked.model)
         answer = {"prompt": await control.detokenize(asked.tokens)}
         return JSONResponse(answer, headers=ignored_header(ignored_fields(asked)))
 

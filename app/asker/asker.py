@@ -23,6 +23,7 @@ import trio
 from app.asker.audit import Auditor
 from app.asker.drafting import Draft
 from app.asker.evidence import Deviation, precisions
+from app.asker.fair_queue import FairQueue, Turn
 from app.asker.guessing import MAX_GUESSES, Guesser, GuessHistory
 from app.asker.head_batcher import HeadBatcher
 from app.asker.kept_sessions import (
@@ -37,6 +38,7 @@ from app.asker.reply import AuditSample, AuditSampler, HiddenState, Reply, Reply
 from app.asker.route_session import (
     CachedPrefix,
     HopLinks,
+    OwnNode,
     RouteSession,
     RouteSource,
     SessionSettings,
@@ -85,6 +87,7 @@ class AskerOptions:
     # The guesser of a reply to a prompt, or None for no guesses; and the model that guesses where the text is new.
     guesser: Callable[[Sequence[int], GuessHistory], Guesser | None] = Guesser
     draft: Callable[[], DraftModel | None] = lambda: None
+    loading: Callable[[], int] = lambda: 0  # a number that grows as long as this node gets on with loading blocks
 
 
 SWEEP_S = 30.0  # between two looks for kept sessions that are too old
@@ -108,7 +111,7 @@ class Asker:
         options = options or AskerOptions()
         self._network, self._ends, self._device, self._own_server = network, ends, device, own_server
         self._head_batcher = HeadBatcher(ends, device)
-        self._settings, self._rng = options.session, options.rng
+        self._settings, self._rng, self._loading = options.session, options.rng, options.loading
         self._guesser, self._draft_model, self._history = options.guesser, options.draft, GuessHistory()
         self.planner = RoutePlanner(network, members, options.preferences, options.book)
         self._auditor = Auditor(_AuditContext(self), options.book, options.rng)
@@ -116,6 +119,7 @@ class Asker:
         self._links: HopLinks | None = None
         self._keep_sessions = options.keep_sessions
         self._kept = KeptSessions()
+        self._queue = FairQueue()
         self._replies: dict[bytes, RunningReply] = {}
         self._latest: AskedSession | None = None
         self._begun = self._asked_tokens = self._prompt_tokens = self._cached_tokens = 0
@@ -160,20 +164,41 @@ class Asker:
         max_tokens: int,
         private_blocks: int | None = None,
         adapter: ReplyAdapter | None = None,
+        owner: str = "",
     ) -> AsyncIterator[Reply]:
-        """Begin a reply of at most `max_tokens`; `settings` go to head and sampler as they are.
+        """Begin a reply of at most `max_tokens` once it is the owner's turn; `settings` go to head and sampler.
 
         With an adapter, its hops compute every token with it. Raises `PromptTooLong`.
         """
         self._check_length(prompt_ids)
-        context = self._ends.context_length
-        begin, text = trio.current_time(), self._ends.begin(prompt_ids, settings)
-        request = self._route_request(min(len(prompt_ids) + max_tokens, context), len(prompt_ids), private_blocks)
-        ref = None if adapter is None else adapter.ref
+        begin, tokens = trio.current_time(), min(len(prompt_ids) + max_tokens, self._ends.context_length)
+        request = self._route_request(tokens, len(prompt_ids), private_blocks)
+        unread = partial(self._unread, prompt_ids, request.privacy, None if adapter is None else adapter.ref)
+        async with (
+            self._queue.turn(owner, unread) as turn,
+            self._reply(prompt_ids, settings, request, adapter, turn, begin) as reply,
+        ):
+            yield reply
+
+    @asynccontextmanager
+    async def _reply(
+        self,
+        prompt_ids: Sequence[int],
+        settings: Any,
+        request: RouteRequest,
+        adapter: ReplyAdapter | None,
+        turn: Turn,
+        begin: float,
+    ) -> AsyncIterator[Reply]:
+        """Begin a reply that was asked for at `begin` and whose turn it is."""
+        text, ref = self._ends.begin(prompt_ids, settings), None if adapter is None else adapter.ref
         prefix = await self._shared_prefix(prompt_ids, request.privacy, ref)
         routes = self._routes(request, prefix)
         sampled = () if prefix is None else prefix.source.routes
-        async with self._counted(routes, request.tokens, self._taken(prefix), ref) as session:
+        own_node = OwnNode(self._loading, turn.needs_room)
+        async with self._counted(routes, request.tokens, self._taken(prefix), ref, own_node) as session:
+            assert self._nursery is not None, "the asker is not running"
+            self._nursery.start_soon(_note_reading, session, turn)
             sampler = AuditSampler(self._rng, sampled, rounded=prefix is not None and bool(prefix.source.wires))
             guesser = self._guesser(prompt_ids, self._history)
             draft = None if guesser is None else self._begin_draft(prompt_ids, request.tokens, settings)
@@ -250,6 +275,11 @@ class Asker:
         if prefix is None:
             return SessionRoutes(self.planner, request)
         return PrefixRoutes(self.planner, request, prefix.source.route, request.prompt_tokens - prefix.tokens)
+
+    def _unread(self, prompt_ids: Sequence[int], privacy: Privacy, adapter: AdapterRef | None) -> int:
+        """Return how many tokens of a prompt are not cached at any hop now."""
+        known = self._best_prefix(prompt_ids, privacy, adapter) if self._keep_sessions() else None
+        return len(prompt_ids) - (0 if known is None else known.tokens)
 
     async def _keep(self, running: RunningReply) -> None:
         """Let the cache of a reply that ended rest at its hops, if the setting allows it."""
@@ -363,10 +393,11 @@ class Asker:
         tokens: int,
         prefix: CachedPrefix | None = None,
         adapter: AdapterRef | None = None,
+        own_node: OwnNode | None = None,
     ) -> AsyncIterator[RouteSession]:
         self.active += 1
         try:
-            async with self.open(source, tokens, self._settings, prefix, adapter) as session:
+            async with self.open(source, tokens, self._settings, prefix, adapter, own_node) as session:
                 yield session
         finally:
             self.active -= 1
@@ -379,11 +410,12 @@ class Asker:
         settings: SessionSettings,
         prefix: CachedPrefix | None = None,
         adapter: AdapterRef | None = None,
+        own_node: OwnNode | None = None,
     ) -> AsyncIterator[RouteSession]:
         """Open a session over the routes that `source` proposes; it is closed at the end."""
         assert self._links is not None, "the asker is not running"
         shape = SessionShape(tokens, self._ends.hidden_size, self._ends.dtype, adapter)
-        session = RouteSession(self._links, source, self._embed, shape, settings, prefix)
+        session = RouteSession(self._links, source, self._embed, shape, settings, prefix, own_node)
         try:
             yield session
         finally:
@@ -428,6 +460,12 @@ class RunningReply:
             return False
         shared = shared_tokens(prompt, self.prompt)
         return shared > more_than and 2 * shared >= len(self.prompt)
+
+
+async def _note_reading(session: RouteSession, turn: Turn) -> None:
+    """Let the owner's next reply begin once the prompt of this one was read, or its session is closed."""
+    await session.first_answer.wait()
+    turn.read()
 
 
 class _AuditContext:

@@ -89,14 +89,14 @@ class ReplyWaiting:
     """The reply cannot begin yet: a block has no member that can be used."""
 
     block: int
-    wait_s: float  # at most, from the beginning of the reply
+    wait_s: float  # at most, from the beginning of the reply; longer while this node gets on with loading the block
     loading_here: bool = False  # this node fetches or loads the block
 
     @property
     def text(self) -> str:
         """The sentence for the user."""
         if self.loading_here:
-            return f"waiting up to {self.wait_s:g} s: this node is loading block {self.block}"
+            return f"waiting until this node has loaded block {self.block}"
         return f"waiting up to {self.wait_s:g} s for a member that serves block {self.block}"
 
     def as_json(self) -> dict[str, Any]:

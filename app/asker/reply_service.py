@@ -60,6 +60,7 @@ class ReplyRequest:
 
     messages: tuple[Mapping[str, Any], ...] = ()
     prompt: str | tuple[int, ...] | None = None  # a text or its token ids, instead of the messages
+    suffix: str | None = None  # the text after the reply, where the reply fills the gap behind the prompt
     max_tokens: int = 512
     temperature: float = 0.7
     top_k: int = 0
@@ -71,12 +72,15 @@ class ReplyRequest:
     private_blocks: int | None = None  # at either end, if more than the setting says
     adapter: str | None = None  # name of an adapter of this home
     swarm: str | None = None  # name or invite of another swarm than the active one
+    owner: str = ""  # whose request it is: owners take turns
     constraint: Constraint | None = None  # on the reply's text
     tools: ToolUse | None = None
     is_read: bool = False  # split the reply into text, thoughts and tool calls
     template_variables: Mapping[str, Any] = field(default_factory=dict)  # options of the chat template
     logprobs: int | None = None  # so many likeliest tokens beside each token; None: no probabilities
     logit_bias: tuple[tuple[int, float], ...] = ()
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,7 @@ class ReplyService:
         count: Callable[[int, Sequence[str]], None] = lambda tokens, peers: None,
         keep_sessions: Callable[[], int] = lambda: 0,
         adapters: AdapterOffers | None = None,
+        loading: Callable[[], int] = lambda: 0,
     ) -> None:
         self._options = AskerOptions(
             preferences=preferences,
@@ -124,6 +129,7 @@ class ReplyService:
             keep_sessions=keep_sessions,
             guesser=self._guesser,
             draft=lambda: self._draft,
+            loading=loading,
         )
         self._drafts, self._adapters = drafts or DraftSource(), adapters
         self._draft: DraftModel | None = None
@@ -250,6 +256,7 @@ class ReplyService:
                     max_tokens=request.max_tokens,
                     private_blocks=request.private_blocks,
                     adapter=adapter,
+                    owner=request.owner,
                 ) as reply,
             ):
                 while (waiting := await reply.waiting()) is not None:
@@ -283,8 +290,7 @@ class ReplyService:
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included; raises `EngineError` if one is out of range."""
         ends, _ = await self._ready()
-        ends.check_ids(token_ids)
-        return ends.text.tokenizer.decode(token_ids, skip_special=False)
+        return ends.prompt_text(token_ids)
 
     async def embed(self, prompt: str | tuple[int, ...]) -> tuple[list[float], int]:
         """Return the embedding of a text and its number of tokens: the mean of the last block's outputs, of length 1.
@@ -401,9 +407,14 @@ def _cpu_ends() -> WeightOptions:
 
 
 def _prepared(ends: SwarmEnds, request: ReplyRequest) -> PreparedChat:
+    from engine.text.infill import infill_prompt
     from engine.text.prompt import PreparedChat
     from engine.text.tool_calls import ReplyReader
 
+    if request.prompt is not None and request.suffix is not None:
+        before = request.prompt if isinstance(request.prompt, str) else ends.prompt_text(request.prompt)
+        gap = infill_prompt(ends.text.tokenizer, before, request.suffix)
+        return PreparedChat(gap.ids, request.constraint, frozenset(), ReplyReader(None), gap.end_ids)
     if request.prompt is not None:
         ids = ends.text_ids(request.prompt)
         return PreparedChat(ids, request.constraint, frozenset(), ReplyReader(None))
@@ -416,8 +427,18 @@ def _settings(ends: SwarmEnds, request: ReplyRequest, prepared: PreparedChat) ->
 
     r = request
     ends.check_ids([token for token, _ in r.logit_bias])
-    sampling = Sampling(r.temperature, r.top_k, r.top_p, r.min_p, r.repetition_penalty, r.seed, r.logit_bias)
+    sampling = Sampling(
+        r.temperature,
+        r.top_k,
+        r.top_p,
+        r.min_p,
+        r.repetition_penalty,
+        r.seed,
+        r.logit_bias,
+        r.frequency_penalty,
+        r.presence_penalty,
+    )
     constraint = prepared.constraint
     grammar = None if constraint is None else ends.text.grammars.compile(constraint)
     shown = prepared.shown if r.is_read else frozenset()
-    return ReplySettings(r.max_tokens, sampling, r.stop, grammar, shown, r.logprobs)
+    return ReplySettings(r.max_tokens, sampling, r.stop, grammar, shown, r.logprobs, prepared.end_ids)

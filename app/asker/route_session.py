@@ -227,6 +227,14 @@ class CachedPrefix:
     wires: Wires  # number formats of its rows, which the new session keeps
 
 
+@dataclass(frozen=True)
+class OwnNode:
+    """What this node does itself for a session that has no route."""
+
+    loading: Callable[[], int] = lambda: 0  # a number that grows as long as this node gets on with loading blocks
+    makes_room: Callable[[], bool] = lambda: False  # asked while all hops are full: True if other replies here give way
+
+
 class RouteSource(Protocol):
     """Proposes routes, and learns how hops did."""
 
@@ -670,6 +678,12 @@ class RouteHops:
         for peer in [peer for peer in self._open if peer not in staying]:
             await self._leave(peer)
 
+    async def let_go(self) -> None:
+        """Close the session at the hops that are leaving."""
+        for peer in [peer for peer in self._open if peer in self.leaving]:
+            await self._leave(peer)
+            self.leaving.discard(peer)
+
     async def close(self, rest_s: int = 0) -> None:
         """Close the session at all hops; with `rest_s` they may keep its cache for so many seconds."""
         for peer in list(self._open):
@@ -717,9 +731,12 @@ class RouteSession:
         shape: SessionShape,
         settings: SessionSettings,
         prefix: CachedPrefix | None = None,
+        own_node: OwnNode | None = None,
     ) -> None:
         self._hops = RouteHops(links, guide, shape, settings, prefix)
         self._guide, self._embed, self._settings = guide, embed, settings
+        self._own_node = own_node or OwnNode()
+        self._loading_seen, self._loading_at = self._own_node.loading(), 0.0  # when it grew while this session waited
         self._row_bytes = row_bytes(DTYPES[shape.dtype], shape.width)
         self._history: list[int] = []
         self._settled: Route = ()  # the last one that worked
@@ -786,17 +803,18 @@ class RouteSession:
     async def missing_block(self) -> NoRoute | None:
         """Wait for the first route, and return early with a block that nobody serves, so that the user can be told.
 
-        Call it until it returns None: there is a route then, or `first_route_s` are over and `advance` will raise. A
-        block is returned once, or twice if this node begins to load it, and only after `REPORT_AFTER_S`.
+        Call it until it returns None: there is a route then, or `first_route_s` are over, since the beginning or since
+        this node last got on with loading the block, and `advance` will raise. A block is returned once, or twice if
+        this node begins to load it, and only after `REPORT_AFTER_S`.
         """
         while not self._settled:
             try:
                 self._first = self._guide.route((), [])
                 return None
             except NoRoute as error:
-                waited_s = trio.current_time() - self._begun_at
-                if waited_s > self._patience_s(error):
+                if self._is_over(error, self._begun_at):
                     return None
+                waited_s = trio.current_time() - self._begun_at
                 found = (error.block, error.loading_here)
                 if error.is_hole and waited_s >= REPORT_AFTER_S and found != self._reported:
                     self._reported = found
@@ -804,9 +822,16 @@ class RouteSession:
             await trio.sleep(WAIT_FOR_HOLDER_S)
         return None
 
+    def _is_over(self, error: NoRoute, begin: float) -> bool:
+        """True if a wait for a route since `begin` is too long; not while this node gets on with loading the block."""
+        now = trio.current_time()
+        if error.loading_here and self._loading_seen != (seen := self._own_node.loading()):
+            self._loading_seen, self._loading_at = seen, now
+        return now - max(begin, self._loading_at) > self._patience_s(error)
+
     def _patience_s(self, error: NoRoute) -> float:
         """Seconds to wait for a route: long where a member may still come, short where those that came refuse."""
-        if self._settled:
+        if self._settled or (error.busy and self._own_node.makes_room()):
             return self._settings.new_route_s
         longest_s = self._settings.first_route_s
         return longest_s if error.is_hole else min(longest_s, REFUSED_ROUTE_S)
@@ -937,7 +962,8 @@ class RouteSession:
     async def _repair(self) -> None:
         """Set up a route on which all tokens so far are cached or under way.
 
-        Raises `NoRoute` or `SessionLost` after `first_route_s` or `new_route_s`.
+        Raises `NoRoute` or `SessionLost` after `first_route_s` or `new_route_s`. While there is no route, hops that are
+        leaving are let go: they could not carry the session on, and one may have to unload these blocks to host others.
         """
         hops = self._hops
         begin = trio.current_time() if self._settled else self._begun_at
@@ -950,12 +976,14 @@ class RouteSession:
                 await self._set_up(self._next_route(), hops.leaving - self._unsound)
                 return
             except NoRoute as error:
-                if trio.current_time() - begin > self._patience_s(error):
+                if self._is_over(error, begin):
                     raise
                 hops.trouble = None
+                await hops.let_go()
                 await trio.sleep(WAIT_FOR_HOLDER_S)
             except HopFailed as failure:
-                if trio.current_time() - begin > max(wait_s, self._settings.repair_s):
+                # A hop that died is tried again now and then, which must not end a wait for this node's own blocks.
+                if trio.current_time() - max(begin, self._loading_at) > max(wait_s, self._settings.repair_s):
                     raise SessionLost(f"no route worked for {self._settings.repair_s:g} s: {failure}") from failure
                 hops.trouble = failure
 

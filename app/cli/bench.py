@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from app.snapshot.views import RouteView, Snapshot
 
 _PROMPT = "Tell me a story about the sea."
+_NOTICEABLE = 0.05  # of a token's time
 _TOKENS = 64  # enough for several timings of each hop, which reports one every 16 tokens
 
 
@@ -57,6 +58,9 @@ def node_facts(snapshot: Snapshot, done: dict[str, Any]) -> dict[str, Any]:
         "ttft_s": done.get("ttft_s"),
         "tokens_per_s": done.get("tokens_per_s"),
         "recoveries": done.get("recoveries"),
+        "guessed_tokens": done.get("guessed_tokens", 0),
+        "accepted_tokens": done.get("accepted_tokens", 0),
+        "longest_gap_s": done.get("longest_gap_s"),
         "compute": {
             "device": snapshot.device,
             "blocks": 0 if snapshot.start is None or snapshot.stop is None else snapshot.stop - snapshot.start,
@@ -80,12 +84,7 @@ def node_facts(snapshot: Snapshot, done: dict[str, Any]) -> dict[str, Any]:
 
 def unexplained_s(route: RouteView) -> float | None:
     """Seconds of a token's time beyond those of its hops, the way back and this node; None if a hop's are unknown."""
-    if route.token_s is None or any(hop.compute_s is None for hop in route.hops):
-        return None
-    parts = [part for hop in route.hops for part in (hop.link_s, hop.compute_s, hop.queue_s, hop.host_s)]
-    return route.token_s - sum(
-        part for part in (*parts, route.return_s, route.ends_s, route.host_s) if part is not None
-    )
+    return None if route.token_s is None or not route.is_reported else route.token_s - route.known_s
 
 
 def explained_share(route: RouteView) -> float | None:
@@ -113,7 +112,21 @@ def node_lines(snapshot: Snapshot, facts: dict[str, Any]) -> list[str]:
     share = facts["route"]["explained_share"]
     rest = "" if share is None else f", of which {share:.0%} are accounted for"
     lines.append(f"  in all {_ms(route.token_s)}{rest}")
-    return lines
+    return [*lines, *over_the_whole_reply(route.token_s, facts)]
+
+
+def over_the_whole_reply(token_s: float | None, facts: dict[str, Any]) -> list[str]:
+    """Say why the reply's speed is another than that of the token above, if it is: times of a token are its latest."""
+    speed = facts["tokens_per_s"]
+    if not token_s or not speed or abs(1 / speed - token_s) < _NOTICEABLE * token_s:
+        return []
+    why = []
+    if facts["guessed_tokens"]:
+        why.append(f"{facts['accepted_tokens']} of {facts['guessed_tokens']} guesses were right")
+    if facts["recoveries"]:
+        why.append(f"the route was repaired {facts['recoveries']} times")
+    why.append(f"the longest wait was {_ms(facts['longest_gap_s'])}")
+    return [f"  over the whole reply {_ms(1 / speed)}: {', '.join(why)}"]
 
 
 def _ms(seconds: float | None) -> str:

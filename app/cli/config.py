@@ -48,7 +48,7 @@ def run_config(arguments: argparse.Namespace) -> int:
     elif arguments.action == "get":
         print(_shown(facts["value"]))
     else:
-        print(f"{name} = {_shown(facts['value'])}{_note(facts, arguments)}")
+        print(f"{name} = {_shown(facts['value'])}{_size(facts)}{_note(facts, arguments)}")
     return 0
 
 
@@ -101,7 +101,7 @@ def _print_all(settings: list[dict[str, Any]], arguments: argparse.Namespace) ->
         return 0
     for setting in settings:
         origin = "" if setting["origin"] == "default" else f"  (from {setting['origin']})"
-        print(f"{setting['name']} = {_shown(setting['value'])}{origin}\n    {setting['help']}")
+        print(f"{setting['name']} = {_shown(setting['value'])}{_size(setting)}{origin}\n    {setting['help']}")
     return 0
 
 
@@ -111,6 +111,17 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return ",".join(value) if isinstance(value, list | tuple) else str(value)
+
+
+def _size(facts: dict[str, Any]) -> str:
+    """Return a size in its unit, beside the exact bytes."""
+    from app.config.settings import SETTINGS
+    from app.core.units import format_size
+
+    value, setting = facts["value"], SETTINGS.get(facts["name"])
+    if setting is None or setting.kind != "size" or not isinstance(value, int) or value < 1000:
+        return ""
+    return f", {format_size(value)}"
 
 
 def _note(facts: dict[str, Any], arguments: argparse.Namespace) -> str:

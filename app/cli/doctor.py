@@ -19,6 +19,7 @@ from app.cli.command import Command, print_json
 from app.cli.parser import size_argument
 
 if TYPE_CHECKING:
+    from app.config.settings import Settings
     from app.system.doctor import Check
     from engine.device.probe import Device
     from engine.sources.base import ModelSource
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model to size the devices for, the memory limit to assume, and the bug report."""
     parser.add_argument("--model", metavar="MODEL", help="show how many blocks of MODEL fit (default: each cached one)")
-    parser.add_argument("--max-vram", metavar="SIZE", type=size_argument, help="assume this memory limit, like 6GB")
+    words = "assume this memory limit, like 6GB (default: the setting max_vram)"
+    parser.add_argument("--max-vram", metavar="SIZE", type=size_argument, help=words)
     words = "show only how others reach this machine: router, NAT, relays, IPv6, public directory"
     parser.add_argument("--network", action="store_true", help=words)
     words = "write a zip for a bug report: checks, state, devices, settings without secrets, end of the log"
@@ -125,6 +127,19 @@ def examine_home(folder: Path) -> Iterator[Check]:
         yield check_sensor(view, rule.setting)
 
 
+def settings_of(folder: Path) -> Settings:
+    """Return the settings of a home; the defaults if its file is wrong, which `examine_home` reports."""
+    from app.config.file import load_config
+    from app.config.home import Home
+    from app.config.settings import Settings
+    from app.core.errors import AppError
+
+    try:
+        return load_config(Home(folder).config_file, os.environ).settings
+    except AppError:
+        return Settings()
+
+
 def examine_devices(arguments: argparse.Namespace, devices: list[Device]) -> Iterator[Check]:
     """Yield the checks of torch and of the devices that it can use."""
     from app.system.doctor import check_torch, examine_machine
@@ -138,7 +153,9 @@ def examine_devices(arguments: argparse.Namespace, devices: list[Device]) -> Ite
     from engine.device.probe import probe_devices
 
     devices += probe_devices()
-    yield from examine_machine(devices, wanted_models(arguments.model), arguments.max_vram)
+    settings = settings_of(arguments.home)
+    cap_bytes = settings.max_vram if arguments.max_vram is None else arguments.max_vram
+    yield from examine_machine(devices, wanted_models(arguments.model), cap_bytes, settings.weights)
 
 
 def examine_network(folder: Path) -> Iterator[Check]:
@@ -146,8 +163,9 @@ def examine_network(folder: Path) -> Iterator[Check]:
     from app.api.client import running_client
     from app.config.file import load_config
     from app.config.home import Home, read_sequence
+    from app.config.keys import read_keys
     from app.core.errors import AppError
-    from app.system.doctor import Check, resting_checks
+    from app.system.doctor import Check, check_lan, resting_checks
     from p2p.addresses import parse_address
 
     try:
@@ -157,6 +175,7 @@ def examine_network(folder: Path) -> Iterator[Check]:
             return
         home = Home(folder)
         settings = load_config(home.config_file, os.environ).settings
+        yield check_lan(settings.api_host, len(read_keys(home.keys_file)))
     except AppError as error:
         yield Check("network", "fail", str(error), "fix this first, then run `shoal doctor` again")
         return

@@ -147,7 +147,8 @@ def say_ready(snapshot: Snapshot) -> None:
     """Print the `ready` line that scripts wait for, with the reason if the node hosts nothing."""
     swarm = "none" if snapshot.swarm is None else f"{snapshot.swarm}#{(snapshot.manifest or '')[:8]}"
     why = "" if snapshot.state == "serving" else f" ({snapshot.reason})"
-    print(f"ready {snapshot.state} swarm={swarm} peer={snapshot.peer_id} api={snapshot.api_url}{why}", flush=True)
+    lan = f" lan={snapshot.lan_url}" if snapshot.lan_url else ""
+    print(f"ready {snapshot.state} swarm={swarm} peer={snapshot.peer_id} api={snapshot.api_url}{lan}{why}", flush=True)
 
 
 COMMANDS = (Command("serve", "run the node in the foreground", run_serve, add_arguments),)

@@ -58,25 +58,31 @@ def run_blocks(arguments: argparse.Namespace) -> int:
     """Print who hosts each block."""
     from app.api.client import client_of
 
-    blocks = client_of(arguments.home).get("/control/blocks")
+    client = client_of(arguments.home)
+    blocks = client.get("/control/blocks")
     if arguments.json:
         print_json(blocks)
         return 0
-    for line in coverage_lines(blocks):
+    for line in coverage_lines(blocks, client.get("/control/id")["peer_id"]):
         print(line)
     if not blocks:
         print("The node is in no swarm yet.")
     return 0
 
 
-def coverage_lines(blocks: list[dict[str, Any]]) -> list[str]:
+def coverage_lines(blocks: list[dict[str, Any]], own_peer: str) -> list[str]:
     """Return one line for each run of blocks with the same holders."""
     lines = []
     for _, run in itertools.groupby(blocks, key=lambda block: [holder["peer"] for holder in block["holders"]]):
         same = list(run)
-        holders = [f"{one['peer']} ({one['tokens_per_s']:.1f} tokens/s)" for one in same[0]["holders"]]
+        holders = [f"{_who(one['peer'], own_peer)} ({one['tokens_per_s']:.1f} tokens/s)" for one in same[0]["holders"]]
         lines.append(f"{same[0]['block']}:{same[-1]['block'] + 1}  {', '.join(holders) or 'nobody'}")
     return lines
+
+
+def _who(peer: str, own_peer: str) -> str:
+    """Return a peer as the dashboard names it: by the end of its id, which commands take too, or as `you`."""
+    return "you" if peer == own_peer else peer[-6:]
 
 
 def run_sessions(arguments: argparse.Namespace) -> int:
@@ -169,6 +175,8 @@ def status_lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
         ("listens", " ".join(status["listen_addrs"])),
         ("api", status["api_url"]),
     ]
+    if status.get("lan_url"):
+        lines.append(("lan", f"{status['lan_url']}, certificate SHA-256 {status['lan_fingerprint']}"))
     return lines + [(when, _given(status[when])) for when in ("today", "ever") if when in status]
 
 

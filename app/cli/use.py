@@ -10,7 +10,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ _PLACEHOLDER = "KEY"  # in what is printed; `shoal keys add` makes one
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What a program must know: the node's address, a key, and the model's name."""
+    """What a program must know: the node's address, a key, the model's name, and its context in tokens."""
 
     url: str
     key: str
     model: str
+    context_length: int = 8192
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,9 @@ def _claude(text: str, to: Endpoint) -> str:
     environment = {
         "ANTHROPIC_BASE_URL": to.url,
         "ANTHROPIC_AUTH_TOKEN": to.key,
+        "ANTHROPIC_API_KEY": "",  # one in the user's environment would be sent too
         "ANTHROPIC_MODEL": to.model,
-        "ANTHROPIC_DEFAULT_HAIKU_MODEL": to.model,
+        **{f"ANTHROPIC_DEFAULT_{tier}_MODEL": to.model for tier in ("OPUS", "SONNET", "HAIKU")},
     }
     return _merged(text, {"env": environment})
 
@@ -56,7 +58,7 @@ def _opencode(text: str, to: Endpoint) -> str:
         "npm": "@ai-sdk/openai-compatible",
         "name": "Shoal",
         "options": {"baseURL": f"{to.url}/v1", "apiKey": to.key},
-        "models": {to.model: {"name": to.model}},
+        "models": {to.model: {"name": to.model, "limit": {"context": to.context_length, "output": _output(to)}}},
     }
     return _merged(text, {"provider": {"shoal": provider}, "model": f"shoal/{to.model}"})
 
@@ -96,8 +98,10 @@ def _aider(text: str, to: Endpoint) -> str:
 
 def _continue(text: str, to: Endpoint) -> str:
     return (
+        "name: Shoal\nversion: 0.0.1\nschema: v1\n"
         f"models:\n  - name: Shoal\n    provider: openai\n    model: {json.dumps(to.model)}\n"
         f"    apiBase: {to.url}/v1\n    apiKey: {to.key}\n    roles: [chat, edit, apply]\n"
+        f"    defaultCompletionOptions:\n      contextLength: {to.context_length}\n"
     )
 
 
@@ -106,9 +110,21 @@ def _open_webui(text: str, to: Endpoint) -> str:
 
 
 def _zed(text: str, to: Endpoint) -> str:
-    model = {"name": to.model, "display_name": to.model, "max_tokens": 8192}
+    can = {"tools": True, "images": False, "parallel_tool_calls": True, "prompt_cache_key": False}
+    model = {
+        "name": to.model,
+        "display_name": to.model,
+        "max_tokens": to.context_length,  # Zed's word for the context
+        "max_output_tokens": _output(to),
+        "capabilities": can,
+    }
     provider = {"Shoal": {"api_url": f"{to.url}/v1", "available_models": [model]}}
     return _merged("", {"language_models": {"openai_compatible": provider}})
+
+
+def _output(to: Endpoint) -> int:
+    """Return the longest reply to offer: half of the context, so that the question has room."""
+    return max(1, to.context_length // 2)
 
 
 PROGRAMS = {
@@ -116,9 +132,14 @@ PROGRAMS = {
     "codex": Program("Codex", ".codex/config.toml", _codex),
     "opencode": Program("opencode", ".config/opencode/opencode.json", _opencode),
     "aider": Program("aider", ".aider.conf.yml", _aider),
-    "continue": Program("Continue: add this to its config.yaml", None, _continue),
-    "open-webui": Program("Open WebUI: start it with these variables", None, _open_webui),
-    "zed": Program(f"Zed: add this to its settings, and enter the key {_PLACEHOLDER} in its agent panel", None, _zed),
+    "continue": Program("Continue: its config.yaml; add only the model to one that you have", None, _continue),
+    "open-webui": Program(
+        "Open WebUI: start it with these variables the first time, in Docker with --network=host; later its admin "
+        "settings count",
+        None,
+        _open_webui,
+    ),
+    "zed": Program("Zed: add this to its settings, and start it with SHOAL_API_KEY set to the key", None, _zed),
 }
 
 
@@ -162,7 +183,7 @@ def run_use(arguments: argparse.Namespace) -> int:
     endpoint = _endpoint(arguments.home, _PLACEHOLDER)
     _changed(path, program, old, endpoint)  # fails before a key is made
     key = _new_key(arguments.home, arguments.program)
-    _write(path, old, _changed(path, program, old, Endpoint(endpoint.url, key, endpoint.model)))
+    _write(path, old, _changed(path, program, old, replace(endpoint, key=key)))
     if arguments.json:
         print_json({"program": arguments.program, "file": str(path), "model": endpoint.model})
     else:
@@ -207,7 +228,8 @@ def _endpoint(home: Path, key: str) -> Endpoint:
     models = client.get("/v1/models")["data"]
     if not models:
         raise AppError("this node is in no swarm", code="no_swarm")
-    return Endpoint(client.url, key, str(models[0]["id"]))
+    length = models[0].get("context_length")
+    return Endpoint(client.url, key, str(models[0]["id"]), *([length] if isinstance(length, int) else []))
 
 
 def _changed(path: Path, program: Program, old: str, to: Endpoint) -> str:

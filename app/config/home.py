@@ -113,6 +113,12 @@ class Home:
     visit_peers_file = HomeFile("visit-peers.json", "addresses of peers met on such visits", private=True)
     token_file = HomeFile("token", "bearer token of the control API", private=True)
     keys_file = HomeFile("keys.json", "hashes of programs' keys, and their limits (`app.config.keys`)", private=True)
+    api_certificate_file = HomeFile(
+        "api-certificate.pem",
+        "certificate of the API on other addresses than loopback, for programs to trust (`app.api.certificate`)",
+        private=True,
+    )
+    api_key_file = HomeFile("api-certificate.key", "the private key of that certificate", private=True)
     swarms_file = HomeFile(
         "swarms.json", "saved swarms and their secrets (`app.swarm.saved`)", private=True, related=("swarms.lock",)
     )

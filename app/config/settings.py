@@ -236,7 +236,8 @@ class Settings:
     api_host: str = _setting(
         "text",
         "127.0.0.1",
-        "IP address the control API listens on; any but loopback exposes it to other machines, protected by its token.",
+        "IP address the control API listens on; any but loopback, or 0.0.0.0 for all, adds HTTPS there, on the port "
+        "after api_port, for programs with keys.",
     )
     api_origins: tuple[str, ...] = _setting(
         "origins", (), "Web pages that may use the API, with its token, like http://localhost:3000.", live=True

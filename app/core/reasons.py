@@ -130,6 +130,7 @@ NEXT_STEPS: dict[str, str] = {
     "already_running": "`shoal stop` stops it; or choose another --home",
     "port_in_use": "choose another --api-port, or 0 for any",
     "no_such_address": "`shoal config set api_host 127.0.0.1`",
+    "no_keys": "`shoal keys add NAME` makes a key; `shoal config unset api_host` keeps the API on this machine",
     "failed": "do what the message says",
     "wrong_token": "use the token from the file `token` in the home folder",
     "key_not_allowed": "use the token from the file `token` in the home folder",

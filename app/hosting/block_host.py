@@ -72,7 +72,6 @@ class HostedView:
     device: str | None = None
     tokens_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
-    sessions: int = 0
 
 
 class Loader(Protocol):
@@ -157,7 +156,6 @@ class BlockHost:
             device=None if self._plan is None else self._plan.device.id,
             tokens_per_s=self._tokens_per_s,
             prefill_tokens_per_s=0.0 if self._hosted is None else self._hosted.throughput.prefill_tokens_per_s,
-            sessions=self.server.sessions,
         )
 
     @property

@@ -127,10 +127,14 @@ class ActiveSwarm:
         return peer_views(self.members(), network.links(), self._context.trust, unused)
 
     def hosted(self) -> HostedView:
-        """Return the hosted blocks for the snapshot; without hosting, `sessions` counts this node's own replies."""
-        if self.block_host is not None:
-            return self.block_host.view()
-        return HostedView(sessions=0 if self.replies is None else self.replies.active)
+        """Return the hosted blocks for the snapshot."""
+        return HostedView() if self.block_host is None else self.block_host.view()
+
+    @property
+    def is_used(self) -> bool:
+        """True while a session of any member uses blocks of this node, or a reply is written for its user."""
+        served = 0 if self.block_host is None else self.block_host.server.sessions
+        return bool(served or (self.replies is not None and self.replies.active))
 
     # --- joining and leaving ------------------------------------------------------------------------------------------
 
@@ -331,6 +335,7 @@ class ActiveSwarm:
                 count=context.count_reply,
                 keep_sessions=lambda: context.config().settings.keep_sessions,
                 adapters=adapters,
+                loading=lambda: self.steps.advances,
             )
             await nursery.start(self.replies.run)
             self.hosting_loop = HostingLoop(network, membership, self.weights, self.replies, states, context, self)

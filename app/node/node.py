@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -108,6 +107,7 @@ class Node:
         self._version = importlib.metadata.version("shoal")
         self._started_at_ms = _now_ms()
         self._api_url = ""
+        self._lan: server.LanListener | None = None
         self._state: State = "starting"
         self._why = because("starting", "the node is starting")
         self.event_log = EventLog()
@@ -151,8 +151,14 @@ class Node:
         """Run until `stop` or a signal; joins the swarm `target`, or the last active one if `target` is None."""
         settings = self.config().settings
         explicit = self.config().explicit("api_port")
-        sock = server.open_socket(settings.api_port, explicit=explicit, host=settings.api_host)
-        api = ApiSupervisor(sock, self._application, self._api_health)
+        host = settings.api_host if server.is_loopback(settings.api_host) else server.HOST
+        sock = server.open_socket(settings.api_port, explicit=explicit, host=host)
+        try:
+            self._lan = server.open_lan(self._home, settings.api_host, sock.getsockname()[1])
+        except BaseException:
+            sock.close()
+            raise
+        api = ApiSupervisor(sock, self._application, self._api_health, self._lan)
         self._api_url, active = api.url, self._swarms.known.active
         if target is None and active is not None:
             self._network_owner.switch_to(active)
@@ -176,7 +182,7 @@ class Node:
                 await self._shut_down(api)
                 nursery.cancel_scope.cancel()
         finally:
-            sock.close()
+            api.close()
             remove_node_file(self._home)
             write_sequence(self._home, self._sequence.last)
 
@@ -185,12 +191,11 @@ class Node:
         self._network_closed.set()
 
     def _application(self) -> Application:
-        everywhere = not ip_address(self.config().settings.api_host).is_loopback
         return build_application(
             self,
             api_token(self._home),
             self._version,
-            everywhere=everywhere,
+            everywhere=self._lan is not None,
             store=ResponseStore(self._home.responses_file),
             keys=KeyRing(self._home.keys_file),
         )
@@ -275,6 +280,8 @@ class Node:
             today=upkeep.today,
             ever=upkeep.ever,
             api_url=self._api_url,
+            lan_url="" if self._lan is None else self._lan.url,
+            lan_fingerprint="" if self._lan is None else self._lan.certificate.fingerprint,
             name=self.config().settings.name,
             swarm=active_swarm.swarm.name if active_swarm is not None else None,
             manifest=active_swarm.swarm.model_hash if active_swarm is not None else None,
@@ -285,7 +292,7 @@ class Node:
             device=hosted.device,
             tokens_per_s=hosted.tokens_per_s,
             prefill_tokens_per_s=hosted.prefill_tokens_per_s,
-            sessions=hosted.sessions,
+            sessions=len(work.active_sessions),
             model=work.model,
             context_length=work.context_length,
             active_sessions=work.active_sessions,

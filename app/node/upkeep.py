@@ -139,9 +139,8 @@ class Upkeep:
     def _look_at_use(self) -> None:
         """Measure how long the blocks have been unused; 0 while other members need blocks that nobody else hosts."""
         active_swarm, now = self._network_owner.active_swarm, trio.current_time()
-        replies = None if active_swarm is None else active_swarm.replies
-        sessions = 0 if active_swarm is None else active_swarm.hosted().sessions + (replies.active if replies else 0)
-        if self._used_at is None or sessions or self._is_needed():
+        is_used = active_swarm is not None and active_swarm.is_used
+        if self._used_at is None or is_used or self._is_needed():
             self._used_at = now
         self._unused_s = now - self._used_at
 

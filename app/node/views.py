@@ -6,7 +6,7 @@ measured is None. `app.node.rates` turns counters into rates.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import trio
@@ -81,7 +81,7 @@ class NodeViews:
         return WorkView(
             model=active_swarm.model_name,
             context_length=active_swarm.manifest.config.context_length if active_swarm.manifest is not None else None,
-            active_sessions=(*asking, *self._serving(served)),
+            active_sessions=(*asking, *self._serving(served, {session.id for session in asking})),
             route=None if latest is None else route_view(latest, kinds),
             flow=flow,
             weights=None if active_swarm.weights is None else active_swarm.weights.view(),
@@ -120,7 +120,8 @@ class NodeViews:
             accepted_tokens=session.accepted_tokens,
         )
 
-    def _serving(self, stats: ServerStats) -> Sequence[SessionView]:
+    def _serving(self, stats: ServerStats, asked_here: Container[str]) -> Sequence[SessionView]:
+        """Return the sessions that this node serves; one that it also asks for is in the list of those already."""
         return [
             SessionView(
                 id=session.session,
@@ -133,6 +134,7 @@ class NodeViews:
                 stop=session.stop,
             )
             for session in stats.sessions
+            if session.asker != self._own or session.session not in asked_here
         ]
 
 
@@ -165,11 +167,8 @@ def route_view(session: AskedSession, kinds: Mapping[str, str]) -> RouteView:
         HopView(hop.peer, hop.start, hop.stop, kinds.get(hop.peer), hop.link_s, hop.compute_s, hop.queue_s, hop.host_s)
         for hop in session.route
     )
-    parts = [part for hop in session.route for part in (hop.link_s, hop.compute_s, hop.queue_s, hop.host_s)]
-    parts += [session.return_s, session.ends_s, session.host_s]
-    total_s = sum(part for part in parts if part is not None)
-    token_s = None if session.token_s is None else max(session.token_s, total_s)
-    return RouteView(session.id, hops, session.return_s, session.ends_s, token_s, session.host_s)
+    view = RouteView(session.id, hops, session.return_s, session.ends_s, session.token_s, session.host_s)
+    return view if view.token_s is None else replace(view, token_s=max(view.token_s, view.known_s))
 
 
 def _several(active_swarm: ActiveSwarm) -> tuple[DeviceView, ...]:

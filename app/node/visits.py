@@ -61,10 +61,16 @@ class Visits:
             await self._leave()
 
     async def reply(self, swarm: SavedSwarm, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
-        """Yield a swarm's reply, visiting it first; raises `AppError` or `P2PError` if it cannot be joined."""
+        """Yield a swarm's reply, visiting it first.
+
+        Raises `AppError` or `P2PError` if it cannot be joined, or while a reply of another visited swarm is written.
+        """
         async with self._changing:
             visit = self._visit
             if visit is None or visit.swarm.id != swarm.id:
+                if visit is not None and visit.replies:
+                    words = f"this node asks in {visit.swarm.name} at the moment, and in one other swarm at a time"
+                    raise AppError(f"{words}: ask again when that reply has ended", code="busy")
                 await self._leave()
                 visit = await self._begin(swarm)
             visit.replies += 1  # so that it does not end for want of questions

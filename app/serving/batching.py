@@ -3,7 +3,7 @@
 The policy:
 
 1. Every step takes all the sessions that wait, within `BatchLimits`. Peers take turns, so that one peer with many
-   sessions cannot starve the rest.
+   sessions cannot starve the rest, and so do the sessions of a peer, so that a short prompt waits for no long one.
 2. Tokens that a reply waits for (urgent) go before tokens that fill a cache (bulk); bulk runs in chunks and gets every
    second step at least, so neither waits for more than one step of the other.
 3. A token that comes with guesses has as many rows more. Sessions with few rows do not wait for those with many: the
@@ -251,7 +251,7 @@ class BatchQueue:
         return picked
 
     def _take_rows(self, work: QueuedTokens, room: int) -> QueuedTokens:
-        queue = self._queues[work.session]
+        queue = self._queues[work.session] = self._queues.pop(work.session)  # behind the others of its peer
         rows = min(work.rows, room)
         self.rows -= rows
         if rows < work.rows:

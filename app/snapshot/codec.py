@@ -25,6 +25,8 @@ STATUS_FIELDS = (
     "stop",
     "listen_addrs",
     "api_url",
+    "lan_url",
+    "lan_fingerprint",
     "device",
     "sessions",
     "version",

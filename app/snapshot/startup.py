@@ -31,6 +31,7 @@ class StartupSteps:
         self._changed, self._now_s = changed, now_s
         self._views = {key: StepView(key, title) for key, title in TITLES.items()}
         self._began_s: dict[str, float] = {}
+        self.advances = 0  # changes and progress of all steps so far: as long as it grows, the node gets somewhere
 
     def views(self) -> tuple[StepView, ...]:
         """Return the steps in order."""
@@ -71,10 +72,8 @@ class StartupSteps:
         self._set(key, "failed", detail)
 
     def leave_out_hosting(self) -> None:
-        """Remove the pending and running hosting steps, because this node will not host."""
-        self._views = {
-            key: view for key, view in self._views.items() if key not in HOSTING or view.state in ("done", "failed")
-        }
+        """Remove the hosting steps that are not done, because this node will not host; a former failure is over."""
+        self._views = {key: view for key, view in self._views.items() if key not in HOSTING or view.state == "done"}
         self._changed()
 
     def progress(self, key: str, done: int, total: int) -> None:
@@ -82,11 +81,13 @@ class StartupSteps:
         view = self._views.get(key)
         if view is None:
             return
+        self.advances += 1
         spent_s = self._now_s() - self._began_s.get(key, self._now_s())
         left_s = spent_s * (total - done) / done if done else None
         self._views[key] = dataclasses.replace(view, done=done, total=total, seconds_left=left_s)
 
     def _set(self, key: str, state: str, detail: str) -> None:
+        self.advances += 1
         view = self._views.get(key, StepView(key, (TITLES | ASIDE)[key]))
         took_s = self._now_s() - self._began_s[key] if state == "done" and key in self._began_s else view.took_s
         if state == "done" and view.state != "done" and took_s is not None:

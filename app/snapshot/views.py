@@ -113,6 +113,28 @@ class DeviceView:
     start: int | None = None  # the blocks that lie on it
     stop: int | None = None
 
+    @property
+    def cache_held_bytes(self) -> int:
+        """Memory that the cache takes now: a processor's takes what sessions fill, a card's all of it at once."""
+        return self.cache_used_bytes if self.id.startswith("cpu") else self.cache_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that hosting takes now."""
+        return self.weights_bytes + self.cache_held_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory that hosting takes once the cache is full."""
+        return self.weights_bytes + self.cache_bytes
+
+    @property
+    def others_bytes(self) -> int | None:
+        """Memory that is neither free nor taken by hosting: that of other programs, and of the rest of this one."""
+        if self.memory_total_bytes is None or self.memory_free_bytes is None:
+            return None
+        return max(0, self.memory_total_bytes - self.held_bytes - self.memory_free_bytes)
+
 
 def weight_words(quantisation: str) -> str:
     """Say how hosted weights are kept; empty for the usual numbers of 16 or 32 bits."""
@@ -163,6 +185,17 @@ class RouteView:
     ends_s: float | None = None  # embedding, head and sampling here
     token_s: float | None = None
     host_s: float | None = None  # here: to send a token, to come back to the answer, and to pass the text on
+
+    @property
+    def known_s(self) -> float:
+        """The parts of a token's time that are known, added up."""
+        parts = [part for hop in self.hops for part in (hop.link_s, hop.compute_s, hop.queue_s, hop.host_s)]
+        return sum(part for part in (*parts, self.return_s, self.ends_s, self.host_s) if part is not None)
+
+    @property
+    def is_reported(self) -> bool:
+        """True if every hop has reported its times, as each does every 16 tokens."""
+        return all(hop.compute_s is not None for hop in self.hops)
 
 
 @dataclass(frozen=True)
@@ -453,3 +486,5 @@ class Snapshot:
     requests: tuple[GuestView, ...] = ()  # peers that ask to join with an invite of this node and wait for approval
     trained: tuple[TrainedView, ...] = ()  # jobs of any member that train blocks of this node now
     prefill_tokens_per_s: float = 0.0  # of prompts, through its own blocks
+    lan_url: str = ""  # where other machines reach the API; empty: nowhere
+    lan_fingerprint: str = ""  # SHA-256 of the certificate there

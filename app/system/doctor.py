@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import ipaddress
 import os
 import shutil
 import socket
@@ -19,12 +20,12 @@ from typing import TYPE_CHECKING, Literal
 
 from app.core.units import format_size
 from app.snapshot.views import NetworkView, PeerView, RuleView, Snapshot
-from engine.budget import Precision, fit, grid_weights, unquantised
-from engine.config import ModelConfig
+from engine.budget import BlockBudget
 from p2p.addresses import Scope, parse_known
 
 if TYPE_CHECKING:  # importing it loads torch, which may be broken
     from engine.device.probe import Device
+    from engine.hosting import Weights
     from engine.sources.base import ModelSource
 
 Status = Literal["ok", "warn", "fail", "skip"]  # skip: nothing to check here, or not known
@@ -126,16 +127,18 @@ def check_disk(folder: Path, free_bytes: int, *, writable: bool) -> Check:
     return Check("disk", "ok", detail)
 
 
-def check_model(label: str, config: ModelConfig, device: Device, precision: Precision, cap_bytes: int | None) -> Check:
-    """Report how many of a model's blocks a device can host."""
-    budget = fit(config, device, precision, cap_bytes).budget
-    name = f"{device.id} hosts"
+def check_model(label: str, n_blocks: int, device_id: str, budget: BlockBudget, cap_bytes: int | None) -> Check:
+    """Report how many of a model's blocks a device can host within the user's memory cap."""
+    name = f"{device_id} hosts"
     if budget.blocks == 0:
         mend = "free memory on the device or choose a smaller model; without blocks this node can only ask"
-        return Check(name, "warn", f"none of the {config.n_blocks} blocks of {label}: {budget.reason}", mend)
+        if budget.is_capped:
+            mend = "raise the limit: `shoal config set max_vram SIZE`; without blocks this node can only ask"
+        return Check(name, "warn", f"none of the {n_blocks} blocks of {label}: {budget.reason}", mend)
     size = format_size(budget.weight_bytes_per_block)
     room = f"{size} per block, {format_size(budget.kv_bytes)} for the KV cache of {budget.kv_tokens} tokens"
-    return Check(name, "ok", f"{budget.blocks} of {config.n_blocks} blocks of {label} ({room})")
+    cap = "" if cap_bytes is None else f", within the memory limit of {format_size(cap_bytes)}"
+    return Check(name, "ok", f"{budget.blocks} of {n_blocks} blocks of {label} ({room}{cap})")
 
 
 def disk_of(folder: Path) -> Check:
@@ -156,10 +159,15 @@ def check_grids(device_id: str, computes: bool) -> Check:
     return Check("cpu 4 bits", "ok", f"{detail}, which is faster here, by measurement")
 
 
-def examine_machine(devices: list[Device], models: Mapping[str, ModelSource], cap_bytes: int | None) -> Iterator[Check]:
-    """Yield the checks of these devices, and of each model on each of them; times number formats, so takes a while."""
+def examine_machine(
+    devices: list[Device], models: Mapping[str, ModelSource], cap_bytes: int | None, weights: Weights
+) -> Iterator[Check]:
+    """Yield the checks of these devices, and of each model on each of them; times number formats, so takes a while.
+
+    How much of a model fits is what a node with this cap and this setting `weights` would host (`plan_hosting`).
+    """
     from engine.device.dtypes import dtype_times, name_of, pick_dtype
-    from engine.hosting import computes_grids, source_bytes
+    from engine.hosting import HostingWish, computes_grids, plan_hosting, source_bytes, source_kind
 
     for device in devices:
         yield check_device(device)
@@ -171,11 +179,9 @@ def examine_machine(devices: list[Device], models: Mapping[str, ModelSource], ca
         in_grids = device.kind == "cpu" and computes_grids(device.kind)
         yield check_grids(device.id, in_grids)
         for label, source in models.items():
-            held, precision = source_bytes(source), unquantised(dtype.itemsize)
-            if in_grids and held is not None:
-                on_cpu = device.kind == "cpu"
-                precision = grid_weights(held, 4 if on_cpu else dtype.itemsize, on_cpu=on_cpu)
-            yield check_model(label, source.config, device, precision, cap_bytes)
+            wish = HostingWish(device.id, cap_bytes, weights)
+            plan = plan_hosting(source.config, source_kind(source), wish, source_bytes(source))
+            yield check_model(label, source.config.n_blocks, device.id, plan.budget, cap_bytes)
 
 
 MAX_PEERS = 50  # most members that get a line of their own
@@ -335,6 +341,22 @@ def check_peer(peer: PeerView) -> Check:
     return Check(name, status, f"{detail}; not used: {peer.unused.text}", peer.unused.next_step)
 
 
+def check_lan(api_host: str, keys: int, url: str = "", fingerprint: str = "") -> Check:
+    """Check that an API that other machines reach has keys for them; `url` and `fingerprint` are a running node's."""
+    if url:
+        return Check("lan", "ok", f"programs with keys reach the API at {url}; certificate SHA-256 {fingerprint}")
+    try:
+        if ipaddress.ip_address(api_host).is_loopback:
+            return Check("lan", "ok", "only programs of this machine reach the API")
+    except ValueError:
+        mend = "`shoal config set api_host 127.0.0.1`"
+        return Check("lan", "fail", f"the setting api_host is {api_host[:60]!r}, not an IP address", mend)
+    if not keys:
+        mend = "`shoal keys add NAME` makes a key; `shoal config unset api_host` keeps the API on this machine"
+        return Check("lan", "fail", f"the setting api_host is {api_host}, but no program has a key", mend)
+    return Check("lan", "ok", f"a node would listen on {api_host} too, with TLS, for {keys} key{'s' * (keys != 1)}")
+
+
 def check_state(snapshot: Snapshot) -> Check:
     """Report the node's state and its reason, as in `shoal status`."""
     mend = "" if snapshot.why is None else snapshot.why.next_step
@@ -353,6 +375,7 @@ def running_checks(snapshot: Snapshot, *, now_ms: int, last_said_ms: int, heard_
     yield check_addresses(network.advertised, network.verified, network.reach)
     yield check_nat(network.reach, relayed=relayed, relaying=network.relaying)
     yield check_mapping(network)
+    yield check_lan("127.0.0.1", 0, snapshot.lan_url, snapshot.lan_fingerprint)
     yield check_clock(now_ms, last_said_ms, heard_ms)
     yield check_peers(network.links, len(snapshot.peers), snapshot.swarm, network.discovery)
     yield from (check_peer(peer) for peer in snapshot.peers[:MAX_PEERS])

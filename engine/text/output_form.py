@@ -23,12 +23,20 @@ class Constraint:
     field: str  # of the request, for errors
 
 
-class ConstraintError(EngineError):
-    """The constraint is wrong, or too complex to follow; `field` is the request's field that states it."""
+class FieldError(EngineError):
+    """A field of the request cannot be followed with this model; `field` is its name."""
+
+    reason_code = "unsupported_parameter"
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
         self.field = field
+
+
+class ConstraintError(FieldError):
+    """The constraint is wrong, or too complex to follow; `field` is the request's field that states it."""
+
+    reason_code = EngineError.reason_code
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class PreparedChat:
     constraint: Constraint | None
     shown: frozenset[int]
     reader: ReplyReader
+    end_ids: frozenset[int] = frozenset()  # that end the reply besides the model's own
 
 
 class ModelText:

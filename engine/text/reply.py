@@ -30,6 +30,7 @@ class ReplySettings:
     grammar: Grammar | None = None
     shown: frozenset[int] = frozenset()  # special tokens that appear in the text
     logprobs: int | None = None  # so many likeliest tokens are told beside each token; None: no probabilities
+    end_ids: frozenset[int] = frozenset()  # tokens that end the reply besides the model's own
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -45,10 +46,10 @@ class ReplyWriter:
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], settings: ReplySettings, end_ids: Collection[int]
     ) -> None:
         self._stream = tokenizer.stream(shown=settings.shown)
-        self._history = list(prompt_ids)
+        self._history, self._prompt_tokens = list(prompt_ids), len(prompt_ids)
         self._settings = settings
         self.max_tokens, self.logprobs = settings.max_tokens, settings.logprobs
-        self._end_ids = frozenset(end_ids)
+        self._end_ids = frozenset(end_ids) | settings.end_ids
         self._grammar = None if settings.grammar is None else settings.grammar.begin(self._end_ids)
         self._held = ""  # text that may be the beginning of a stop string
         self.token_ids: list[int] = []
@@ -64,11 +65,12 @@ class ReplyWriter:
         history, sampling = self._history, self._settings.sampling
         places = range(len(history), len(history) + len(guesses) + 1)
         masks = [None] * len(places) if self._grammar is None else self._grammar.masks(guesses)
-        if sampling.repetition_penalty == 1.0 or not guesses:  # nothing but the penalty looks at the history
-            return [SampleRequest(history, sampling, place, mask) for place, mask in zip(places, masks, strict=True)]
+        known = [history] * len(places)
+        if sampling.looks_back:
+            known = [history, *([*history, *guesses[: place + 1]] for place in range(len(guesses)))]
         return [
-            SampleRequest([*history, *guesses[: place - places.start]], sampling, place, mask)
-            for place, mask in zip(places, masks, strict=True)
+            SampleRequest(before, sampling, place, mask, self._prompt_tokens)
+            for before, place, mask in zip(known, places, masks, strict=True)
         ]
 
     def accept_run(self, sampled: Sequence[int], guesses: Sequence[int]) -> list[str]:

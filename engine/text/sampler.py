@@ -7,6 +7,7 @@ draws the same numbers.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,6 +32,8 @@ class Sampling:
     repetition_penalty: float = 1.0
     seed: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens
+    frequency_penalty: float = 0.0  # subtracted from a token's logit for each time that the reply has it
+    presence_penalty: float = 0.0  # and once if it has it at all
 
     def __post_init__(self) -> None:
         checks = (
@@ -39,10 +42,22 @@ class Sampling:
             (0 < self.top_p <= 1, "top_p must be above 0 and at most 1"),
             (0 <= self.min_p <= 1, "min_p must be between 0 and 1"),
             (0 < self.repetition_penalty <= 100, "repetition_penalty must be above 0 and at most 100"),
+            (-2 <= self.frequency_penalty <= 2, "frequency_penalty must be between -2 and 2"),
+            (-2 <= self.presence_penalty <= 2, "presence_penalty must be between -2 and 2"),
         )
         for passed, problem in checks:
             if not passed:
                 raise EngineError(problem)
+
+    @property
+    def looks_back(self) -> bool:
+        """True if what is drawn depends on the tokens before it."""
+        return self.repetition_penalty != 1.0 or self.counts_tokens
+
+    @property
+    def counts_tokens(self) -> bool:
+        """True if it depends on how often the reply has a token."""
+        return bool(self.frequency_penalty or self.presence_penalty)
 
 
 class SampleRequest(NamedTuple):
@@ -52,6 +67,7 @@ class SampleRequest(NamedTuple):
     settings: Sampling
     position: int
     allowed: bytes | None = None  # one bit for each token that may be drawn; None: all may
+    prompt_tokens: int = 0  # of the history; the rest is the reply
 
 
 def sample(logits: Tensor, history: Sequence[int], settings: Sampling, position: int) -> int:
@@ -68,6 +84,8 @@ def sample_rows(logits: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
             for row, request in zip(logits, requests, strict=True)
         ]
         logits = torch.stack(rows)
+    if any(request.settings.counts_tokens for request in requests):
+        logits = logits - _penalties(requests, logits)
     if any(request.settings.logit_bias for request in requests):
         logits = logits + _bias(requests, logits)
     if any(request.allowed is not None for request in requests):
@@ -89,6 +107,18 @@ def _bias(requests: Sequence[SampleRequest], logits: Tensor) -> Tensor:
         for token, bias in request.settings.logit_bias:
             added[row, token] = bias
     return added.to(logits.device)
+
+
+def _penalties(requests: Sequence[SampleRequest], logits: Tensor) -> Tensor:
+    """Return what each row's settings subtract from the logits of tokens that its reply has: (N, vocab)."""
+    taken = torch.zeros(logits.shape)
+    for row, request in enumerate(requests):
+        counts = Counter(request.history[request.prompt_tokens :]) if request.settings.counts_tokens else {}
+        if counts:
+            tokens, times = torch.tensor(list(counts)), torch.tensor(list(counts.values()), dtype=torch.float32)
+            settings = request.settings
+            taken[row, tokens] = settings.frequency_penalty * times + settings.presence_penalty
+    return taken.to(logits.device)
 
 
 def _allowed(requests: Sequence[SampleRequest], logits: Tensor) -> Tensor:

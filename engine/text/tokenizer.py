@@ -52,7 +52,7 @@ class Tokenizer:
         self._add_bos = spec.add_bos
         decoder = json.loads(spec.tokenizer_json).get("decoder")
         self._make_stream = _stream_maker(decoder)
-        self._is_byte_level = self._make_stream is _ByteLevelStream
+        self.is_byte_level = self._make_stream is _ByteLevelStream  # its vocabulary spells each byte as one letter
 
     @property
     def vocab_size(self) -> int:
@@ -99,7 +99,7 @@ class Tokenizer:
         token = self.token_text(token_id)
         if token is None:
             return b""
-        if self._is_byte_level:
+        if self.is_byte_level:
             return _bytes_of(token)
         byte = _fallback_byte(token)
         return token.replace(_SPACE, " ").encode() if byte is None else bytes([byte])

@@ -63,6 +63,7 @@ class SessionSwarm:
         nursery: trio.Nursery | None = None,
         guesser: Any = Guesser,
         draft: Any = lambda: None,
+        loading: Callable[[], int] = lambda: 0,
     ) -> Asker:
         """A node that hosts nothing."""
         kept = keep if callable(keep) else lambda: keep
@@ -72,6 +73,7 @@ class SessionSwarm:
             keep_sessions=kept,
             guesser=guesser,
             draft=draft,
+            loading=loading,
         )
         members = lambda: list(self.announcements.values())  # noqa: E731
         network = self.fabric.nodes.get(name) or self.fabric.node(name)

@@ -24,6 +24,8 @@ SAMPLINGS = [
     Sampling(temperature=0),
     Sampling(temperature=0.9, top_p=0.9, seed=3),
     Sampling(temperature=1.0, top_k=20, min_p=0.01, repetition_penalty=1.3, seed=4),
+    Sampling(temperature=0, frequency_penalty=0.7),
+    Sampling(temperature=0.8, repetition_penalty=1.1, frequency_penalty=-0.4, presence_penalty=1.5, seed=5),
 ]
 
 
@@ -125,7 +127,7 @@ def test_replies_with_and_without_guesses_share_a_pass(tiny: tuple[SwarmEnds, Lo
     ends, model = tiny
     expected = [alone(model, ReplySettings(TOKENS, sampling)).tokens for sampling in SAMPLINGS]
     writers = [ends.begin(PROMPT, ReplySettings(TOKENS, sampling)) for sampling in SAMPLINGS]
-    guesses = [tuple(expected[0][:3]), (), (expected[2][0], 1, 1)]
+    guesses = [tuple(expected[0][:3]), (), (expected[2][0], 1, 1), (), ()]
     choices = []
     for writer, guessed in zip(writers, guesses, strict=True):
         lease = model.span.open(64)
@@ -134,4 +136,4 @@ def test_replies_with_and_without_guesses_share_a_pass(tiny: tuple[SwarmEnds, Lo
         lease.close()
         choices.append(Choice(writer, to_bytes(hidden, "f32"), "f32", guessed))
     chosen = [[piece.token_id for piece in pieces] for pieces in ends.choose(choices)]
-    assert chosen == [expected[0][:4], expected[1][:1], expected[2][:2]]
+    assert chosen == [expected[0][:4], expected[1][:1], expected[2][:2], expected[3][:1], expected[4][:1]]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import EngineError
-from engine.text.sampler import SampleRequest, Sampling, _draw, penalised, sample, sample_rows, uniform
+from engine.text.sampler import SampleRequest, Sampling, _draw, _penalties, penalised, sample, sample_rows, uniform
 
 logit_lists = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40)
 samplings = st.builds(
@@ -21,6 +21,8 @@ samplings = st.builds(
     top_p=st.floats(0.01, 1.0),
     min_p=st.floats(0.0, 1.0),
     repetition_penalty=st.sampled_from([0.5, 1.0, 1.3, 10.0]),
+    frequency_penalty=st.sampled_from([-2.0, 0.0, 0.5, 2.0]),
+    presence_penalty=st.sampled_from([-2.0, 0.0, 0.5, 2.0]),
     seed=st.integers(-(2**63), 2**63),
 )
 
@@ -63,6 +65,22 @@ def test_the_penalty_pushes_seen_tokens_down_whatever_their_sign() -> None:
     assert got.tolist() == [1.0, -4.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("penalties", "taken"),
+    [
+        ({"frequency_penalty": 0.5}, [0.0, 0.5, 1.0, 0.0]),
+        ({"presence_penalty": 0.5}, [0.0, 0.5, 0.5, 0.0]),
+        ({"frequency_penalty": -1.0, "presence_penalty": 0.25}, [0.0, -0.75, -1.75, 0.0]),
+        ({}, [0.0, 0.0, 0.0, 0.0]),
+    ],
+)
+def test_only_tokens_of_the_reply_are_counted(penalties: dict[str, float], taken: list[float]) -> None:
+    """The prompt has the tokens 0 and 0, the reply 1, 2 and 2."""
+    settings = Sampling(temperature=0, **penalties)  # type: ignore[arg-type]
+    request = SampleRequest([0, 0, 1, 2, 2], settings, 5, None, 2)
+    assert _penalties([request], torch.zeros(1, 4)).tolist() == [taken]
+
+
 @given(logit_lists, samplings, st.integers(0, 10**9))
 def test_a_sample_is_a_valid_token_and_depends_on_its_arguments_alone(
     logits: list[float], settings: Sampling, position: int
@@ -78,6 +96,10 @@ def one_by_one(logits: torch.Tensor, history: list[int], settings: Sampling, pos
     """The sampler's definition, for one row, filter after filter."""
     if settings.repetition_penalty != 1.0 and history:
         logits = penalised(logits, history, settings.repetition_penalty)
+    for token in set(history):
+        times = history.count(token)
+        logits = logits.clone()
+        logits[token] -= settings.frequency_penalty * times + settings.presence_penalty
     if settings.temperature == 0:
         return int(logits.argmax())
     probabilities, tokens = torch.softmax(logits / settings.temperature, dim=-1).sort(descending=True, stable=True)
@@ -116,7 +138,7 @@ def test_random_numbers_are_the_same_on_every_machine() -> None:
 
 @pytest.mark.parametrize(
     "bad", [{"temperature": -1}, {"temperature": math.nan}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.5}, {"min_p": 2},
-            {"repetition_penalty": 0}],
+            {"repetition_penalty": 0}, {"frequency_penalty": 2.1}, {"presence_penalty": -3}],
 )  # fmt: skip
 def test_senseless_settings_are_refused_by_name(bad: dict[str, float]) -> None:
     with pytest.raises(EngineError, match=next(iter(bad))):

@@ -27,7 +27,7 @@ from ui.draw.coverage import strip_rows, weak_sentence
 from ui.draw.node import courtesy_rows, gauge_rows, session_rows, step_rows
 from ui.draw.numbers import clock, duration, gigabytes, known_rate, many, milliseconds, rate, size
 from ui.draw.peers import SORTS, arranged, columns_for, look_of, peer_row, table_peers
-from ui.draw.route import route_rows, sentence, title_row
+from ui.draw.route import route_rows, sentence, shares_of, title_row, token_seconds, waterfall
 from ui.draw.rows import cell, fit, shorten, text_of, width_of, wrap
 from ui.draw.state_line import pill, state_row
 from ui.screens.invite import qr_rows
@@ -161,7 +161,23 @@ def test_the_route_says_where_the_time_goes() -> None:
     quick = RouteView("s", (HopView("me", 0, 8, None, 0.0, 0.012, 0.0),), 0.0, 0.0, 0.0098)
     assert text_of(sentence(quick, lambda peer: "you")) == "Your blocks take 12 of 12 ms."
     slow = RouteView("s", (HopView("me", 0, 8, None, 0.0, 0.01, 0.0),), 0.0, 0.041, 0.192)
-    assert text_of(sentence(slow, lambda peer: "you")) == "Sampling takes 41 of 192 ms."
+    assert text_of(sentence(slow, lambda peer: "you")) == ("Sampling takes 41 of 192 ms. 141 ms are not accounted for.")
+
+
+def test_the_parts_of_a_route_add_up_to_its_whole_time() -> None:
+    unknown = RouteView("s", (HopView("me", 0, 30, None, 0.0),), 0.0, 0.057, 1.273, host_s=0.001)
+    known = replace(unknown, hops=(HopView("me", 0, 30, None, 0.0, 1.2, 0.002, 0.003),))
+    for route in (unknown, known, ROUTE, replace(ROUTE, token_s=0.001), replace(ROUTE, token_s=None)):
+        total = token_seconds(route)
+        assert total is not None
+        assert sum(share.seconds for share in shares_of(route, name_of)) == pytest.approx(total)
+        drawn, _ = waterfall(route, name_of, 60)
+        assert width_of(drawn) == 60
+    words = "Sampling takes 57 of 1273 ms. 1215 ms are not reported by the hops yet."
+    assert text_of(sentence(unknown, lambda peer: "you")) == words
+    assert text_of(sentence(known, lambda peer: "you")) == "Your blocks take 1200 of 1273 ms."
+    mine = sum(text.count("█") for text, style in waterfall(unknown, lambda peer: "you", 60)[0])
+    assert mine < 6, "what is not known is not drawn as this node's"
 
 
 def test_a_route_of_which_nothing_was_measured_invents_nothing() -> None:
@@ -212,8 +228,22 @@ def test_memory_that_is_only_reserved_is_not_shown_as_used() -> None:
     device = DeviceView("cpu", "", 25 * 10**9, 20 * 10**9, None, 2 * 10**6, 5 * 10**9, 0)
     shown = [text_of(line) for line in gauge_rows(replace(HEALTHY, hardware=device), 70, 10)]
     assert "0.00 of 25.0 GB" in shown[0]
-    assert "reserved 5.0" in shown[1]
-    assert "others 5.0 free 20" in shown[1]
+    assert shown[1].endswith("cache 0.0 ▒ others 5.0 free 20 ░ reserves 5.0")
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("width", [46, 60, 80])
+def test_the_parts_of_the_memory_add_up_to_all_of_it(kind: str, width: int) -> None:
+    """The case of a reader who added them up: a reserve of 4.1 GB that was free was listed beside the free memory."""
+    tenth = 10**8
+    free = 238 * tenth if kind == "cpu" else 198 * tenth
+    device = DeviceView(kind, "", 253 * tenth, free, 165 * tenth, 4 * tenth, 41 * tenth, tenth)
+    shown = [text_of(line) for line in gauge_rows(replace(HEALTHY, hardware=device), width, 12)]
+    figures = [float(word) for word in shown[1].partition(" ░")[0].split() if word.replace(".", "").isdigit()]
+    assert sum(figures) == pytest.approx(25.3, abs=0.6), "free memory is rounded to whole gigabytes"
+    held = figures[0] + figures[1]
+    assert f"  {held:.1f} of 16.5 GB cap" in shown[0]
+    assert ("░ reserves 4.0" in shown[1]) == (kind == "cpu" and width == 80)
 
 
 def test_own_sessions_count_what_was_written_and_not_the_prompt() -> None:

@@ -431,7 +431,7 @@ def test_the_first_run_proposes_memory_with_headroom() -> None:
         await app.push_screen(first)
         await until(app, pilot, lambda: first.state.memory_bytes == 8 * GB)
         await pilot.press("enter")
-        await until(app, pilot, lambda: "leaves 2.0 GB free for you" in text_of_screen(app))
+        await until(app, pilot, lambda: "leaves you 2.0 of the 10.0 GB that are free" in text_of_screen(app))
         assert f"later under {TABS.index('settings') + 1} settings" in text_of_screen(app)
 
     driven(node, drive)

@@ -189,7 +189,8 @@ def _memory(state: FirstState, known: Snapshot | None, width: int, height: int) 
         rows = [row(" ", mark, " memory   ", *gauge, ("  " + words, "b"), (" ← →", "dim"))]
         if device is not None and device.memory_free_bytes is not None and state.memory_bytes is not None:
             left = device.memory_free_bytes - state.memory_bytes
-            meaning = f"leaves {gigabytes(left)} GB free for you" if left >= 0 else "more than is free now"
+            free = f"{gigabytes(left)} of the {gigabytes(device.memory_free_bytes)} GB that are free"
+            meaning = f"leaves you {free}" if left >= 0 else "more than is free now"
             rows.append(row(" " * 12, (meaning, "dim" if left >= 0 else "warning")))
     else:
         rows = [row(" ", mark, " memory   ", ("as much as is free", "b"))]

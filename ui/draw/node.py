@@ -64,12 +64,12 @@ def _memory(device: DeviceView | None, room: int, label: str = "memory") -> Row:
     if device is None or not device.memory_total_bytes:
         return labelled(label, *bar(None, room, "mine"), ("  —", "dim"))
     total, scale = device.memory_total_bytes, room / device.memory_total_bytes
-    used, others = _used(device), _others(device) or 0
+    others = device.others_bytes or 0
     parts, at = [], 0
     for amount, mark, style in (
         (device.weights_bytes, "█", "mine"),
-        (device.cache_used_bytes, "▓", "mine"),
-        (device.cache_bytes - device.cache_used_bytes, "░", "mine"),
+        (device.cache_held_bytes, "▓", "mine"),
+        (device.reserved_bytes - device.held_bytes, "░", "mine"),
         (others, "▒", "dim"),
     ):
         cells = min(room - at, max(1, round(amount * scale)) if amount > 0.002 * total else 0)
@@ -81,36 +81,27 @@ def _memory(device: DeviceView | None, room: int, label: str = "memory") -> Row:
             parts += [(" " * (cap - at), "on trackbg"), ("┃", "b mine on trackbg")]
             at = cap + 1
     parts.append((" " * (room - at), "on trackbg"))
-    figure = (f"  {gigabytes(used)}", "b")
+    figure = (f"  {gigabytes(device.held_bytes)}", "b")
     if device.limit_bytes is not None:
         return labelled(label, *parts, figure, (f" of {gigabytes(device.limit_bytes)} GB cap", "dim"))
     return labelled(label, *parts, figure, (f" of {gigabytes(total)} GB", "dim"))
 
 
-def _used(device: DeviceView) -> int:
-    """Bytes of weights and of the cache that sessions fill; the rest of the cache is only reserved."""
-    return device.weights_bytes + device.cache_used_bytes
-
-
-def _others(device: DeviceView) -> int | None:
-    """Bytes that other programs hold. A processor's cache takes memory only as it fills, a card's at once."""
-    if device.memory_free_bytes is None or device.memory_total_bytes is None:
-        return None
-    own = _used(device) if device.id.startswith("cpu") else device.weights_bytes + device.cache_bytes
-    return max(0, device.memory_total_bytes - own - device.memory_free_bytes)
-
-
 def _memory_legend(device: DeviceView | None, width: int) -> Row:
+    """Parts of the device's memory, which add up to all of it; and how much of the free part the cache may take."""
     if device is None or not device.memory_total_bytes:
         return []
-    return labelled(
+    legend = labelled(
         "",
         ("█", "mine"),
         (f" weights {_short(device.weights_bytes)} ", "dim"),
-        ("░", "mine"),
-        (f" {'reserved' if width >= 62 else 'cache'} {_short(device.cache_bytes)} ", "dim"),
-        (f"▒ others {_short(_others(device))} free {_short(device.memory_free_bytes)}", "dim"),
+        ("▓", "mine"),
+        (f" cache {_short(device.cache_held_bytes)} ", "dim"),
+        (f"▒ others {_short(device.others_bytes)} free {_short(device.memory_free_bytes)}", "dim"),
     )
+    room = device.reserved_bytes - device.held_bytes
+    more = row((" ░", "mine"), (f" reserves {_short(room)}", "dim"))
+    return legend + more if room and width_of(legend) + width_of(more) <= width else legend
 
 
 def _short(size_bytes: int | None) -> str:

@@ -11,6 +11,7 @@ from ui.draw.numbers import fine_rate, milliseconds, plural
 from ui.draw.rows import UNKNOWN, Row, fit, row, shorten, width_of
 
 NameOf = Callable[[str], str]
+_UNKNOWN = 0.1  # of a token's time; a larger part that nothing explains is named
 _OVERHEAD = 0.01  # of a token's time; the speed without a relay or queue is named only if more than this remains
 
 
@@ -18,18 +19,18 @@ _OVERHEAD = 0.01  # of a token's time; the speed without a relay or queue is nam
 class Share:
     """A part of a token's time."""
 
-    kind: str  # link, relay, compute, queue, ends (embedding, head and sampling here)
+    kind: str  # link, relay, compute, queue, host (sending and receiving), ends (embedding, head and sampling), rest
     name: str
     seconds: float
 
 
 def token_seconds(route: RouteView) -> float | None:
     """Seconds per token: as measured, but not less than its known parts together; None if nothing is known."""
-    return max(route.token_s or 0.0, sum(share.seconds for share in shares_of(route, str))) or None
+    return max(route.token_s or 0.0, route.known_s) or None
 
 
 def shares_of(route: RouteView, name_of: NameOf) -> list[Share]:
-    """Parts of a token's time in the order in which they occur; unknown parts are left out."""
+    """Parts of a token's time in the order in which they occur; what no part explains comes last, as `rest`."""
     shares: list[Share] = []
 
     def add(kind: str, name: str, seconds: float | None) -> None:
@@ -42,7 +43,11 @@ def shares_of(route: RouteView, name_of: NameOf) -> list[Share]:
         add("relay" if hop.link == "relayed" else "link", name, hop.link_s)
         add("queue", name, hop.queue_s)
         add("compute", name, hop.compute_s)
+        add("host", name, hop.host_s)
     add("link", "you", route.return_s)
+    add("host", "you", route.host_s)
+    rest_s = (token_seconds(route) or 0.0) - route.known_s
+    add("rest", "", rest_s if rest_s > 1e-9 else None)
     return shares
 
 
@@ -131,8 +136,8 @@ def waterfall(route: RouteView, name_of: NameOf, width: int) -> list[Row]:
         cells = round(exact) - at
         mark, style = _look(share)
         line.append((mark * cells, style))
-        if share.kind != "link":
-            name = share.kind if share.kind in ("relay", "queue") else share.name
+        if share.kind not in ("link", "host"):
+            name = {"relay": "relay", "queue": "queue", "rest": "?"}.get(share.kind, share.name)
             text = name if len(name) <= cells and name.isascii() else ""
             start = at + (cells - len(text)) // 2
             labels[start : start + len(text)] = text
@@ -143,12 +148,16 @@ def waterfall(route: RouteView, name_of: NameOf, width: int) -> list[Row]:
 def _look(share: Share) -> tuple[str, str]:
     if share.kind in ("compute", "ends"):
         return "█", "mine" if share.name == "you" else "heat3"
-    return {"relay": ("░", "warning"), "queue": ("▒", "warning")}.get(share.kind, ("─", "trackfg"))
+    looks = {"relay": ("░", "warning"), "queue": ("▒", "warning"), "rest": ("░", "dim")}
+    return looks.get(share.kind, ("─", "trackfg"))
 
 
 def sentence(route: RouteView, name_of: NameOf) -> Row:
-    """The largest part of a token's time and, if that is a relay or a queue, the speed without it."""
-    shares = shares_of(route, name_of)
+    """The largest known part of a token's time and, if that is a relay or a queue, the speed without it.
+
+    Also how much of the time no part explains, if that is much.
+    """
+    shares = [share for share in shares_of(route, name_of) if share.kind != "rest"]
     total = token_seconds(route)
     if not shares or total is None:
         return row(("Nothing has been measured on this route yet.", "dim"))
@@ -165,6 +174,7 @@ def sentence(route: RouteView, name_of: NameOf) -> Row:
         "link": "the link back" if name == "you" else f"the link to {name}",
         "queue": f"waiting for {name}",
         "compute": f"{whose} blocks",
+        "host": "sending and receiving here" if name == "you" else f"sending on at {name}",
         "ends": "sampling",
     }[kind]
     verb = "take" if kind in ("relay", "compute") else "takes"
@@ -174,4 +184,8 @@ def sentence(route: RouteView, name_of: NameOf) -> Row:
     if kind in ("relay", "queue") and rest > _OVERHEAD * total:
         spared = "them" if kind == "relay" else "it"
         return row((words, style), f" Without {spared}: {fine_rate(1 / rest)} tok/s at most.")
-    return row((words, style))
+    unknown_s = total - route.known_s
+    if unknown_s <= _UNKNOWN * total:
+        return row((words, style))
+    why = "are not accounted for" if route.is_reported else "are not reported by the hops yet"
+    return row((words, style), (f" {milliseconds(unknown_s)} ms {why}.", "dim"))

@@ -32,8 +32,7 @@ def moved(cap_bytes: int | None, device: DeviceView, steps: int) -> int:
     against the direction, so that one step never moves it by more than `STEP_BYTES`.
     """
     total = device.memory_total_bytes or 0
-    held = device.weights_bytes + device.cache_bytes
-    start = cap_bytes if cap_bytes is not None else (device.memory_free_bytes or 0) + held
+    start = cap_bytes if cap_bytes is not None else (device.memory_free_bytes or 0) + device.held_bytes
     whole = start // STEP_BYTES if steps > 0 or start % STEP_BYTES == 0 else start // STEP_BYTES + 1
     return max(0, min(total // STEP_BYTES, whole + steps)) * STEP_BYTES
 
@@ -43,14 +42,13 @@ def cap_rows(cap_bytes: int | None, device: DeviceView) -> list[Row]:
     total = device.memory_total_bytes or 0
     words = "no limit: what is free" if cap_bytes is None else f"{gigabytes(cap_bytes)} of {gigabytes(total)} GB"
     share = None if cap_bytes is None or not total else cap_bytes / total
-    held = device.weights_bytes + device.cache_bytes
     free = device.memory_free_bytes
     if cap_bytes == 0:
         meaning = row(("this node would host nothing", "warning"))
-    elif cap_bytes is not None and free is not None and cap_bytes > free + held:
+    elif cap_bytes is not None and free is not None and cap_bytes > free + device.held_bytes:
         meaning = row(("more than is free now", "warning"))
     else:
-        meaning = row((f"{gigabytes(held)} GB are reserved now", "dim"))
+        meaning = row((f"{gigabytes(device.reserved_bytes)} GB are reserved now", "dim"))
     return [[*bar(share, _BAR, "mine"), (f"  {words}", "b")], meaning]
 
 
@@ -108,7 +106,7 @@ class CapGauge(RowWidget):
     def rows(self, width: int, height: int) -> list[Row]:
         """The gauge and its meaning, with a warning if blocks may lose their only host."""
         rows = cap_rows(self.cap_bytes, self.device)
-        lowered = self.cap_bytes is not None and self.cap_bytes < self.device.weights_bytes + self.device.cache_bytes
+        lowered = self.cap_bytes is not None and self.cap_bytes < self.device.reserved_bytes
         warning = loss_words(self.store, "they no longer fit") if lowered else ""
         return [*rows, *wrap(warning, width, "warning")]
 

@@ -407,7 +407,8 @@ async def test_ollamas_facts_and_errors() -> None:
             ("/api/chat", {**CHAT, "options": {"stop": ["x"] * 17}}, 400),
             ("/api/chat", {**CHAT, "options": {"stop": "x" * 1025}}, 400),
             ("/api/chat", {**CHAT, "messages": [{"role": "user", "content": "", "images": ["x"]}]}, 400),
-            ("/api/generate", {"model": "home", "prompt": "a", "suffix": "b"}, 400),
+            ("/api/generate", {"model": "home", "prompt": "a", "suffix": 1}, 400),
+            ("/api/generate", {"model": "home", "prompt": "a", "options": {"presence_penalty": 3}}, 400),
             ("/api/embed", {}, 404),
         ]
         for path, body, status in wrong:

@@ -13,8 +13,9 @@ import pytest
 import trio
 
 from app.api.client import Client
+from app.api.openai_errors import status_and_body
 from app.asker.reply_service import ReplyRequest
-from engine.text.output_form import Constraint, Tool, ToolUse
+from engine.text.output_form import Constraint, FieldError, Tool, ToolUse
 from tests.app.api.api_double import TOKEN, DoubleNode, running_api
 
 CHAT: dict[str, Any] = {"model": "home", "messages": [{"role": "user", "content": "a b"}]}
@@ -116,23 +117,33 @@ async def test_what_is_asked_reaches_the_node() -> None:
         "tools": [],
         "logprobs": False,
         "response_format": {"type": "text"},
+        "frequency_penalty": 0.5,
+        "presence_penalty": -1,
     }
     async with running_api(node) as client:
         assert (await post(client, "/v1/chat/completions", asked)).status_code == 200
-        assert (await post(client, "/v1/completions", {**TEXT, "prompt": [5, 6], "stop": "z"})).status_code == 200
+        more = {"prompt": [5, 6], "stop": "z", "suffix": "end", "repetition_penalty": 1.2}
+        assert (await post(client, "/v1/completions", {**TEXT, **more})).status_code == 200
     chat, text = (request for _, request in node.asked)
     assert isinstance(chat, ReplyRequest)
     assert chat.messages == ({"role": "system", "content": "be brief"}, {"role": "user", "content": "a b"})
     assert (chat.max_tokens, chat.temperature, chat.seed, chat.stop) == (9, 0, 7, ("x", "y"))
     assert 0 < chat.top_p < 1e-6
+    assert (chat.frequency_penalty, chat.presence_penalty, chat.repetition_penalty) == (0.5, -1, 1.0)
     assert isinstance(text, ReplyRequest)
     assert (text.prompt, text.max_tokens, text.temperature, text.stop) == ((5, 6), 16, 1.0, ("z",))
+    assert (text.suffix, text.repetition_penalty, text.frequency_penalty) == ("end", 1.2, 0.0)
+
+
+def test_a_field_that_the_model_cannot_follow_is_refused_by_name() -> None:
+    status, body = status_and_body(FieldError("suffix", "is not supported: this model has no tokens to fill a gap"))
+    assert (status, body["error"]["param"], body["error"]["code"]) == (400, "suffix", "unsupported_parameter")
+    assert body["error"]["message"].startswith("suffix: is not supported")
 
 
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"store": True}, "store"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["audio"]}, "modalities"),
@@ -171,7 +182,9 @@ async def test_what_is_not_served_is_refused_by_name(more: dict[str, Any], param
         ("/v1/chat/completions", {"model": "home", "messages": []}, 400, "messages", "bad_request", "messages"),
         ("/v1/chat/completions", [], 400, None, "bad_request", "wrong"),
         ("/v1/completions", {**TEXT, "echo": True, "logprobs": 1}, 400, "echo", "unsupported_parameter", "echo"),
-        ("/v1/completions", {**TEXT, "suffix": "x"}, 400, "suffix", "unsupported_parameter", "suffix"),
+        ("/v1/completions", {**TEXT, "suffix": 5}, 400, "suffix", "bad_request", "suffix"),
+        ("/v1/completions", {**TEXT, "frequency_penalty": 3}, 400, "frequency_penalty", "bad_request", "2"),
+        ("/v1/completions", {**TEXT, "presence_penalty": -3}, 400, "presence_penalty", "bad_request", "-2"),
         ("/v1/completions", {**TEXT, "n": 3, "best_of": 2}, 400, None, "bad_request", "best_of"),
         ("/v1/completions", {**TEXT, "best_of": 2, "stream": True}, 400, None, "bad_request", "best_of"),
         ("/v1/completions", {**TEXT, "n": 17}, 400, "n", "bad_request", "n"),
@@ -497,6 +510,6 @@ async def test_adapters_are_models_of_their_own() -> None:
             assert missing.json()["error"]["next_step"]
 
 
-async def get(client: Client, path: str) -> httpx.Response:
-    headers = {"authorization": f"Bearer {TOKEN}"}
+async def get(client: Client, path: str, token: str = TOKEN) -> httpx.Response:
+    headers = {"authorization": f"Bearer {token}"}
     return await trio.to_thread.run_sync(lambda: httpx.get(f"{client.url}{path}", headers=headers, verify=False))

@@ -16,6 +16,7 @@ from app.asker.route_session import REPORT_AFTER_S, SessionSettings
 from app.core.span import Span
 from app.routing.route import NoRoute, RouteRequest
 from app.serving.block_server import BlockServer
+from app.swarm.records import Announcement
 from p2p.memory.fabric import LinkProfile
 from tests.app.hash_model import HashEnds, HashRunner, InlineDevice, greedy
 from tests.app.session_swarm import PROMPT, STEP_S, SessionSwarm, ask, no_leaks, open_swarm
@@ -101,11 +102,72 @@ async def test_a_block_that_this_node_loads_is_not_waited_for_at_others(autojump
         await listen()
         assert said == [
             "waiting up to 15 s for a member that serves block 3",
-            "waiting up to 15 s: this node is loading block 3",
+            "waiting until this node has loaded block 3",
         ]
         newcomer.swarm.announce(state="loading", span=Span(4, N_BLOCKS))  # not the missing block
         with pytest.raises(NoRoute, match="nobody serves block 3 now"):
             asker.planner.find((), request, ())
+
+
+def loads(swarm: SessionSwarm, span: Span) -> None:
+    """Let the asker's own node announce that it loads blocks."""
+    swarm.announcements["asker"] = Announcement("asker", 1, 0, "", "loading", span)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_reply_waits_as_long_as_this_node_gets_on_with_loading(autojump_clock: MockClock, begun: bool) -> None:
+    """The wait was 15 or 60 s, whatever the node was doing: it ended seconds before the blocks were there."""
+    async with open_swarm((0, 3), (3, 8)) as swarm:
+        loaded = 0
+        asker = await swarm.asker(loading=lambda: loaded)
+        async with asker.reply(PROMPT, 12, max_tokens=12) as reply:
+            if begun:
+                await reply.__anext__()
+            swarm.announcements.pop("n0")
+            swarm.kill("n0")
+            loads(swarm, Span(0, 5))
+
+            async def load() -> None:
+                nonlocal loaded
+                for _ in range(20):
+                    await trio.sleep(10.0)
+                    loaded += 1
+                await swarm.serve("late", HashRunner(0, 3))
+
+            swarm.nursery.start_soon(load)
+            async for _ in reply:
+                pass
+        assert reply.stats.token_ids == greedy(PROMPT, 12)
+        assert 200 <= trio.current_time() < 210
+
+
+@pytest.mark.parametrize(("begun", "wait_s"), [(False, 15.0), (True, 60.0)])
+async def test_loading_that_gets_stuck_is_not_waited_for_for_ever(
+    autojump_clock: MockClock, begun: bool, wait_s: float
+) -> None:
+    async with open_swarm((0, 3), (3, 8)) as swarm:
+        stuck_at = trio.current_time() + 100
+        asker = await swarm.asker(loading=lambda: int(min(trio.current_time(), stuck_at)))
+        async with asker.reply(PROMPT, 12, max_tokens=12) as reply:
+            if begun:
+                await reply.__anext__()
+            swarm.announcements.pop("n0")
+            swarm.kill("n0")
+            loads(swarm, Span(0, 3))
+            with pytest.raises(NoRoute, match="this node is still loading it"):
+                async for _ in reply:
+                    pass
+        assert stuck_at + wait_s - 2 <= trio.current_time() <= stuck_at + wait_s + 2
+        await no_leaks(swarm)
+
+
+async def test_progress_with_other_blocks_does_not_prolong_the_wait(autojump_clock: MockClock) -> None:
+    async with open_swarm((3, 8)) as swarm:
+        asker = await swarm.asker(loading=lambda: int(10 * trio.current_time()))
+        loads(swarm, Span(3, 8))
+        with pytest.raises(NoRoute, match="nobody serves block 0 now"):
+            await waits_of(asker)
+        assert trio.current_time() <= 16
 
 
 async def test_a_wait_that_is_cancelled_leaves_nothing(autojump_clock: MockClock) -> None:

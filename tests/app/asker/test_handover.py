@@ -171,6 +171,46 @@ async def test_blocks_are_given_back_in_time_though_nobody_can_take_their_sessio
             assert not swarm.servers["n1"].sessions
 
 
+async def test_a_reply_that_waits_for_lost_blocks_does_not_hold_up_the_hop_that_will_host_them(
+    autojump_clock: MockClock,
+) -> None:
+    """The hop had to drain before it could load more blocks, and waited 30 s for a session that waited for them."""
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        asker = await swarm.asker()
+
+        async def take_over() -> None:
+            await trio.sleep(3.0)
+            swarm.announcements["n1"] = replace(swarm.announcements["n1"], state="draining")
+            begin = trio.current_time()
+            assert await swarm.servers["n1"].drain()
+            assert trio.current_time() - begin < 1.0
+            await swarm.servers["n1"].host(HashRunner(0, 8))
+            swarm.announcements["n1"] = replace(swarm.announcements["n1"], state="serving", span=Span(0, 8))
+
+        async with asker.reply(LONG_PROMPT, COUNT, max_tokens=COUNT) as reply:
+            async for _ in reply:
+                if len(reply.stats.token_ids) == 5:
+                    swarm.announcements.pop("n0")
+                    swarm.kill("n0")
+                    swarm.nursery.start_soon(take_over)
+        assert reply.stats.token_ids == REPLY
+        assert reply.stats.longest_gap_s < 6.0
+        await trio.sleep(1.0)
+        assert swarm.servers["n1"].sessions == 0
+
+
+async def test_a_hop_that_leaves_carries_a_reply_on_for_want_of_another(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        asker = await swarm.asker()
+        async with asker.reply(LONG_PROMPT, COUNT, max_tokens=COUNT) as reply:
+            async for _ in reply:
+                if len(reply.stats.token_ids) == 5:
+                    leave(swarm, "n1")
+        assert reply.stats.token_ids == REPLY
+        assert computed(swarm.runners["n1"]) < len(LONG_PROMPT) + 2 * COUNT, "nothing was read again"
+        assert reply.stats.longest_gap_s < 1.0
+
+
 async def test_an_answer_is_also_that_of_the_hop_whose_cache_was_taken(autojump_clock: MockClock) -> None:
     """A hop leaves while it reads the prompt, before any answer: an audit must know that it took part."""
     async with open_swarm(*PAIRS) as swarm:

@@ -17,6 +17,7 @@ import app.cli
 from app.cli.command import Command, print_json
 from app.cli.failures import explain
 from app.cli.registry import all_commands
+from app.cli.status import coverage_lines
 from app.core.errors import AppError, UsageError, first_error
 from engine.errors import EngineError, SourceError
 from p2p.errors import P2PError
@@ -206,3 +207,13 @@ def test_a_process_without_a_console_fails_in_order(
     for name in ("stdin", "stdout", "stderr"):
         getattr(sys, name).close()
     assert status == {"--version": 0, "models": 0, "status": 1, "nonsense": 2}[argv[0]]
+
+
+def test_who_hosts_which_block_is_short_and_names_you() -> None:
+    mine, other = ({"peer": f"12D3KooW{end * 6}", "tokens_per_s": 1.5} for end in "ab")
+    blocks = [{"block": n, "holders": [mine] if n < 2 else [mine, other] if n < 4 else []} for n in range(5)]
+    assert coverage_lines(blocks, mine["peer"]) == [
+        "0:2  you (1.5 tokens/s)",
+        "2:4  you (1.5 tokens/s), bbbbbb (1.5 tokens/s)",
+        "4:5  nobody",
+    ]

@@ -40,6 +40,15 @@ def test_set_get_and_unset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == "7465\n"
 
 
+def test_a_size_is_also_shown_in_its_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal(tmp_path, "config", "set", "max_vram", "450MB") == 0
+    assert capsys.readouterr().out == "max_vram = 450000000, 450.0 MB\n"
+    assert shoal(tmp_path, "config", "get", "max_vram") == 0
+    assert capsys.readouterr().out == "450000000\n", "programs read this"
+    assert shoal(tmp_path, "config", "set", "max_vram", "0") == 0
+    assert capsys.readouterr().out == "max_vram = 0\n"
+
+
 def test_the_environment_goes_before_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

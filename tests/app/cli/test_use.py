@@ -14,7 +14,7 @@ from app.cli.use import PROGRAMS, Endpoint
 from app.config.home import Home
 from app.config.keys import PREFIX, digest_of, read_keys
 
-TO = Endpoint("http://127.0.0.1:7465", "sk-x", "reef")
+TO = Endpoint("http://127.0.0.1:7465", "sk-x", "reef", 4096)
 
 
 def test_settings_are_merged_with_those_that_are_there() -> None:
@@ -22,6 +22,8 @@ def test_settings_are_merged_with_those_that_are_there() -> None:
     assert claude["theme"] == "dark"
     assert claude["env"]["A"] == "1"
     assert (claude["env"]["ANTHROPIC_BASE_URL"], claude["env"]["ANTHROPIC_MODEL"]) == (TO.url, "reef")
+    assert [claude["env"][f"ANTHROPIC_DEFAULT_{tier}_MODEL"] for tier in ("OPUS", "SONNET", "HAIKU")] == ["reef"] * 3
+    assert claude["env"]["ANTHROPIC_API_KEY"] == "", "a key of the user's environment would go to this node"
     opencode = json.loads(PROGRAMS["opencode"].settings("", TO))
     assert opencode["model"] == "shoal/reef"
     assert opencode["provider"]["shoal"]["options"] == {"baseURL": f"{TO.url}/v1", "apiKey": "sk-x"}
@@ -39,6 +41,13 @@ def test_settings_are_merged_with_those_that_are_there() -> None:
     assert PROGRAMS["aider"].settings(aider, TO) == aider
     for name in ("continue", "open-webui", "zed"):
         assert f"{TO.url}/v1" in PROGRAMS[name].settings("", TO)
+    assert opencode["provider"]["shoal"]["models"]["reef"]["limit"] == {"context": 4096, "output": 2048}
+    (zed,) = json.loads(PROGRAMS["zed"].settings("", TO))["language_models"]["openai_compatible"]["Shoal"][
+        "available_models"
+    ]
+    assert (zed["max_tokens"], zed["capabilities"]["images"]) == (4096, False), "images are refused"
+    begun = PROGRAMS["continue"].settings("", TO).splitlines()
+    assert begun[:4] == ["name: Shoal", "version: 0.0.1", "schema: v1", "models:"], "all four are required"
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,31 @@ async def test_those_who_asked_before_a_pause_ask_in_vain_while_it_lasts_and_not
             await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["serving"])
             assert (await ask(a), await ask(b)) == (3, 3)
             assert b.snapshot().peers[0].unused is None
+
+
+async def test_a_reply_over_the_own_blocks_is_one_session_wherever_it_is_counted(tmp_path: Path, cache: Path) -> None:
+    found_swarm(tmp_path / "a", cache, "home")
+    async with living(tmp_path / "a", cache, max_vram=10**9, device="cpu", blocks="0:8") as a:
+        await until(a, lambda: a.snapshot().state == "serving")
+        async with aclosing(a.reply(ReplyRequest(prompt=(1, 2, 3), max_tokens=200, temperature=0.0))) as events:
+            async for event in events:
+                if isinstance(event, ReplyText):
+                    shown = a.snapshot()
+                    assert (shown.sessions, [one.role for one in shown.active_sessions]) == (1, ["asking"])
+                    break
+        await until(a, lambda: a.snapshot().sessions == 0)
+        assert a.snapshot().active_sessions == ()
+
+
+async def test_a_failure_to_host_is_forgotten_when_no_hosting_is_wanted(tmp_path: Path, cache: Path) -> None:
+    found_swarm(tmp_path / "a", cache, "home")
+    async with living(tmp_path / "a", cache, device="cpu") as a:
+        a._settings._flags.pop("max_vram")
+        await a.set_config("max_vram", "1KB")
+        await until(a, lambda: any(step.state == "failed" for step in a.snapshot().steps))
+        await a.set_config("max_vram", "0")
+        await until(a, lambda: (why := a.snapshot().why) is not None and why.code == "limit_zero")
+        assert {step.state for step in a.snapshot().steps} == {"done"}
 
 
 async def test_a_changed_memory_limit_holds_at_once_and_zero_is_no_dead_end(tmp_path: Path, cache: Path) -> None:

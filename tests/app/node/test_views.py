@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from app.asker.stats import AskedSession, AskerStats, HopStats
-from app.cli.bench import explained_share, unexplained_s
+from app.cli.bench import explained_share, node_facts, node_lines, unexplained_s
 from app.node.rates import WINDOW_S, Counters, RateMeter, RateReading
-from app.node.views import reading_of, route_view
-from app.serving.stats import ServerStats
+from app.node.views import NodeViews, reading_of, route_view
+from app.serving.stats import ServerStats, SessionStats
 from app.snapshot.startup import StartupSteps
+from app.snapshot.views import HopView, RouteView, Snapshot
 from app.weights.manifest_store import model_name
 
 
@@ -47,6 +48,15 @@ def test_what_a_node_computes_for_itself_is_served_to_nobody() -> None:
     assert (reading.counters.served_tokens, reading.counters.asked_tokens, reading.counters.steps) == (2, 9, 5)
 
 
+def test_a_session_that_this_node_asks_and_serves_is_one_session() -> None:
+    def session(id: str, asker: str) -> SessionStats:
+        return SessionStats(id, asker, 0, 8, 12, 1.0, 0.0, 0.01, 0.0, 0, 0)
+
+    stats = ServerStats(sessions=(session("reply", "me"), session("audit", "me"), session("reply", "other")))
+    served = NodeViews("me")._serving(stats, {"reply"})
+    assert [(one.id, one.asker) for one in served] == [("audit", "me"), ("reply", "other")], "ids are each asker's own"
+
+
 def test_a_route_tells_where_a_tokens_time_goes() -> None:
     hops = (HopStats("a", 0, 4, 0.001, 0.01, 0.002, 0.001), HopStats("me", 4, 8, None, 0.001, 0.0))
     asked = AskedSession("s", route=hops, return_s=0.003, ends_s=0.004, host_s=0.002, token_s=0.025)
@@ -63,6 +73,19 @@ def test_a_route_tells_where_a_tokens_time_goes() -> None:
     assert more.token_s == pytest.approx(0.013), "no part is more than the whole"
     assert unexplained_s(more) == pytest.approx(0)
     assert explained_share(more) == pytest.approx(1)
+
+
+def test_the_bench_says_why_a_reply_is_slower_than_its_tokens() -> None:
+    route = RouteView("s", (HopView("me", 0, 30, None, 0.0, 0.3, 0.0, 0.0),), 0.0, 0.02, 0.328, 0.008)
+    snapshot = Snapshot("me", "serving", "", "", swarm="home", route=route)
+    done = {"tokens_per_s": 2.3, "ttft_s": 0.5, "recoveries": 0, "longest_gap_s": 1.9}
+    lines = node_lines(snapshot, node_facts(snapshot, {**done, "guessed_tokens": 12, "accepted_tokens": 3}))
+    assert lines[-2:] == [
+        "  in all 328.0 ms, of which 100% are accounted for",
+        "  over the whole reply 434.8 ms: 3 of 12 guesses were right, the longest wait was 1900.0 ms",
+    ]
+    same = node_lines(snapshot, node_facts(snapshot, {**done, "tokens_per_s": 1 / 0.328}))
+    assert same[-1] == lines[-2], "nothing to explain"
 
 
 def test_a_models_name_is_what_its_files_are_called() -> None:
@@ -94,9 +117,8 @@ def test_steps_are_one_list_in_which_a_failure_stays() -> None:
     steps.failed("again")  # nothing is under way any more
     [load] = [view for view in steps.views() if view.key == "load"]
     assert (load.state, load.detail) == ("failed", "out of memory")
-    steps.leave_out_hosting()
-    assert "load" in states(steps)
-    assert "weights" not in states(steps)
+    steps.leave_out_hosting()  # the user wants no hosting any more: the list must not show a failure for ever
+    assert not {"weights", "load", "measure"} & states(steps).keys()
     steps.begin("weights")
     assert list(states(steps)) == ["identity", "peers", "manifest", "weights", "load", "measure", "announce"]
     assert states(steps)["load"] == "pending"

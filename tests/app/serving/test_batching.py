@@ -65,6 +65,19 @@ def test_a_session_keeps_its_own_order() -> None:
     assert [take(queue), take(queue), take(queue)] == [[("a", 0, 16)], [("a", 16, 4)], [("a", 20, 1)]]
 
 
+def test_sessions_of_one_peer_take_turns_with_their_chunks() -> None:
+    queue = BatchQueue(LIMITS)
+    for position in (0, 16, 32):
+        queue.put(waiting("long", 16, position=position))
+    queue.put(waiting("longer", 40))
+    queue.put(waiting("short", 10))
+    steps = [take(queue) for _ in range(6)]
+    assert steps == [
+        [("long", 0, 16)], [("longer", 0, 16)], [("short", 0, 10), ("long", 16, 6)],
+        [("longer", 16, 16)], [("long", 22, 10), ("longer", 32, 6)], [("long", 32, 16)],
+    ]  # fmt: skip
+
+
 def test_a_greedy_peer_does_not_starve_another() -> None:
     queue = BatchQueue(LIMITS)
     for number in range(20):

@@ -20,9 +20,11 @@ from app.system.doctor import (
     check_torch,
     disk_of,
 )
-from engine.budget import BFLOAT16
+from engine.budget import BFLOAT16, fit
 from engine.config import ModelConfig, Rope
 from engine.device.probe import Device
+from engine.hosting import HostingWish, plan_hosting, source_bytes, source_kind
+from engine.sources.opening import open_source
 
 GB = 10**9
 CARD = Device("cuda:0", "cuda", "Card of Test", 24 * GB, 20 * GB, 55.0, 80.2, 0.07, GB)
@@ -73,12 +75,38 @@ def test_a_cache_that_does_not_exist_yet_is_judged_by_its_parent(tmp_path: Path)
 
 
 def test_how_many_blocks_fit() -> None:
-    check = check_model("eight", LLAMA_8B, CARD, BFLOAT16, 6 * GB)
+    check, none = (
+        check_model("eight", 32, "cuda:0", fit(LLAMA_8B, CARD, BFLOAT16, cap_bytes).budget, cap_bytes)
+        for cap_bytes in (6 * GB, 10**8)
+    )
     assert check.name == "cuda:0 hosts"
     assert check.detail.startswith("8 of 32 blocks of eight (436.2 MB per block, 888.6 MB for the KV cache of")
-    none = check_model("eight", LLAMA_8B, CARD, BFLOAT16, 10**8)
+    assert check.detail.endswith(", within the memory limit of 6.0 GB)")
     assert (none.status, none.detail[:30]) == ("warn", "none of the 32 blocks of eight")
-    assert none.mend
+    assert "shoal config set max_vram" in none.mend
+
+
+def test_the_doctor_counts_the_blocks_that_a_node_would_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
+    source = open_source("tiny-random", tmp_path / "cache")
+    cap_bytes = 3 * 10**6
+    wish = HostingWish("cpu", cap_bytes)
+    hosted = plan_hosting(source.config, source_kind(source), wish, source_bytes(source)).blocks
+    assert 0 < hosted < source.config.n_blocks
+
+    def counted(*options: str) -> str:
+        app.cli.main(["doctor", "--home", str(tmp_path), "--json", "--model", "tiny-random", *options])
+        checks = json.loads(capsys.readouterr().out)["checks"]
+        (line,) = [check["detail"] for check in checks if check["name"] == "cpu hosts"]
+        return str(line).split(" blocks")[0]
+
+    whole = f"{source.config.n_blocks} of {source.config.n_blocks}"
+    assert counted() == whole
+    (tmp_path / "config.toml").write_text(f"max_vram = {cap_bytes}\n")
+    assert counted() == f"{hosted} of {source.config.n_blocks}", "the setting applies"
+    assert counted("--max-vram", "8GB") == whole, "the option overrides it"
 
 
 def test_the_command_reports_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

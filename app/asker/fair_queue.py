@@ -1,0 +1,118 @@
+"""Whose reply begins next: programs with keys of their own take turns, so that none keeps another's replies waiting.
+
+Each owner's replies begin in the order in which they were asked for. An owner has at most `READING_TOKENS` of prompts
+under way, or one longer prompt, and hops read the prompts of one asker in turn: a short prompt never waits for all the
+long ones of another owner. Places for replies go first to those who have fewest. Where hops are full, owners that have
+room there begin no further reply until one that has none has found some, for `ROOM_S` at most.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import trio
+
+READING_TOKENS = 2048  # of prompts under way, by owner: some steps of a hop
+PLACES = 48  # replies being written at once; below the number of sessions that a hop takes from one asker
+RESERVE = 0.25  # of the places, kept for owners below their fair share
+EXTRA_PLACES = 8  # for owners that have no reply under way
+ROOM_S = 20.0
+
+
+class Turn:
+    """One reply: it waits, then its prompt is read, then it is written."""
+
+    def __init__(self, queue: FairQueue, owner: str, unread: Callable[[], int]) -> None:
+        self._queue, self.owner = queue, owner
+        self.unread = unread  # tokens of its prompt that no hop has cached
+        self.reading = 0  # as many as these were when it began, until the prompt was read
+        self.begun = trio.Event()
+        self._room_of: set[str] = set()  # the owners that had room at the hops while they were full for this reply
+        self._room_until = 0.0
+
+    def read(self) -> None:
+        """Note that the prompt was read: the owner's next one may be."""
+        self.reading, self._room_of = 0, set()
+        self._queue.update()
+
+    def needs_room(self) -> bool:
+        """Note that all hops are full; True if they may have room once replies of other owners end, or have ended.
+
+        Meanwhile those owners begin no further reply, for `ROOM_S` at most.
+        """
+        if not self._room_of:
+            self._room_until = trio.current_time() + ROOM_S
+        others = self._queue.owners_with_room() - {self.owner}
+        self._room_of |= others
+        self._queue.update()
+        return bool(others) or (self.is_without_room and trio.current_time() < self._room_until)
+
+    @property
+    def is_without_room(self) -> bool:
+        """True while it needs room that others have."""
+        return bool(self._room_of)
+
+    def keeps_back(self, owner: str) -> bool:
+        """True if no reply of another owner is to begin, because this one needs the room."""
+        return owner in self._room_of and trio.current_time() < self._room_until
+
+
+class FairQueue:
+    """The replies of one asker, by owner: those that wait and those under way."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[Turn]] = {}
+        self._active: list[Turn] = []
+
+    @asynccontextmanager
+    async def turn(self, owner: str, unread: Callable[[], int]) -> AsyncIterator[Turn]:
+        """Wait until a reply of this owner may begin, and hold its place; `unread` says how much is to be read."""
+        turn = Turn(self, owner, unread)
+        self._waiting.setdefault(owner, deque()).append(turn)
+        self.update()
+        try:
+            await turn.begun.wait()
+            yield turn
+        finally:
+            self._remove(turn)
+            self.update()
+
+    def owners_with_room(self) -> set[str]:
+        """Return the owners of replies under way that need no room."""
+        return {turn.owner for turn in self._active if not turn.is_without_room}
+
+    def update(self) -> None:
+        """Let those begin that may, owners with the fewest replies first."""
+        while True:
+            counts = Counter(turn.owner for turn in self._active)
+            heads = [queue[0] for _, queue in sorted(self._waiting.items(), key=lambda item: counts[item[0]])]
+            turn = next((head for head in heads if self._may_begin(head, counts)), None)
+            if turn is None:
+                return
+            self._remove(turn)
+            self._active.append(turn)
+            turn.reading = max(1, turn.unread())
+            turn.begun.set()
+
+    def _may_begin(self, turn: Turn, counts: Counter[str]) -> bool:
+        reading = sum(one.reading for one in self._active if one.owner == turn.owner)
+        if reading and reading + turn.unread() > READING_TOKENS:
+            return False
+        if any(one.keeps_back(turn.owner) for one in self._active):
+            return False
+        own, others = counts[turn.owner], len({*counts, *self._waiting} - {turn.owner})
+        if not own:
+            return len(self._active) < PLACES + EXTRA_PLACES
+        has_share = own < PLACES / (others + 2)  # for this owner, the others, and one that may still come
+        return len(self._active) < (PLACES if has_share else (1 - RESERVE) * PLACES)
+
+    def _remove(self, turn: Turn) -> None:
+        queue = self._waiting.get(turn.owner, deque())
+        if turn in queue:
+            queue.remove(turn)
+            if not queue:
+                del self._waiting[turn.owner]
+        elif turn in self._active:
+            self._active.remove(turn)

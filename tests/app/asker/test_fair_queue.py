@@ -1,0 +1,168 @@
+"""Owners of replies take turns: however much one asks for, the replies of another begin and go on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from app.asker import fair_queue
+from app.asker.asker import Asker
+from app.asker.fair_queue import EXTRA_PLACES, PLACES, READING_TOKENS, FairQueue
+from app.asker.reply import ReplyStats
+from app.routing.route import NoRoute
+from tests.app.hash_model import HashEnds, HashRunner, greedy
+from tests.app.session_swarm import STEP_S, SessionSwarm, no_leaks, open_swarm
+
+BLOCKS = 2
+LONG = list(range(2500))  # ten steps of a hop
+SHORT = list(range(5000, 5030))
+
+
+@asynccontextmanager
+async def one_hop(kv_tokens: int = 1 << 20) -> AsyncIterator[tuple[SessionSwarm, Asker]]:
+    """A hop with all blocks, and an asker that guesses nothing."""
+    async with open_swarm() as swarm:
+        await swarm.serve("hop", HashRunner(0, BLOCKS, kv_tokens))
+        yield swarm, await swarm.asker(ends=HashEnds(BLOCKS), guesser=lambda *_: None)
+
+
+async def ask_as(owner: str, asker: Asker, prompt: list[int], count: int = 4) -> ReplyStats:
+    async with asker.reply(prompt, count, max_tokens=count, owner=owner) as reply:
+        async for _ in reply:
+            pass
+    assert reply.stats.token_ids == greedy(prompt, count, BLOCKS)
+    return reply.stats
+
+
+@pytest.mark.parametrize("crowd", [3, 12])
+async def test_a_short_prompt_does_not_wait_for_the_long_ones_of_another_key(
+    autojump_clock: MockClock, crowd: int
+) -> None:
+    """Without turns it waits for all of them: ten steps for each."""
+    async with one_hop() as (swarm, asker), trio.open_nursery() as nursery:
+        for number in range(crowd):
+            nursery.start_soon(ask_as, "greedy", asker, [number, *LONG])
+        await trio.sleep(2.5 * STEP_S)
+        stats = await ask_as("modest", asker, SHORT)
+        assert stats.ttft_s is not None
+        assert stats.ttft_s < 8 * STEP_S
+        assert swarm.servers["hop"].stats.rows < READING_TOKENS + len(LONG), "the others are still being read"
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_prompts_of_one_key_are_read_in_their_order(autojump_clock: MockClock) -> None:
+    """Side by side, each would take as long as all together."""
+    async with one_hop() as (swarm, asker):
+        first_tokens: list[float] = []
+
+        async def note(number: int) -> None:
+            first_tokens.append((await ask_as("greedy", asker, [number, *LONG])).ttft_s or 0.0)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                nursery.start_soon(note, number)
+                await wait_all_tasks_blocked()
+        await no_leaks(swarm)
+    steps = [seconds / STEP_S for seconds in sorted(first_tokens)]
+    assert steps[0] < 20
+    assert steps[3] < 75
+
+
+async def test_short_prompts_of_one_key_are_read_together(autojump_clock: MockClock) -> None:
+    async with one_hop() as (_, asker), trio.open_nursery() as nursery:
+        for number in range(30):
+            nursery.start_soon(ask_as, "greedy", asker, [number, *SHORT])
+        await wait_all_tasks_blocked()
+        assert len(asker._replies) == 30
+    assert trio.current_time() < 20 * STEP_S
+
+
+async def test_a_key_has_a_place_though_another_asks_for_hundreds_of_replies(autojump_clock: MockClock) -> None:
+    async with one_hop() as (_, asker), trio.open_nursery() as nursery:
+        for number in range(200):
+            nursery.start_soon(ask_as, "greedy", asker, [number, *SHORT[:3]], 40)
+        await trio.sleep(5 * STEP_S)
+        assert len(asker._replies) == (1 - fair_queue.RESERVE) * PLACES
+        stats = await ask_as("modest", asker, SHORT)
+        assert stats.ttft_s is not None
+        assert stats.ttft_s < 8 * STEP_S
+        nursery.cancel_scope.cancel()
+
+
+async def test_room_that_becomes_free_at_a_full_hop_goes_to_the_key_that_has_none(autojump_clock: MockClock) -> None:
+    """The hop's cache holds one of these replies: the next one of the same key would take the place each time."""
+    async with one_hop(kv_tokens=int(1.5 * (len(SHORT) + 200))) as (_, asker), trio.open_nursery() as nursery:
+        ended: list[str] = []
+
+        async def note(owner: str, number: int, after_s: float) -> None:
+            await trio.sleep(after_s)
+            try:
+                await ask_as(owner, asker, [number, *SHORT[1:]], 200)
+                ended.append(owner)
+            except NoRoute:
+                ended.append(f"{owner}, refused")
+            if len(ended) == 2:
+                nursery.cancel_scope.cancel()
+
+        nursery.start_soon(note, "greedy", 0, 0.0)
+        nursery.start_soon(note, "modest", 1, 0.5)
+        for number in range(2, 8):
+            nursery.start_soon(note, "greedy", number, 0.5 + number / 2)
+    assert ended == ["greedy", "modest"]
+
+
+async def test_a_reply_that_is_cancelled_while_it_waits_leaves_nothing(autojump_clock: MockClock) -> None:
+    async with one_hop() as (swarm, asker):
+        async with trio.open_nursery() as nursery:
+            for number in range(5):
+                nursery.start_soon(ask_as, "greedy", asker, [number, *LONG])
+            await trio.sleep(STEP_S)
+            nursery.cancel_scope.cancel()
+        assert (asker._queue._active, asker._queue._waiting) == ([], {})
+        await ask_as("greedy", asker, SHORT)
+        await no_leaks(swarm)
+
+
+async def test_a_prompt_that_is_cached_counts_as_read() -> None:
+    queue, unread = FairQueue(), 10 * READING_TOKENS
+    async with queue.turn("one", lambda: unread) as first, trio.open_nursery() as nursery:
+        begun = trio.Event()
+
+        async def second() -> None:
+            async with queue.turn("one", lambda: unread):
+                begun.set()
+
+        nursery.start_soon(second)
+        await wait_all_tasks_blocked()
+        assert not begun.is_set()
+        unread = 5  # the first one's prompt is in the cache now
+        first.read()
+        await begun.wait()
+        assert first.reading == 0
+
+
+async def test_places_are_kept_for_those_who_come_later() -> None:
+    queue = FairQueue()
+    begun: list[str] = []
+    async with trio.open_nursery() as nursery:
+
+        async def stay(owner: str) -> None:
+            async with queue.turn(owner, lambda: 1) as turn:
+                turn.read()
+                begun.append(owner)
+                await trio.sleep_forever()
+
+        for owner in ("a", "b", "c"):
+            for _ in range(2 * PLACES):
+                nursery.start_soon(stay, owner)
+            await wait_all_tasks_blocked()
+        counts = {owner: begun.count(owner) for owner in "abc"}
+        assert sum(counts.values()) <= PLACES + EXTRA_PLACES
+        assert counts["a"] == 0.75 * PLACES
+        assert min(counts["b"], counts["c"]) >= 1
+        nursery.cancel_scope.cancel()
+    assert (queue._active, queue._waiting) == ([], {})
