@@ -16,6 +16,7 @@ GROUPS: tuple[str, ...] = (
     "pause",
     "restart",
     "logs",
+    "record",
     "bans",
     "chat",
     "demo",

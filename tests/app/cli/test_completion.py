@@ -37,6 +37,8 @@ TABLE = {
     "stop": True,
     "restart": True,
     "logs": True,
+    "record": True,
+    "replay": False,
     "ban": True,
     "trust": True,
     "config": True,
