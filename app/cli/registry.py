@@ -17,6 +17,7 @@ GROUPS: tuple[str, ...] = (
     "restart",
     "logs",
     "record",
+    "web",
     "bans",
     "chat",
     "demo",

@@ -39,6 +39,7 @@ TABLE = {
     "logs": True,
     "record": True,
     "replay": False,
+    "web": True,
     "ban": True,
     "trust": True,
     "config": True,
