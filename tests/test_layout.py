@@ -38,7 +38,7 @@ LEVELS = {
     7: ("app.training",),
     8: ("app.rounds",),
     9: ("app.api",),
-    10: ("app.node",),
+    10: ("app.node", "app.web"),
     11: ("app.cli",),
 }
 P2P_LEVELS = {

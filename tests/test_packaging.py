@@ -43,8 +43,8 @@ def test_the_wheel_carries_all_and_nothing_else(wheel: Path) -> None:
         assert any(name.endswith(f"share/shoal/service/{template.name}") for name in names)
     tops = {name.split("/")[0] for name in names}
     assert all(top in ("app", "engine", "p2p", "ui") or top.startswith("shoal-") for top in tops), tops
-    sheets = [path.relative_to(ROOT).as_posix() for path in (ROOT / "ui").rglob("*.tcss")]
-    assert set(sheets) <= set(names)
+    data = [*(ROOT / "ui").rglob("*.tcss"), *(ROOT / "app" / "web" / "page").iterdir()]
+    assert {path.relative_to(ROOT).as_posix() for path in data} <= set(names)
 
 
 def test_an_installed_wheel_runs_without_the_checkout(wheel: Path, tmp_path: Path) -> None:

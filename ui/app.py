@@ -46,6 +46,7 @@ class Dashboard(NodeApp):
     """The Textual app: its modes are the tabs, its bindings the keys that work on every screen."""
 
     TITLE = "shoal"
+    tabs: ClassVar[tuple[str, ...]] = TABS
     CSS_PATH = Path(__file__).with_name("dashboard.tcss")
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-normal"), (150, "-wide")]  # noqa: RUF012 (as in the base)
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-medium"), (44, "-tall")]  # noqa: RUF012
@@ -78,7 +79,8 @@ class Dashboard(NodeApp):
         self._latest: RawSnapshot | None = None
         self._footer_state: tuple[str, str | None] = ("", None)  # connection and node state it was made for
         self.asked_first_run = False
-        self._modes = {name: partial(make_screen, name, self.store) for name in TABS}
+        self.first_tab = "overview"
+        self._modes = {name: partial(make_screen, name, self.store) for name in self.tabs}
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = self._kept_theme = actions.kept_theme(folder)
@@ -95,7 +97,7 @@ class Dashboard(NodeApp):
     async def on_mount(self) -> None:
         """Show the overview at once, then connect: starting a node can take seconds."""
         self.begin_capture_print(self)
-        await self.switch_mode("overview")
+        await self.switch_mode(self.first_tab)
         self.set_interval(1.0, self._tick)
         if self._follower is not None:
             self._follower.start()
@@ -217,6 +219,8 @@ class Dashboard(NodeApp):
 
     async def action_go(self, name: str) -> None:
         """Switch to the screen of a tab."""
+        if name not in self.tabs:
+            return
         if self.current_mode != name:
             await self.switch_mode(name)
         if isinstance(self.screen, MainScreen):

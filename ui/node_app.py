@@ -6,7 +6,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from textual.app import App
 from textual.message import Message
@@ -29,7 +29,9 @@ class Answer(Message):
 
 
 class NodeApp(App[None]):
-    """The part of the app that screens and actions use; `ui.app.Dashboard` is the only implementation."""
+    """The part of the app that screens and actions use; `ui.app.Dashboard` implements it."""
+
+    tabs: ClassVar[tuple[str, ...]]
 
     def __init__(self, door: NodeConnector | None, store: Store, folder: Path | None) -> None:
         super().__init__()

@@ -150,6 +150,9 @@ class Control(Protocol):
     async def pull(self, model: str) -> ModelView:
         """Download a model of the hub unless it is here, and return it."""
 
+    async def recent(self) -> list[dict[str, Any]]:
+        """Return the lines of a recording of the last minutes, decoded; empty before the first snapshot."""
+
     def network_checks(self) -> Sequence[Check]:
         """Return the checks of `shoal doctor` that only a running node can make."""
 

@@ -118,7 +118,7 @@ class Guard:
         self, scope: Scope, headers: Mapping[bytes, bytes], allowed: bytes | None
     ) -> tuple[int, Reason] | None:
         path, host = scope["path"], headers.get(b"host", b"")
-        if not _is_this_machine(host, everywhere=self._everywhere):
+        if not is_this_machine(host, everywhere=self._everywhere):
             return 403, because("foreign_host", "the API must be addressed as 127.0.0.1 or localhost")
         if allowed is None and b"origin" in headers and headers[b"origin"].lower() != _own_origin(scope, host):
             return 403, because("foreign_origin", "the API refuses requests from other sites' web pages")
@@ -168,7 +168,7 @@ def _with_origin(send: Send, origin: bytes) -> Send:
     return sending
 
 
-def _is_this_machine(host: bytes, *, everywhere: bool) -> bool:
+def is_this_machine(host: bytes, *, everywhere: bool) -> bool:
     """True if a `Host` header names this machine in a way that no DNS server can forge."""
     try:
         name = urlsplit(f"//{host.decode('ascii')}").hostname or ""

@@ -352,6 +352,11 @@ def _read_routes(control: Control) -> APIRouter:
         """Log entries after a number."""
         return {"pid": os.getpid(), "rows": [dataclasses.asdict(row) for row in RECENT.after(after)]}
 
+    @router.get("/recording")
+    async def recording() -> list[dict[str, Any]]:
+        """The lines of a recording of the last ten minutes, which `shoal doctor --bundle` packs."""
+        return await control.recent()
+
     @router.get("/doctor")
     async def doctor() -> list[dict[str, Any]]:
         """The network checks of `shoal doctor`."""

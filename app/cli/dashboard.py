@@ -133,6 +133,26 @@ class HomeConnector:
         return self.folder / "logs" / START_LOG
 
 
+class WatchConnector(HomeConnector):
+    """Connects to the node of a home folder, but never starts one or changes its settings."""
+
+    can_start = False
+
+    def client(self) -> Client:
+        """Return a client for the running node; raises `NotRunning` without naming the folder, for strangers' eyes."""
+        try:
+            return super().client()
+        except NotRunning:
+            raise NotRunning("no node runs here now") from None
+
+    def start(self) -> None:
+        """Do nothing: whoever only looks starts no node."""
+
+    def set_setting(self, name: str, text: str | None) -> None:
+        """Raise `NotRunning`: whoever only looks changes nothing."""
+        raise NotRunning("this view is read-only")
+
+
 class UrlConnector:
     """Connects to a node by URL, and never starts one; satisfies `ui.state.follower.NodeConnector`."""
 

@@ -32,7 +32,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-vram", metavar="SIZE", type=size_argument, help=words)
     words = "show only how others reach this machine: router, NAT, relays, IPv6, public directory"
     parser.add_argument("--network", action="store_true", help=words)
-    words = "write a zip for a bug report: checks, state, devices, settings without secrets, end of the log"
+    words = "write a zip for a bug report: checks, state of the last ten minutes, devices, settings, log; no secrets"
     parser.add_argument("--bundle", metavar="FILE", type=Path, help=words)
 
 
@@ -79,15 +79,17 @@ def bundle(arguments: argparse.Namespace, facts: dict[str, Any]) -> list[str]:
         "doctor": facts["checks"],
         "devices": facts["devices"],
     }
+    recording: list[dict[str, Any]] = []
     try:
         config = load_config(home.config_file, os.environ)
         contents["settings"] = [config.facts(name) for name in SETTINGS]
         client = running_client(arguments.home)
         if client is not None:
             contents["snapshot"] = client.get("/control/snapshot")
+            recording = client.get("/control/recording")
     except AppError as error:
         contents["trouble"] = str(error)
-    return write_bundle(arguments.bundle, home, contents)
+    return write_bundle(arguments.bundle, home, contents, recording)
 
 
 def examine(arguments: argparse.Namespace, devices: list[Device]) -> Iterator[Check]:

@@ -16,6 +16,8 @@ GROUPS: tuple[str, ...] = (
     "pause",
     "restart",
     "logs",
+    "record",
+    "web",
     "bans",
     "chat",
     "demo",

@@ -12,7 +12,8 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import asdict, replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,6 +50,8 @@ from app.node.upkeep import Upkeep
 from app.node.views import NodeViews
 from app.node.visits import Visits
 from app.routing.trust import TrustBook
+from app.snapshot.codec import to_json
+from app.snapshot.recording import RecentFrames
 from app.snapshot.views import (
     CourtesyView,
     GuestView,
@@ -85,6 +88,9 @@ READY = ("serving", "client", "paused")
 MEET_S = 5.0  # to reach a member that an invite names, before its swarm is described without it
 MEET_AGAIN_S = 0.3
 TICK_S = 2.0  # between two updates of figures that change without an event
+RECENT_APART_S = 5.0  # between two snapshots that are kept for a bug report
+RECENT_S = 600.0
+RECENT_BYTES = 4 * 2**20
 NO_SWARM = because("no_swarm", "not in a swarm")
 
 NO_SWARM_TEXT = "this node has not joined a swarm yet: join one with `shoal join`, or wait until it has joined"
@@ -111,6 +117,7 @@ class Node:
         self._state: State = "starting"
         self._why = because("starting", "the node is starting")
         self.event_log = EventLog()
+        self._recent, self._recent_lock = RecentFrames(round(RECENT_S * 1000), RECENT_BYTES), trio.Lock()
         self._pause_control = PauseControl(home.pause_file, self.event_log.touch)
         self._api_health = ApiHealth()
         context = self._context()
@@ -172,6 +179,7 @@ class Node:
                 self._report_ready()
                 for name, part in (
                     ("the update of figures", self._tick),
+                    ("the recording of the last minutes", self._record),
                     ("the pause timer", self._pause_control.run),
                     ("courtesy and statistics", self._upkeep.run),
                     ("visits of other swarms", self._visits.run),
@@ -228,6 +236,23 @@ class Node:
                 self._network_owner.active_swarm.watch_routes()
             self.event_log.touch()
             await self._write_node_file()
+
+    async def _record(self) -> None:
+        """Keep the snapshots of the last minutes in memory, for `shoal doctor --bundle`."""
+        while True:
+            # In a thread: to convert hundreds of peers takes milliseconds, in which no token would be sent.
+            async with self._recent_lock:
+                await trio.to_thread.run_sync(self._keep_recent, self.snapshot(), time.time_ns() // 10**6)
+            await trio.sleep(RECENT_APART_S)
+
+    def _keep_recent(self, snapshot: Snapshot, at_ms: int) -> None:
+        self._recent.take(at_ms, to_json(snapshot))
+
+    async def recent(self) -> list[dict[str, Any]]:
+        """Return the lines of a recording of the last minutes, with the events of that time."""
+        notes = [asdict(note) for note in self.event_log.notes_after(0)]
+        async with self._recent_lock:
+            return await trio.to_thread.run_sync(self._recent.entries, self._version, notes)
 
     async def _join_first_swarm(self, target: str | None) -> None:
         if (pause := self._pause_control.current) is not None:

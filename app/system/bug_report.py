@@ -1,7 +1,8 @@
 """The zip of `shoal doctor --bundle` for a bug report: findings of the doctor, node state, settings, end of the log.
 
-It contains no prompts, replies or environment variables. As a second safeguard, every secret of the home folder is
-removed from all texts before they are written.
+If the node runs, the last ten minutes of its snapshots and events are in it too, for `shoal replay`. It contains no
+prompts, replies or environment variables. As a second safeguard, every secret of the home folder is removed from all
+texts before they are written.
 """
 
 from __future__ import annotations
@@ -12,29 +13,36 @@ import json
 import platform
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from app.config.home import Home
 from app.core.errors import AppError
+from app.snapshot.recording import SUFFIX
 from app.swarm.saved import load
 from p2p.errors import P2PError
 from p2p.identity import load_or_create
 from p2p.platform import create_private
 
 LOG_BYTES = 256 * 1024
+RECORDING = f"last-minutes{SUFFIX}"
 _INVITE = re.compile(r"shoal:[a-z0-9]{16,}", re.IGNORECASE)
 _REMOVED = "[removed]"
 
 
-def write_bundle(path: Path, home: Home, facts: Mapping[str, Any]) -> list[str]:
+def write_bundle(
+    path: Path, home: Home, facts: Mapping[str, Any], recording: Sequence[Mapping[str, Any]] = ()
+) -> list[str]:
     """Write the zip and return one line about each file in it; `facts` are JSON values by name.
 
-    Raises `AppError` if the file exists or cannot be written.
+    `recording` are the lines of a recording; without any, the zip has none. Raises `AppError` if the file exists or
+    cannot be written.
     """
     texts = {f"{name}.json": json.dumps(value, indent=1, sort_keys=True) for name, value in facts.items()}
     texts["log.txt"] = log_tail(home.log_file)
+    if recording:
+        texts[RECORDING] = "".join(f"{json.dumps(line)}\n" for line in recording)
     hidden = secrets_of(home)
     clean = {name: without_secrets(text, hidden) for name, text in texts.items()}
     packed = io.BytesIO()

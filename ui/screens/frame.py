@@ -46,7 +46,7 @@ class Head(RowWidget):
 
     def _tabs(self, narrow: bool, *, named: bool) -> Row:
         tabs = row(" ", ("≋" if narrow else "≋ shoal", "b primary"), " " if narrow else "  ")
-        for number, name in enumerate(TABS, 1):
+        for number, name in enumerate(cast(NodeApp, self.app).tabs, 1):
             active = name == self._active
             words = f" {number} {name} " if named or active else f" {number} "
             tabs.append((words, "b background on primary" if active else "dim"))
@@ -72,8 +72,16 @@ class Head(RowWidget):
             tabs += 1 if text.strip()[:1].isdigit() else 0
             if event.x < at:
                 if text.strip()[:1].isdigit():
-                    self.app.run_worker(self.app.run_action(f"go('{TABS[tabs - 1]}')"))
+                    self.app.run_worker(self.app.run_action(f"go('{cast(NodeApp, self.app).tabs[tabs - 1]}')"))
                 return
+
+
+class MarkerLine(RowWidget):
+    """Says that what is shown is not a dashboard of one's own node: a recording, or a view without control."""
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """One line."""
+        return [row((fit([(f"  {self.store.marker}", "")], width)[0][0].ljust(width), "b background on warning"))]
 
 
 class StateLine(GrowingLine):
@@ -111,6 +119,8 @@ class MainScreen(Screen[None]):
     def compose(self) -> ComposeResult:
         """The frame around the tab's own widgets."""
         yield Head(self.store, self.TAB)
+        if self.store.marker:
+            yield MarkerLine(self.store, id="marker")
         yield StateLine(self.store, id="state")
         yield from self.body()
         yield FooterKeys(self.store)

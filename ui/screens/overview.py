@@ -13,7 +13,7 @@ from app.core.terminal_text import one_line
 from app.snapshot.views import weight_words
 from ui.draw.bars import ceiling, plot
 from ui.draw.coverage import MARGIN, legend, strip_rows, weak_note
-from ui.draw.node import gauge_rows, given_rows, is_coming_up, now_ms, session_rows, step_rows
+from ui.draw.node import gauge_rows, given_rows, is_coming_up, session_rows, step_rows
 from ui.draw.numbers import fine_rate, megabits
 from ui.draw.rows import UNKNOWN, Row, beside, row, wrap
 from ui.screens.frame import MainScreen
@@ -220,7 +220,7 @@ class TodayPanel(Panel):
 
     def rows(self, width: int, height: int) -> list[Row]:
         """Figures with their labels."""
-        return given_rows(self.store.snapshot, now_ms(), width, height)
+        return given_rows(self.store.snapshot, self.store.now_ms(), width, height)
 
 
 class Overview(MainScreen):
@@ -246,13 +246,13 @@ class Overview(MainScreen):
 
     def show(self) -> None:
         """Redraw from the store; while the start-up steps are shown, they take the place of the sessions."""
-        start = self.query_one(StartPanel)
-        wanted = start.wanted()
-        start.display = wanted
-        if wanted and self.store.snapshot is not None:
-            frame = 1 if self.has_class("-narrow") else 2
-            start.styles.height = len(self.store.snapshot.steps) + frame
-        self.set_class(wanted, "-starting")
+        for start in self.query(StartPanel):  # none while the app closes
+            wanted = start.wanted()
+            start.display = wanted
+            if wanted and self.store.snapshot is not None:
+                frame = 1 if self.has_class("-narrow") else 2
+                start.styles.height = len(self.store.snapshot.steps) + frame
+            self.set_class(wanted, "-starting")
         super().show()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:

@@ -266,7 +266,8 @@ class Swarm(MainScreen):
     def show(self) -> None:
         """Redraw every widget from the store."""
         super().show()
-        self.query_one(PeersTable).show()
+        for table in self.query(PeersTable):  # none while the app closes
+            table.show()
 
     @on(Input.Changed, "#filter")
     def filter_changed(self, event: Input.Changed) -> None:

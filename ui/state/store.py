@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,8 +67,14 @@ class PeerChange:
 class Store:
     """The only state about the node in the dashboard; messages write it, panels read it."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self.now = now
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        now_ms: Callable[[], int] = lambda: time.time_ns() // 10**6,
+        marker: str = "",
+    ) -> None:
+        self.now, self.now_ms = now, now_ms
+        self.marker = marker  # shown on a line of its own: this is a recording, or nothing can be changed
         self.link = ConnectionState("connecting")
         self.snapshot: Snapshot | None = None
         self.jobs: tuple[JobView, ...] | None = None  # None: not known
@@ -131,6 +137,21 @@ class Store:
         self.speeds = {key: self.speeds.get(key, deque(maxlen=SESSION_SAMPLES)) for key in sessions}
         for key, value in sessions.items():
             self.speeds[key].append(value)
+        self.version += 1
+
+    def rewind(self) -> None:
+        """Forget events, plots and changes, to show another time of a recording; the next snapshot is the first."""
+        self.notes.clear()
+        self._seen_notes.clear()
+        self.replace_plots((), (), ())
+        self.speeds, self.changes = {}, {}
+        self._peers = self._swarm = None
+
+    def replace_plots(self, served: Iterable[float], up: Iterable[float], down: Iterable[float]) -> None:
+        """Replace the samples of the three plots, one for each second."""
+        for kept, values in ((self.served, served), (self.up, up), (self.down, down)):
+            kept.clear()
+            kept.extend(values)
         self.version += 1
 
     # --- reading -----------------------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ from app.joining.admission import MadeInvite
 from app.rounds.founding import TrainWish
 from app.rounds.train_store import facts_of
 from app.routing.route import Hop, NoRoute
+from app.snapshot.codec import to_json
+from app.snapshot.recording import RecentFrames
 from app.snapshot.views import (
     CourtesyView,
     FitView,
@@ -241,6 +243,11 @@ class DoubleNode:
 
     async def pull(self, model: str) -> ModelView:
         return ModelView(model, model, here=True)
+
+    async def recent(self) -> list[dict[str, Any]]:
+        ring = RecentFrames(600_000, 10**6)
+        ring.take(1_700_000_000_000, to_json(self.snapshot()))
+        return ring.entries("0.1.0")
 
     def network_checks(self) -> Sequence[Check]:
         return [Check("clock", "ok", "fine")]

@@ -115,6 +115,8 @@ async def test_looking() -> None:
         prospects = prospects_from(await threaded(client.get, "/control/prospects"))
         assert (prospects.offers[0].fit, prospects.disk_free_bytes) == (FitView(3, 3), 34)
         assert (await threaded(client.get, "/control/doctor"))[0]["name"] == "clock"
+        header, frame = await threaded(client.get, "/control/recording")
+        assert (header["shoal_recording"], frame["all"]["peer_id"]) == (1, node.snapshot().peer_id)
         assert await threaded(client.snapshot) == node.snapshot()
         assert "paths" in await threaded(client.get, "/openapi.json")
 

@@ -14,7 +14,7 @@ from app.config.home import Home, api_token
 from app.core.errors import AppError
 from app.snapshot.views import RuleView
 from app.swarm.saved import load
-from app.system.bug_report import LOG_BYTES, log_tail, write_bundle
+from app.system.bug_report import LOG_BYTES, RECORDING, log_tail, write_bundle
 from app.system.doctor import check_driver, check_sensor, check_settings
 from p2p.identity import load_or_create
 
@@ -60,13 +60,14 @@ def test_no_secret_is_in_it_whoever_wrote_it_down(
     told = secrets_in(home, capsys)
     (home.log_folder / "node.log").write_text("".join(f"{name}: {text}.\n" for name, text in told.items()))
     facts = {"snapshot": {name: f"<{text}>" for name, text in told.items()}, "settings": [], "doctor": []}
-    listed = write_bundle(tmp_path / "bug.zip", home, facts)
+    recording = [{"t": number, "note": {"text": text}} for number, text in enumerate(told.values())]
+    listed = write_bundle(tmp_path / "bug.zip", home, facts, recording)
     with zipfile.ZipFile(tmp_path / "bug.zip") as archive:
         names = archive.namelist()
         whole = "\n".join(archive.read(name).decode() for name in names)
-    assert [line.split()[0] for line in listed] == names == [f"{name}.json" for name in facts] + ["log.txt"]
+    assert [line.split()[0] for line in listed] == names == [*(f"{name}.json" for name in facts), "log.txt", RECORDING]
     assert [name for name, text in told.items() if text.lower() in whole.lower()] == []
-    assert whole.count("[removed]") == 2 * len(told)
+    assert whole.count("[removed]") == 3 * len(told)
     assert "of the environment" not in whole
 
 

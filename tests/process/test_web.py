@@ -1,0 +1,136 @@
+"""`shoal web` with real dashboards: from the first run to a chat in Chromium, and a read-only view without one.
+
+The protocol itself is tested in `tests/app/web`. `SHOAL_UPDATE_SCREENS=1` writes the picture of the docs anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import trio
+from trio_websocket import open_websocket_url
+
+from tests.process.chromium import PROGRAM, Chromium, Page
+from tests.process.node_process import FRESH, PATIENCE_S, Place, Serving, start
+
+PICTURE = Path(__file__).resolve().parent.parent.parent / "docs" / "web.png"
+_ESCAPE = re.compile(r"\x1b(\[[0-9;?<=>$]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|.)")
+
+needs_chromium = pytest.mark.skipif(PROGRAM is None, reason="Chromium is not installed")
+
+
+@contextmanager
+def web(place: Place) -> Iterator[dict[str, str]]:
+    """A `shoal web` process, ended with Ctrl-C; yields its links."""
+    out, out_end = os.pipe()
+    with open(os.devnull) as nothing, os.fdopen(out_end, "w") as output, os.fdopen(out) as lines:
+        arguments = ["web", "--port=0", "--share", "--json"]
+        process = start(arguments, place.environment(), (nothing, output, output), FRESH)
+        output.close()
+        try:
+            links: dict[str, str] = json.loads(lines.readline())
+            yield links
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE_S) == 0
+        finally:
+            process.kill()
+
+
+def test_a_view_shows_the_dashboard_and_ends_with_the_server(tmp_path: Path) -> None:
+    """No node runs, and a view starts none."""
+    place = Place(tmp_path / "home", tmp_path / "cache")
+
+    async def look(links: dict[str, str]) -> None:
+        url, _, token = links["view"].partition("/#view=")
+        shown = ""
+        async with open_websocket_url(f"ws{url[4:]}/screen") as page:
+            await page.send_message(json.dumps({"view": token, "width": 100, "height": 30}))
+            with trio.fail_after(PATIENCE_S):
+                while "READ-ONLY VIEW" not in shown or "no node runs here now" not in shown:
+                    message = await page.get_message()
+                    shown += _ESCAPE.sub("", message.decode()) if isinstance(message, bytes) else ""
+
+        assert str(tmp_path) not in shown
+
+    with web(place) as links:
+        trio.run(look, links)
+    assert not (place.home / "node.json").exists()
+
+
+@needs_chromium
+@pytest.mark.timeout(300)
+def test_from_the_first_run_to_a_chat_in_a_browser(tmp_path: Path) -> None:
+    host = Place(tmp_path / "host", tmp_path / "cache")
+    guest = Place(tmp_path / "guest", tmp_path / "cache")
+    assert host.shoal("create", "reef", "--model", "tiny-random").status == 0
+    with Serving(host, "--discovery=invite", "--device=cpu", max_vram="1GB") as serving:
+        serving.ready()
+        invite = str(host.facts("invite")["invite"])
+        with node_stopped(guest), web(guest) as links, Chromium(tmp_path / "profile") as browser:
+            page = browser.open(links["link"])
+            _first_run(page, invite)
+            _chat(page)
+            _used_link_and_reload(browser, page, links)
+            _view(browser, links)
+
+
+@contextmanager
+def node_stopped(place: Place) -> Iterator[None]:
+    """Stops the node that the dashboard started."""
+    try:
+        yield
+    finally:
+        if (place.home / "node.json").exists():
+            assert place.shoal("stop").status == 0
+
+
+def _first_run(page: Page, invite: str) -> None:
+    page.until("▸ 1  Where?", seconds=120)
+    page.until("pause")  # the settings are known
+    page.paste(invite)
+    page.until("✓ 1")
+    page.press("Enter")
+    page.until("▸ 3  Say hello", seconds=120)
+
+
+def _chat(page: Page) -> None:
+    page.type("hello there")
+    page.press("Enter")
+    shown = page.until(" tokens · ", seconds=120)
+    assert "hello there" in shown
+    page.press("Escape")  # stops the reply
+    page.until(" stopped")
+    page.press("Escape")
+    page.type("1")
+    page.until("uptime")
+    picture = page.picture()
+    assert len(picture) > 10_000
+    if os.environ.get("SHOAL_UPDATE_SCREENS"):
+        PICTURE.write_bytes(picture)
+
+
+def _used_link_and_reload(browser: Chromium, page: Page, links: dict[str, str]) -> None:
+    assert page.run("location.hash") == ""
+    browser.open(links["link"]).until("This link was used already")
+    page.reload()
+    page.until("reef#")
+
+
+def _view(browser: Chromium, links: dict[str, str]) -> None:
+    view = browser.open(links["view"])
+    view.until("reef#")
+    assert "READ-ONLY VIEW" in view.text()
+    view.type("3")
+    view.press("Enter")
+    view.click(300, 60)
+    view.run("document.querySelector('[data-tab=swarm]').click()")
+    shown = view.until("peers  ")
+    assert "READ-ONLY VIEW" in shown
+    assert "hello there" not in shown
