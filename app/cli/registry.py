@@ -32,6 +32,7 @@ GROUPS: tuple[str, ...] = (
     "identity",
     "doctor",
     "service",
+    "update",
     "uninstall",
     "completion",
 )
