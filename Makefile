@@ -7,9 +7,10 @@ IN_RANGE = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 VENV_PYTHON = .venv/bin/python
 RUN_STAMP = .venv/setup.stamp
 TEST_STAMP = .venv/test.stamp
+RELEASE_STAMP = .venv/release.stamp
 NEEDS = pyproject.toml constraints.txt packaging/setup_venv.py $(if $(SHOAL_TORCH),FORCE)
 
-.PHONY: help setup run test lint types unit soak bench docs clean FORCE
+.PHONY: help setup run test lint types unit soak bench docs bundle release clean FORCE
 
 help:
 	@echo "make run     set up and start Shoal"
@@ -17,6 +18,8 @@ help:
 	@echo "make soak    the long tests"
 	@echo "make bench   the engine's benchmark beside transformers"
 	@echo "make docs    write the generated pages of docs/ again"
+	@echo "make bundle  a folder with Shoal that needs no Python, for this system, in dist/"
+	@echo "make release everything of a release, in dist/ (KEY=FILE signs it)"
 	@echo "make setup   build .venv (PYTHON=python3.12 picks the interpreter)"
 	@echo "make clean   remove .venv and caches"
 
@@ -41,6 +44,9 @@ $(RUN_STAMP): $(NEEDS)
 
 $(TEST_STAMP): $(NEEDS)
 	$(SET_UP) test
+
+$(RELEASE_STAMP): $(NEEDS)
+	$(SET_UP) release
 
 FORCE:
 
@@ -68,6 +74,12 @@ bench: $(TEST_STAMP)
 
 docs: $(RUN_STAMP)
 	$(VENV_PYTHON) packaging/docs.py
+
+bundle: $(RELEASE_STAMP)
+	$(VENV_PYTHON) packaging/bundle.py
+
+release: $(RELEASE_STAMP)
+	$(VENV_PYTHON) packaging/release.py $(if $(KEY),--key "$(KEY)") $(if $(URL),--url "$(URL)") $(if $(LIST),--list "$(LIST)")
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

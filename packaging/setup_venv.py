@@ -3,7 +3,7 @@
 Plain standard library, run by the Python that the environment will use:
 
     python3.12 packaging/setup_venv.py          what Shoal needs to run
-    python3.12 packaging/setup_venv.py test     the tools of `make test` as well
+    python3.12 packaging/setup_venv.py test     the tools of `make test` as well (or `release`: those of `make bundle`)
 
 `torch_choice` decides which build of torch this machine gets; the variable SHOAL_TORCH (`cpu`, `cuda` or the address
 of a package index) decides instead. Safe to interrupt and to run again: packages that were installed whole are kept,
@@ -30,8 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 CONSTRAINTS = ROOT / "constraints.txt"
 OLDEST, NEWEST = (3, 11), (3, 13)
-# The stamps that `make` compares with pyproject.toml: one for what Shoal runs with, one for the test tools.
-RUN, TEST = "setup.stamp", "test.stamp"
+EXTRAS = ("test", "release")  # of pyproject.toml
 
 # libp2p demands fastecdsa, which has no wheel for Linux; the placeholder needs no compiler.
 PLACEHOLDER = ROOT / "packaging" / "fastecdsa"
@@ -40,8 +39,8 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CUDA_INDEX = "https://download.pytorch.org/whl/cu130"
 ROCM_INDEX = "https://download.pytorch.org/whl/rocm7.1"
 GB = 10**9
-DISK_BYTES = {"cpu": 1.5 * GB, "cuda": 9 * GB}  # while pip unpacks; 1 and 7 GB stay
-TEST_DISK_BYTES = 2 * GB
+# While pip unpacks; 1 and 7 GB stay, and 1.5 of the test tools.
+DISK_BYTES = {"cpu": 1.5 * GB, "cuda": 9 * GB, "test": 2 * GB}
 PATIENCE_S = 20.0  # for one package index; an index that cannot be reached must not cost minutes
 TICK_S = 10.0
 
@@ -128,11 +127,11 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
     """Create the environment and install Shoal in it; returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if words not in ([], ["test"]):
-            raise SetupError(f"unknown argument {' '.join(words)!r}; the only one is `test`")
+        if words and (len(words) > 1 or words[0] not in EXTRAS):
+            raise SetupError(f"unknown argument {' '.join(words)!r}: write one of {', '.join(EXTRAS)}, or none")
         check_python(sys.version_info[:2])
         create_venv()
-        install(with_tests=words == ["test"], wish=environment.get("SHOAL_TORCH", ""))
+        install("".join(words), wish=environment.get("SHOAL_TORCH", ""))
     except (SetupError, OSError) as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1
@@ -203,18 +202,21 @@ def installed_torch() -> str | None:
 # --- installing ------------------------------------------------------------------------------------------------------
 
 
-def install(*, with_tests: bool, wish: str) -> None:
-    """Install Shoal, editable, at the pinned versions, with the test tools if asked for."""
+def install(extra: str, *, wish: str) -> None:
+    """Install Shoal, editable, at the pinned versions, with the tools of an extra if one is named.
+
+    At last the stamps are written that `make` compares with pyproject.toml: one of Shoal itself, one of the extra.
+    """
     forget_halves()
     choice = torch_to_install(wish)
-    check_disk(choice, with_tests=with_tests)
-    run_pip([str(PLACEHOLDER)])
+    check_disk(choice, extra)
     if choice is not None:
         install_torch(choice)
-    print(f"setup: installing Shoal{' and its test tools' * with_tests}", flush=True)
-    run_pip(["--constraint", str(CONSTRAINTS), "--editable", f"{ROOT}[test]" if with_tests else str(ROOT)])
-    for stamp in (RUN, TEST) if with_tests else (RUN,):
-        (VENV / stamp).write_text(f"{sys.version}\n")
+    print(f"setup: installing Shoal{f' and the tools of make {extra}' if extra else ''}", flush=True)
+    shoal = f"{ROOT}[{extra}]" if extra else str(ROOT)
+    run_pip(["--constraint", str(CONSTRAINTS), str(PLACEHOLDER), "--editable", shoal])
+    for stamp in ("setup", extra) if extra else ("setup",):
+        (VENV / f"{stamp}.stamp").write_text(f"{sys.version}\n")
 
 
 def torch_to_install(wish: str) -> TorchChoice | None:
@@ -235,9 +237,9 @@ def torch_to_install(wish: str) -> TorchChoice | None:
     return choice
 
 
-def check_disk(choice: TorchChoice | None, *, with_tests: bool) -> None:
+def check_disk(choice: TorchChoice | None, extra: str) -> None:
     """Refuse to begin what the disk has no room for."""
-    needed = (DISK_BYTES.get(choice.kind, DISK_BYTES["cuda"]) if choice else 0) + TEST_DISK_BYTES * with_tests
+    needed = (DISK_BYTES.get(choice.kind, DISK_BYTES["cuda"]) if choice else 0) + DISK_BYTES.get(extra, 0)
     free = shutil.disk_usage(VENV).free
     if free < needed:
         raise SetupError(f"the set-up needs {needed / GB:.1f} GB at {VENV}, and {free / GB:.1f} GB are free")
@@ -299,14 +301,14 @@ class Progress:
         elif line.startswith("Installing collected packages:"):
             self._expected = line.count(",") + 1
             self._already = sum(1 for _ in packages())
-            self._doing = f"unpacking {self._expected} packages"
-            if self._expected > 1:
-                print(f"setup: {self._doing}", flush=True)
+            names = line.partition(":")[2].strip()
+            self._doing = f"unpacking {f'{self._expected} packages' if self._expected > 1 else names}"
+            print(f"setup: {self._doing}", flush=True)
 
     def tick(self) -> str:
         """Say what goes on now."""
         doing = self._doing
-        if self._expected:
+        if self._expected > 1:
             done = sum(1 for _ in packages()) - self._already
             doing += f", {max(done, 0)} done"
         return f"setup: still {doing}, {time.monotonic() - self._began:.0f} s"

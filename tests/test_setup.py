@@ -115,7 +115,12 @@ def test_the_question_before_gigabytes(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(setup, "look", lambda: setup.Machine(*LINUX, nvidia=True))
-    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or answer)
+
+    def ask(text: str) -> str:
+        asked.append(text)
+        return answer
+
+    monkeypatch.setattr("builtins.input", ask)
     for stream in ("stdin", "stdout"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
     assert setup.torch_to_install("").kind == kind
@@ -127,7 +132,12 @@ def test_an_environment_of_this_version_is_kept(setup: ModuleType, monkeypatch: 
     monkeypatch.setattr(setup, "venv_python", lambda: Path(sys.executable))
     setup.create_venv()
     monkeypatch.setattr(setup, "runs_this_version", lambda python: False)
-    monkeypatch.setattr(setup.subprocess, "run", lambda *command, **_: commands.append(command[0]) or Done(0))
+
+    def run(command: list[str], **_: object) -> Done:
+        commands.append(command)
+        return Done(0)
+
+    monkeypatch.setattr(setup.subprocess, "run", run)
     setup.create_venv()
     assert commands == [[sys.executable, "-m", "venv", "--clear", str(setup.VENV)]]
     monkeypatch.setattr(setup.subprocess, "run", lambda *command, **_: Done(1))
@@ -155,9 +165,12 @@ def test_half_installed_packages_are_installed_again(setup: ModuleType) -> None:
     assert [entry.name for entry in setup.packages()] == ["trio-1.dist-info"]
 
 
-@pytest.mark.parametrize(("with_tests", "stamps"), [(False, ["setup.stamp"]), (True, ["setup.stamp", "test.stamp"])])
+@pytest.mark.parametrize(
+    ("extra", "what", "stamps"),
+    [("", "", ["setup.stamp"]), ("test", "[test]", ["setup.stamp", "test.stamp"])],
+)
 def test_the_stamps_are_written_last(
-    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, with_tests: bool, stamps: list[str]
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, extra: str, what: str, stamps: list[str]
 ) -> None:
     installed: list[str] = []
 
@@ -168,12 +181,12 @@ def test_the_stamps_are_written_last(
     monkeypatch.setattr(setup, "look", lambda: setup.Machine(*LINUX))
     monkeypatch.setattr(setup, "run_pip", fail_at_last)
     with pytest.raises(setup.SetupError, match="did not finish"):
-        setup.install(with_tests=with_tests, wish="")
+        setup.install(extra, wish="")
     assert list(setup.VENV.glob("*.stamp")) == []
     monkeypatch.setattr(setup, "run_pip", lambda arguments: installed.append(arguments[-1]))
-    setup.install(with_tests=with_tests, wish="")
+    setup.install(extra, wish="")
     assert sorted(path.name for path in setup.VENV.glob("*.stamp")) == stamps
-    assert installed[-1] == str(setup.ROOT) + "[test]" * with_tests
+    assert installed[-1] == f"{setup.ROOT}{what}"
 
 
 def test_a_full_disk_is_said_before_anything_is_fetched(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +194,7 @@ def test_a_full_disk_is_said_before_anything_is_fetched(setup: ModuleType, monke
     monkeypatch.setattr(setup, "run_pip", lambda arguments: pytest.fail("installed something"))
     monkeypatch.setattr(setup.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**9}))
     with pytest.raises(setup.SetupError, match=r"needs 1\.5 GB .* 1\.0 GB are free"):
-        setup.install(with_tests=False, wish="")
+        setup.install("", wish="")
 
 
 def test_pips_output_becomes_a_few_lines(setup: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
