@@ -1,12 +1,16 @@
-# `make run` starts Shoal, `make test` checks it; both set up .venv first, once.
+# `make run` starts Shoal, `make test` checks it; both set up .venv first, once: with what Shoal runs with, and for the
+# tests with their tools as well. SHOAL_TORCH=cpu, cuda or an index's address chooses torch (packaging/setup_venv.py).
 # Plain GNU make 3.81, so that the one macOS ships will do.
 
 CANDIDATES = python3.11 python3.12 python3.13 python3 python
 IN_RANGE = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 VENV_PYTHON = .venv/bin/python
-STAMP = .venv/setup.stamp
+RUN_STAMP = .venv/setup.stamp
+TEST_STAMP = .venv/test.stamp
+RELEASE_STAMP = .venv/release.stamp
+NEEDS = pyproject.toml constraints.txt packaging/setup_venv.py $(if $(SHOAL_TORCH),FORCE)
 
-.PHONY: help setup run test lint types unit soak bench docs clean
+.PHONY: help setup run test lint types unit soak bench docs bundle release clean FORCE
 
 help:
 	@echo "make run     set up and start Shoal"
@@ -14,13 +18,15 @@ help:
 	@echo "make soak    the long tests"
 	@echo "make bench   the engine's benchmark beside transformers"
 	@echo "make docs    write the generated pages of docs/ again"
+	@echo "make bundle  a folder with Shoal that needs no Python, for this system, in dist/"
+	@echo "make release everything of a release, in dist/ (KEY=FILE signs it)"
 	@echo "make setup   build .venv (PYTHON=python3.12 picks the interpreter)"
 	@echo "make clean   remove .venv and caches"
 
-setup: $(STAMP)
+setup: $(RUN_STAMP)
 
 # A Python that exists only as a version manager's stub fails the range check too, and is passed over.
-$(STAMP): pyproject.toml constraints.txt packaging/setup_venv.py
+define SET_UP
 	@python="$(PYTHON)"; \
 	if [ -z "$$python" ]; then \
 		for candidate in $(CANDIDATES); do \
@@ -31,33 +37,51 @@ $(STAMP): pyproject.toml constraints.txt packaging/setup_venv.py
 		echo "setup: no Python 3.11, 3.12 or 3.13 was found; install one, then run make again" >&2; exit 1; \
 	fi; \
 	"$$python" packaging/setup_venv.py
+endef
 
-run: $(STAMP)
+$(RUN_STAMP): $(NEEDS)
+	$(SET_UP)
+
+$(TEST_STAMP): $(NEEDS)
+	$(SET_UP) test
+
+$(RELEASE_STAMP): $(NEEDS)
+	$(SET_UP) release
+
+FORCE:
+
+run: $(RUN_STAMP)
 	@$(VENV_PYTHON) -m app.cli
 
 # mypy waits for one core while the tests wait for processes and clocks: together they fill two.
 test: lint
 	@$(MAKE) -j 2 types unit
 
-lint: $(STAMP)
+lint: $(TEST_STAMP)
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
 
-types: $(STAMP)
+types: $(TEST_STAMP)
 	$(VENV_PYTHON) -m mypy
 
 # Many tests wait for other processes or for a clock: three files at a time fill two cores.
-unit: $(STAMP)
+unit: $(TEST_STAMP)
 	$(VENV_PYTHON) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-soak: $(STAMP)
+soak: $(TEST_STAMP)
 	$(VENV_PYTHON) -m pytest -m soak --timeout 7200
 
-bench: $(STAMP)
+bench: $(TEST_STAMP)
 	$(VENV_PYTHON) -m tests.bench.engine
 
-docs: $(STAMP)
+docs: $(RUN_STAMP)
 	$(VENV_PYTHON) packaging/docs.py
+
+bundle: $(RELEASE_STAMP)
+	$(VENV_PYTHON) packaging/bundle.py
+
+release: $(RELEASE_STAMP)
+	$(VENV_PYTHON) packaging/release.py $(if $(KEY),--key "$(KEY)") $(if $(URL),--url "$(URL)") $(if $(LIST),--list "$(LIST)")
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

@@ -1,4 +1,4 @@
-"""Private files, locks between processes and stop signals, on POSIX and Windows alike.
+"""Private files, locks between processes, background processes and stop signals, on POSIX and Windows alike.
 
 Where one system lacks a feature the nearest one is used and the docstring says which. This module does not know the
 contents of the files; socket options are in `p2p.sockets`.
@@ -30,6 +30,7 @@ _fcntl = _optional("fcntl")  # POSIX only
 _msvcrt = _optional("msvcrt")  # Windows only
 
 _windows = os.name == "nt"
+_DETACHED_PROCESS, _CREATE_NEW_PROCESS_GROUP = 0x0008, 0x0200  # of Windows; `subprocess` has them only there
 
 _RETRY_S = 0.02
 _LONGEST_RETRY_S = 0.2
@@ -199,7 +200,14 @@ def keep_freed_memory() -> None:
     bytearray(31 * 2**20)
 
 
-# --- signals ---------------------------------------------------------------------------------------------
+# --- processes and signals -------------------------------------------------------------------------------------------
+
+
+def apart_from_terminal() -> dict[str, Any]:
+    """Options of `subprocess.Popen` for a process that this terminal's Ctrl-C and end do not reach."""
+    if not _windows:
+        return {"start_new_session": True}
+    return {"creationflags": _DETACHED_PROCESS | _CREATE_NEW_PROCESS_GROUP}
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:

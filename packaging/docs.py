@@ -50,6 +50,7 @@ WIRES = (
     ("app/swarm/records.py", "Swarm records and announcements"),
     ("app/manifest/manifest.py", "Model manifests"),
     ("app/planning/machines.py", "Files of machines for `shoal plan`"),
+    ("app/system/releases.py", "The list of releases"),
 )
 
 

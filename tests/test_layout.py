@@ -285,6 +285,19 @@ def test_the_generated_docs_are_current() -> None:
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
+def test_every_module_that_asks_for_the_system_is_named_in_the_docs() -> None:
+    page = (ROOT / "docs" / "platforms.md").read_text("utf-8")
+    asks = re.compile(r"sys\.platform|os\.name\b|platform\.system\(")
+    asking = [
+        path.relative_to(ROOT).as_posix()
+        for package in FORBIDDEN
+        for _, path in modules_of(package)
+        if asks.search(path.read_text("utf-8"))
+    ]
+    assert "p2p/platform.py" in asking
+    assert [path for path in asking if f"`{path}`" not in page] == []
+
+
 def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         text = page.read_text("utf-8")

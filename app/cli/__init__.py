@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import io
 import os
 import sys
 from collections.abc import Sequence
@@ -17,14 +16,12 @@ from collections.abc import Sequence
 from app.cli.command import Command
 from app.cli.parser import Parser
 from app.cli.registry import all_commands
+from app.system import console
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `shoal` with these arguments and return the exit status."""
-    provide_streams()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a console that has no "°" shows "?" instead of failing
+    console.prepare()
     commands = all_commands()
     arguments = build_parser(commands).parse_all(argv)
     if os.environ.get("SHOAL_DEBUG"):
@@ -42,13 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"shoal: {explain(error)}", file=sys.stderr)
         return exit_status(error)
-
-
-def provide_streams() -> None:
-    """Replace missing standard streams by the null device: a service on Windows has no console, so they are None."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # open until the process ends
 
 
 def run(commands: Sequence[Command], arguments: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from app.cli.parser import followed, nearest
 from app.cli.reply_printer import reply_printer
 from app.core.errors import AppError, UsageError
 from app.core.terminal_text import without_controls
+from app.system.console import edit_lines
 from engine.errors import EngineError
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class TerminalChat:
         """Answer what the user types until the end of the input, /quit, or Ctrl-C twice."""
         interactive = self._is_interactive = sys.stdin.isatty()
         if interactive:
-            _edit_lines()
+            edit_lines()
             _note("Type a message; /help lists the commands, Ctrl-D ends.")
         while True:
             try:
@@ -247,15 +248,6 @@ def open_store(folder: Path | None) -> Conversations:
     except ConversationsError as error:
         _note(f"shoal: this conversation will not be kept: {error}")
         return Conversations(None)
-
-
-def _edit_lines() -> None:
-    """Give `input` line editing and history, and have a pasted text with several lines arrive as one."""
-    try:
-        import readline
-    except ImportError:
-        return  # Python on native Windows has no `readline`; the console there edits lines itself
-    readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
 
 
 def _note(text: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.core.errors import HomeError, NotRunning, UsageError
+from p2p.platform import apart_from_terminal
 
 if TYPE_CHECKING:
     from app.api.client import Client
@@ -123,8 +124,7 @@ class HomeConnector:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=log,
-                    start_new_session=True,  # so that ctrl+c in this terminal does not reach the node
-                    creationflags=getattr(subprocess, "DETACHED_PROCESS", 0),
+                    **apart_from_terminal(),
                 )
         except OSError as error:
             raise HomeError(f"cannot start a node in {self.folder}: {error.strerror or error}") from error

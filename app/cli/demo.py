@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from app.cli.command import Command, print_json
 from app.core.errors import UsageError
 from app.core.terminal_text import without_controls
+from app.system.console import can_show
 
 if TYPE_CHECKING:
     from app.cli.demo_swarm import DemoSwarm, Place
@@ -137,8 +138,7 @@ class DemoOutput:
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
         self._rich = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-        encoding = sys.stdout.encoding or "ascii"
-        self._held, self._free = ("█", "░") if encoding.lower().startswith("utf") else ("#", ".")
+        self._held, self._free = ("█", "░") if can_show("█░") else ("#", ".")
 
     def say(self, text: str) -> None:
         """Print one line of progress."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from app.api.client import Client, client_of
 from app.core.errors import AppError
+from p2p.platform import apart_from_terminal
 
 NODES = 3
 SWARM = "demo"
@@ -62,7 +63,7 @@ class DemoNode:
             stderr=subprocess.PIPE,
             env=environment(self.home, {} if invite is None else {"SHOAL_INVITE": invite}),
             text=True,
-            start_new_session=True,  # so that Ctrl-C reaches only the demo, which ends its nodes itself
+            **apart_from_terminal(),  # so that Ctrl-C reaches only the demo, which ends its nodes itself
         )
         for stream, on_line in ((self._process.stdout, self._lines.put), (self._process.stderr, self._keep_error)):
             threading.Thread(target=_read, args=(stream, on_line), daemon=True).start()

@@ -17,6 +17,7 @@ from app.cli.models import progress_on_stderr
 from app.cli.parser import number_argument
 from app.core.errors import AppError, UsageError
 from app.core.units import format_size
+from p2p.platform import stop_signals
 
 if TYPE_CHECKING:
     from app.api.client import Client
@@ -365,8 +366,7 @@ def _interrupts() -> Iterator[Callable[[], str]]:
         asked = "pause"
         print("\nshoal: pausing after this step (Ctrl-C again: at once)", file=sys.stderr, flush=True)
 
-    signals = [signal.SIGINT, signal.SIGTERM]
-    before = {each: signal.signal(each, on_signal) for each in signals}
+    before = {each: signal.signal(each, on_signal) for each in stop_signals()}
     try:
         yield lambda: asked
     finally:

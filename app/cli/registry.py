@@ -34,6 +34,7 @@ GROUPS: tuple[str, ...] = (
     "identity",
     "doctor",
     "service",
+    "update",
     "uninstall",
     "completion",
 )

@@ -163,6 +163,9 @@ class Home:
         private=True,
         related=_sqlite_files("responses.db"),
     )
+    releases_file = HomeFile(
+        "releases", "serial of the newest list of releases seen (`app.system.releases`)", private=True
+    )
     lock_file = HomeFile(
         "node.lock", "locked by the running node until its process ends, however it ends", private=False
     )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from app.snapshot.views import GivenView
+from p2p.platform import replace_file
 
 log = logging.getLogger("shoal.statistics")
 
@@ -248,7 +249,7 @@ class Statistics:
             "statistics in %s are damaged (%s): moved to %s, starting a new file", self._path, error, aside.name
         )
         try:
-            os.replace(self._path, aside)
+            replace_file(self._path, aside)
             for suffix in ("-wal", "-shm"):
                 self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
         except OSError as failure:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from engine.config import Rope
 from engine.errors import SourceError
 from engine.sources.base import BLOCK_ROLES
+from engine.sources.cache import publish
 from engine.sources.hf_config import parse_config
 from engine.sources.huggingface import open_folder
 from engine.sources.safetensors import read_index
@@ -257,3 +258,17 @@ def test_mutated_files_never_raise_anything_else(data: st.DataObject, folder: Pa
             load_part(source, part)
         Tokenizer(source.tokenizer)
     (folder / name).write_bytes((llama / name).read_bytes())
+
+
+def test_a_file_that_windows_holds_open_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise PermissionError(13, "The process cannot access the file")
+
+    ready, target = tmp_path / "ready", tmp_path / "target"
+    ready.write_bytes(b"new")
+    monkeypatch.setattr("os.replace", refuse)
+    with pytest.raises(PermissionError):
+        publish(ready, target)
+    target.write_bytes(b"another process was faster")
+    publish(ready, target)
+    assert target.read_bytes() == b"another process was faster"

@@ -192,3 +192,14 @@ def test_the_signals_that_ask_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "SIGBREAK", signal.SIGABRT, raising=False)
     monkeypatch.setattr(platform, "_windows", True)
     assert platform.stop_signals() == (signal.SIGINT, signal.SIGABRT)
+
+
+def test_a_background_process_does_not_hear_this_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import os; print(os.getsid(0) == os.getpid())"
+    if os.name != "nt":
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, **platform.apart_from_terminal()
+        )
+        assert done.stdout.strip() == "True"
+    monkeypatch.setattr(platform, "_windows", True)
+    assert platform.apart_from_terminal() == {"creationflags": 0x208}  # a console and a group of its own
