@@ -1,4 +1,6 @@
-"""Training a model together, in islands (`shoal train`); adapters are trained in `app.training` (`shoal finetune`).
+"""Training a model together, in islands: `shoal train`.
+
+Adapters are trained in `app.training`.
 
 An island makes many steps alone; in rounds, all islands merge what they have learned.
 

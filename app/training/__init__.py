@@ -1,4 +1,6 @@
-"""Fine-tuning jobs (`shoal finetune`); whole models are trained in `app.rounds` (`shoal train`).
+"""Fine-tuning jobs: `shoal finetune`.
+
+Whole models are trained in `app.rounds`.
 
 On this machine: `dataset` reads the data, `record` and `job_store` keep jobs, `adapter_store` finished adapters, and
 `local_job` trains in this process. Through several nodes: `wire` is the format of the frames, `ledger` the state of a
