@@ -16,7 +16,7 @@ from app.planning.running_swarm import MemberLinks, forecast_running, members_of
 from app.planning.training_step import StepTask
 from app.routing.cost import HOP_S
 from app.routing.route import Hop
-from app.snapshot.views import PeerView, Snapshot
+from app.snapshot.views import HopView, PeerView, RouteView, Snapshot
 from app.swarm.records import Announcement
 from engine.sources.starter import SHAPE
 
@@ -147,3 +147,22 @@ def test_the_owner_may_train_blocks_itself_and_a_boast_counts_little() -> None:
     alike = trained(own, other)
     assert alike > 0
     assert trained(own, replace(other, prefill_tokens_per_s=1e9)) > 0.5 * alike
+
+
+def test_what_the_latest_reply_took_counts_instead_of_claims() -> None:
+    hops = (HopView("near", 0, 15, compute_s=0.03), HopView("far", 15, 30, compute_s=0.06))
+    reading = tuple(replace(peer, prefill_tokens_per_s=400.0) for peer in (NEAR, FAR))
+    claimed = forecast_running(replace(NODE, peers=reading), HERE, SHAPE, ReplyTask(512), Terms(256)).swarm
+    used = replace(NODE, peers=reading, route=RouteView("s", hops, ends_s=0.004))
+    found = forecast_running(used, HERE, SHAPE, ReplyTask(512), Terms(256)).swarm
+    assert found is not None
+    assert claimed is not None
+    assert found.parts["blocks"] == pytest.approx(0.03 + 0.06)  # three times what each claims
+    assert found.parts["head"] == 0.004
+    assert found.first_token_s is not None
+    assert claimed.first_token_s is not None
+    assert found.first_token_s > 2 * claimed.first_token_s  # prompts are slower by as much
+    lying = replace(used, route=RouteView("s", (replace(hops[0], compute_s=1e-9), hops[1]), ends_s=0.004))
+    doubted = forecast_running(lying, HERE, SHAPE, ReplyTask(512), Terms(256)).swarm
+    assert doubted is not None
+    assert doubted.parts["blocks"] == pytest.approx(0.06 * (1 + 1 / 8))
