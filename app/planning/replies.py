@@ -177,12 +177,19 @@ class MembersPrompt:
     tokens: int
     row_bytes: int  # of a token's hidden state
     bytes_per_s: Mapping[str, float]  # of the connections of members, as far as they were measured
+    hosts: Mapping[str, str]  # machine of each member, as far as it is known
 
     def chunks(self, route: Route, members: Sequence[Announcement], known: KnownCosts) -> PromptChunks:
         """Return the seconds of a chunk at each hop and on each connection, that back to the asker included."""
         rows = min(CHUNK_ROWS, self.tokens)
         block_s = believed_prompt_seconds(members, known)
-        stages = [(MachineSpec(hop.peer, 0, 0.0, 0.0), rows * len(hop.span) * block_s[hop.peer]) for hop in route]
+        stages = [
+            (
+                MachineSpec(hop.peer, 0, 0.0, 0.0, host=self.hosts.get(hop.peer, "")),
+                rows * len(hop.span) * block_s[hop.peer],
+            )
+            for hop in route
+        ]
         speeds = [self.bytes_per_s.get(hop.peer, ASSUMED_BYTES_PER_S) for hop in route]
         sends_s = [rows * self.row_bytes / speed for speed in (*speeds, speeds[-1])]
         return PromptChunks(math.ceil(self.tokens / rows), stages, sends_s)

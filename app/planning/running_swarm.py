@@ -70,7 +70,8 @@ def forecast_running(
     if snapshot.route is not None and snapshot.route.ends_s is not None:
         head_s = snapshot.route.ends_s
     rates = {peer.peer: peer.down_bytes_per_s for peer in snapshot.peers if peer.down_bytes_per_s is not None}
-    prompt = MembersPrompt(task.prompt_tokens, row_bytes(config, here), rates | {snapshot.peer_id: math.inf})
+    hosts = {peer.peer: peer.host for peer in snapshot.peers}
+    prompt = MembersPrompt(task.prompt_tokens, row_bytes(config, here), rates | {snapshot.peer_id: math.inf}, hosts)
     speed = replies_of_members(route, members, request, link_s, head_s, prompt, known)
     alone_speed = replies_over(alone, config, task)
     own = next((member for member in members if member.peer == snapshot.peer_id), None)

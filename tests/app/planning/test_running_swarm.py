@@ -101,6 +101,10 @@ def test_the_first_token_comes_when_the_members_have_read_the_prompt() -> None:
     beside_s = sum(found.swarm.parts.values()) - found.swarm.parts["blocks"]
     assert found.swarm.first_token_s == pytest.approx(computing_s + beside_s, rel=0.01)
     assert not any("prompts" in words for words in found.assumed)
+    shared = tuple(replace(peer, host="127.0.0.1") for peer in fast)
+    crowded = forecast_running(replace(NODE, peers=shared), HERE, SHAPE, ReplyTask(prompt_tokens=512), Terms(256)).swarm
+    assert crowded is not None
+    assert crowded.first_token_s == pytest.approx(found.swarm.first_token_s + 256 / 400, rel=0.01)  # no overlap
     slow = forecast_running(replace(NODE, peers=reading), HERE, SHAPE, ReplyTask(prompt_tokens=512), Terms(256)).swarm
     assert slow is not None
     assert slow.first_token_s is not None
