@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from app.core.span import Span
 from app.planning.devices import head_time_s
@@ -128,7 +128,7 @@ def step_of_members(
     route: Route,
     members: Sequence[Announcement],
     here: MachineSpec,
-    links: MemberLinks,
+    measured: MeasuredMembers,
     config: ModelConfig,
     task: StepTask,
 ) -> StepTime:
@@ -138,13 +138,13 @@ def step_of_members(
     """
     hops = {hop.peer: len(hop.span) for hop in route}
     known = [member for member in members if member.peer in hops and member.span is not None]
-    token_s = believed_seconds(known, RouteRequest(Span(0, config.n_blocks), 1), KnownCosts())
-    prompt_s = believed_prompt_seconds(known, KnownCosts())
+    token_s = believed_seconds(known, RouteRequest(Span(0, config.n_blocks), 1), measured.known)
+    prompt_s = believed_prompt_seconds(known, measured.known)
     machines = []
     for member in known:
         kind = "cpu" if member.device.startswith("cpu") else "gpu"
-        spec = MachineSpec(member.peer, _PLENTY, 1.0, 1.0, kind=kind, rtt_s=2 * links.away_s(member.peer))
-        rate = links.bytes_per_s.get(member.peer, ASSUMED_BYTES_PER_S)
+        spec = MachineSpec(member.peer, _PLENTY, 1.0, 1.0, kind=kind, rtt_s=2 * measured.away_s(member.peer))
+        rate = measured.bytes_per_s.get(member.peer, ASSUMED_BYTES_PER_S)
         machines.append(
             replace(
                 spec,
@@ -164,8 +164,9 @@ def step_of_members(
 
 
 @dataclass(frozen=True)
-class MemberLinks:
-    """The way from this node to members: one-way seconds, and the speeds that were measured."""
+class MeasuredMembers:
+    """What this node measured of members: the way to them and the speed of their connections, and of their blocks."""
 
-    away_s: Callable[[str], float]
+    away_s: Callable[[str], float]  # one way
     bytes_per_s: Mapping[str, float]
+    known: KnownCosts = field(default_factory=KnownCosts)

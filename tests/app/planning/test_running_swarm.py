@@ -12,7 +12,7 @@ from app.planning.devices import PASSES_ON_CPU, trained_head_s
 from app.planning.forecast import Terms, forecast_replies
 from app.planning.machines import Fleet, MachineSpec
 from app.planning.replies import ReplyTask
-from app.planning.running_swarm import MemberLinks, forecast_running, members_of, step_of_members
+from app.planning.running_swarm import MeasuredMembers, forecast_running, members_of, step_of_members
 from app.planning.training_step import StepTask
 from app.routing.cost import HOP_S
 from app.routing.route import Hop
@@ -121,9 +121,9 @@ def test_a_member_that_says_nothing_of_prompts_is_named() -> None:
 
 def trained(*members: Announcement, here: MachineSpec = HERE, rows: int = 256, rtt_s: float = 0.01) -> float:
     """Seconds of a step over these members, in their order."""
-    links = MemberLinks(lambda peer: rtt_s / 2, {member.peer: 1e12 for member in members})
+    measured = MeasuredMembers(lambda peer: rtt_s / 2, {member.peer: 1e12 for member in members})
     route = tuple(Hop(member.peer, member.span) for member in members if member.span is not None)
-    return step_of_members(route, members, here, links, SHAPE, StepTask(8, rows, 1)).seconds
+    return step_of_members(route, members, here, measured, SHAPE, StepTask(8, rows, 1)).seconds
 
 
 def member(name: str, start: int, stop: int, prefill: float, device: str = "cpu") -> Announcement:
