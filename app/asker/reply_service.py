@@ -160,6 +160,10 @@ class ReplyService:
             return AskerStats()
         return replace(self._asker.stats(), draft_model=self._draft_label if self._draft is not None else "")
 
+    def measured_block_s(self) -> Mapping[str, float]:
+        """Seconds of a token in a block of each peer, from the replies that went through it."""
+        return {} if self._asker is None else self._asker.planner.measured.block_s
+
     def expected_tokens_per_s(self, reply: AskedSession) -> float | None:
         """Return the speed that a forecast gives a reply over its route, with the head as it was measured.
 

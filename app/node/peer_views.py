@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 from collections.abc import Iterable, Mapping
 
 from app.core.network import Link
@@ -35,6 +37,7 @@ def _view(member: Member, link: Link | None, trust: TrustBook, unused: Mapping[s
         device=announced.device,
         tokens_per_s=announced.decode_tokens_per_s,
         prefill_tokens_per_s=announced.prefill_tokens_per_s,
+        host=host_of(announced),
         score=standing.score,
         why=standing.why,
         up_bytes=0 if link is None else link.bytes_out,
@@ -43,6 +46,21 @@ def _view(member: Member, link: Link | None, trust: TrustBook, unused: Mapping[s
         fetched=fetched_share(announced),
         down_bytes_per_s=None if link is None else link.down_bytes_per_s,
     )
+
+
+def host_of(announced: Announcement) -> str:
+    """Return a name for the machine that a member runs on: its addresses in its own network; empty if it gives none.
+
+    A public address is often that of a whole house.
+    """
+    found = set()
+    for address in announced.addresses:
+        parts = address.split("/")
+        if len(parts) > 2 and parts[1] in ("ip4", "ip6") and "p2p-circuit" not in parts:
+            with contextlib.suppress(ValueError):
+                if not ipaddress.ip_address(parts[2]).is_global:
+                    found.add(parts[2])
+    return " ".join(sorted(found))
 
 
 def fetched_share(announced: Announcement) -> float | None:

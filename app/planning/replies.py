@@ -149,20 +149,23 @@ def replies_of_members(
     link_s: LinkSeconds,
     head_s: float,
     prompt: MembersPrompt | None = None,
+    known: KnownCosts | None = None,
 ) -> ReplySpeed:
     """Forecast one reply over a route of a running swarm, from what its members announce, as far as it is believed.
 
-    The time to the first token is known if they all say how fast they read prompts.
+    What was measured of a member (`known`) counts instead of its claim. The time to the first token is known if they
+    all say how fast they read prompts.
     """
-    parts = token_parts(route, members, request, link_s, KnownCosts())
+    known = known or KnownCosts()
+    parts = token_parts(route, members, request, link_s, known)
     parts["head"] = head_s
-    assert math.isclose(sum(parts.values()), route_seconds(route, members, request, link_s, KnownCosts()) + head_s)
-    believed = believed_seconds(members, request, KnownCosts())
+    assert math.isclose(sum(parts.values()), route_seconds(route, members, request, link_s, known) + head_s)
+    believed = believed_seconds(members, request, known)
     speed = ReplySpeed(route, parts, 1 / sum(parts.values()), None, believed)
     used = {hop.peer for hop in route}
     if prompt is None or not all(member.prefill_tokens_per_s > 0 for member in members if member.peer in used):
         return speed
-    chunks = prompt.chunks(route, members)
+    chunks = prompt.chunks(route, members, known)
     first_token_s = speed.token_s - parts["blocks"] + chunks.computing_s + chunks.sending_s
     return replace(speed, first_token_s=first_token_s, sending_s=chunks.sending_s)
 
@@ -174,12 +177,19 @@ class MembersPrompt:
     tokens: int
     row_bytes: int  # of a token's hidden state
     bytes_per_s: Mapping[str, float]  # of the connections of members, as far as they were measured
+    hosts: Mapping[str, str]  # machine of each member, as far as it is known
 
-    def chunks(self, route: Route, members: Sequence[Announcement]) -> PromptChunks:
+    def chunks(self, route: Route, members: Sequence[Announcement], known: KnownCosts) -> PromptChunks:
         """Return the seconds of a chunk at each hop and on each connection, that back to the asker included."""
         rows = min(CHUNK_ROWS, self.tokens)
-        block_s = believed_prompt_seconds(members)
-        stages = [(MachineSpec(hop.peer, 0, 0.0, 0.0), rows * len(hop.span) * block_s[hop.peer]) for hop in route]
+        block_s = believed_prompt_seconds(members, known)
+        stages = [
+            (
+                MachineSpec(hop.peer, 0, 0.0, 0.0, host=self.hosts.get(hop.peer, "")),
+                rows * len(hop.span) * block_s[hop.peer],
+            )
+            for hop in route
+        ]
         speeds = [self.bytes_per_s.get(hop.peer, ASSUMED_BYTES_PER_S) for hop in route]
         sends_s = [rows * self.row_bytes / speed for speed in (*speeds, speeds[-1])]
         return PromptChunks(math.ceil(self.tokens / rows), stages, sends_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from app.core.span import Span
 from app.planning.devices import head_time_s
@@ -18,7 +18,7 @@ from app.planning.memory import held_for_replies
 from app.planning.replies import MembersPrompt, ReplyTask, replies_of_members, replies_over, row_bytes
 from app.planning.training_step import StepTask, StepTime, step_over
 from app.planning.verdicts import memory_verdict
-from app.routing.cost import ASSUMED_BYTES_PER_S, believed_prompt_seconds, believed_seconds
+from app.routing.cost import ASSUMED_BYTES_PER_S, believed_prompt_seconds, believed_seconds, limited
 from app.routing.estimates import link_seconds
 from app.routing.route import Hop, KnownCosts, NoRoute, Route, RouteRequest
 from app.routing.search import find_route
@@ -44,6 +44,12 @@ def members_of(snapshot: Snapshot) -> list[Announcement]:
     return [member for member in found if member.span is not None]
 
 
+def measured_costs(snapshot: Snapshot) -> KnownCosts:
+    """Return the seconds of a block at the hops of this node's latest reply: their word, and limited as claims are."""
+    hops = () if snapshot.route is None else snapshot.route.hops
+    return KnownCosts(limited({hop.peer: hop.compute_s / (hop.stop - hop.start) for hop in hops if hop.compute_s}))
+
+
 def forecast_running(
     snapshot: Snapshot, here: MachineSpec, config: ModelConfig, task: ReplyTask, terms: Terms
 ) -> Forecast:
@@ -54,15 +60,19 @@ def forecast_running(
     link_s = link_seconds(snapshot.peer_id, rtt_s, ())
     request = RouteRequest(Span(0, config.n_blocks), 1)
     alone = Fleet(here, (here,))
+    known = measured_costs(snapshot)
     try:
-        route = find_route(members, request, link_s)
+        route = find_route(members, request, link_s, known=known)
     except NoRoute as error:
         said = f"no swarm: this machine alone is forecast ({error})"
         return forecast_replies(replace(alone, assumed=(said,)), config, task, terms)
     head_s = head_time_s(config, here, rows=1)
+    if snapshot.route is not None and snapshot.route.ends_s is not None:
+        head_s = snapshot.route.ends_s
     rates = {peer.peer: peer.down_bytes_per_s for peer in snapshot.peers if peer.down_bytes_per_s is not None}
-    prompt = MembersPrompt(task.prompt_tokens, row_bytes(config, here), rates | {snapshot.peer_id: math.inf})
-    speed = replies_of_members(route, members, request, link_s, head_s, prompt)
+    hosts = {peer.peer: peer.host for peer in snapshot.peers}
+    prompt = MembersPrompt(task.prompt_tokens, row_bytes(config, here), rates | {snapshot.peer_id: math.inf}, hosts)
+    speed = replies_of_members(route, members, request, link_s, head_s, prompt, known)
     alone_speed = replies_over(alone, config, task)
     own = next((member for member in members if member.peer == snapshot.peer_id), None)
     if alone_speed is not None and own is not None and own.span is not None and own.decode_tokens_per_s > 0:
@@ -118,7 +128,7 @@ def step_of_members(
     route: Route,
     members: Sequence[Announcement],
     here: MachineSpec,
-    links: MemberLinks,
+    measured: MeasuredMembers,
     config: ModelConfig,
     task: StepTask,
 ) -> StepTime:
@@ -128,13 +138,13 @@ def step_of_members(
     """
     hops = {hop.peer: len(hop.span) for hop in route}
     known = [member for member in members if member.peer in hops and member.span is not None]
-    token_s = believed_seconds(known, RouteRequest(Span(0, config.n_blocks), 1), KnownCosts())
-    prompt_s = believed_prompt_seconds(known)
+    token_s = believed_seconds(known, RouteRequest(Span(0, config.n_blocks), 1), measured.known)
+    prompt_s = believed_prompt_seconds(known, measured.known)
     machines = []
     for member in known:
         kind = "cpu" if member.device.startswith("cpu") else "gpu"
-        spec = MachineSpec(member.peer, _PLENTY, 1.0, 1.0, kind=kind, rtt_s=2 * links.away_s(member.peer))
-        rate = links.bytes_per_s.get(member.peer, ASSUMED_BYTES_PER_S)
+        spec = MachineSpec(member.peer, _PLENTY, 1.0, 1.0, kind=kind, rtt_s=2 * measured.away_s(member.peer))
+        rate = measured.bytes_per_s.get(member.peer, ASSUMED_BYTES_PER_S)
         machines.append(
             replace(
                 spec,
@@ -154,8 +164,9 @@ def step_of_members(
 
 
 @dataclass(frozen=True)
-class MemberLinks:
-    """The way from this node to members: one-way seconds, and the speeds that were measured."""
+class MeasuredMembers:
+    """What this node measured of members: the way to them and the speed of their connections, and of their blocks."""
 
-    away_s: Callable[[str], float]
+    away_s: Callable[[str], float]  # one way
     bytes_per_s: Mapping[str, float]
+    known: KnownCosts = field(default_factory=KnownCosts)

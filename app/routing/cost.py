@@ -77,7 +77,7 @@ def believed_seconds(members: Sequence[Announcement], request: RouteRequest, kno
     """Seconds per token and block of each member: measured if known, else its claim, limited by `BELIEVED_TIMES`."""
     reply_tokens = max(request.tokens - request.prompt_tokens, 1)
     claimed = {m.peer: block_seconds(m, request.prompt_tokens, reply_tokens) for m in members}
-    believed = _limited(claimed)
+    believed = limited(claimed)
     for member in members:
         measured_s = known.block_s.get(member.peer)
         if measured_s is not None:
@@ -86,13 +86,21 @@ def believed_seconds(members: Sequence[Announcement], request: RouteRequest, kno
     return believed
 
 
-def believed_prompt_seconds(members: Sequence[Announcement]) -> dict[str, float]:
-    """Seconds per token of a prompt and block of each member, by its claim, limited by `BELIEVED_TIMES`."""
+def believed_prompt_seconds(members: Sequence[Announcement], known: KnownCosts) -> dict[str, float]:
+    """Seconds per token of a prompt and block of each member, by its claim, limited by `BELIEVED_TIMES`.
+
+    Who was measured to be slower or faster with single tokens than it claims is so with prompts too.
+    """
     speeds = {m.peer: max(m.prefill_tokens_per_s, m.decode_tokens_per_s, SLOWEST_TOKENS_PER_S) for m in members}
-    return _limited({m.peer: 1 / speeds[m.peer] / len(m.span) for m in members if m.span is not None})
+    believed = limited({m.peer: 1 / speeds[m.peer] / len(m.span) for m in members if m.span is not None})
+    for member in members:
+        measured_s = known.block_s.get(member.peer)
+        if measured_s is not None and member.peer in believed:
+            believed[member.peer] *= measured_s / block_seconds(member)
+    return believed
 
 
-def _limited(claimed: Mapping[str, float]) -> dict[str, float]:
+def limited(claimed: Mapping[str, float]) -> dict[str, float]:
     """Return claimed seconds, none of them less than the median over `BELIEVED_TIMES`."""
     least_s = median_high(claimed.values()) / BELIEVED_TIMES if claimed else 0.0
     return {peer: max(seconds, least_s) for peer, seconds in claimed.items()}

@@ -39,6 +39,7 @@ class PeerView:
     fetched: float | None = None  # 0 to 1: part of its blocks that it has downloaded, while it downloads
     down_bytes_per_s: float | None = None  # measured speed at which it sends to this node
     prefill_tokens_per_s: float = 0.0  # of prompts
+    host: str = ""  # the same for members on one machine, as far as their addresses say; empty: not known
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 from typing import TYPE_CHECKING
@@ -11,10 +11,10 @@ import trio
 
 from app.core.network import Network
 from app.planning.machines import Fleet, MachineSpec
-from app.planning.running_swarm import MemberLinks, step_of_members
+from app.planning.running_swarm import MeasuredMembers, step_of_members
 from app.planning.training_step import StepTask, step_time
 from app.routing.estimates import link_rates, link_seconds
-from app.routing.route import Route
+from app.routing.route import KnownCosts, Route
 from app.swarm.records import Announcement
 from app.training.dataset import Dataset, step_batches
 from app.training.record import JobRecord
@@ -52,6 +52,7 @@ class SwarmForecaster:
     network: Network
     members: Callable[[], Sequence[Announcement]]
     look: Callable[[], MachineSpec]  # measures this machine, which takes a moment the first time
+    block_s: Callable[[], Mapping[str, float]]  # of a token in a block, of members that replies went through
 
     async def step_s(self, route: Route, config: ModelConfig, task: StepTask) -> float | None:
         """Seconds of a step over a route; None if one of its hops is gone meanwhile."""
@@ -62,5 +63,5 @@ class SwarmForecaster:
         rtt_s = {link.peer: link.rtt_s for link in links if link.rtt_s is not None}
         estimates, rates = link_seconds(here.name, rtt_s, members), link_rates(here.name, links, members)
         speeds = {hop.peer: rate for hop in route if (rate := rates(hop.peer, "")) is not None}
-        ways = MemberLinks(estimates.away_s, speeds)
-        return step_of_members(route, members, here, ways, config, task).seconds
+        measured = MeasuredMembers(estimates.away_s, speeds, KnownCosts(self.block_s()))
+        return step_of_members(route, members, here, measured, config, task).seconds

@@ -43,7 +43,7 @@ from engine.budget import block_bytes, ends_bytes
 from engine.config import ModelConfig
 from engine.sources.hf_config import parse_config
 from engine.sources.starter import SHAPE
-from tests.app.planning.staged import staged_cases
+from tests.app.planning.staged import CAP, staged_cases
 from tests.bench.finetune import BATCH, LENGTH, RANK, added_bytes, write_facts
 from tests.bench.handover import prompt_of
 from tests.bench.swarm import ANIMALS, QUESTION, together_tokens_per_s
@@ -219,7 +219,7 @@ class Bench:
         memory = 1 + here.total_bytes - here.free_bytes
         asks = replace(here, name="asker", memory_bytes=memory, cap_bytes=1, host="this")
         nodes = [
-            replace(here, name=f"node{n}", cap_bytes=500 * 10**6, host="this", rtt_s=peer.rtt_s or 0.0)
+            replace(here, name=f"node{n}", cap_bytes=CAP, host="this", rtt_s=peer.rtt_s or 0.0)
             for n, peer in enumerate(peers)
         ]
         file = self._folder / "machines.toml"

@@ -12,11 +12,11 @@ from app.planning.devices import PASSES_ON_CPU, trained_head_s
 from app.planning.forecast import Terms, forecast_replies
 from app.planning.machines import Fleet, MachineSpec
 from app.planning.replies import ReplyTask
-from app.planning.running_swarm import MemberLinks, forecast_running, members_of, step_of_members
+from app.planning.running_swarm import MeasuredMembers, forecast_running, members_of, step_of_members
 from app.planning.training_step import StepTask
 from app.routing.cost import HOP_S
 from app.routing.route import Hop
-from app.snapshot.views import PeerView, Snapshot
+from app.snapshot.views import HopView, PeerView, RouteView, Snapshot
 from app.swarm.records import Announcement
 from engine.sources.starter import SHAPE
 
@@ -101,6 +101,10 @@ def test_the_first_token_comes_when_the_members_have_read_the_prompt() -> None:
     beside_s = sum(found.swarm.parts.values()) - found.swarm.parts["blocks"]
     assert found.swarm.first_token_s == pytest.approx(computing_s + beside_s, rel=0.01)
     assert not any("prompts" in words for words in found.assumed)
+    shared = tuple(replace(peer, host="127.0.0.1") for peer in fast)
+    crowded = forecast_running(replace(NODE, peers=shared), HERE, SHAPE, ReplyTask(prompt_tokens=512), Terms(256)).swarm
+    assert crowded is not None
+    assert crowded.first_token_s == pytest.approx(found.swarm.first_token_s + 256 / 400, rel=0.01)  # no overlap
     slow = forecast_running(replace(NODE, peers=reading), HERE, SHAPE, ReplyTask(prompt_tokens=512), Terms(256)).swarm
     assert slow is not None
     assert slow.first_token_s is not None
@@ -117,9 +121,9 @@ def test_a_member_that_says_nothing_of_prompts_is_named() -> None:
 
 def trained(*members: Announcement, here: MachineSpec = HERE, rows: int = 256, rtt_s: float = 0.01) -> float:
     """Seconds of a step over these members, in their order."""
-    links = MemberLinks(lambda peer: rtt_s / 2, {member.peer: 1e12 for member in members})
+    measured = MeasuredMembers(lambda peer: rtt_s / 2, {member.peer: 1e12 for member in members})
     route = tuple(Hop(member.peer, member.span) for member in members if member.span is not None)
-    return step_of_members(route, members, here, links, SHAPE, StepTask(8, rows, 1)).seconds
+    return step_of_members(route, members, here, measured, SHAPE, StepTask(8, rows, 1)).seconds
 
 
 def member(name: str, start: int, stop: int, prefill: float, device: str = "cpu") -> Announcement:
@@ -147,3 +151,22 @@ def test_the_owner_may_train_blocks_itself_and_a_boast_counts_little() -> None:
     alike = trained(own, other)
     assert alike > 0
     assert trained(own, replace(other, prefill_tokens_per_s=1e9)) > 0.5 * alike
+
+
+def test_what_the_latest_reply_took_counts_instead_of_claims() -> None:
+    hops = (HopView("near", 0, 15, compute_s=0.03), HopView("far", 15, 30, compute_s=0.06))
+    reading = tuple(replace(peer, prefill_tokens_per_s=400.0) for peer in (NEAR, FAR))
+    claimed = forecast_running(replace(NODE, peers=reading), HERE, SHAPE, ReplyTask(512), Terms(256)).swarm
+    used = replace(NODE, peers=reading, route=RouteView("s", hops, ends_s=0.004))
+    found = forecast_running(used, HERE, SHAPE, ReplyTask(512), Terms(256)).swarm
+    assert found is not None
+    assert claimed is not None
+    assert found.parts["blocks"] == pytest.approx(0.03 + 0.06)  # three times what each claims
+    assert found.parts["head"] == 0.004
+    assert found.first_token_s is not None
+    assert claimed.first_token_s is not None
+    assert found.first_token_s > 2 * claimed.first_token_s  # prompts are slower by as much
+    lying = replace(used, route=RouteView("s", (replace(hops[0], compute_s=1e-9), hops[1]), ends_s=0.004))
+    doubted = forecast_running(lying, HERE, SHAPE, ReplyTask(512), Terms(256)).swarm
+    assert doubted is not None
+    assert doubted.parts["blocks"] == pytest.approx(0.06 * (1 + 1 / 8))

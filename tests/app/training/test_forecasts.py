@@ -51,7 +51,8 @@ async def test_a_route_whose_hop_is_gone_has_no_forecast() -> None:
     hop = Announcement("hop", 0, 0, "", "serving", Span(0, 30), 50.0, 400.0)
     members = [hop]
     async with open_fabric() as fabric:
-        forecaster = SwarmForecaster(fabric.node("owner"), lambda: members, lambda: HERE)
+        known: dict[str, float] = {}
+        forecaster = SwarmForecaster(fabric.node("owner"), lambda: members, lambda: HERE, lambda: known)
         route, task = (Hop("hop", Span(0, 30)),), StepTask(8, 256, 1)
         first = await forecaster.step_s(route, SHAPE, task)
         assert first is not None
@@ -59,6 +60,10 @@ async def test_a_route_whose_hop_is_gone_has_no_forecast() -> None:
         second = await forecaster.step_s(route, SHAPE, task)
         assert second is not None
         assert first < second < 2 * first
+        known["hop"] = 2 / 50 / 30  # seconds in a block, measured to be twice what it claims
+        third = await forecaster.step_s(route, SHAPE, task)
+        assert third is not None
+        assert second < third < 2 * second
         members.clear()
         assert await forecaster.step_s(route, SHAPE, task) is None
 
