@@ -123,8 +123,8 @@ class Control(Protocol):
     async def forecast_training(self, wish: TrainWish) -> dict[str, Any]:
         """Say what a training job would be, without founding it."""
 
-    async def join_training(self, job: str) -> dict[str, Any]:
-        """Take part in a training job of the active swarm, by its name or hash."""
+    async def join_training(self, job: str, data: Sequence[str] = (), licence: str = "") -> dict[str, Any]:
+        """Take part in a training job of the active swarm, by its name or hash, with a text of one's own if it asks."""
 
     async def leave_training(self, job: str) -> dict[str, Any]:
         """Take no more part in a training job."""

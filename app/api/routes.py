@@ -187,12 +187,21 @@ class TrainRequest(_Body):
     wire: Literal["auto", "f32", "int8"] = "auto"
     licence: str = Field(default="", max_length=100)
     seed: int = Field(default=0, ge=0, lt=2**63)
+    own_data: bool = False
+    validation: list[str] = Field(default=[], max_length=1024)
 
 
 class TrainAction(_Body):
     """A training job, by its name or hash."""
 
     job: str = Field(min_length=1, max_length=64)
+
+
+class TrainJoinRequest(TrainAction):
+    """A training job to take part in, and files to train on if its members have texts of their own."""
+
+    data: list[str] = Field(default=[], max_length=1024)
+    licence: str = Field(default="", max_length=100)
 
 
 class JobAction(_Body):
@@ -211,7 +220,7 @@ def _train_wish(request: TrainRequest) -> TrainWish:
     from app.rounds.founding import TrainWish  # loads torch, which an idle node does without
 
     values = request.model_dump()
-    return TrainWish(**{**values, "data": tuple(values["data"])})
+    return TrainWish(**{**values, "data": tuple(values["data"]), "validation": tuple(values["validation"])})
 
 
 def _wish(request: JobRequest) -> TrainingWish:
@@ -456,9 +465,9 @@ def _command_routes(control: Control) -> APIRouter:
         return await control.forecast_training(_train_wish(request))
 
     @router.post("/train/join")
-    async def join_training(request: TrainAction) -> dict[str, Any]:
+    async def join_training(request: TrainJoinRequest) -> dict[str, Any]:
         """Take part in a training job of the swarm."""
-        return await control.join_training(request.job)
+        return await control.join_training(request.job, request.data, request.licence)
 
     @router.post("/train/leave")
     async def leave_training(request: TrainAction) -> dict[str, Any]:

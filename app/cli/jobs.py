@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.cli.command import Command, print_json
 from app.core.errors import UsageError
+from app.core.terminal_text import one_line
 from app.core.units import format_size
 
 if TYPE_CHECKING:
@@ -89,7 +90,11 @@ def _show_training(facts: dict[str, Any], *, as_json: bool) -> int:
         if facts[name] is not None:
             print(f"{name:<16}{facts[name]:.4g}" if isinstance(facts[name], float) else f"{name:<16}{facts[name]}")
     for island in facts["islands"]:
-        print(f"island      {island['peer']}: {island['steps']} steps in the last round")
+        data = island.get("data")
+        text = (
+            "" if data is None else f", {data['tokens']} tokens of {data['source']} ({data['licence'] or 'no licence'})"
+        )
+        print(one_line(f"island      {island['peer']}: {island['steps']} steps in the last round{text}"))
     for peer, why in facts["left_out"].items():
         print(f"left out    {peer}: {why}")
     if facts["waiting"]:

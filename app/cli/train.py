@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wire", choices=("auto", "f32", "int8"), default="auto", help=words)
     words = "licence of the text, which a public swarm requires"
     parser.add_argument("--licence", default="", metavar="L", help=words)
+    words = "every member trains on a text of its own, which never leaves it; `join` names it with --data"
+    parser.add_argument("--own-data", action="store_true", help=words)
+    words = "with --own-data: a text that others may have, to validate with"
+    parser.add_argument("--validation", nargs="+", default=[], metavar="PATH", help=words)
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of new weights and of the order of the text")
     parser.add_argument("--dry-run", action="store_true", help="say what would be trained, and what it takes")
 
@@ -64,7 +69,9 @@ def _found(name: str, arguments: argparse.Namespace) -> int:
         raise UsageError(f"name the text to train on: `shoal train {name} --data PATH`")
     request = {
         "name": name,
-        "data": [str(Path(path).expanduser().absolute()) for path in arguments.data],
+        "data": _files(arguments.data),
+        "own_data": arguments.own_data,
+        "validation": _files(arguments.validation),
         "model": _absolute(arguments.model),
         "shape": _absolute(arguments.shape),
         "rate": arguments.lr,
@@ -90,7 +97,10 @@ def _found(name: str, arguments: argparse.Namespace) -> int:
 def _take_part(action: str, name: str, arguments: argparse.Namespace) -> int:
     from app.api.client import client_of
 
-    facts = client_of(arguments.home).post(f"/control/train/{action}", {"job": name})
+    request: dict[str, Any] = {"job": name}
+    if action == "join":
+        request |= {"data": _files(arguments.data or []), "licence": arguments.licence}
+    facts = client_of(arguments.home).post(f"/control/train/{action}", request)
     if action == "join":
         words = f"This node takes part in {facts['name']} from its next round on: see `shoal jobs show {name}`."
     else:
@@ -156,6 +166,10 @@ def _log(name: str, arguments: argparse.Namespace) -> int:
     if not rows:
         print(f"{job.record.name} has no finished round yet.")
     return 0
+
+
+def _files(paths: Sequence[str]) -> list[str]:
+    return [str(Path(path).expanduser().absolute()) for path in paths]
 
 
 def _absolute(path: str | None) -> str | None:

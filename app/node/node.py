@@ -537,9 +537,9 @@ class Node:
         """Say what a training job would be."""
         return await self._trainings().forecast(wish)
 
-    async def join_training(self, job: str) -> dict[str, Any]:
-        """Take part in a training job of the active swarm, by its name or hash."""
-        return await self._trainings().join(job)
+    async def join_training(self, job: str, data: Sequence[str] = (), licence: str = "") -> dict[str, Any]:
+        """Take part in a training job of the active swarm, by its name or hash, with a text of one's own if it asks."""
+        return await self._trainings().join(job, data, licence)
 
     async def leave_training(self, job: str) -> dict[str, Any]:
         """Take no more part in a training job."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from app.manifest.importing import hash_source
 from app.planning.training_step import StepTask
 from app.rounds.island import hashed
 from app.rounds.record import MAX_EVERY, TrainingRecord
+from app.rounds.statements import MAX_SOURCE_CHARS
 from app.training.dataset import Document, order, read_records
 from app.training.record import checked_name
 from app.training.states import part_of
@@ -43,6 +45,8 @@ from engine.training.parameters import divided, drawn_model, read_model
 RESERVED = ("join", "leave", "export", "log")  # words of the command line
 HELD_SHARE, HELD_MOST = 0.05, 32  # sequences to validate with
 ROWS = 1024  # of a micro-batch
+NO_LICENCE = "the swarm is public: name the licence of the text with --licence"
+Rows = np.ndarray[Any, np.dtype[np.uint32]]
 WEIGHT_DECAY, CLIP = 0.1, 1.0
 MORE_EVERY = 10  # times the steps of the first round, at most
 
@@ -64,6 +68,8 @@ class TrainWish:
     wire: str = "auto"
     licence: str = ""
     seed: int = 0
+    own_data: bool = False  # the text stays here, and every member trains on its own
+    validation: tuple[str, ...] = ()  # a public text to validate with, if texts are the members' own
 
 
 @dataclass(frozen=True)
@@ -88,20 +94,24 @@ def prepare(
         raise AppError(f"--length {wish.length} is more than the model's context of {config.context_length}")
     budget, _, _ = plan_island(config, wish.length, limit_bytes)
     texts, sequences = _texts(wish, source)
+    public_texts = {name: part_of(data)[0] for name, data in texts.items()}
+    if wish.own_data:
+        del public_texts["tokens"]
+        if not wish.validation:
+            del public_texts["held"]
     vectors = drawn_model(config, wish.seed) if wish.shape else read_model(source)
     start, _ = hashed(first_states(config, vectors))
-    parts = {name: part_of(data)[0] for name, data in texts.items()}
     record = TrainingRecord(
         name=wish.name, founder=founder, swarm=swarm,
         model="" if wish.shape else hash_source(source, lambda read: None).manifest.hash,
-        shape=json.loads(json.dumps(config_values(config))), start=start.hex(), tokens=parts["tokens"],
-        held=parts["held"], tokenizer=parts["tokenizer.json"],
-        source=", ".join(Path(path).name for path in wish.data)[:400], licence=wish.licence, length=wish.length,
+        shape=json.loads(json.dumps(config_values(config))), start=start.hex(),
+        tokens=public_texts.get("tokens"), held=public_texts.get("held"), tokenizer=public_texts["tokenizer.json"],
+        source=source_of(wish.data), licence=wish.licence, length=wish.length,
         batch=wish.batch // wish.length, steps=wish.steps, every=min(wish.every, wish.steps),
         least_every=min(wish.every, wish.steps), most_every=min(MAX_EVERY, MORE_EVERY * wish.every),
         optimiser=wish.optimizer, rate=wish.rate, warm_up=wish.steps // 20, weight_decay=WEIGHT_DECAY, clip=CLIP,
         wire=wish.wire, merging="clip", outer_rate=0.7, outer_momentum=0.9, seed=wish.seed,
-        created_ms=time.time_ns() // 10**6,
+        created_ms=time.time_ns() // 10**6, own_data=wish.own_data,
     )  # fmt: skip
     return Founded(record, texts, vectors, budget, sequences)
 
@@ -123,30 +133,75 @@ def _check(wish: TrainWish, *, public: bool) -> None:
         )
     if not 0 < wish.rate < 1e3:
         raise AppError(f"--lr {wish.rate} is not a positive number")
+    if wish.validation and not wish.own_data:
+        raise AppError("--validation is for --own-data: otherwise a part of the text is kept to validate with")
     if public and not wish.licence.strip():
-        raise AppError("the swarm is public, so others will be sent the text: name its licence with --licence")
+        raise AppError(NO_LICENCE if wish.own_data else f"{NO_LICENCE}, because others will be sent it")
 
 
 def _texts(wish: TrainWish, source: ModelSource) -> tuple[dict[str, bytes], int]:
     """Return the files of a job's text by name, and the number of sequences to train on."""
-    text, ids = ModelText(source), list[int]()
-    for path in wish.data:
+    text = ModelText(source)
+    ids = _ids(text, wish.data)
+    batch = wish.batch // wish.length
+    if wish.validation:
+        rows, held = _rows(ids, wish.length), _rows(_ids(text, wish.validation), wish.length)[:HELD_MOST]
+        if not len(held):
+            raise AppError(f"the text of --validation has fewer than the {wish.length} tokens of a sequence")
+    else:
+        rows, held = _divided(_rows(ids, wish.length), wish.seed)
+    _check_enough(rows, batch, len(ids), wish.batch)
+    spec = json.dumps(asdict(source.tokenizer), sort_keys=True).encode()
+    return {"tokens": rows.tobytes(), "held": held.tobytes(), "tokenizer.json": spec}, len(rows)
+
+
+def own_texts(record: TrainingRecord, data: Sequence[str], tokenizer: bytes, held: bytes | None) -> dict[str, bytes]:
+    """Return the files of a member's own text, which never leave it; raises `AppError` if it is too short.
+
+    `held` is the job's public text to validate with; without it, a part of the member's own is kept for that.
+    """
+    ids = _ids(ModelText(ModelSource(record.name, config_of(record), {}, tokenizer_of(tokenizer))), data)
+    rows = _rows(ids, record.length)
+    if held is None:
+        rows, own = _divided(rows, record.seed)
+        held = own.tobytes()
+    _check_enough(rows, record.batch, len(ids), record.batch * record.length)
+    return {"tokens": rows.tobytes(), "held": held}
+
+
+def source_of(data: Sequence[str]) -> str:
+    """Return the names of some files, as a record or a member gives them."""
+    return ", ".join(Path(path).name for path in data)[:MAX_SOURCE_CHARS]
+
+
+def _ids(text: ModelText, data: Sequence[str]) -> list[int]:
+    ids = list[int]()
+    for path in data:
         for one in read_records(Path(path)):
             if not isinstance(one, Document):
                 raise AppError(
                     f"{path}, line {one.line} is a conversation: training reads texts, or `text` in each line"
                 )
             ids += text.document_ids(one.text)
-    count = len(ids) // wish.length
-    batch = wish.batch // wish.length
-    held = {*order(count, wish.seed, "held")[: min(HELD_MOST, int(count * HELD_SHARE))]}
-    if count - len(held) < batch:
-        raise AppError(f"the text has {len(ids)} tokens, fewer than the {wish.batch} of one step: give more --data")
-    rows = np.asarray(ids[: count * wish.length], dtype="<u4").reshape(count, wish.length)
-    kept = np.array([number not in held for number in range(count)])
-    spec = json.dumps(asdict(source.tokenizer), sort_keys=True).encode()
-    sample = rows[~kept] if held else rows[:1]
-    return {"tokens": rows[kept].tobytes(), "held": sample.tobytes(), "tokenizer.json": spec}, int(kept.sum())
+    return ids
+
+
+def _rows(ids: Sequence[int], length: int) -> Rows:
+    """Cut token ids into sequences (count, length)."""
+    count = len(ids) // length
+    return np.asarray(ids[: count * length], dtype="<u4").reshape(count, length)
+
+
+def _divided(rows: Rows, seed: int) -> tuple[Rows, Rows]:
+    """Return the sequences to train on, and those to validate with."""
+    held = {*order(len(rows), seed, "held")[: min(HELD_MOST, int(len(rows) * HELD_SHARE))]}
+    kept = np.array([number not in held for number in range(len(rows))], dtype=bool)
+    return rows[kept], rows[~kept] if held else rows[:1]
+
+
+def _check_enough(rows: Rows, batch: int, tokens: int, wanted: int) -> None:
+    if len(rows) < batch:
+        raise AppError(f"the text has {tokens} tokens, fewer than the {wanted} of one step: give more --data")
 
 
 def plan_island(

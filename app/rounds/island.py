@@ -50,13 +50,17 @@ from app.rounds.statements import (
     RESULT,
     Arrival,
     MemberList,
+    OwnData,
     Result,
+    raws_in,
     read_arrival,
+    read_data,
     read_list,
     read_result,
     sign_arrival,
     sign_list,
     sign_result,
+    texts_of,
 )
 from app.training.states import StateStore, part_of
 from app.training.wire import MAX_STATE_BYTES, StatePart
@@ -167,12 +171,19 @@ class Island:
         *,
         found: Callable[[], Iterable[str]],
         wall_ms: Callable[[], int],
+        own_data: OwnData | None = None,
         timing: RoundTiming | None = None,
         settled: Callable[[list[RoundEntry], list[bytes]], Awaitable[None]] | None = None,
         in_thread: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
     ) -> None:
-        """`found` names peers that may take part, `settled` is called with the log and the state after each round."""
+        """`found` names peers that may take part, `settled` is called with the log and the state after each round.
+
+        `own_data` is what this island says of its text, signed, if the job has every member train on its own.
+        """
+        assert record.own_data == (own_data is not None), "a text is either of the job or of the member"
         self.record, self.timing, self._settled = record, timing or RoundTiming(), settled
+        self.own_data = own_data
+        self.data_of: dict[str, OwnData] = {} if own_data is None else {own_data.peer: own_data}
         self._network, self._identity, self._found, self._wall_ms = network, identity, found, wall_ms
         self._model, self._text, self._device, self._states = model, text, device, states
         self._in_thread, self._verifying = in_thread, trio.Lock()
@@ -310,7 +321,10 @@ class Island:
         for step in range(standing.every):
             if self._leaving or self._ahead is not None or (steps and self._is_late()):
                 break
-            places = positions_of(standing.start, standing.members, self.peer, step, record.batch)
+            if record.own_data:  # nobody else reads this text, so no position is left to others
+                places = positions_of(standing.step * record.batch, (self.peer,), self.peer, step, record.batch)
+            else:
+                places = positions_of(standing.start, standing.members, self.peer, step, record.batch)
             sequences = [self._text.sequence(sequence_at(place, self._text.count, record.seed)) for place in places]
             done = await self._device.run_later(self._model.step, sequences, standing.step + step)
             steps, tokens = steps + 1, tokens + done.tokens
@@ -506,6 +520,8 @@ class Island:
         record, figures = self.record, self.figures
         # Whoever has the state before this round can go on with the next one; members that are late catch up.
         present = {peer for peer in self.alive() if peer in standing.members or self.heard[peer].head == standing.prev}
+        if record.own_data:  # nobody comes in whose text has no source and licence
+            present &= {*standing.members, *self.data_of}
         overhead_s = trio.current_time() - began + figures.settle_s
         step_s = figures.train_s / max(1, figures.steps)
         every = next_every(standing.every, step_s, overhead_s, least=record.least_every, most=record.most_every)
@@ -733,20 +749,39 @@ class Island:
             pass  # it is gone, or takes no part
 
     def _own_hello(self) -> dict[str, Any]:
-        return {"round": self.standing.round, "head": self.head.hex()}
+        data = {} if self.own_data is None else {"data": texts_of([self.own_data.raw])}
+        return {"round": self.standing.round, "head": self.head.hex(), **data}
 
     def _note_hello(self, peer: str, fields: Fields) -> None:
+        """Remember how far another island is, and what it trains on; raises `RecordError`."""
+        self._note_data(peer, fields)
         if peer not in self.heard and len(self.heard) >= MAX_PEERS:
             replaceable = self.heard.keys() - {*self.standing.members}
             oldest = min(replaceable or self.heard, key=lambda other: self.heard[other].at)
             if peer not in self.standing.members and trio.current_time() - self.heard[oldest].at < self.timing.alive_s:
                 return
             del self.heard[oldest]
+            self.data_of.pop(oldest, None)
         seen = Heard(trio.current_time(), fields.integer("round", 0, MAX_ROUNDS), fields.hex_bytes("head", HASH_BYTES))
         news = peer not in self.heard or (self.heard[peer].round, self.heard[peer].head) != (seen.round, seen.head)
         self.heard[peer] = seen
         if news:
             self._news.notify()
+
+    def _note_data(self, peer: str, fields: Fields) -> None:
+        """Remember what another island says of its own text; raises `RecordError` if that is wrong."""
+        if not self.record.own_data or "data" not in fields.values:
+            return
+        raws = raws_in(fields, "data", 1)
+        if not raws or (peer in self.data_of and self.data_of[peer].raw == raws[0]):
+            return
+        data = read_data(raws[0], self._wall_ms())
+        if (data.job, data.peer) != (self.record.id, peer):
+            raise RecordError("what is said of a text is of another job or another peer")
+        if self.record.licence and not data.licence.strip():
+            raise RecordError("the text of an island has no licence, which this job asks for")
+        if peer in self.heard or len(self.data_of) < MAX_PEERS:
+            self.data_of[peer] = data
 
     async def _say(self, peer: str, raw: bytes) -> None:
         """Tell a peer a signed statement; what it answers may be the entry of a round that is over."""

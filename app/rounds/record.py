@@ -2,6 +2,10 @@
 
 Wire format: canonical JSON in an envelope of `p2p.envelope` with the domain `shoal/train`. The SHA-256 of the payload
 names the job, so the name depends on nothing but the content.
+
+With `own_data` (absent: false) every member trains on text of its own, which never leaves it: there is no `tokens`, and
+`held` only if the founder names a public text to validate with. What a member trains on, it says itself
+(`app.rounds.statements.OwnData`); `source` and `licence` are those of the founder's text.
 """
 
 from __future__ import annotations
@@ -42,8 +46,8 @@ class TrainingRecord:
     model: str  # hash of the model it starts from; empty: drawn from the shape and the seed
     shape: dict[str, Any]  # a config.json
     start: str  # hash of the roots of all parts before the first round
-    tokens: StatePart  # the text as token ids, 32 bits each
-    held: StatePart  # token ids to validate with
+    tokens: StatePart | None  # the text as token ids, 32 bits each; None: every member has its own
+    held: StatePart | None  # token ids to validate with; None: every member has its own
     tokenizer: StatePart  # a JSON object
     source: str  # where the text is from
     licence: str
@@ -64,13 +68,19 @@ class TrainingRecord:
     outer_momentum: float
     seed: int
     created_ms: int
+    own_data: bool = False
 
     def payload(self) -> bytes:
         """The record as canonical JSON."""
         values = asdict(self)
         for name in ("tokens", "held", "tokenizer"):
-            part: StatePart = getattr(self, name)
-            values[name] = [part.root.hex(), part.size_bytes]
+            part: StatePart | None = getattr(self, name)
+            if part is None:
+                del values[name]
+            else:
+                values[name] = [part.root.hex(), part.size_bytes]
+        if not self.own_data:
+            del values["own_data"]
         return canonical({"v": VERSION, **values})
 
     @property
@@ -84,9 +94,15 @@ class TrainingRecord:
         return WIRES[self.wire]
 
     @property
+    def texts(self) -> dict[str, StatePart]:
+        """The text and the tokenizer, which members exchange by hash, by the name of their file."""
+        named = {"tokens": self.tokens, "held": self.held, "tokenizer.json": self.tokenizer}
+        return {name: part for name, part in named.items() if part is not None}
+
+    @property
     def parts(self) -> tuple[StatePart, ...]:
-        """The text and the tokenizer, which members exchange by hash."""
-        return (self.tokens, self.held, self.tokenizer)
+        """The text and the tokenizer as parts."""
+        return tuple(self.texts.values())
 
 
 def sign_training(identity: Identity, record: TrainingRecord) -> bytes:
@@ -111,6 +127,7 @@ def read_training(raw: bytes, *, now_ms: int) -> TrainingRecord:
 def _read(payload: bytes) -> TrainingRecord:
     fields = decode_object(payload, "the job's record", max_bytes=MAX_RECORD_BYTES)
     check_version(fields, "v", VERSION)
+    own_data = fields.flag("own_data", False)
     record = TrainingRecord(
         name=fields.text("name", 63),
         founder=fields.text("founder", PEER_ID_CHARS),
@@ -118,8 +135,8 @@ def _read(payload: bytes) -> TrainingRecord:
         model=fields.text("model", 64),
         shape=dict(fields.inner("shape").values),
         start=fields.hex_bytes("start", HASH_BYTES).hex(),
-        tokens=_part(fields, "tokens"),
-        held=_part(fields, "held"),
+        tokens=None if own_data else _part(fields, "tokens"),
+        held=None if own_data and "held" not in fields.values else _part(fields, "held"),
         tokenizer=_part(fields, "tokenizer"),
         source=fields.text("source", 400),
         licence=fields.text("licence", 100),
@@ -140,6 +157,7 @@ def _read(payload: bytes) -> TrainingRecord:
         outer_momentum=fields.number("outer_momentum", 0, 0.999),
         seed=fields.integer("seed", 0, 2**63 - 1),
         created_ms=fields.integer("created_ms", 0, 2**53),
+        own_data=own_data,
     )
     if not _NAME.fullmatch(record.name) or not re.fullmatch(r"([0-9a-f]{64})?", record.model):
         raise RecordError("the job's record: the name or the model's hash is malformed")

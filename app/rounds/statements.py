@@ -8,6 +8,7 @@ have `job` (the hash that names it) and `round` (from 0).
     shoal/round/result   list (its hash), root (of the state after the round; empty if the exchange failed), failed
                          (peer -> why), report (peer -> norm and agreement of its change, in the share merged here)
     shoal/round/share    list (its hash), root (over the hashes of the leaves that the signer merged in that attempt)
+    shoal/round/data     (no round) tokens, source, licence: what the signer trains on in a job of `own_data`
 
 An entry of the log holds a list and all its results in one envelope, so arrivals and results that count are short.
 """
@@ -30,11 +31,13 @@ from p2p.identity import PEER_ID_CHARS, Identity
 
 VERSION = 1
 ARRIVAL, LIST, RESULT = "shoal/round/arrival", "shoal/round/list", "shoal/round/result"
-SHARE = "shoal/round/share"
+SHARE, DATA = "shoal/round/share", "shoal/round/data"
 MAX_MEMBERS = 16  # of one round
 MAX_ARRIVAL_BYTES = 384
 MAX_RESULT_BYTES = 16 * 1024  # of one that failed, with its reasons
 MAX_COUNTED_BYTES = 1700  # of one that can be part of an entry
+MAX_DATA_BYTES = 2048
+MAX_SOURCE_CHARS, MAX_LICENCE_CHARS = 400, 100
 MAX_ATTEMPTS = 64
 MAX_ROUNDS = 10**7
 MAX_TOKENS = 2**50
@@ -100,6 +103,18 @@ class MergedShare:
     job: bytes
     list: bytes
     root: bytes
+    peer: str = ""
+    raw: bytes = b""
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """What a member says of the text that it trains on and keeps to itself."""
+
+    job: bytes
+    tokens: int
+    source: str
+    licence: str
     peer: str = ""
     raw: bytes = b""
 
@@ -202,6 +217,25 @@ def read_share(raw: bytes, now_ms: int) -> MergedShare:
     envelope, fields = opened(raw, SHARE, now_ms, MAX_ARRIVAL_BYTES)
     job, found, root = (fields.hex_bytes(name, HASH_BYTES) for name in ("job", "list", "root"))
     return MergedShare(job, found, root, envelope.peer, raw)
+
+
+def sign_data(identity: Identity, data: OwnData, now_ms: int) -> OwnData:
+    """Return what a member says of its text with its signed bytes."""
+    values = {"job": data.job.hex(), "tokens": data.tokens, "source": data.source, "licence": data.licence}
+    return read_data(signed(identity, DATA, values, now_ms), now_ms)
+
+
+def read_data(raw: bytes, now_ms: int) -> OwnData:
+    """Verify and read what a member says of its text; raises `RecordError`."""
+    envelope, fields = opened(raw, DATA, now_ms, MAX_DATA_BYTES)
+    return OwnData(
+        job=fields.hex_bytes("job", HASH_BYTES),
+        tokens=fields.integer("tokens", 1, MAX_TOKENS),
+        source=fields.text("source", MAX_SOURCE_CHARS),
+        licence=fields.text("licence", MAX_LICENCE_CHARS),
+        peer=envelope.peer,
+        raw=raw,
+    )
 
 
 # --- for all statements -----------------------------------------------------------------------------------------------

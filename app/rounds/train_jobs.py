@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from app.core.canonical_json import canonical
 from app.core.device_thread import DeviceThread
 from app.core.errors import AppError, RecordError
 from app.core.network import Network
@@ -25,10 +26,12 @@ from app.planning.training_step import step_time
 from app.rounds import wire
 from app.rounds.island import Island, RoundServer, hashed
 from app.rounds.record import TrainingRecord, sign_training
+from app.rounds.statements import OwnData, sign_data
 from app.rounds.train_store import (
     FAILED,
     FINISHED,
     LEFT,
+    OWN_DATA_FILE,
     RUNNING,
     StoredTraining,
     TrainStore,
@@ -53,7 +56,6 @@ log = logging.getLogger("shoal.rounds")
 
 ASK_S = 10.0
 TRAIN = "train"  # these jobs among past forecasts
-_TEXTS = ("tokens", "held", "tokenizer.json")
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,11 @@ class TrainJobs:
             await self._begin(job, founded.vectors)
         return self._facts(job.record)
 
-    async def join(self, target: str) -> dict[str, Any]:
-        """Take part in a job of this swarm, by its name or hash; raises `AppError`."""
+    async def join(self, target: str, data: Sequence[str] = (), licence: str = "") -> dict[str, Any]:
+        """Take part in a job of this swarm, by its name or hash; raises `AppError`.
+
+        `data` are files to train on in a job whose members have texts of their own, under this licence.
+        """
         async with self._starting:
             known = [
                 (record, (record, raw, peer))
@@ -145,9 +150,12 @@ class TrainJobs:
                 raise AppError(f"no member of this swarm trains a job named {target}")
             record, raw, _ = one_of(known, target)
             if record.id not in self.running:
+                self._check_data(record, data, licence)
                 holders = [peer for other, (_, _, peer) in known if other.id == record.id]
                 fetched = await self._place.states.fetch(record.id[:16], record.parts, holders)
-                texts = dict(zip(_TEXTS, fetched, strict=True))
+                texts = dict(zip(record.texts, fetched, strict=True))
+                if record.own_data:
+                    texts |= await self._own_texts(record, data, licence, texts)
                 job = await trio.to_thread.run_sync(self._store.create, raw, texts)
                 await self._begin(job, None)
         return self._facts(record)
@@ -167,6 +175,26 @@ class TrainJobs:
         return [self._facts(job.record, job) for job in await trio.to_thread.run_sync(self._store.all)]
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _check_data(self, record: TrainingRecord, data: Sequence[str], licence: str) -> None:
+        if data and not record.own_data:
+            raise AppError(f"{record.name} has one text for all members: leave out --data")
+        if record.own_data and not data:
+            raise AppError(f"the members of {record.name} train on texts of their own: name yours with --data")
+        if record.own_data and (record.licence or self._place.public) and not licence.strip():
+            raise AppError(f"the members of {record.name} name the licence of their texts: give yours with --licence")
+
+    async def _own_texts(
+        self, record: TrainingRecord, data: Sequence[str], licence: str, texts: dict[str, bytes]
+    ) -> dict[str, bytes]:
+        """Return the files of this node's own text, and what it says of it."""
+        from app.rounds.founding import own_texts, source_of
+
+        def made() -> dict[str, bytes]:
+            return own_texts(record, data, texts["tokenizer.json"], texts.get("held"))
+
+        found = await trio.to_thread.run_sync(made)
+        return found | {OWN_DATA_FILE: canonical({"source": source_of(data), "licence": licence})}
 
     async def _prepared(self, wish: TrainWish) -> Founded:
         from app.rounds.founding import prepare
@@ -220,15 +248,20 @@ class TrainJobs:
 
         assert self._nursery is not None, "jobs need a running node"
         place, record = self._place, job.record
-        texts = [await trio.to_thread.run_sync((job.folder / name).read_bytes) for name in _TEXTS]
-        text = await trio.to_thread.run_sync(TokenText, texts[0], texts[1], record)
+        names = {"tokens", "held", *record.texts}
+        texts = {name: await trio.to_thread.run_sync((job.folder / name).read_bytes) for name in names}
+        text = await trio.to_thread.run_sync(TokenText, texts["tokens"], texts["held"], record)
         model, device = await trio.to_thread.run_sync(make_model, record, vectors, place.memory_limit())
         machine = await trio.to_thread.run_sync(place.look)
-        for data in texts:
-            await place.states.keep(record.id[:16], data)
+        for name in record.texts:  # members fetch these by hash; a text of this node's own is not among them
+            await place.states.keep(record.id[:16], texts[name])
+        own_data: OwnData | None = None
+        if (named := self._store.own_data(job)) is not None:
+            claim = OwnData(record.id, text.count * record.length, *named)
+            own_data = sign_data(place.identity, claim, time.time_ns() // 10**6)
         island = Island(
             place.network, place.identity, record, model, text, DeviceThread(device), place.states,
-            found=place.members, wall_ms=lambda: time.time_ns() // 10**6,
+            found=place.members, wall_ms=lambda: time.time_ns() // 10**6, own_data=own_data,
             settled=lambda entries, states: self._save(job, entries, states),
         )  # fmt: skip
         entries = await trio.to_thread.run_sync(self._store.log, job)
@@ -325,6 +358,8 @@ def _figures(island: Island, status: str) -> dict[str, Any]:
     for one in islands:
         arrival = last.get(str(one["peer"]))
         one["steps"], one["tokens"] = (arrival.steps, arrival.tokens) if arrival is not None else (0, 0)
+        if (data := island.data_of.get(str(one["peer"]))) is not None:
+            one["data"] = {"tokens": data.tokens, "source": data.source, "licence": data.licence}
     return {
         **facts_of(island.record),
         "status": status, "round": standing.round, "step": standing.step,

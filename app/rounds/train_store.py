@@ -3,6 +3,7 @@
 record          the signed record (`app.rounds.record`)
 tokens, held    the text as token ids, 32 bits each, little-endian; to train on and to validate with
 tokenizer.json  the tokenizer, as the record names it by hash
+own_data.json   source and licence of the text, if it is this node's own and the node has joined the job with it
 log             the signed entries of all rounds (blobs of `app.rounds.wire`)
 state           the states of all parts after the last round, in their order (blobs)
 facts.json      figures for people, written after each round
@@ -18,14 +19,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from app.config.home import Home
+from app.core.canonical_json import decode_object
 from app.core.errors import AppError, RecordError
 from app.rounds import wire
 from app.rounds.log import RoundEntry, read_entry
 from app.rounds.record import TrainingRecord, read_training
+from app.rounds.statements import MAX_DATA_BYTES, MAX_LICENCE_CHARS, MAX_SOURCE_CHARS
 from p2p.platform import private_directory, write_private
 
 ID_DIGITS = 12
 RUNNING, FINISHED, LEFT, FAILED = "running", "finished", "left", "failed"
+OWN_DATA_FILE = "own_data.json"
 _MAX_BLOBS = 10**7
 _ANY_TIME_MS = 2**62  # what is on disk was checked when it came, and the clock may have been set back since
 
@@ -74,6 +78,17 @@ class TrainStore:
         """Return the job of this name, or whose hash begins so; raises `AppError` if none or several are."""
         found = [job for job in self.all() if job.record.name == text or job.record.id.hex().startswith(text)]
         return one_of([(job.record, job) for job in found], text)
+
+    def own_data(self, job: StoredTraining) -> tuple[str, str] | None:
+        """Return source and licence of this node's own text; None if the text is the job's. Raises `RecordError`."""
+        if not job.record.own_data:
+            return None
+        try:
+            raw = (job.folder / OWN_DATA_FILE).read_bytes()
+        except FileNotFoundError:  # the founder's are in the record
+            return job.record.source, job.record.licence
+        fields = decode_object(raw, OWN_DATA_FILE, max_bytes=MAX_DATA_BYTES)
+        return fields.text("source", MAX_SOURCE_CHARS), fields.text("licence", MAX_LICENCE_CHARS)
 
     def log(self, job: StoredTraining) -> list[RoundEntry]:
         """Return the entries of a job; raises `RecordError` if they are damaged."""

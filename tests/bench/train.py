@@ -22,6 +22,7 @@ starts from the same 100 common steps, has a constant rate, and islands exchange
 `round_overhead_s`  seconds of a round of these two in which a node makes no steps
 `utilisation_20mbit`   share of a round in which two nodes make steps, 50 ms and 20 Mbit/s apart
 `churn_loss_ratio`  four islands of which one is killed every 30 s while another joins, beside four that stay
+`own_data_vs_like`  four islands each of which has an era as its own text, beside four that read all eras
 `join_s`            seconds until a newcomer has the state, over links of 20 Mbit/s, from three members of which one
                     dies and one lies; `join_bound_s` is 1.5 times the state's bytes over the speed of one link, and
                     `join_boundary_s` the wait for the next round after that
@@ -268,10 +269,11 @@ Run = Callable[[Corpus, dict[str, torch.Tensor], int, int], Outcome]
 def lived(name: str) -> Run:
     """A run of islands with a network between them."""
 
-    def run(*args: Any) -> Outcome:
+    def run(data: Corpus, start: dict[str, torch.Tensor], steps: int, seed: int) -> Outcome:
         from tests.bench import train_network
 
-        return train_network.LIVES[name](*args)
+        found: Any = train_network.live(data, start, steps, seed, killing=name == "churn", own=name == "own_data")
+        return Outcome(**vars(found))
 
     return run
 
@@ -287,6 +289,7 @@ RUNS: dict[str, Run] = {
     **{f"plain_{name}": Islands(lie=lie, leaves_out=False, changes={"robust": False}) for name, lie in LIES.items()},
     "stay": lived("stay"),
     "churn": lived("churn"),
+    "own_data": lived("own_data"),
 }
 
 
@@ -358,6 +361,7 @@ FIGURES: dict[str, Callable[[Bench], object]] = {
     "churn_killed": lambda bench: sum(one.killed for one in bench.outcomes("churn")),
     "churn_longest_wait_s": lambda bench: max(one.longest_wait_s for one in bench.outcomes("churn")),
     "churn_deadline_s": lambda bench: RoundTiming().grace_most_s + RoundTiming().lead_s,
+    "own_data_vs_like": lambda bench: bench.ratio("own_data", "stay"),
     **_of("join", "join_s", "join_bound_s", "join_boundary_s", "join_lost_steps"),
 }
 

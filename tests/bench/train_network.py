@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -179,20 +178,28 @@ class Speeches:
         return self.sequences[number]
 
 
-def live(data: Corpus, start: dict[str, torch.Tensor], steps: int, seed: int, *, killing: bool) -> Outcome:
-    """Let four islands train on the in-memory network; one is killed every `KILL_EVERY_S` while another joins."""
-    clock = MockClock(autojump_threshold=0.01)  # downloads are written by threads
-    return trio.run(partial(_live, killing=killing), data, start, steps, seed, clock=clock)
+def live(data: Corpus, start: dict[str, torch.Tensor], steps: int, seed: int, *, killing: bool, own: bool) -> Outcome:
+    """Let four islands train on the in-memory network.
+
+    With `killing`, one is killed every `KILL_EVERY_S` while another joins; with `own`, each has the text of an era.
+    """
+    clock = MockClock(autojump_threshold=0.005)  # downloads are written by threads
+    return trio.run(_live, data, start, steps, seed, killing, own, clock=clock)
 
 
-async def _live(data: Corpus, start: dict[str, torch.Tensor], steps: int, seed: int, *, killing: bool) -> Outcome:
+async def _live(
+    data: Corpus, start: dict[str, torch.Tensor], steps: int, seed: int, killing: bool, own: bool
+) -> Outcome:
     rng, deaths = random.Random(seed), 0
-    terms = {
+    terms: dict[str, Any] = {
         "every": train.EVERY, "least_every": train.EVERY, "most_every": train.EVERY, "steps": steps,
         "batch": train.BATCH, "length": train.LENGTH, "rate": train.RATE, "warm_up": 10, "seed": seed,
     }  # fmt: skip
+    if own:
+        terms |= {"own_data": True, "tokens": None, "held": None}
+    eras = {number: Speeches(era, data.held) for number, era in enumerate(data.eras)}
     with tempfile.TemporaryDirectory() as folder:
-        lesson = Lesson(train.CONFIG, start, Speeches(data.whole, data.held))
+        lesson = Lesson(train.CONFIG, start, Speeches(data.whole, data.held), eras)
         async with open_islands(
             Path(folder), *range(train.ISLANDS), lesson=lesson, timing=RoundTiming(), step_s=LIFE_STEP_S, **terms
         ) as swarm:
@@ -217,9 +224,6 @@ async def _live(data: Corpus, start: dict[str, torch.Tensor], steps: int, seed: 
                 for arrival in entry.list.arrivals
             ]
             return Outcome(node.model.loss(data.held), killed=deaths, longest_wait_s=max(waits))
-
-
-LIVES = {"stay": partial(live, killing=False), "churn": partial(live, killing=True)}
 
 
 # --- joining ----------------------------------------------------------------------------------------------------------
@@ -329,7 +333,7 @@ class JoinSwarm:
 
         async def wrong(peer: str, body: bytes) -> Any:
             right = await server._on_chunk(peer, body)
-            joined = right if isinstance(right, bytes) else b"".join(right)
+            joined = bytes(right) if isinstance(right, bytes | bytearray | memoryview) else b"".join(right)
             return joined[:64] + bytes(len(joined) - 64)
 
         self._networks[number].serve(METHODS.chunk, wrong)

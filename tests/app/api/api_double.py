@@ -171,7 +171,7 @@ class DoubleNode:
     async def forecast_training(self, wish: TrainWish) -> dict[str, Any]:
         return {"name": wish.name, "rounds": 20}
 
-    async def join_training(self, job: str) -> dict[str, Any]:
+    async def join_training(self, job: str, data: Sequence[str] = (), licence: str = "") -> dict[str, Any]:
         self.asked.append(("join_training", job))
         return TRAINING
 

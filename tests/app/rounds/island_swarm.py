@@ -14,6 +14,7 @@ import trio
 from app.rounds.island import Island, RoundServer, RoundTiming, TrainingText, hashed
 from app.rounds.log import RoundEntry, replay
 from app.rounds.record import TrainingRecord, sign_training
+from app.rounds.statements import OwnData, sign_data
 from app.training.states import StateStore
 from engine.config import ModelConfig, Rope
 from engine.island import IslandModel, IslandTerms, first_states
@@ -64,6 +65,7 @@ class Lesson:
     config: ModelConfig
     vectors: Mapping[str, torch.Tensor]
     text: TrainingText
+    own: Mapping[int, TrainingText] | None = None  # of each island, where texts are the members' own
 
 
 @dataclass
@@ -125,8 +127,14 @@ class IslandSwarm:
         states = StateStore(network, self._folder / f"{number}-{self._starts[number]}", lambda peer: True, in_place)
         states.serve()
         server = RoundServer(network, lambda peer: True)
+        text, own_data = self._lesson.text, None
+        if record.own_data:
+            assert self._lesson.own is not None
+            text = self._lesson.own[number]
+            said = OwnData(record.id, text.count * record.length, f"text {number}", "MIT")
+            own_data = sign_data(who, said, int(wall_clock() * 1000))
         island = Island(
-            network, who, record, model, self._lesson.text, device, states, found=self.peers,
+            network, who, record, model, text, device, states, found=self.peers, own_data=own_data,
             wall_ms=lambda: int(wall_clock() * 1000), timing=self._timing, in_thread=in_place,
         )  # fmt: skip
         server.islands[record.id] = island
