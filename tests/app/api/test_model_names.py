@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,7 +102,7 @@ class Traveller(DoubleNode):
 async def test_every_family_lists_other_swarms_and_asks_in_them() -> None:
     node = Traveller()
     message = [{"role": "user", "content": "hi"}]
-    asked = {
+    asked: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": {"messages": message},
         "/v1/completions": {"prompt": "hi"},
         "/v1/responses": {"input": "hi"},

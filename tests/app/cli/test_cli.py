@@ -210,9 +210,10 @@ def test_a_process_without_a_console_fails_in_order(
 
 
 def test_who_hosts_which_block_is_short_and_names_you() -> None:
-    mine, other = ({"peer": f"12D3KooW{end * 6}", "tokens_per_s": 1.5} for end in "ab")
+    own = "12D3KooWaaaaaa"
+    mine, other = {"peer": own, "tokens_per_s": 1.5}, {"peer": "12D3KooWbbbbbb", "tokens_per_s": 1.5}
     blocks = [{"block": n, "holders": [mine] if n < 2 else [mine, other] if n < 4 else []} for n in range(5)]
-    assert coverage_lines(blocks, mine["peer"]) == [
+    assert coverage_lines(blocks, own) == [
         "0:2  you (1.5 tokens/s)",
         "2:4  you (1.5 tokens/s), bbbbbb (1.5 tokens/s)",
         "4:5  nobody",

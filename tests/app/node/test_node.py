@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import ssl
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 import trio
 
@@ -22,9 +24,11 @@ import app.node.self_check
 import app.node.swarm_switcher
 import app.swarm.saved
 import p2p.discovery.known_peers
+from app.api.server import NoKeys
 from app.cli.status import status_lines
 from app.config.file import load_config
 from app.config.home import Home, find_node, hold
+from app.config.keys import add_key
 from app.config.settings import Value
 from app.core.errors import NameConflict, UnknownSwarm, UsageError
 from app.joining.create import SwarmSpec, create_swarm
@@ -388,3 +392,23 @@ async def test_a_disk_that_takes_nothing_costs_the_memory_of_a_swarm_alone(
         version = node.event_log.version
         await until(node, lambda: node.event_log.version > version + 3)  # the node goes on telling
         monkeypatch.undo()
+
+
+async def test_a_node_listens_to_other_machines_only_with_keys_and_tls(tmp_path: Path, cache: Path) -> None:
+    home = Home.open(tmp_path / "a")
+    node = Node(home, load_config(home.config_file, {}).with_flags({**QUIET, "api_host": "0.0.0.0"}), cache)
+    with pytest.raises(NoKeys, match="but no program has a key"):
+        await node.run()
+    _, key = add_key(home.keys_file, "laptop", None, None)
+    async with living(tmp_path / "a", cache, api_host="0.0.0.0") as a:
+        shown = a.snapshot()
+        assert shown.api_url.startswith("http://127.0.0.1:")
+        assert shown.lan_url.startswith("https://")
+        assert ("lan", f"{shown.lan_url}, certificate SHA-256 {shown.lan_fingerprint}") in status_lines(
+            status_facts(shown)
+        )
+        port, headers = shown.lan_url.rpartition(":")[2], {"Authorization": f"Bearer {key}"}
+        trusting = ssl.create_default_context(cafile=str(home.api_certificate_file))
+        async with httpx.AsyncClient(verify=trusting, headers=headers) as client:
+            assert (await client.get(f"https://localhost:{port}/v1/models")).status_code == 200
+            assert (await client.get(f"https://localhost:{port}/control/status")).status_code == 403

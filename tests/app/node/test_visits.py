@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+import trio
 
+from app.asker.reply_service import ReplyRequest
 from app.config.file import load_config
+from app.core.errors import AppError
 from app.node.visits import visitor_config
 from app.swarm.saved import SavedSwarm, SavedSwarms
+from p2p.errors import P2PError
+from tests.app.node.test_node import cache, found_swarm, living, until
+
+__all__ = ["cache"]
 
 POND, LAKE = (SavedSwarm(name, "ab" * 32, 1) for name in ("pond", "lake"))
+OTHER = SavedSwarm("other", "cd" * 32, 1)
 
 
 @pytest.mark.parametrize(
@@ -33,3 +43,26 @@ def test_a_visited_swarm_is_saved_and_another_one_stays_active() -> None:
     known = SavedSwarms().joined(POND).kept(LAKE)
     assert ([swarm.name for swarm in known.swarms], known.active) == (["pond", "lake"], POND)
     assert SavedSwarms().kept(LAKE).active is None
+
+
+async def test_a_reply_of_one_visit_is_not_broken_off_by_a_question_in_another(tmp_path: Path, cache: Path) -> None:
+    """Visits are one at a time: the second swarm is refused while the first one's reply is written."""
+    found_swarm(tmp_path / "a", cache, "home")
+    async with living(tmp_path / "a", cache) as node:
+        visits = node._visits
+        async with aclosing(visits.reply(POND, ReplyRequest(prompt=(1,)))) as first:
+            async with trio.open_nursery() as nursery:
+
+                async def ask_first() -> None:
+                    with contextlib.suppress(AppError, P2PError):  # nobody is there
+                        await anext(first)
+
+                nursery.start_soon(ask_first)
+                await until(node, lambda: visits._visit is not None and visits._visit.replies == 1)
+                async with aclosing(visits.reply(OTHER, ReplyRequest(prompt=(1,)))) as second:
+                    with pytest.raises(AppError, match="asks in pond at the moment") as refused:
+                        await anext(second)
+                assert refused.value.reason.code == "busy"
+                assert visits._visit is not None
+                assert visits._visit.swarm.name == "pond"
+                nursery.cancel_scope.cancel()

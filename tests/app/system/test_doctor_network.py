@@ -89,6 +89,7 @@ def test_a_running_node_has_every_line() -> None:
         "addresses",
         "nat",
         "port mapping",
+        "lan",
         "clock",
         "peers",
         "peer a",
