@@ -215,3 +215,16 @@ def test_machines_that_hold_the_model_train_a_copy_each() -> None:
 def test_rent_below_the_price_of_energy_is_a_limit_of_cost() -> None:
     terms = Terms(10**9, price_kwh=10.0, rent_hour=0.1)
     assert forecast_training(fleet_of(CARD), SHAPE, StepTask(), terms).limit == "cost"
+
+
+def test_sent_bytes_by_hand() -> None:
+    capped = [named(CARD, name, memory_bytes=8 * GB, island="one") for name in "abc"]
+    tuned = forecast_training(fleet_of(*capped), LLAMA8B, StepTask(rows=256), Terms(1000, egress_gb=0.1)).swarm
+    assert tuned is not None
+    assert tuned.sent_bytes == 1000 * 3 * 2 * 4096 * 2  # three links, there and back, in 16 bits
+    islands = [named(CARD, name, island=name, up_bytes_per_s=1e9, down_bytes_per_s=1e9) for name in "ab"]
+    step = StepTask(rank=None, rows=256)
+    trained = forecast_training(fleet_of(*islands), SHAPE, step, Terms(10**6, every=50, egress_gb=0.1)).swarm
+    assert trained is not None
+    assert trained.sent_bytes == pytest.approx(10**6 / (50 * 8 * 256) * exchanged_bytes(SHAPE, step, "int8"))
+    assert trained.cost == pytest.approx(trained.sent_bytes / 1e9 * 0.1)
