@@ -36,7 +36,7 @@ from app.config.home import cache_folder
 from app.joining.offers import look_at_machine
 from app.planning.forecast import Terms, rounds_of
 from app.planning.machines import Fleet, MachineSpec
-from app.planning.memory import TrainingMemory, trained_bytes
+from app.planning.memory import TrainingMemory, tuning_peak_bytes
 from app.planning.training_step import StepTask
 from app.rounds.founding import HELD_MOST
 from engine.budget import block_bytes, ends_bytes
@@ -193,10 +193,9 @@ class Bench:
         machine = MachineSpec("here", 1, 1.0, 1.0, kind="cpu")
         for kept in (True, False):
             task = TrainingMemory(RANK, BATCH * LENGTH, 1, recomputed=not kept)
-            each, beside = trained_bytes(SHAPE, machine, task, asks=True)
             there = SHAPE.n_blocks * block_bytes(SHAPE, machine.precision)
             there += ends_bytes(SHAPE, machine.precision, embedding=True, head=True)
-            pairs.append((float(SHAPE.n_blocks * each + beside - there), float(added_bytes(kept))))
+            pairs.append((float(tuning_peak_bytes(SHAPE, machine, task) - there), float(added_bytes(kept))))
         self.notes["memory"] = pairs
         return {"memory": max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))}
 

@@ -8,7 +8,7 @@ from app.planning.cover import Share, StageCandidate, pipeline_seconds
 from app.planning.devices import block_time_s, passes_of
 from app.planning.forecast import Terms, energy_kwh, exchanged_bytes, forecast_replies, forecast_training, rented_cost
 from app.planning.machines import Fleet, MachineSpec
-from app.planning.memory import TrainingMemory, held_for_training, trained_bytes
+from app.planning.memory import TrainingMemory, held_for_training, trained_bytes, tuning_peak_bytes
 from app.planning.replies import ReplyTask
 from app.planning.rounds import (
     averaging_seconds,
@@ -125,6 +125,11 @@ def test_memory_of_training() -> None:
     assert usable // (FULL_WEIGHT_BYTES * block_weights(LLAMA8B)) == 5
     card = MachineSpec("small", 24 * GB, 900e9, 71 * T)
     assert usable // trained_bytes(LLAMA8B, card, TrainingMemory(16, 1, 1), asks=False)[0] == pytest.approx(44, abs=1)
+    peaks = [tuning_peak_bytes(LLAMA8B, card, TrainingMemory(16, 512, 1, again)) for again in (False, True)]
+    assert peaks[0] > peaks[1] > 2 * 7 * GB  # the weights in 16 bits
+    for again, peak in zip((False, True), peaks, strict=True):
+        each, beside = trained_bytes(LLAMA8B, card, TrainingMemory(16, 512, 1, again), asks=True)
+        assert 0.8 < peak / (32 * each + beside) <= 1  # never more than is set aside
     small = held_for_training(LLAMA8B, card, TrainingMemory(None, 512, 1), asks=True)
     assert small.blocks == 1  # between islands twice as many bytes a weight, and the largest matrix is updated apart
     assert small.lacking_bytes > 100 * GB
