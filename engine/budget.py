@@ -241,7 +241,8 @@ def adapter_weights(config: ModelConfig, rank: int, targets: tuple[str, ...] = A
 
 # Bytes a weight of an adapter takes: itself, its gradient and two moments, and itself and the moments after a step
 # until that is committed. All are float32.
-ADAPTER_WEIGHT_BYTES = 16 + 12
+ADAPTER_NEXT_BYTES = 12
+ADAPTER_WEIGHT_BYTES = 16 + ADAPTER_NEXT_BYTES
 
 
 def block_graph_bytes(config: ModelConfig, precision: Precision, rows: int) -> int:
@@ -279,6 +280,16 @@ class TrainingBudget:
     def total_bytes(self) -> int:
         """Bytes in all."""
         return self.weight_bytes + self.state_bytes + self.input_bytes + self.graph_bytes + self.workspace_bytes
+
+    def peak_bytes(self, loss_bytes: int) -> int:
+        """Bytes at the fullest moment of a process that computes the loss too.
+
+        The loss, a block's backward pass and the next version of the adapters are never there at the same time; what is
+        set aside has room for all of them.
+        """
+        next_bytes = self.state_bytes * ADAPTER_NEXT_BYTES // ADAPTER_WEIGHT_BYTES
+        kept = self.weight_bytes + self.state_bytes - next_bytes + self.input_bytes + self.graph_bytes
+        return kept + max(loss_bytes, self.workspace_bytes, next_bytes)
 
 
 def plan_training(config: ModelConfig, precision: Precision, task: TrainingTask, usable_bytes: int) -> TrainingBudget:

@@ -286,11 +286,16 @@ def _warn_of_cuts(cut: int, dropped: int, length: int) -> None:
 
 def _show_plan(record: JobRecord, material: Material, plan: MachinePlan, *, as_json: bool) -> int:
     from app.joining.offers import look_at_machine
+    from app.planning.memory import TrainingMemory, tuning_peak_bytes
     from app.training.forecasts import step_here_s, usual_step
+    from engine.budget import block_graph_bytes
 
     config = material.source.config
     machine = look_at_machine(plan.device.id, None, config).spec()
-    step_s = step_here_s(machine, config, usual_step(material.trained, record))
+    task = usual_step(material.trained, record)
+    step_s = step_here_s(machine, config, task)
+    kept = plan.budget.graph_bytes >= config.n_blocks * block_graph_bytes(config, machine.precision, task.rows)
+    memory = TrainingMemory(record.rank, task.rows, 1, recomputed=not kept)
     facts = {
         "model": material.model,
         "records": len(material.trained.examples),
@@ -302,6 +307,7 @@ def _show_plan(record: JobRecord, material: Material, plan: MachinePlan, *, as_j
         "seconds": None if step_s is None else record.steps * step_s,
         "device": plan.device.id,
         "memory_bytes": plan.total_bytes,
+        "peak_bytes": tuning_peak_bytes(config, machine, memory),
         **{f"{name}_bytes": getattr(plan.budget, f"{name}_bytes") for name in ("weight", "state", "input", "graph")},
     }
     if as_json:

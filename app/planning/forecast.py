@@ -339,12 +339,11 @@ def _validating_seconds(pair: tuple[Fleet, StepTime], config: ModelConfig, terms
 
 def _sent_bytes(steps: Steps, config: ModelConfig, task: StepTask, terms: Terms) -> float:
     """Bytes that all machines send to others for a token: rows and gradients in islands, exchanges between them."""
-    row = config.hidden_size * task.wire_bytes
-    links = [2 * (len(step.machines) - 1) for _, step in steps]  # each is passed both ways
-    inside = 2 * row * sum(links) / len(steps)
-    islands = len(steps)
+    row, islands = config.hidden_size * task.wire_bytes, len(steps)
+    # From the machine with the embedding through all stages to the head there, and gradients the same way back.
+    links = sum(len(step.machines) for _, step in steps if len(step.machines) > 1) / islands
     exchange = 2 * (islands - 1) / islands * exchanged_bytes(config, task, terms.wire)
-    return inside + exchange / (terms.every * task.tokens)
+    return 2 * row * links + exchange / (terms.every * task.tokens)
 
 
 def _exchange_seconds(steps: Steps, config: ModelConfig, task: StepTask, terms: Terms) -> float:

@@ -63,6 +63,15 @@ def held_for_training(config: ModelConfig, machine: MachineSpec, task: TrainingM
     return Holding(blocks, max(0, config.n_blocks * each - room), each)
 
 
+def tuning_peak_bytes(config: ModelConfig, machine: MachineSpec, task: TrainingMemory) -> int:
+    """Bytes that a process takes at most while it fine-tunes a whole model by itself."""
+    assert task.rank is not None, "where all weights are trained, what is set aside is what is taken"
+    precision, graphs = machine.precision, 0 if task.recomputed else _PLENTY
+    job = TrainingTask(config.n_blocks, task.rank, ADAPTER_ROLES, task.rows, task.micro_batches)
+    ends = ends_bytes(config, precision, embedding=True, head=True)
+    return ends + plan_training(config, precision, job, graphs).peak_bytes(loss_bytes(config, precision, task.rows))
+
+
 def trained_bytes(config: ModelConfig, machine: MachineSpec, task: TrainingMemory, *, asks: bool) -> tuple[int, int]:
     """Return the bytes of one block in training, and those that a machine needs besides its blocks."""
     precision, graphs = machine.precision, 0 if task.recomputed else _PLENTY

@@ -85,7 +85,7 @@ def forecast_running(
             prefill_tokens_per_s=own.prefill_tokens_per_s * share,
         )
         route_here = (Hop(own.peer, request.wanted),)
-        alone_speed = replies_of_members(route_here, [whole], request, link_s, head_s, prompt)
+        alone_speed = replies_of_members(route_here, [whole], request, link_s, head_s, prompt, known)
     verdicts = (memory_verdict(config.n_blocks, config.n_blocks), straggling_hops(speed))
     lacking = held_for_replies(config, here).lacking_bytes
     fleet = replace(alone, assumed=_assumed(route, members, rtt_s, snapshot.peer_id))

@@ -174,9 +174,11 @@ def planned(kept: bool) -> TrainingBudget:
     return plan_training(config, FLOAT32, task, 1 << 40 if kept else 0)
 
 
-def memory(kept: bool) -> int:
-    """Resident bytes that training adds to this process, for which a fresh one is needed."""
+def memory(kept: bool) -> tuple[int, int]:
+    """Resident bytes that training adds to a process with the model, and to one without; for a fresh process."""
     plan, rows = planned(kept), BATCH * LENGTH
+    torch.nn.functional.linear(torch.ones(rows, 576), torch.ones(576, 576))
+    empty = int(psutil.Process().memory_info().rss)
     job = Shoal()
     # What the libraries load with the first product is not training's.
     torch.nn.functional.linear(torch.ones(rows, 576), torch.ones(576, 576))
@@ -186,20 +188,22 @@ def memory(kept: bool) -> int:
     for _ in range(3):
         job.step_s()
     status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.split("VmHWM:")[1].split()[0]) - before
+    peak = 1024 * int(status.split("VmHWM:")[1].split()[0])
+    return peak - before, peak - empty
 
 
-def added_bytes(kept: bool) -> int:
+def added_bytes(kept: bool) -> tuple[int, int]:
     """The same, measured in a process of its own."""
     command = [sys.executable, "-m", "tests.bench.finetune", "--memory", "kept" if kept else "recomputed"]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    added, whole = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return int(added), int(whole)
 
 
 def memory_ratio() -> float:
     """The bytes that training adds over those that the budget says: the larger ratio of both ways."""
     loss = loss_bytes(smollm2(), FLOAT32, BATCH * LENGTH)
     plans = {kept: planned(kept) for kept in (True, False)}
-    return max(added_bytes(kept) / (plan.total_bytes - plan.weight_bytes + loss) for kept, plan in plans.items())
+    return max(added_bytes(kept)[0] / (plan.total_bytes - plan.weight_bytes + loss) for kept, plan in plans.items())
 
 
 def facts() -> dict[str, float]:
@@ -374,7 +378,7 @@ def main() -> None:
     parser.add_argument("--memory", choices=("kept", "recomputed"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory:
-        print(memory(arguments.memory == "kept"))
+        print(*memory(arguments.memory == "kept"))
         return
     figures = {} if arguments.no_speed else {"peak_bytes_vs_budget": memory_ratio(), **speed(arguments.rounds)}
     if not arguments.no_facts:

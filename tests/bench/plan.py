@@ -13,7 +13,7 @@ run that is forecast. All nodes share this machine's cores, which the forecasts 
 `ttft512`          the first token after a prompt of 512 tokens over the three
 `finetune_local`, `finetune_swarm3`   steps of a job of ten facts in one process, and over the three: `--dry-run` first
 `round_20mbit`     rounds of two islands that train all weights of a small model, 20 Mbit/s each way between them
-`memory`           the peak of what fine-tuning adds to a process, blocks recomputed and kept: the worse of both
+`memory`           the peak of fine-tuning in one process, blocks recomputed and kept: the worse of both
 `advice`           the six staged cases of `tests/app/planning/staged.py` for machines like this one
 """
 
@@ -36,10 +36,9 @@ from app.config.home import cache_folder
 from app.joining.offers import look_at_machine
 from app.planning.forecast import Terms, rounds_of
 from app.planning.machines import Fleet, MachineSpec
-from app.planning.memory import TrainingMemory, trained_bytes
+from app.planning.memory import TrainingMemory, tuning_peak_bytes
 from app.planning.training_step import StepTask
 from app.rounds.founding import HELD_MOST
-from engine.budget import block_bytes, ends_bytes
 from engine.config import ModelConfig
 from engine.sources.hf_config import parse_config
 from engine.sources.starter import SHAPE
@@ -188,15 +187,12 @@ class Bench:
         return {"round_20mbit": pairs[len(pairs) // 2]}
 
     def memory(self) -> Pairs:
-        """Memory that fine-tuning adds to a process that has the model."""
+        """Memory that fine-tuning takes at its fullest, the model included."""
         pairs = []
         machine = MachineSpec("here", 1, 1.0, 1.0, kind="cpu")
         for kept in (True, False):
             task = TrainingMemory(RANK, BATCH * LENGTH, 1, recomputed=not kept)
-            each, beside = trained_bytes(SHAPE, machine, task, asks=True)
-            there = SHAPE.n_blocks * block_bytes(SHAPE, machine.precision)
-            there += ends_bytes(SHAPE, machine.precision, embedding=True, head=True)
-            pairs.append((float(SHAPE.n_blocks * each + beside - there), float(added_bytes(kept))))
+            pairs.append((float(tuning_peak_bytes(SHAPE, machine, task)), float(added_bytes(kept)[1])))
         self.notes["memory"] = pairs
         return {"memory": max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))}
 

@@ -187,7 +187,8 @@ def test_a_dry_run_trains_nothing(data: Path, home: Path, capsys: pytest.Capture
     assert finetune(data, "--dry-run", "--json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["records"], facts["validation_records"], facts["steps"]) == (4, 2, 2)
-    assert facts["memory_bytes"] > facts["weight_bytes"] > 0
+    assert facts["memory_bytes"] >= facts["peak_bytes"] > facts["weight_bytes"] > 0
+    assert facts["seconds"] == 2 * facts["step_s"] > 0
     assert JobStore(Home(home)).all() == []
 
 

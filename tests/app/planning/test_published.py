@@ -8,7 +8,7 @@ from app.planning.cover import Share, StageCandidate, pipeline_seconds
 from app.planning.devices import block_time_s, passes_of
 from app.planning.forecast import Terms, energy_kwh, exchanged_bytes, forecast_replies, forecast_training, rented_cost
 from app.planning.machines import Fleet, MachineSpec
-from app.planning.memory import TrainingMemory, held_for_training, trained_bytes
+from app.planning.memory import TrainingMemory, held_for_training, trained_bytes, tuning_peak_bytes
 from app.planning.replies import ReplyTask
 from app.planning.rounds import (
     averaging_seconds,
@@ -125,6 +125,11 @@ def test_memory_of_training() -> None:
     assert usable // (FULL_WEIGHT_BYTES * block_weights(LLAMA8B)) == 5
     card = MachineSpec("small", 24 * GB, 900e9, 71 * T)
     assert usable // trained_bytes(LLAMA8B, card, TrainingMemory(16, 1, 1), asks=False)[0] == pytest.approx(44, abs=1)
+    peaks = [tuning_peak_bytes(LLAMA8B, card, TrainingMemory(16, 512, 1, again)) for again in (False, True)]
+    assert peaks[0] > peaks[1] > 2 * 7 * GB  # the weights in 16 bits
+    for again, peak in zip((False, True), peaks, strict=True):
+        each, beside = trained_bytes(LLAMA8B, card, TrainingMemory(16, 512, 1, again), asks=True)
+        assert 0.8 < peak / (32 * each + beside) <= 1  # never more than is set aside
     small = held_for_training(LLAMA8B, card, TrainingMemory(None, 512, 1), asks=True)
     assert small.blocks == 1  # between islands twice as many bytes a weight, and the largest matrix is updated apart
     assert small.lacking_bytes > 100 * GB
@@ -215,3 +220,16 @@ def test_machines_that_hold_the_model_train_a_copy_each() -> None:
 def test_rent_below_the_price_of_energy_is_a_limit_of_cost() -> None:
     terms = Terms(10**9, price_kwh=10.0, rent_hour=0.1)
     assert forecast_training(fleet_of(CARD), SHAPE, StepTask(), terms).limit == "cost"
+
+
+def test_sent_bytes_by_hand() -> None:
+    capped = [named(CARD, name, memory_bytes=8 * GB, island="one") for name in "abc"]
+    tuned = forecast_training(fleet_of(*capped), LLAMA8B, StepTask(rows=256), Terms(1000, egress_gb=0.1)).swarm
+    assert tuned is not None
+    assert tuned.sent_bytes == 1000 * 3 * 2 * 4096 * 2  # three links, there and back, in 16 bits
+    islands = [named(CARD, name, island=name, up_bytes_per_s=1e9, down_bytes_per_s=1e9) for name in "ab"]
+    step = StepTask(rank=None, rows=256)
+    trained = forecast_training(fleet_of(*islands), SHAPE, step, Terms(10**6, every=50, egress_gb=0.1)).swarm
+    assert trained is not None
+    assert trained.sent_bytes == pytest.approx(10**6 / (50 * 8 * 256) * exchanged_bytes(SHAPE, step, "int8"))
+    assert trained.cost == pytest.approx(trained.sent_bytes / 1e9 * 0.1)

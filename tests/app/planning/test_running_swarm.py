@@ -57,6 +57,11 @@ def test_what_this_node_measured_counts_for_it_alone() -> None:
     assert found.swarm == found.alone
     assert found.swarm.parts["blocks"] == pytest.approx(1 / 40)
     assert (found.advice, found.why) == ("alone", "no other machine would make it faster.")
+    replied = replace(whole, route=RouteView("s", (HopView("me", 0, 30, compute_s=0.05),)))
+    again = forecast_running(replied, strong, SHAPE, ReplyTask(), Terms(256))
+    assert again.swarm is not None
+    assert again.swarm == again.alone
+    assert again.swarm.parts["blocks"] == pytest.approx(0.05)
     half = forecast_running(replace(whole, stop=15, peers=(FAR,)), strong, SHAPE, ReplyTask(), Terms(256))
     assert half.alone is not None
     assert half.alone.parts["blocks"] == pytest.approx(2 / 40)  # twice the blocks that it serves now
