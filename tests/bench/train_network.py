@@ -42,7 +42,7 @@ from tests.p2p.nodes import make_network
 from tests.process.node_process import Place, Serving, wait_until
 
 RTT_S, LINK_BYTES_PER_S = 0.05, 20e6 / 8
-BATCH_TOKENS, ROUNDS = 1024, 12  # of a step of a node; measured rounds
+BATCH_TOKENS, ROUNDS = 1024, 8  # of a step of a node; measured rounds
 LOCAL_S = 10.0
 KILL_EVERY_S, LIFE_STEP_S = 30.0, 0.5
 JOIN_SHAPE = replace(train.CONFIG, n_blocks=6, hidden_size=96, head_dim=24, intermediate_size=320)

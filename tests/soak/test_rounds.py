@@ -58,7 +58,7 @@ async def test_a_link_cut_from_100_to_10_mbit_costs_no_loss(tmp_path: Path, auto
     terms = {"batch": train.BATCH, "length": train.LENGTH, "rate": train.RATE, "seed": 0}
     speeds = {"fast": 12.5e6, "slow": 1.25e6, "step_s": 0.01, "steps": 1200}
     losses = {
-        most: await check_slower_link(tmp_path / str(most), lesson, **speeds, **terms, **more)  # type: ignore[arg-type]
+        most: await check_slower_link(tmp_path, lesson, **speeds, **terms, **more)  # type: ignore[arg-type]
         for most, more in ((50, {"most_every": 50}), (500, {}))
     }
     print(losses)
