@@ -40,8 +40,9 @@ class Transcript(VerticalScroll, can_focus=True):
 
     DEFAULT_CLASSES = "panel"
     HELP = (
-        "Replies come through the hops named below the frame. ^r asks again, ^e edits your last question, ^b goes back "
-        "to an earlier version, ^y copies the last reply. Whoever hosts a hop can read what passes through it."
+        "Replies come through the hops named below the frame. ^r asks again, ^e edits your last question and, pressed "
+        "again, the one before it, ^b goes back to an earlier version, ^y copies the last reply. Whoever hosts a hop "
+        "can read what passes through it."
     )
 
     def __init__(self, *, id: str | None = None) -> None:
