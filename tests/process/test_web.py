@@ -81,6 +81,44 @@ def test_from_the_first_run_to_a_chat_in_a_browser(tmp_path: Path) -> None:
             _view(browser, links)
 
 
+WRITTEN = (  # pieces that are written to a terminal of 10 by 3 cells, and its text afterwards
+    (["ab\x1b[2;3Hcd\x1b[99;99Hz"], "ab\n  cd\n         z"),
+    (["\x1b[", "3", "8;2;1;2", ";3mX\x1b", "[0mY"], "XY\n\n"),
+    (["日本x\x1b[2;1H━é"], "日本x\n━é\n"),
+    (["much longer than a row"], "much longe\n\n"),
+    (["a\x1b[38;2mb\x1b[48;5mc\x1b[;;;md"], "abcd\n\n"),
+    (["\x1b]0;a title\x07\x1b]8;;http://x\x1b\\link\x1b]52;c;!!\x07"], "link\n\n"),
+    (["\x1b[-5;-5Hx", "\x1b[99999999999999999999Ay"], None),
+    (["\x1b[" + "9" * 5000 + "m", "\x1bP" + "x" * 5000], None),
+)
+PRESSED = (
+    ({"key": "c", "ctrlKey": True}, "\x03"),
+    ({"key": "ArrowUp"}, "\x1b[A"),
+    ({"key": "ArrowUp", "ctrlKey": True}, "\x1b[1;5A"),
+    ({"key": "Tab", "shiftKey": True}, "\x1b[Z"),
+    ({"key": "F5"}, "\x1b[15~"),
+    ({"key": "x", "altKey": True}, "\x1bx"),
+    ({"key": "x"}, None),  # text comes by the input element
+    ({"key": "v", "ctrlKey": True}, None),  # the browser's paste
+    ({"key": "c", "metaKey": True}, None),
+)
+
+
+@needs_chromium
+def test_the_page_draws_and_sends_what_terminals_do_and_needs_a_link(tmp_path: Path) -> None:
+    place = Place(tmp_path / "home", tmp_path / "cache")
+    with web(place) as links, Chromium(tmp_path / "profile") as browser:
+        page = browser.open(links["link"].partition("#")[0])
+        page.until("This page opens with a link")
+        for pieces, expected in WRITTEN:
+            script = f"(() => {{ const g = new Grid(10, 3); {json.dumps(pieces)}.forEach((p) => g.write(p)); "
+            text = page.run(script + "return g.text(); })()")
+            assert expected is None or text == expected, pieces
+            assert len(text.split("\n")) == 3
+        for event, sequence in PRESSED:
+            assert page.run(f"keySequence({json.dumps(event)})") == sequence, event
+
+
 @contextmanager
 def node_stopped(place: Place) -> Iterator[None]:
     """Stops the node that the dashboard started."""
