@@ -9,16 +9,18 @@ import json
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import trio
 from trio_websocket import open_websocket_url
 
 from tests.process.chromium import PROGRAM, Chromium, Page
-from tests.process.node_process import FRESH, PATIENCE_S, Place, Serving, start
+from tests.process.node_process import FRESH, PATIENCE_S, Place, Serving, start, wait_until
 
 PICTURE = Path(__file__).resolve().parent.parent.parent / "docs" / "web.png"
 _ESCAPE = re.compile(r"\x1b(\[[0-9;?<=>$]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|.)")
@@ -62,6 +64,33 @@ def test_a_view_shows_the_dashboard_and_ends_with_the_server(tmp_path: Path) -> 
     with web(place) as links:
         trio.run(look, links)
     assert not (place.home / "node.json").exists()
+
+
+def test_a_dashboard_ends_with_a_server_that_was_killed(tmp_path: Path) -> None:
+    place = Place(tmp_path / "home", tmp_path / "cache")
+    with open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as output:
+        arguments = ["web", "--port=0", "--share", "--json"]
+        process = start(arguments, place.environment(), (nothing, output, nothing), FRESH)
+
+        def said() -> str:
+            output.seek(0)
+            return output.read()
+
+        wait_until(lambda: said().endswith("\n"), "the links are printed")
+        url, _, token = json.loads(said())["view"].partition("/#view=")
+
+        async def open_and_kill() -> list[psutil.Process]:
+            async with open_websocket_url(f"ws{url[4:]}/screen") as page:
+                await page.send_message(json.dumps({"view": token, "width": 100, "height": 30}))
+                with trio.fail_after(PATIENCE_S):
+                    while not isinstance(await page.get_message(), bytes):
+                        pass
+                children: list[psutil.Process] = psutil.Process(process.pid).children()
+                process.kill()
+            return children
+
+        [child] = trio.run(open_and_kill)
+        wait_until(lambda: not child.is_running() or child.status() == "zombie", "the dashboard has ended")
 
 
 @needs_chromium
