@@ -1,7 +1,8 @@
 """One dashboard process behind a page: its output as it comes, and the input that it gets.
 
-The process talks over its standard streams in packets, as Textual's `WebDriver` does: a letter, the length in four
-bytes (big-endian), the payload. `D` is what a terminal would get or send, `M` a JSON object such as a new size.
+The process talks over its standard streams in packets, as Textual's `WebDriver` does (`ui.page_driver`): a letter, the
+length in four bytes (big-endian), the payload. `D` is what a terminal would get or send, `M` a JSON object such as a
+new size.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class ScreenProcess:
 async def open_screen(command: Sequence[str], environment: Mapping[str, str], width: int, height: int) -> ScreenProcess:
     """Start a dashboard of this size; raises `ScreenFailed`."""
     more = {
-        "TEXTUAL_DRIVER": "textual.drivers.web_driver:WebDriver",
+        "TEXTUAL_DRIVER": "ui.page_driver:PageDriver",
         "TEXTUAL_COLOR_SYSTEM": "truecolor",
         "COLUMNS": str(width),
         "ROWS": str(height),

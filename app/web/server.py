@@ -87,13 +87,14 @@ class WebServer:
             admitted = self._links.admit(**{name: hello.get(name) for name in ("code", "session", "view")})
             if admitted is None:
                 return REFUSED
+            # Before anything else can fail: a code is used up now, and with the session the page can be loaded again.
+            await send(_text({"session": admitted.session, "mode": admitted.mode}))
             if self._count[admitted.mode] >= MOST_SCREENS[admitted.mode]:
                 return CROWDED
             self._count[admitted.mode] += 1
             try:
                 width, height = _size(hello)
                 tab = hello.get("tab") if admitted.mode == "view" else None
-                await send(_text({"session": admitted.session, "mode": admitted.mode}))
                 screen = await self._open_screen(admitted.mode, tab if tab in TABS else TABS[0], width, height)
                 return await self._show(admitted.mode, screen, receive, send)
             finally:
@@ -121,10 +122,13 @@ class WebServer:
                     nursery.cancel_scope.cancel()
 
                 nursery.start_soon(listen)
-                async with aclosing(screen.packets()) as packets:
-                    async for kind, payload in packets:
-                        if kind == b"D":
-                            await send({"type": "websocket.send", "bytes": payload})
+                try:
+                    async with aclosing(screen.packets()) as packets:
+                        async for kind, payload in packets:
+                            if kind == b"D":
+                                await send({"type": "websocket.send", "bytes": payload})
+                except ScreenFailed as error:  # outside, the nursery would have wrapped it in a group
+                    problem.append(error)
                 nursery.cancel_scope.cancel()
         finally:
             await screen.close()

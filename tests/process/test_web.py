@@ -9,16 +9,18 @@ import json
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import trio
 from trio_websocket import open_websocket_url
 
 from tests.process.chromium import PROGRAM, Chromium, Page
-from tests.process.node_process import FRESH, PATIENCE_S, Place, Serving, start
+from tests.process.node_process import FRESH, PATIENCE_S, Place, Serving, start, wait_until
 
 PICTURE = Path(__file__).resolve().parent.parent.parent / "docs" / "web.png"
 _ESCAPE = re.compile(r"\x1b(\[[0-9;?<=>$]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|.)")
@@ -64,6 +66,33 @@ def test_a_view_shows_the_dashboard_and_ends_with_the_server(tmp_path: Path) -> 
     assert not (place.home / "node.json").exists()
 
 
+def test_a_dashboard_ends_with_a_server_that_was_killed(tmp_path: Path) -> None:
+    place = Place(tmp_path / "home", tmp_path / "cache")
+    with open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as output:
+        arguments = ["web", "--port=0", "--share", "--json"]
+        process = start(arguments, place.environment(), (nothing, output, nothing), FRESH)
+
+        def said() -> str:
+            output.seek(0)
+            return output.read()
+
+        wait_until(lambda: said().endswith("\n"), "the links are printed")
+        url, _, token = json.loads(said())["view"].partition("/#view=")
+
+        async def open_and_kill() -> list[psutil.Process]:
+            async with open_websocket_url(f"ws{url[4:]}/screen") as page:
+                await page.send_message(json.dumps({"view": token, "width": 100, "height": 30}))
+                with trio.fail_after(PATIENCE_S):
+                    while not isinstance(await page.get_message(), bytes):
+                        pass
+                children: list[psutil.Process] = psutil.Process(process.pid).children()
+                process.kill()
+            return children
+
+        [child] = trio.run(open_and_kill)
+        wait_until(lambda: not child.is_running() or child.status() == "zombie", "the dashboard has ended")
+
+
 @needs_chromium
 @pytest.mark.timeout(300)
 def test_from_the_first_run_to_a_chat_in_a_browser(tmp_path: Path) -> None:
@@ -79,6 +108,44 @@ def test_from_the_first_run_to_a_chat_in_a_browser(tmp_path: Path) -> None:
             _chat(page)
             _used_link_and_reload(browser, page, links)
             _view(browser, links)
+
+
+WRITTEN = (  # pieces that are written to a terminal of 10 by 3 cells, and its text afterwards
+    (["ab\x1b[2;3Hcd\x1b[99;99Hz"], "ab\n  cd\n         z"),
+    (["\x1b[", "3", "8;2;1;2", ";3mX\x1b", "[0mY"], "XY\n\n"),
+    (["日本x\x1b[2;1H━é"], "日本x\n━é\n"),
+    (["much longer than a row"], "much longe\n\n"),
+    (["a\x1b[38;2mb\x1b[48;5mc\x1b[;;;md"], "abcd\n\n"),
+    (["\x1b]0;a title\x07\x1b]8;;http://x\x1b\\link\x1b]52;c;!!\x07"], "link\n\n"),
+    (["\x1b[-5;-5Hx", "\x1b[99999999999999999999Ay"], None),
+    (["\x1b[" + "9" * 5000 + "m", "\x1bP" + "x" * 5000], None),
+)
+PRESSED = (
+    ({"key": "c", "ctrlKey": True}, "\x03"),
+    ({"key": "ArrowUp"}, "\x1b[A"),
+    ({"key": "ArrowUp", "ctrlKey": True}, "\x1b[1;5A"),
+    ({"key": "Tab", "shiftKey": True}, "\x1b[Z"),
+    ({"key": "F5"}, "\x1b[15~"),
+    ({"key": "x", "altKey": True}, "\x1bx"),
+    ({"key": "x"}, None),  # text comes by the input element
+    ({"key": "v", "ctrlKey": True}, None),  # the browser's paste
+    ({"key": "c", "metaKey": True}, None),
+)
+
+
+@needs_chromium
+def test_the_page_draws_and_sends_what_terminals_do_and_needs_a_link(tmp_path: Path) -> None:
+    place = Place(tmp_path / "home", tmp_path / "cache")
+    with web(place) as links, Chromium(tmp_path / "profile") as browser:
+        page = browser.open(links["link"].partition("#")[0])
+        page.until("This page opens with a link")
+        for pieces, expected in WRITTEN:
+            script = f"(() => {{ const g = new Grid(10, 3); {json.dumps(pieces)}.forEach((p) => g.write(p)); "
+            text = page.run(script + "return g.text(); })()")
+            assert expected is None or text == expected, pieces
+            assert len(text.split("\n")) == 3
+        for event, sequence in PRESSED:
+            assert page.run(f"keySequence({json.dumps(event)})") == sequence, event
 
 
 @contextmanager

@@ -42,6 +42,7 @@ class Served:
 
     def __init__(self, url: str, links: Links) -> None:
         self.url, self.links = url, links
+        self.program = REPEATER
         self.started: list[tuple[Mode, str]] = []
         self.processes: list[ScreenProcess] = []
 
@@ -72,7 +73,7 @@ async def served(nursery: trio.Nursery) -> AsyncIterator[Served]:
 
     async def start(mode: Mode, tab: str, width: int, height: int) -> ScreenProcess:
         found.started.append((mode, tab))
-        command = [sys.executable, "-I", "-c", REPEATER, mode, tab]
+        command = [sys.executable, "-I", "-c", found.program, mode, tab]
         found.processes.append(await open_screen(command, os.environ, width, height))
         return found.processes[-1]
 
@@ -190,11 +191,22 @@ async def test_pages_are_bounded(served: Served) -> None:
         for _ in range(MOST_SCREENS["own"]):
             await nursery.start(stay, served.own())
         async with served.page(served.own()) as page:
+            assert json.loads(await read(page))["session"]  # so that the link is not lost
             assert await close_code(page) == CROWDED
         async with served.page({"view": served.links.view_token(), **SIZE}) as page:
             assert json.loads(await read(page))["mode"] == "view"  # they are counted apart
         assert len(served.started) == MOST_SCREENS["own"] + 1
         nursery.cancel_scope.cancel()
+
+
+async def test_a_program_that_speaks_nonsense_costs_its_page_only(served: Served) -> None:
+    served.program = "import sys; sys.stdout.write('x' * 70_000); sys.stdout.flush(); sys.stdin.read()"
+    async with served.page(served.own()) as page:
+        assert await close_code(page) == ENDED
+    await served.all_ended()
+    served.program = REPEATER
+    async with served.page(served.own()) as page:
+        assert json.loads(await read(page))["mode"] == "own"
 
 
 async def test_a_page_that_closes_ends_its_program(served: Served) -> None:
