@@ -194,13 +194,13 @@ async def test_a_hop_that_floods_its_owner_is_read_no_faster_than_it_is_used(
     most = 1 << 20
     monkeypatch.setattr(trainer, "MAX_QUEUED_BYTES", most)
     queued: list[int] = []
-    read = trainer._Epoch._next
+    read = trainer._HopGroup._next
 
     async def watched(epoch: Any) -> Any:
         queued.append(max(epoch._queued.values(), default=0))
         return await read(epoch)
 
-    monkeypatch.setattr(trainer._Epoch, "_next", watched)
+    monkeypatch.setattr(trainer._HopGroup, "_next", watched)
 
     def flood(server: Any) -> None:
         honest = server._tally

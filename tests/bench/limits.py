@@ -54,10 +54,10 @@ from tests.bench.train import (
     HELD,
     LIES,
     Corpus,
+    Islands,
     common,
     cut,
     island,
-    islands_loss,
     terms,
 )
 
@@ -137,7 +137,7 @@ def unlike_data() -> Shown:
     """Loss where each island has a kind of text of its own, over that where all have all kinds."""
     data = _kinds()
     start = common(data, 0)
-    like, unlike = (islands_loss(data, start, STEPS, 0, unlike=unlike) for unlike in (False, True))
+    like, unlike = (Islands(unlike=unlike)(data, start, STEPS, 0).loss for unlike in (False, True))
     return unlike / like - 1, UNLIKE, unlike / like - 1 > UNLIKE, {"mixed_loss": like, "unlike_loss": unlike}
 
 
@@ -217,14 +217,12 @@ def poisoning() -> Shown:
     """Loss with a liar among four islands over that without, averaged plainly and with the liar left out."""
     data = _kinds()
     start = common(data, 0)
-    honest = islands_loss(data, start, STEPS, 0)
-    plain = islands_loss(data, start, STEPS, 0, lie=LIES["flip10"], leaves_out=False, robust=False)
-    counts: dict[str, float] = {}
-    found = islands_loss(data, start, STEPS, 0, lie=LIES["flip10"], counts=counts)
-    ratios = {"plain": plain / honest, "left_out": found / honest}
+    plainly = Islands(lie=LIES["flip10"], leaves_out=False, changes={"robust": False})
+    honest, plain, found = (run(data, start, STEPS, 0) for run in (Islands(), plainly, Islands(lie=LIES["flip10"])))
+    ratios = {"plain": plain.loss / honest.loss, "left_out": found.loss / honest.loss}
     odds = dishonest_majority(1, DISHONEST)
     right = not ratios["plain"] < 1.2 and ratios["left_out"] < 1.1  # a loss that is not a number is no small one
-    facts = {"loss_ratio": ratios, "found_after_rounds": counts.get("found_after")}
+    facts = {"loss_ratio": ratios, "found_after_rounds": found.found_after}
     return odds, POISONED, right and odds > POISONED, facts
 
 
