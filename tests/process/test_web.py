@@ -94,6 +94,7 @@ def test_a_dashboard_ends_with_a_server_that_was_killed(tmp_path: Path) -> None:
 
 
 @needs_chromium
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_from_the_first_run_to_a_chat_in_a_browser(tmp_path: Path) -> None:
     host = Place(tmp_path / "host", tmp_path / "cache")
