@@ -64,7 +64,7 @@ def test_a_job_over_the_swarm_learns_what_one_process_learns(folder: Path, hosts
         forecast = finetune(here, data, "plan", "--dry-run", "--validation=0")
         assert forecast["steps"] == STEPS
         assert [(hop["start"], hop["stop"]) for hop in forecast["route"]] == [(0, 4), (4, 8)]
-        assert 0 < forecast["step_s"] == forecast["seconds"] / STEPS
+        assert 0 < forecast["step_s"] == pytest.approx(forecast["seconds"] / STEPS)
         whole = finetune(here, data, "whole", "--validation=0")
         assert (whole["status"], whole["step"], len(whole["losses"])) == ("finished", STEPS, STEPS)
         assert whole["losses"][-1] < whole["losses"][0]

@@ -40,8 +40,8 @@ def patient_clock() -> MockClock:
 # --- a failure in each round ------------------------------------------------------------------------------------------
 
 
-async def test_a_member_fails_in_each_of_twelve_rounds(tmp_path: Path, patient_clock: MockClock) -> None:
-    await check_failures(tmp_path, rounds=12, restart_every=6)
+async def test_a_member_fails_in_each_of_eight_rounds(tmp_path: Path, patient_clock: MockClock) -> None:
+    await check_failures(tmp_path, rounds=8, restart_every=4)
 
 
 async def check_failures(folder: Path, *, rounds: int, restart_every: int) -> None:
@@ -168,7 +168,7 @@ async def check_slower_link(
 
 
 async def test_unlike_islands_come_and_go_for_minutes(tmp_path: Path, patient_clock: MockClock) -> None:
-    await check_churn(tmp_path, islands=6, seconds=240, churn_s=60)
+    await check_churn(tmp_path, islands=5, seconds=150, churn_s=50)
 
 
 async def check_churn(folder: Path, *, islands: int, seconds: float, churn_s: float) -> str:

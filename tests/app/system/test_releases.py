@@ -257,6 +257,7 @@ def test_a_list_from_a_server(
         (b"HTTP/1.0 200 OK\r\n\r\n" + bytes(2 << 20), "more than 1048576 bytes"),
         (b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\nshort", "not in minisign's format"),
     ],
+    ids=["nothing", "gone", "nonsense", "too much", "cut off"],
 )
 def test_servers_that_lie(
     server: tuple[str, list[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes, complaint: str
