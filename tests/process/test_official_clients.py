@@ -385,10 +385,11 @@ def check_nothing_leaks(swarm: list[Serving], count: int) -> None:
     wait_until(lambda: all(held(node)[0] == 0 for node in swarm), "no cache is leased", 60)  # swept every 30 s
     for node, (_, files, memory) in zip(swarm, before, strict=True):
         process = psutil.Process(node.process.pid)
-        # The API closes connections of the looks above within seconds.
-        wait_until(lambda process=process, files=files: process.num_fds() <= files + 10, "files are closed", 20)
+        # The API keeps a connection of the looks above for half a minute at most.
+        wait_until(lambda process=process, files=files: process.num_fds() <= files + 10, "files are closed", 60)
         assert process.memory_info().rss / 1e6 < memory + 15 + 0.01 * count
 
 
+@pytest.mark.timeout(300)
 def test_sessions_that_are_left_leak_nothing(swarm: list[Serving]) -> None:
     check_nothing_leaks(swarm, 40)
