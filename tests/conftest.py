@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from trio.testing import MockClock
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)
@@ -35,6 +36,12 @@ def pytest_collection_finish() -> None:
     """Take what was imported out of the garbage collector's sight: scanning it took a tenth of a second each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def patient_clock() -> MockClock:
+    """A clock that jumps once nothing has happened for a while, because downloads are written by threads."""
+    return MockClock(autojump_threshold=0.01)
 
 
 @pytest.fixture(autouse=True)

@@ -5,12 +5,12 @@ A follower that is woken reads the state itself, so many changes between two rea
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from app.core.signal import Signal
+from app.core.wall_clock import wall_ms
 
 KEPT_NOTES = 500
 
@@ -28,7 +28,7 @@ class LoggedEvent:
 class EventLog:
     """Keeps the latest `KEPT_NOTES` notes, and lets followers wait for the next change."""
 
-    def __init__(self, now_ms: Callable[[], int] = lambda: time.time_ns() // 10**6) -> None:
+    def __init__(self, now_ms: Callable[[], int] = wall_ms) -> None:
         self._now_ms = now_ms
         self._notes: deque[LoggedEvent] = deque(maxlen=KEPT_NOTES)
         self._last_number = 0

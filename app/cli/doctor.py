@@ -10,13 +10,13 @@ import dataclasses
 import os
 import platform
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.cli.command import Command, print_json
 from app.cli.parser import size_argument
+from app.core.wall_clock import wall_ms
 
 if TYPE_CHECKING:
     from app.config.settings import Settings
@@ -182,7 +182,7 @@ def examine_network(folder: Path) -> Iterator[Check]:
         yield Check("network", "fail", str(error), "fix this first, then run `shoal doctor` again")
         return
     ports = [parse_address(text).port for text in settings.listen]
-    now_ms = time.time_ns() // 10**6
+    now_ms = wall_ms()
     yield from resting_checks(ports, settings.api_port, now_ms=now_ms, last_said_ms=read_sequence(home))
 
 

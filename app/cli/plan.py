@@ -250,7 +250,7 @@ def this_machine(home: Path, snapshot: Snapshot | None, config: ModelConfig) -> 
     from app.joining.offers import look_at_machine
 
     settings = load_config(Home(home).config_file, os.environ).settings
-    machine = look_at_machine(None if settings.device == "auto" else settings.device, settings.max_vram, config)
+    machine = look_at_machine(settings.chosen_device, settings.max_vram, config)
     hardware = None if snapshot is None else snapshot.hardware
     return machine.spec(0 if hardware is None else hardware.weights_bytes + hardware.cache_bytes)
 

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 from app.cli.command import Command, print_json
 from app.cli.parser import duration_argument, number_argument, size_argument
 from app.core.errors import AppError, NotRunning, UsageError
+from app.core.wall_clock import wall_ms
 from app.snapshot.recording import MAX_FILE_BYTES, FrameEncoder, read_recording
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Recorder:
         self,
         most_bytes: int,
         clean: Callable[[str], str],
-        now_ms: Callable[[], int] = lambda: time.time_ns() // 10**6,
+        now_ms: Callable[[], int] = wall_ms,
     ) -> None:
         self._most_bytes, self._clean, self._now_ms = most_bytes, clean, now_ms
         self._began_ms = self._last_ms = now_ms()

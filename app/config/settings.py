@@ -353,6 +353,11 @@ class Settings:
     )
     log_json: bool = _setting("flag", False, "Write the log as one JSON object per line.")
 
+    @property
+    def chosen_device(self) -> str | None:
+        """The device that the user named; None: whichever is best."""
+        return None if self.device == "auto" else self.device
+
 
 def _declared(field: dataclasses.Field[Any]) -> Setting:
     more: Mapping[str, Any] = field.metadata

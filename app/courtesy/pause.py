@@ -19,6 +19,7 @@ from app.core.canonical_json import decode_object
 from app.core.errors import RecordError
 from app.core.reasons import Reason, because
 from app.core.signal import Signal
+from app.core.wall_clock import wall_ms
 from app.snapshot.views import CourtesyView, RuleView
 from p2p.platform import write_private
 
@@ -55,7 +56,7 @@ class PauseControl:
         self,
         path: Path,
         changed: Callable[[], None],
-        now_ms: Callable[[], int] = lambda: time.time_ns() // 10**6,
+        now_ms: Callable[[], int] = wall_ms,
     ) -> None:
         self._path, self._on_change, self._now_ms = path, changed, now_ms
         self._hand_pause = _read(path)

@@ -164,8 +164,7 @@ class CourtesyWatch:
 
 def look_once(settings: Settings, disk: Path) -> list[tuple[Rule, RuleView]]:
     """Return the present state of every rule on this machine, enabled or not."""
-    device = None if settings.device == "auto" else settings.device
-    sensors = Sensors(machine_sources(lambda: device, disk))
+    sensors = Sensors(machine_sources(lambda: settings.chosen_device, disk))
     now = local_now()
     readings = believable(trio.run(sensors.read, {rule.needs for rule in RULES}, now))
     views = []

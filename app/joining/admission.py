@@ -8,7 +8,6 @@ checks the certificates.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -19,6 +18,7 @@ from app.config.home import Home
 from app.core.errors import AppError, HomeError, UsageError
 from app.core.network import Network
 from app.core.terminal_text import short_peer
+from app.core.wall_clock import wall_ms
 from app.membership import GuardedNetwork, wire
 from app.snapshot.views import GuestView, InviteView
 from app.swarm import invitations
@@ -171,7 +171,7 @@ def issue(
         )
     if not 1 <= limits.uses <= invitations.MAX_USES:
         raise UsageError(f"an invite can be used 1 to {invitations.MAX_USES} times, not {limits.uses} times")
-    token, now_ms = new_token(), _now_ms()
+    token, now_ms = new_token(), wall_ms()
     made = new_invitation(token, limits, now_ms)
     invitations.update(home, signer.authority.swarm, lambda ledger: ledger.issued(made, now_ms))
     return Pass(signer.authority.creator, identity.peer_id, token), made
@@ -186,7 +186,7 @@ def invite_views(home: Home, swarm: SavedSwarm) -> list[InviteView]:
 
 def view_of_invite(one: Invitation) -> InviteView:
     """Return an invite as the API shows it."""
-    now_ms = _now_ms()
+    now_ms = wall_ms()
     if one.cancelled:
         state = "cancelled"
     elif len(one.admitted) >= one.uses:
@@ -285,7 +285,7 @@ def revoke(home: Home, identity: Identity, swarm: SavedSwarm, peer: str, *, remo
             f"{MAX_REVOKED} peers are revoked, the most that a list holds: create a new swarm with a new secret",
             code="failed",
         )
-    raw = signer.revoke(after, _now_ms())
+    raw = signer.revoke(after, wall_ms())
     save_list(home, signer.authority, raw)
     return raw
 
@@ -342,7 +342,7 @@ class AdmissionDesk:
             raise RemoteError("this node admits nobody", code=Verdict.UNKNOWN.value)
         if peer in guard.book.revoked_by(guard.authority.creator) + guard.book.revoked_by(self._identity.peer_id):
             raise RemoteError("the peer was removed from the swarm", code=wire.REVOKED)
-        now_ms, name = _now_ms(), request.name[:MAX_NAME_CHARS]
+        now_ms, name = wall_ms(), request.name[:MAX_NAME_CHARS]
         try:
             invitation, verdict = await self._in_thread(lambda: self._decide(request.token, peer, name, now_ms))
         except HomeError as error:
@@ -415,7 +415,3 @@ async def ask_admission(
     if certificate.peer != network.peer_id or certificate.signer != entry.issuer:
         raise ProtocolError(f"{entry.issuer} sent a certificate of somebody else")
     return replace(swarm, certificate=raw, entry=None)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 10**6

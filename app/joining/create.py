@@ -5,13 +5,13 @@ The caller saves the swarm (`app.swarm.saved`) and starts taking part in it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from app.config.home import Home
 from app.core.errors import AppError, UsageError
+from app.core.wall_clock import wall_ms
 from app.manifest.importing import hash_source, in_order, tokenizer_bytes
 from app.swarm.invite import new_secret
 from app.swarm.names import SwarmName
@@ -56,7 +56,7 @@ def create_swarm(home: Home, cache: Path, spec: SwarmSpec, fetching: Progress, r
     label = spec.model if spec.model in BUILT_IN else str(Path(spec.model).expanduser().absolute())
     ManifestStore(cache).save_survey(surveyed, label)
     remember_source(cache, surveyed.manifest, source, tokenizer_bytes(source))
-    now_ms = time.time_ns() // 10**6
+    now_ms = wall_ms()
     identity = load_or_create(home.key_file)
     named = "".join(c for c in source.label if c.isprintable())[:MAX_MODEL_NAME_CHARS]
     record = sign_record(

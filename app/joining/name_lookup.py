@@ -7,7 +7,6 @@ module adds the configured peers and the check for a wrong secret.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -20,6 +19,7 @@ from app.config.home import Home
 from app.core.errors import AppError, UnknownSwarm
 from app.core.network import Network
 from app.core.terminal_text import short_peer
+from app.core.wall_clock import wall_ms
 from app.joining.admission import ask_admission
 from app.joining.network_setup import named_peers, network_config
 from app.joining.wrong_secret import SecretCheck
@@ -62,7 +62,7 @@ async def resolve_name(
     if record.private:
         words = f"{record} is a private swarm: ask a member for an invite (`shoal invite`)"
         raise AppError(words, code="private_swarm")
-    return SavedSwarm.from_record(record, now_ms=time.time_ns() // 10**6)
+    return SavedSwarm.from_record(record, now_ms=wall_ms())
 
 
 class NoMember(AppError):
@@ -133,7 +133,7 @@ async def _any_is_member(network: Network, peers: tuple[str, ...], swarm: str) -
     async def ask(peer: str) -> None:
         try:
             answer = await network.call(peer, wire.FIND, b"", timeout_s=ASK_TIMEOUT_S)
-            now_ms = time.time_ns() // 10**6
+            now_ms = wall_ms()
             records = [raw for raw in wire.unpack(answer, wire.MAX_BATCH_BYTES) if parse(raw).domain == SWARM_DOMAIN]
             if any(read_record(raw, now_ms=now_ms).id == swarm for raw in records):
                 members.append(peer)

@@ -6,10 +6,10 @@ that is not saved needs the network: `app.joining.name_lookup` resolves it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 from app.core.errors import AppError, RecordError, UnknownSwarm, UsageError
+from app.core.wall_clock import wall_ms
 from app.snapshot.views import SwarmView
 from app.swarm.invite import MAX_ADDRESSES, Invite, Pass, is_invite, parse_invite
 from app.swarm.names import SwarmName, pinned
@@ -42,7 +42,7 @@ def target_swarm(known: SavedSwarms, target: str) -> SavedSwarm | SwarmName:
 
 def _invited(known: SavedSwarms, invite: Invite) -> SavedSwarm:
     """Return the swarm of an invite; raises `AppError` if it is saved with another secret, as that may be right."""
-    swarm = SavedSwarm.from_invite(invite, now_ms=time.time_ns() // 10**6)
+    swarm = SavedSwarm.from_invite(invite, now_ms=wall_ms())
     old = next((one for one in known.swarms if one.id == swarm.id), None)
     if old is not None and (old.secret, old.creator) != (swarm.secret, swarm.creator):
         raise AppError(

@@ -388,7 +388,7 @@ class ActiveSwarm:
     def _look_at_machine(self) -> MachineSpec:
         """Measure this machine for a forecast of training; blocks a moment the first time."""
         settings = self._context.config().settings
-        device, cap = None if settings.device == "auto" else settings.device, settings.max_vram
+        device, cap = settings.chosen_device, settings.max_vram
         return look_at_machine(device, cap or None).spec()  # a cap of 0 concerns hosting alone
 
     def _privacy(self) -> PrivacyPreferences:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, replace
@@ -34,6 +33,7 @@ from app.config.live import LiveSettings
 from app.config.settings import Value
 from app.core.errors import AppError
 from app.core.reasons import Reason, because
+from app.core.wall_clock import wall_ms
 from app.courtesy.pause import PauseControl
 from app.hosting.block_host import HostedView
 from app.joining.admission import MadeInvite
@@ -110,7 +110,7 @@ class Node:
         self._last_sequence_ms = read_sequence(home)
         self._sequence = envelope.Sequence(self._last_sequence_ms)
         self._version = importlib.metadata.version("shoal")
-        self._started_at_ms = _now_ms()
+        self._started_at_ms = wall_ms()
         self._api_url = ""
         self._lan: server.LanListener | None = None
         self._state: State = "starting"
@@ -241,7 +241,7 @@ class Node:
         while True:
             # In a thread: to convert hundreds of peers takes milliseconds, in which no token would be sent.
             async with self._recent_lock:
-                await trio.to_thread.run_sync(self._keep_recent, self.snapshot(), time.time_ns() // 10**6)
+                await trio.to_thread.run_sync(self._keep_recent, self.snapshot(), wall_ms())
             await trio.sleep(RECENT_APART_S)
 
     def _keep_recent(self, snapshot: Snapshot, at_ms: int) -> None:
@@ -394,7 +394,7 @@ class Node:
         from app.joining.offers import look_at_machine
 
         settings = self.config().settings
-        return look_at_machine(None if settings.device == "auto" else settings.device, settings.max_vram)
+        return look_at_machine(settings.chosen_device, settings.max_vram)
 
     async def models(self, folder: str | None) -> list[ModelView]:
         """List the models on this machine, or those below one folder."""
@@ -422,7 +422,7 @@ class Node:
         return list(
             running_checks(
                 self.snapshot(),
-                now_ms=_now_ms(),
+                now_ms=wall_ms(),
                 last_said_ms=self._last_sequence_ms,
                 heard_ms=[member.announcement.sequence for member in members],
             )
@@ -637,7 +637,3 @@ class Node:
             self._written_addresses = addresses
         except OSError as error:
             log.warning("%s cannot be written, trying again soon: %s", self._home.node_file, error)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 10**6

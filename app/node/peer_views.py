@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 from collections.abc import Iterable, Mapping
 
 from app.core.network import Link
@@ -12,6 +10,7 @@ from app.membership import Member
 from app.routing.trust import TrustBook
 from app.snapshot.views import PeerView
 from app.swarm.records import Announcement
+from p2p.addresses import parse_known
 
 
 def peer_views(
@@ -53,14 +52,8 @@ def host_of(announced: Announcement) -> str:
 
     A public address is often that of a whole house.
     """
-    found = set()
-    for address in announced.addresses:
-        parts = address.split("/")
-        if len(parts) > 2 and parts[1] in ("ip4", "ip6") and "p2p-circuit" not in parts:
-            with contextlib.suppress(ValueError):
-                if not ipaddress.ip_address(parts[2]).is_global:
-                    found.add(parts[2])
-    return " ".join(sorted(found))
+    direct = [address for address in parse_known(announced.addresses) if address.relay is None]
+    return " ".join(sorted({one.host for one in direct if one.ip is not None and not one.ip.is_global}))
 
 
 def fetched_share(announced: Announcement) -> float | None:

@@ -7,7 +7,6 @@ pauses, `app.config.live` changed settings.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import trio
 from app.asker.reply_service import ReplyService
 from app.asker.stats import AuditCounts
 from app.core.reasons import Reason
+from app.core.wall_clock import wall_ms
 from app.courtesy.sensors import Sensors, machine_sources
 from app.courtesy.watch import CourtesyWatch
 from app.node.context import NodeContext
@@ -127,7 +127,7 @@ class Upkeep:
             return
         forecast = replies.expected_tokens_per_s(reply)
         if forecast is not None and len(self._ended) < MAX_ENDED:
-            now_ms, machines = time.time_ns() // 10**6, len({hop.peer for hop in reply.route})
+            now_ms, machines = wall_ms(), len({hop.peer for hop in reply.route})
             ended = PastForecast(now_ms, "chat", active_swarm.swarm.model_hash, machines, forecast, reply.tokens_per_s)
             self._ended.append(ended)
 

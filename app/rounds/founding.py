@@ -6,7 +6,6 @@ Loads torch: import it inside functions.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from app.core.canonical_json import decode_object
 from app.core.errors import AppError
 from app.core.units import format_size
+from app.core.wall_clock import wall_ms
 from app.manifest.importing import hash_source
 from app.planning.training_step import StepTask
 from app.rounds.island import hashed
@@ -111,7 +111,7 @@ def prepare(
         least_every=min(wish.every, wish.steps), most_every=min(MAX_EVERY, MORE_EVERY * wish.every),
         optimiser=wish.optimizer, rate=wish.rate, warm_up=wish.steps // 20, weight_decay=WEIGHT_DECAY, clip=CLIP,
         wire=wish.wire, merging="clip", outer_rate=0.7, outer_momentum=0.9, seed=wish.seed,
-        created_ms=time.time_ns() // 10**6, own_data=wish.own_data,
+        created_ms=wall_ms(), own_data=wish.own_data,
     )  # fmt: skip
     return Founded(record, texts, vectors, budget, sequences)
 

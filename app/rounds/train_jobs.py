@@ -7,7 +7,6 @@ that ran when the node ended go on when it joins the same swarm again.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,10 +18,10 @@ from app.core.canonical_json import canonical
 from app.core.device_thread import DeviceThread
 from app.core.errors import AppError, RecordError
 from app.core.network import Network
+from app.core.wall_clock import wall_ms
 from app.planning.forecast import Terms, rounds_of
 from app.planning.history import PastForecast, remember
 from app.planning.machines import Fleet, MachineSpec
-from app.planning.training_step import step_time
 from app.rounds import wire
 from app.rounds.island import Island, RoundServer, hashed
 from app.rounds.record import TrainingRecord, sign_training
@@ -40,6 +39,7 @@ from app.rounds.train_store import (
     require_record,
 )
 from app.routing.cost import ASSUMED_BYTES_PER_S
+from app.training.forecasts import step_here_s
 from app.training.states import StateStore
 from engine.errors import EngineError
 from p2p.errors import P2PError
@@ -111,8 +111,7 @@ class TrainJobs:
         founded = await self._prepared(wish)
         record, budget = founded.record, founded.budget
         here = await trio.to_thread.run_sync(self._place.look)
-        step = step_time(Fleet(here, (here,)), config_of(record), usual_step(record))
-        step_s = None if step is None else step.seconds
+        step_s = step_here_s(here, config_of(record), usual_step(record))
         return {
             "name": record.name, "sequences": founded.sequences, "weights": budget.weights,
             "memory_bytes": budget.total_bytes, "steps": record.steps, "rounds": -(-record.steps // record.every),
@@ -258,10 +257,10 @@ class TrainJobs:
         own_data: OwnData | None = None
         if (named := self._store.own_data(job)) is not None:
             claim = OwnData(record.id, text.count * record.length, *named)
-            own_data = sign_data(place.identity, claim, time.time_ns() // 10**6)
+            own_data = sign_data(place.identity, claim, wall_ms())
         island = Island(
             place.network, place.identity, record, model, text, DeviceThread(device), place.states,
-            found=place.members, wall_ms=lambda: time.time_ns() // 10**6, own_data=own_data,
+            found=place.members, wall_ms=wall_ms, own_data=own_data,
             settled=lambda entries, states: self._save(job, entries, states),
         )  # fmt: skip
         entries = await trio.to_thread.run_sync(self._store.log, job)
@@ -323,7 +322,7 @@ class TrainJobs:
         islands = [Fleet(machine, (machine,)) for machine in machines]
         found = rounds_of(islands, config_of(record), usual_step(record), terms)
         if found is not None and terms.every > 0:
-            now_ms = time.time_ns() // 10**6
+            now_ms = wall_ms()
             ended = PastForecast(
                 now_ms, TRAIN, record.model or record.start, len(machines), found.tokens_per_s, measured
             )
@@ -370,5 +369,5 @@ def _figures(island: Island, status: str) -> dict[str, Any]:
         "utilisation": figures.utilisation, "waiting": figures.waiting, "every": standing.every,
         "wire": standing.codec,
         "checkpoint_age_s": now - figures.checkpoint_at,
-        "checkpoint_ms": time.time_ns() // 10**6 - int(1000 * (now - figures.checkpoint_at)),
+        "checkpoint_ms": wall_ms() - int(1000 * (now - figures.checkpoint_at)),
     }  # fmt: skip

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from typing import Any, TypeVar
 from app.config.home import Home
 from app.core.canonical_json import decode_object
 from app.core.errors import AppError, RecordError
+from app.core.wall_clock import wall_ms
 from app.rounds import wire
 from app.rounds.log import RoundEntry, read_entry
 from app.rounds.record import TrainingRecord, read_training
@@ -58,7 +58,7 @@ class TrainStore:
 
     def create(self, raw: bytes, texts: dict[str, bytes]) -> StoredTraining:
         """Write a job that begins here, or that this node joins; `texts` are its files by name."""
-        record = read_training(raw, now_ms=_now_ms())
+        record = read_training(raw, now_ms=wall_ms())
         folder = private_directory(self._folder / short_id(record))
         for name, data in texts.items():
             write_private(folder / name, data)
@@ -122,7 +122,7 @@ class TrainStore:
             facts = {}
         facts = facts if isinstance(facts, dict) else {}
         at_ms = facts.pop("checkpoint_ms", None)
-        age = None if not isinstance(at_ms, int) else max(0.0, (_now_ms() - at_ms) / 1000)
+        age = None if not isinstance(at_ms, int) else max(0.0, (wall_ms() - at_ms) / 1000)
         return {**facts_of(job.record), **facts, "checkpoint_age_s": age}
 
 
@@ -153,11 +153,7 @@ def one_of(found: list[tuple[TrainingRecord, T]], text: str) -> T:
 
 def require_record(raw: bytes, swarm: str) -> TrainingRecord:
     """Read a record that a peer sent; raises `RecordError` if it is of another swarm."""
-    record = read_training(raw, now_ms=_now_ms())
+    record = read_training(raw, now_ms=wall_ms())
     if record.swarm != swarm:
         raise RecordError("a training job of another swarm")
     return record
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 10**6

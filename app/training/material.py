@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from app.core.errors import AppError
+from app.core.wall_clock import wall_ms
 from app.training.adapter_store import AdapterStore
 from app.training.dataset import (
     Dataset,
@@ -151,7 +151,7 @@ def new_record(wish: TrainingWish, material: Material) -> JobRecord:
         clip=CLIP,
         validation=wish.validation,
         seed=wish.adapter.seed,
-        created_ms=time.time_ns() // 10**6,
+        created_ms=wall_ms(),
     )
 
 

@@ -21,6 +21,7 @@ from app.asker.reply_service import NoModelHere
 from app.core.compute import Device
 from app.core.errors import AppError
 from app.core.network import Network
+from app.core.wall_clock import wall_ms
 from app.planning.history import PastForecast, correction, past_forecasts, remember
 from app.routing.route import Route
 from app.session.frame import INT8
@@ -331,7 +332,7 @@ class SwarmJobs:
             return
         machines = len({hop.peer for hop in running.trainer.route})
         forecast, measured = progress.tokens / (record.steps * step_s), progress.tokens / progress.seconds
-        ended = PastForecast(time.time_ns() // 10**6, FINETUNE, record.model, machines, forecast, measured)
+        ended = PastForecast(wall_ms(), FINETUNE, record.model, machines, forecast, measured)
         await trio.to_thread.run_sync(remember, self._home.forecasts_file, ended)
 
     def _save(self, running: RunningJob) -> None:

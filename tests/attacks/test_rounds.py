@@ -38,12 +38,6 @@ from tests.app.swarms import identity
 NOW_MS = 1_800_000_000_000
 
 
-@pytest.fixture
-def patient_clock() -> MockClock:
-    """A clock that jumps once nothing has happened for a while, because downloads are written by threads."""
-    return MockClock(autojump_threshold=0.01)
-
-
 async def joined(swarm: IslandSwarm, count: int) -> None:
     """Wait until so many islands take part."""
     await swarm.until(lambda: len(swarm.nodes[0].island.standing.members) == count)

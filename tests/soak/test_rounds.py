@@ -19,12 +19,6 @@ from tests.bench.train_network import Speeches
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
 
 
-@pytest.fixture
-def patient_clock() -> MockClock:
-    """A clock that jumps once nothing has happened for a while, because downloads are written by threads."""
-    return MockClock(autojump_threshold=0.01)
-
-
 async def test_a_member_fails_in_each_of_two_hundred_rounds(tmp_path: Path, patient_clock: MockClock) -> None:
     await check_failures(tmp_path, rounds=200, restart_every=10)
 

@@ -33,7 +33,7 @@ MiB = 2**20
 
 @pytest.fixture
 def patient_clock() -> MockClock:
-    """A clock that jumps once nothing has happened for a while, because downloads are written by threads."""
+    """As for all tests, but less patient: these simulate minutes."""
     return MockClock(autojump_threshold=0.002)
 
 

@@ -25,12 +25,6 @@ from tests.app.rounds.island_swarm import TIMING, IslandSwarm, members_of, open_
 from tests.app.swarms import identity
 
 
-@pytest.fixture
-def patient_clock() -> MockClock:
-    """A clock that jumps once nothing has happened for a while, because downloads are written by threads."""
-    return MockClock(autojump_threshold=0.01)
-
-
 async def test_a_founder_alone_goes_on_alone(tmp_path: Path, autojump_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0) as swarm:
         await swarm.finished(0)
