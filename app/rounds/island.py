@@ -840,9 +840,11 @@ class Island:
                 self._news.notify()
 
     def _counts(self, entry: RoundEntry) -> bool:
-        """True for a round of a quorum, or if nobody else who was expected in it is there."""
+        """True for a round of a quorum, or if nobody else who was expected in it is there and has yet to make it."""
         expected, made = {*self.standing.members}, {*entry.list.members}
-        return len(made) >= quorum(len(expected)) or not (self.alive() & expected) - made
+        if len(made) >= quorum(len(expected)):
+            return True
+        return all(self.heard[peer].round > entry.round for peer in (self.alive() & expected) - made)
 
     def _is_late(self) -> bool:
         """True if most others have arrived, and the grace for the rest is over."""

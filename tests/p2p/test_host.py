@@ -231,14 +231,14 @@ async def test_a_handler_that_raises_costs_its_stream_alone(caplog: pytest.LogCa
 
 async def test_half_open_handshakes_time_out_and_leave_room_for_others() -> None:
     limits = ConnectionLimits(
-        handshakes=8, handshakes_per_ip=8, handshake_timeout_s=0.3, accepts_per_ip_s=1e6, accepts_per_ip_burst=10_000
+        handshakes=8, handshakes_per_ip=8, handshake_timeout_s=2.0, accepts_per_ip_s=1e6, accepts_per_ip_burst=10_000
     )
     host, friend = make_host(limits), make_host()
     async with running(host, friend):
         assert await ask_echo(friend, host) == b"hello"
         silent = [await raw_socket(host) for _ in range(50)]
         assert await ask_echo(friend, host, b"meanwhile") == b"meanwhile"
-        with trio.fail_after(5):
+        with trio.fail_after(30):
             for stream in silent:
                 await read_to_the_end(stream)
         await until(lambda: host.admission.handshakes_in_flight == 0)
