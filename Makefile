@@ -10,6 +10,9 @@ TEST_STAMP = .venv/test.stamp
 RELEASE_STAMP = .venv/release.stamp
 NEEDS = pyproject.toml constraints.txt packaging/setup_venv.py $(if $(SHOAL_TORCH),FORCE)
 
+# Hundreds of processes that each compile every module again would take minutes of the tests.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help setup run test lint types unit soak bench docs bundle release clean FORCE
 
 help:
