@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -94,8 +95,13 @@ def modules_of(package: str) -> Iterator[tuple[str, Path]]:
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
-def imports_in(source: str, module: str, *, is_package: bool = False) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imports_in(source: str, module: str, *, is_package: bool = False) -> tuple[tuple[int, str], ...]:
     """(line, dotted name) of every import, those inside functions and of strings to `import_module` included."""
+    return tuple(_imports_in(source, module, is_package))
+
+
+def _imports_in(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
