@@ -22,6 +22,7 @@ from p2p.errors import P2PError
 
 Kind = Literal[
     "text",
+    "ip",
     "integer",
     "flag",
     "size",
@@ -102,6 +103,8 @@ class Setting:
                 return str(Span.parse(value))
             case ("text", str()) if value.isprintable() and len(value) <= 32:
                 return value
+            case ("ip", str()):
+                return str(ipaddress.ip_address(value))
             case ("model", str()) if value.isprintable() and 0 < len(value) <= _MAX_CHARS:
                 return value
             case ("choice", str()) if value in self.options:
@@ -137,6 +140,7 @@ class Setting:
         """The form of a valid value, for error messages and the settings screen."""
         return {
             "text": "printable text of at most 32 characters",
+            "ip": "an IP address like 127.0.0.1",
             "model": "the name or folder of a model, as `shoal models` lists it",
             "integer": f"a whole number from {self.bounds[0]} to {self.bounds[1]}",
             "flag": "true or false",
@@ -234,7 +238,7 @@ class Settings:
         "size", None, "Most bytes received per second at those times, LAN exempt; unset: no limit.", live=True
     )
     api_host: str = _setting(
-        "text",
+        "ip",
         "127.0.0.1",
         "IP address the control API listens on; any but loopback, or 0.0.0.0 for all, adds HTTPS there, on the port "
         "after api_port, for programs with keys.",

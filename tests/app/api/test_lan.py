@@ -164,7 +164,6 @@ def test_status_start_and_doctor_name_the_fingerprint(capsys: pytest.CaptureFixt
         ("::1", 0, "ok", "only programs of this machine"),
         ("0.0.0.0", 0, "fail", "no program has a key"),
         ("192.168.7.5", 2, "ok", "for 2 keys"),
-        ("my.host", 1, "fail", "not an IP address"),
     ],
 )
 def test_the_doctor_says_what_a_node_would_do(host: str, keys: int, status: str, words: str) -> None:

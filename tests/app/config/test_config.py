@@ -106,6 +106,8 @@ def test_set_and_read_back(path: Path, name: str, text: str, value: Any) -> None
         ("discovery", "mdns,owl", "'mdns,owl': 'owl' is not one of mdns"),
         ("listen", "0.0.0.0:7464", "not of the form"),
         ("deny", "everybody", "everybody"),
+        ("api_host", "my.host", "does not appear to be an IPv4 or IPv6 address"),
+        ("api_host", "", "IPv4 or IPv6 address"),
         ("api_origins", "*", "is not of the form"),
         ("api_origins", "http://localhost:3000/path", "is not of the form"),
         ("api_origins", "null", "is not of the form"),
