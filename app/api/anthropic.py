@@ -226,8 +226,8 @@ def routes(control: Control) -> APIRouter:
     @router.post("/count_tokens")
     async def count_tokens(asked: CountTokensRequest) -> JSONResponse:
         """The number of tokens of a conversation, in Anthropic's form."""
-        named_model(control.snapshot(), asked.model)
-        tokens = await control.tokenize(asked.request())
+        request = named_model(control.snapshot(), asked.model).asked_by(asked.request())
+        tokens = await control.tokenize(request)
         return JSONResponse({"input_tokens": len(tokens)}, headers=ignored_header(ignored_fields(asked)))
 
     return router

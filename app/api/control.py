@@ -93,8 +93,8 @@ class Control(Protocol):
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids."""
 
-    async def embed(self, prompt: str | tuple[int, ...]) -> tuple[list[float], int]:
-        """Return the embedding of a text, and its number of tokens."""
+    async def embed(self, prompt: str | tuple[int, ...], owner: str = "") -> tuple[list[float], int]:
+        """Return the embedding of a text, and its number of tokens; `owner` is who asks, as in a `ReplyRequest`."""
 
     async def adapters(self) -> list[str]:
         """Name the adapters of this home that were trained for the active swarm's model."""

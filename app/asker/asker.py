@@ -312,14 +312,17 @@ class Asker:
         ) as session:
             yield session
 
-    async def hidden_states(self, token_ids: Sequence[int]) -> list[HiddenState]:
-        """Return the last block's output for each token of a text. Raises `PromptTooLong`.
+    async def hidden_states(self, token_ids: Sequence[int], owner: str = "") -> list[HiddenState]:
+        """Return the last block's output for each token of a text, once it is the owner's turn. Raises `PromptTooLong`.
 
         Hops send outputs of the latest tokens only, so a few tokens go at a time, the later ones as guesses.
         """
         self._check_length(token_ids)
         states: list[HiddenState] = []
-        async with self.session(len(token_ids), len(token_ids)) as session:
+        async with (
+            self._queue.turn(owner, lambda: len(token_ids)),
+            self.session(len(token_ids), len(token_ids)) as session,
+        ):
             while len(states) < len(token_ids):
                 first = len(states)
                 guesses = token_ids[first + 1 : first + 1 + MAX_GUESSES]

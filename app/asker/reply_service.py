@@ -296,16 +296,16 @@ class ReplyService:
         ends, _ = await self._ready()
         return ends.prompt_text(token_ids)
 
-    async def embed(self, prompt: str | tuple[int, ...]) -> tuple[list[float], int]:
+    async def embed(self, prompt: str | tuple[int, ...], owner: str = "") -> tuple[list[float], int]:
         """Return the embedding of a text and its number of tokens: the mean of the last block's outputs, of length 1.
 
-        Raises `AppError` or `EngineError`.
+        It waits for its owner's turn, as replies do. Raises `AppError` or `EngineError`.
         """
         ends, asker = await self._ready()
         ids = await self.device.run_apart(ends.text_ids, prompt)
         if not ids:
             raise EngineError("the input is empty")
-        states = await asker.hidden_states(ids)
+        states = await asker.hidden_states(ids, owner)
         return await self.device.run(ends.mean, states), len(ids)
 
     @asynccontextmanager

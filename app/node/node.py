@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
-from dataclasses import asdict, replace
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -473,20 +473,21 @@ class Node:
     def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
         """Return the swarm's reply to a conversation; raises `AppError` if this node has not joined a swarm."""
         if request.swarm is not None:
-            return self._reply_of(request.swarm, request)
+            return self._reply_elsewhere(request.swarm, request)
         return self._replies().reply(request)
 
     async def tokenize(self, request: ReplyRequest, *, add_special: bool = True) -> list[int]:
         """Return the token ids of a request's prompt; raises as `reply` does."""
-        return await self._replies().tokenize(request, add_special=add_special)
+        async with self._replies_of(request.swarm) as replies:
+            return await replies.tokenize(request, add_special=add_special)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids; raises as `reply` does."""
         return await self._replies().detokenize(token_ids)
 
-    async def embed(self, prompt: str | tuple[int, ...]) -> tuple[list[float], int]:
+    async def embed(self, prompt: str | tuple[int, ...], owner: str = "") -> tuple[list[float], int]:
         """Return the embedding of a text and its number of tokens; raises as `reply` does."""
-        return await self._replies().embed(prompt)
+        return await self._replies().embed(prompt, owner)
 
     def _replies(self) -> ReplyService:
         active_swarm = self._network_owner.active_swarm
@@ -495,12 +496,19 @@ class Node:
         self._upkeep.use()
         return active_swarm.replies
 
-    async def _reply_of(self, target: str, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
-        """Yield the reply of the swarm that a name or an invite stands for."""
-        swarm, active_swarm = await self._swarms.find(target), self._network_owner.active_swarm
-        is_here = active_swarm is not None and active_swarm.swarm.id == swarm.id
-        events = self.reply(replace(request, swarm=None)) if is_here else self._visits.reply(swarm, request)
-        async with aclosing(events):
+    @asynccontextmanager
+    async def _replies_of(self, target: str | None) -> AsyncIterator[ReplyService]:
+        """Yield what replies in the swarm that a name or an invite stands for; None is the active one."""
+        active_swarm = self._network_owner.active_swarm
+        swarm = None if target is None else await self._swarms.find(target)
+        if swarm is None or (active_swarm is not None and active_swarm.swarm.id == swarm.id):
+            yield self._replies()
+        else:
+            async with self._visits.replies(swarm) as replies:
+                yield replies
+
+    async def _reply_elsewhere(self, target: str, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
+        async with self._replies_of(target) as replies, aclosing(replies.reply(request)) as events:
             async for event in events:
                 yield event
 

@@ -8,15 +8,14 @@ visited at a time; the node goes on hosting in its own meanwhile.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import trio
 
-from app.asker.reply import ReplyEvent
-from app.asker.reply_service import ReplyRequest, ReplyService
+from app.asker.reply_service import ReplyService
 from app.config.file import Config
 from app.core.errors import AppError
 from app.node.active_swarm import ActiveSwarm
@@ -60,8 +59,9 @@ class Visits:
         async with self._changing:
             await self._leave()
 
-    async def reply(self, swarm: SavedSwarm, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
-        """Yield a swarm's reply, visiting it first.
+    @asynccontextmanager
+    async def replies(self, swarm: SavedSwarm) -> AsyncIterator[ReplyService]:
+        """Yield what replies in a swarm, visiting it first; the visit lasts at least as long.
 
         Raises `AppError` or `P2PError` if it cannot be joined, or while a reply of another visited swarm is written.
         """
@@ -75,10 +75,7 @@ class Visits:
                 visit = await self._begin(swarm)
             visit.replies += 1  # so that it does not end for want of questions
         try:
-            service = await visit.joined()
-            async with aclosing(service.reply(request)) as events:
-                async for event in events:
-                    yield event
+            yield await visit.joined()
         finally:
             visit.replies -= 1
             visit.asked_at = trio.current_time()

@@ -155,7 +155,7 @@ class DoubleNode:
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))
 
-    async def embed(self, prompt: str | tuple[int, ...]) -> tuple[list[float], int]:
+    async def embed(self, prompt: str | tuple[int, ...], owner: str = "") -> tuple[list[float], int]:
         return [0.6, 0.8], len(prompt)
 
     async def adapters(self) -> list[str]:

@@ -93,6 +93,12 @@ def test_tokens_and_embeddings_are_those_of_the_active_model() -> None:
 
 
 class Traveller(DoubleNode):
+    counted: ReplyRequest | None = None
+
+    async def tokenize(self, request: ReplyRequest, *, add_special: bool = True) -> list[int]:
+        self.counted = request
+        return await super().tokenize(request, add_special=add_special)
+
     def snapshot(self) -> Snapshot:
         here = super().snapshot()
         visit = VisitView("lake", LAKE.manifest, "client", "", "Qwen", 3)
@@ -122,6 +128,10 @@ async def test_every_family_lists_other_swarms_and_asks_in_them() -> None:
         for path, body in asked.items():
             assert (await post(client, path, {"model": "lake", **body})).status_code == 200, path
         assert (await post(client, "/tokenize", {"model": "lake", "prompt": "hi"})).status_code == 400
+        counted = await post(client, "/v1/messages/count_tokens", {"model": "lake", "messages": message})
+        assert counted.status_code == 200
+        assert node.counted is not None
+        assert node.counted.swarm == "lake#bbbbbbbb"
     requests = [entry[1] for entry in node.asked if isinstance(entry[1], ReplyRequest)]
     assert [(request.swarm, request.owner) for request in requests] == [("lake#bbbbbbbb", "token")] * 6
 

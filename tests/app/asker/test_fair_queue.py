@@ -81,6 +81,18 @@ async def test_short_prompts_of_one_key_are_read_together(autojump_clock: MockCl
     assert trio.current_time() < 20 * STEP_S
 
 
+async def test_embeddings_of_one_key_are_made_in_turn(autojump_clock: MockClock) -> None:
+    async with one_hop() as (_, asker), trio.open_nursery() as nursery:
+        for number in range(8):
+            nursery.start_soon(asker.hidden_states, [number, *LONG], "greedy")
+        await wait_all_tasks_blocked()
+        assert len(asker._queue._active) == 1
+        stats = await ask_as("modest", asker, SHORT)
+        assert stats.ttft_s is not None
+        assert stats.ttft_s < 20 * STEP_S
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_key_has_a_place_though_another_asks_for_hundreds_of_replies(autojump_clock: MockClock) -> None:
     async with one_hop() as (_, asker), trio.open_nursery() as nursery:
         for number in range(200):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from contextlib import aclosing
 from pathlib import Path
 
 import pytest
 import trio
 
-from app.asker.reply_service import ReplyRequest
 from app.config.file import load_config
 from app.core.errors import AppError
 from app.node.visits import visitor_config
@@ -50,19 +48,19 @@ async def test_a_reply_of_one_visit_is_not_broken_off_by_a_question_in_another(t
     found_swarm(tmp_path / "a", cache, "home")
     async with living(tmp_path / "a", cache) as node:
         visits = node._visits
-        async with aclosing(visits.reply(POND, ReplyRequest(prompt=(1,)))) as first:
-            async with trio.open_nursery() as nursery:
+        async with trio.open_nursery() as nursery:
 
-                async def ask_first() -> None:
-                    with contextlib.suppress(AppError, P2PError):  # nobody is there
-                        await anext(first)
+            async def ask_first() -> None:
+                with contextlib.suppress(AppError, P2PError):  # nobody is there
+                    async with visits.replies(POND):
+                        await trio.sleep_forever()
 
-                nursery.start_soon(ask_first)
-                await until(node, lambda: visits._visit is not None and visits._visit.replies == 1)
-                async with aclosing(visits.reply(OTHER, ReplyRequest(prompt=(1,)))) as second:
-                    with pytest.raises(AppError, match="asks in pond at the moment") as refused:
-                        await anext(second)
-                assert refused.value.reason.code == "busy"
-                assert visits._visit is not None
-                assert visits._visit.swarm.name == "pond"
-                nursery.cancel_scope.cancel()
+            nursery.start_soon(ask_first)
+            await until(node, lambda: visits._visit is not None and visits._visit.replies == 1)
+            with pytest.raises(AppError, match="asks in pond at the moment") as refused:
+                async with visits.replies(OTHER):
+                    pass
+            assert refused.value.reason.code == "busy"
+            assert visits._visit is not None
+            assert visits._visit.swarm.name == "pond"
+            nursery.cancel_scope.cancel()
