@@ -147,7 +147,7 @@ def _peer_bytes(peer: str | None) -> bytes | None:
 
 def _peer(fields: Fields) -> str | None:
     peer = fields.message(2)
-    if peer is None:
+    if peer is None or not peer.data(1):
         return None
     try:
         return peer_id_from_bytes(peer.data(1))

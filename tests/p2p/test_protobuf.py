@@ -74,8 +74,9 @@ def test_a_relays_odd_answers(kind: Any) -> None:
     status = 5 if kind is HopMessage else 4
     assert kind.decode(b"").status is Status.UNUSED  # all fields are optional; the type is the first one
     assert kind.decode(encode((status, 999))).status is Status.UNUSED
+    assert kind.decode(encode((2, b""))).peer is None
     assert kind.decode(encode((status, 100), (77, 1), (78, b"later version"))).status is Status.OK
-    for bad in (encode((1, 3)), encode((1, 2**32)), encode((2, b"")), encode((2, encode((1, b"\0" * 38))))):
+    for bad in (encode((1, 3)), encode((1, 2**32)), encode((2, b"\0")), encode((2, encode((1, b"\0" * 38))))):
         with pytest.raises(ProtocolError):
             kind.decode(bad)
 
