@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -46,6 +47,9 @@ from p2p.nat.traversal import Traversal
 from p2p.sockets import own_interfaces
 from p2p.supervise import guarded, supervise
 from p2p.values import BULK, CONTROL, LinkInfo, LinkKind, Payload
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
 
 PRUNE_S = 2.0
 FRESH_S = 5.0  # a younger connection is never pruned: its dialler has not used it yet
@@ -256,7 +260,7 @@ class Libp2pNetwork:
 
     # --- running and stopping -----------------------------------------------------------------------------------------
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run the network until cancelled or stopped; reports started once it listens."""
         try:
             async with trio.open_nursery() as nursery:

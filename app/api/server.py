@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import trio
 from hypercorn.config import Config as ServerConfig
@@ -22,6 +23,9 @@ from app.api.guard import Application
 from app.config.home import Home
 from app.config.keys import read_keys
 from app.core.errors import AppError
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
 
 HOST = "127.0.0.1"
 # Seconds that open responses get to finish when the node stops; event streams end by themselves before that.
@@ -125,7 +129,7 @@ async def serve(
     until: Callable[[], Awaitable[None]],
     lan: LanListener | None = None,
     *,
-    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve on `sock`, which is closed at the end, and on other addresses if `lan` names one, until `until` returns."""
     config = ServerConfig()
@@ -148,7 +152,7 @@ async def _serve(
     application: Application,
     config: ServerConfig,
     until: Callable[[], Awaitable[None]],
-    task_status: trio.TaskStatus[list[str]],
+    task_status: TaskStatus[list[str]],
 ) -> None:
     await serve_forever(application, config, shutdown_trigger=until, task_status=task_status)  # type: ignore[arg-type]
 

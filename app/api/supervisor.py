@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from socket import socket
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import trio
@@ -18,6 +19,9 @@ from app.api.guard import Application
 from app.core.reasons import Reason, because
 from app.core.signal import Signal
 from p2p.supervise import supervise
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
 
 EVERY_S = 30.0
 TRY_AGAIN_S = 1.0  # between tests after a failed one, until one succeeds
@@ -59,7 +63,7 @@ class ApiSupervisor:
         self._stopping, self._ended = trio.Event(), trio.Event()
         self._serving = trio.CancelScope()
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve, and restart after a crash or a failed test."""
         task_status.started()  # the socket listens already, so clients that connect now are queued
         async with trio.open_nursery() as nursery:

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -64,6 +64,9 @@ from app.session.adapter_index import AdapterRef
 from app.session.frame import DTYPES, row_bytes
 from app.session.wire import Prefix
 from app.swarm.records import Announcement
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
 
 
 class PromptTooLong(AppError):
@@ -128,7 +131,7 @@ class Asker:
         """Peers that routes avoid for a while."""
         return self.planner.bans
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep the streams to hops open, and audit, until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
@@ -144,7 +147,7 @@ class Asker:
                     await self._drop_kept(0)
                 links_open.cancel()
 
-    async def _run_links(self, *, task_status: trio.TaskStatus[trio.CancelScope]) -> None:
+    async def _run_links(self, *, task_status: TaskStatus[trio.CancelScope]) -> None:
         """Keep the streams open until the scope is cancelled: the last orders go out before."""
         with trio.CancelScope(shield=True) as scope:
             async with trio.open_nursery() as nursery:

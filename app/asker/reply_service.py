@@ -38,6 +38,8 @@ from engine.errors import EngineError
 from engine.text.output_form import Constraint, ReplyPart, ToolUse
 
 if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
     from engine.model.block import WeightOptions
     from engine.sources.base import ModelSource
     from engine.swarm_ends import SwarmEnds
@@ -182,7 +184,7 @@ class ReplyService:
         planner = RoutePlanner(self._network, self._members, options.preferences, options.book)
         return (planner if self._asker is None else self._asker.planner).unused(self._membership.n_blocks)
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Get the ends, then keep the asker running until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery

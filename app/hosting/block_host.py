@@ -34,6 +34,8 @@ from app.snapshot.startup import StartupSteps
 from app.snapshot.views import DeviceView, State
 
 if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
     from engine.device.probe import Device
     from engine.hosting import Hosted, HostingPlan, HostingWish, Weights
 
@@ -184,7 +186,7 @@ class BlockHost:
     def _tokens_per_s(self) -> float:
         return 0.0 if self._hosted is None else self._hosted.throughput.decode_tokens_per_s
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Choose, load and serve blocks, and move when the swarm changes; reports started once it serves.
 
         If nothing fits or the memory limit is 0, announce this node as a client and return. Raises `CannotHost` if the

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import trio
 
@@ -41,6 +41,9 @@ from p2p.errors import EnvelopeError, P2PError
 from p2p.identity import Identity
 from p2p.rate_limit import LogLimit, PeerRateLimit
 from p2p.supervise import guarded
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
 
 log = logging.getLogger("shoal.membership")
 log.addFilter(LogLimit())  # peers can cause these lines
@@ -177,7 +180,7 @@ class Membership:
             await self._gossip.farewell(self._own.raw)
         self._exchange.listening = False
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Take part until cancelled; reports started once it answers other members."""
         self._exchange.serve()
         self._link_probe.serve()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -29,6 +30,9 @@ from p2p.host.listening import PortTaken
 from p2p.network import Libp2pNetwork
 from p2p.sockets import own_ips
 from p2p.supervise import guarded, supervise
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
 
 RefusalListener = Callable[[WrongSecret], None]
 KNOCKS_APART_S = 30.0  # between two notes of rejected peers, so that strangers cannot fill the log
@@ -83,7 +87,7 @@ class NetworkOwner:
         finally:
             self._refusal_listeners.remove(listener)
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run one network after another until `close`; reports started once the first one listens.
 
         Raises `PortTaken` (in a group) if the first port, or one from the settings, is taken.
@@ -97,7 +101,7 @@ class NetworkOwner:
                 self._bound = ()  # another program took the port between two networks: use any
             task_status = trio.TASK_STATUS_IGNORED
 
-    async def _run_network(self, task_status: trio.TaskStatus[None]) -> None:
+    async def _run_network(self, task_status: TaskStatus[None]) -> None:
         swarm = self.active_swarm.swarm if self.active_swarm is not None else None
         self._secret = swarm.secret if swarm is not None else None
         self._authority = swarm.authority if swarm is not None else None

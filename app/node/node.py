@@ -74,6 +74,8 @@ from p2p.platform import stop_signals
 from p2p.supervise import supervise
 
 if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
     from app.joining.offers import Machine
     from app.rounds.founding import TrainWish
     from app.rounds.train_jobs import TrainJobs
@@ -191,7 +193,7 @@ class Node:
             remove_node_file(self._home)
             write_sequence(self._home, self._sequence.last)
 
-    async def _own_network(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def _own_network(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         await self._network_owner.run(task_status=task_status)
         self._network_closed.set()
 
@@ -216,7 +218,7 @@ class Node:
         await api.end()
 
     async def _handle_signals(
-        self, node_scope: trio.CancelScope, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+        self, node_scope: trio.CancelScope, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         with trio.open_signal_receiver(*stop_signals()) as signals:
             task_status.started()

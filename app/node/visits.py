@@ -11,6 +11,7 @@ import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -27,6 +28,9 @@ from app.swarm.saved import SavedSwarm
 from p2p.identity import Identity, load_or_create
 from p2p.supervise import guarded
 
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
 IDLE_S = 600.0
 LOOK_S = 60.0  # between two looks at how long nothing was asked
 
@@ -40,7 +44,7 @@ class Visits:
         self._changing = trio.Lock()
         self._visit: _Visit | None = None
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Hold the visit; when cancelled, its swarm is not told."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery

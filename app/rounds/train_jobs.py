@@ -46,6 +46,8 @@ from p2p.errors import P2PError
 from p2p.identity import Identity
 
 if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
     from app.config.home import Home
     from app.rounds.founding import Founded, TrainWish
     from app.rounds.log import RoundEntry
@@ -92,7 +94,7 @@ class TrainJobs:
         self._starting = trio.Lock()
         self.running: dict[bytes, RunningTraining] = {}
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Go on with the jobs that ran when the node ended, then run those that are founded or joined."""
         async with trio.open_nursery() as self._nursery:
             self._server.serve()

@@ -27,7 +27,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import outcome
 import trio
@@ -86,6 +86,9 @@ from app.session.wire import (
 from engine.errors import CacheFull, DeviceFull, EngineError, NotFinite, SessionError
 from p2p.errors import P2PError
 from p2p.rate_limit import PeerRateLimit
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
 
 
 class HopFrame(NamedTuple):
@@ -428,7 +431,7 @@ class BlockServer:
             kv=(runner.kv_free_tokens, self._kv_resting_tokens, runner.kv_total_tokens) if runner else (0, 0, 0),
         )
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; streams of askers end then, so that they open new ones to the next server."""
         try:
             async with trio.open_nursery() as nursery:

@@ -12,7 +12,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import trio
 
@@ -61,6 +61,9 @@ from app.training.wire import (
 )
 from engine.errors import EngineError, TrainingFull
 from p2p.errors import P2PError
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
 
 log = logging.getLogger("shoal.training")
 
@@ -213,7 +216,7 @@ class TrainingServer:
             for job in self._jobs.values()
         ]
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled."""
         async with trio.open_nursery() as self._nursery:
             self._outboxes = PeerOutboxes(

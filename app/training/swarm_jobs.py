@@ -42,6 +42,8 @@ from engine.errors import EngineError
 from p2p.errors import P2PError
 
 if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
     from app.config.home import Home
     from app.training.adapter_store import AdapterStore
     from app.training.material import Material, TrainingWish
@@ -133,7 +135,7 @@ class SwarmJobs:
         self._starting = trio.Lock()
         self.running: dict[str, RunningJob] = {}
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Go on with the jobs that ran when the node ended, then run those that are begun."""
         async with trio.open_nursery() as self._nursery:
             self._place.states.serve()
@@ -276,9 +278,7 @@ class SwarmJobs:
             log.info("job %s has no forecast: %s", record.id, error)
         await self._nursery.start(self._run_job, running)
 
-    async def _run_job(
-        self, running: RunningJob, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
-    ) -> None:
+    async def _run_job(self, running: RunningJob, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run a job until it is finished, paused, stopped or failed, and write down which."""
         record, trainer = running.job.record, running.trainer
         with self._jobs.hold(record.id):

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -27,6 +28,9 @@ from app.weights.download import Download, DownloadProgress
 from app.weights.library import ENDS, Library, span_parts
 from engine.sources.base import ModelSource
 from engine.sources.layout import block_index
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
 
 log = logging.getLogger("shoal.weights")
 
@@ -58,7 +62,7 @@ class ModelWeights:
         self._last_scan = WeightsView()
         self._announced: tuple[tuple[Span, ...], bool] = ((), False)
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve parts to members and announce which are held here, until cancelled."""
         self.sharing.serve(self._network)
         name = f"{self._network.peer_id}-{self._swarm.record.id[:16]}"

@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -32,6 +33,9 @@ from p2p.host.identify import StandardProtocols
 from p2p.identity import Identity
 from p2p.rate_limit import TokenBucket, backoff_s
 from p2p.supervise import guarded, supervise
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
 
 PROTOCOL = "/ipfs/kad/1.0.0"
 LOOK_UP_S = 15.0
@@ -156,7 +160,7 @@ class PublicDirectory:
                 await search.done.wait()
         return list(search.found)
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve `provide` and `find_providers` until cancelled; nobody is contacted before one of them is called."""
         now = trio.current_time()
         self._look_up_tokens = TokenBucket(LOOK_UPS_PER_S, LOOK_UPS_BURST, now)

@@ -11,6 +11,7 @@ import ipaddress
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -27,6 +28,9 @@ from p2p.host.listening import open_listeners
 from p2p.identity import Identity
 from p2p.rate_limit import LogLimit
 from p2p.supervise import guarded, supervise
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
 
 DIAL_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 5.0
@@ -158,7 +162,7 @@ class Host:
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Listen and serve until cancelled; after an unexpected error, restart on the same ports.
 
         Raises `PortTaken` or `BadAddress` if listening fails at the start.

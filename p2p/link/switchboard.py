@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -21,6 +22,9 @@ from p2p.link.quota import Limits, Quota
 from p2p.link.streams import MessageStream
 from p2p.rate_limit import LogLimit
 from p2p.values import BULK, CONTROL, Payload, check_name
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
 
 LIVE_LANE = "/shoal/1/live"
 BULK_LANE = "/shoal/1/bulk"
@@ -53,7 +57,7 @@ class Switchboard:
         self._listeners: list[Callable[[str], None]] = []
         self._nursery: trio.Nursery | None = None
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run the links that this node dials; cancel it to end them."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery

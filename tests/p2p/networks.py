@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 import trio
 import trio.testing
@@ -15,6 +16,9 @@ from p2p.link.quota import Limits
 from p2p.link.switchboard import Switchboard
 from p2p.memory.fabric import MemoryFabric, open_fabric
 from p2p.values import Buffer, LinkInfo
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
 
 
 class TrioByteStream:
@@ -136,7 +140,7 @@ class WiredWorld:
     def connect(self, node: WiredNode, caller: str, lane: str, stream: ByteStream) -> None:
         self._lives[node.peer_id].start_soon(node.attend, caller, lane, stream)
 
-    async def _live(self, node: WiredNode, *, task_status: trio.TaskStatus[None]) -> None:
+    async def _live(self, node: WiredNode, *, task_status: TaskStatus[None]) -> None:
         async with trio.open_nursery() as nursery:
             self._lives[node.peer_id] = nursery
             await nursery.start(node.run)
