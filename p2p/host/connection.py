@@ -160,12 +160,11 @@ class Connection:
                 stream = Stream(self, muxed_stream, protocol)
                 await multistream.propose(stream, [protocol])
             return stream
-        except trio.TooSlowError:
-            await Stream(self, muxed_stream, protocol).reset()
-            raise PeerUnreachable(f"{self.peer} did not answer within {NEGOTIATION_TIMEOUT_S:.0f} s") from None
-        except BaseException:
+        except BaseException as error:
             if muxed_stream is not None:
                 await Stream(self, muxed_stream, protocol).reset()
+            if isinstance(error, trio.TooSlowError):
+                raise PeerUnreachable(f"{self.peer} did not answer within {NEGOTIATION_TIMEOUT_S:.0f} s") from None
             raise
 
     async def close(self, reason: str = "closed") -> None:

@@ -99,8 +99,8 @@ class HopMessage:
         return encode(
             (1, self.type),
             (2, _peer_bytes(self.peer)),
-            (3, self.reservation and self.reservation.encode()),
-            (4, self.limit and self.limit.encode()),
+            (3, _part_bytes(self.reservation)),
+            (4, _part_bytes(self.limit)),
             (5, self.status or None),
         )
 
@@ -124,8 +124,8 @@ class StopMessage:
 
     def encode(self) -> bytes:
         """Return the message's bytes."""
-        limit = self.limit and self.limit.encode()
-        return encode((1, self.type), (2, _peer_bytes(self.peer)), (3, limit), (4, self.status or None))
+        limit, status = _part_bytes(self.limit), self.status or None
+        return encode((1, self.type), (2, _peer_bytes(self.peer)), (3, limit), (4, status))
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
@@ -139,6 +139,10 @@ def _type(types: type[T], fields: Fields) -> T:
         return types(fields.number(1))
     except ValueError:
         raise ProtocolError(f"a relay's message has the unknown type {fields.number(1)}") from None
+
+
+def _part_bytes(part: Limit | Reservation | None) -> bytes | None:
+    return None if part is None else part.encode()
 
 
 def _peer_bytes(peer: str | None) -> bytes | None:

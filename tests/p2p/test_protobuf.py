@@ -57,14 +57,16 @@ def fill(theirs: Any, ours: HopMessage | StopMessage) -> bytes:
 
 @given(st.builds(HopMessage, HOP_TYPES, PEERS, RESERVATIONS, LIMITS, STATUSES))
 def test_messages_to_a_relay(message: HopMessage) -> None:
-    raw = fill(circuit_pb2.HopMessage(type=int(message.type)), message)
+    kind: Any = int(message.type)
+    raw = fill(circuit_pb2.HopMessage(type=kind), message)
     assert message.encode() == raw
     assert HopMessage.decode(raw) == message
 
 
 @given(st.builds(StopMessage, STOP_TYPES, PEERS, LIMITS, STATUSES))
 def test_messages_of_a_relay(message: StopMessage) -> None:
-    raw = fill(circuit_pb2.StopMessage(type=int(message.type)), message)
+    kind: Any = int(message.type)
+    raw = fill(circuit_pb2.StopMessage(type=kind), message)
     assert message.encode() == raw
     assert StopMessage.decode(raw) == message
 
