@@ -15,6 +15,7 @@ from p2p.errors import ProtocolError
 MAX_FIELDS: Final = 256  # of one message, so that a peer's message of tiny fields takes little time
 _MAX_NUMBER: Final = (1 << 29) - 1
 _MAX_VARINT_BYTES: Final = 10
+_MAX_TAG_BYTES: Final = 5
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 Value = int | bytes | str | Iterable[bytes | str] | None
@@ -58,7 +59,7 @@ class Fields:
         self._parts: dict[int, list[bytes]] = {}
         at, end, count = 0, len(message), 0
         while at < end:
-            tag, at = _read_varint(message, at)
+            tag, at = _read_varint(message, at, _MAX_TAG_BYTES)
             number, kind = tag >> 3, tag & 7
             count += 1
             if not 0 < number <= _MAX_NUMBER or count > MAX_FIELDS:
@@ -93,10 +94,10 @@ class Fields:
         return Fields(b"".join(self._parts[field])) if field in self._parts else None
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes, at: int, at_most: int = _MAX_VARINT_BYTES) -> tuple[int, int]:
     """Return the number at an offset, and the offset after it; raises `ProtocolError` if it is cut off or too long."""
     value = shift = 0
-    for byte in data[at : at + _MAX_VARINT_BYTES]:
+    for byte in data[at : at + at_most]:
         at += 1
         value |= (byte & 127) << shift
         if byte < 128:

@@ -192,8 +192,9 @@ def test_arbitrary_bytes_are_refused_or_read_alike(raw: bytes) -> None:
         b"\x0b\x0c",
         b"\x0e",
         b"\xff\xff\xff\xff\xff\x01\x00",
+        b"\x88\x80\x80\x80\x80\x00\x01",
     ],
-    ids="number 0,cut off,11 bytes,65 bits,too short,too long,cut fixed,group,kind 6,long number".split(","),
+    ids="number 0,cut off,11 bytes,65 bits,too short,too long,cut fixed,group,kind 6,long number,long tag".split(","),
 )
 def test_malformed_messages_are_refused(raw: bytes) -> None:
     with pytest.raises(ProtocolError):
