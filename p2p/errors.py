@@ -1,4 +1,4 @@
-"""The errors that `p2p` raises to its users, all under `P2PError`; libp2p's and trio's own are translated into these.
+"""The errors that `p2p` raises to its users, all under `P2PError`; trio's own are translated into these.
 
 A message says what happened, to which peer, and what to do. `reason_code` is the same for programs and is stable.
 """

@@ -1,8 +1,8 @@
 """A node's identity: its Ed25519 key, its libp2p peer id, its signatures, and the files that hold the key.
 
 The peer id of an Ed25519 key contains the key: base58 of an identity multihash around libp2p's public-key message. So
-a signature can be verified from the peer id alone. The conversion does not use libp2p, because importing libp2p would
-cost every command a second.
+a signature can be verified from the peer id alone. The ids of other kinds of keys are converted as well, since nodes of
+the public libp2p network have them; a multihash of more than 42 bytes of key message is its SHA-256.
 
 The key file is JSON, ``{"version": 1, "type": "ed25519", "seed": <64 hex digits>}``, mode 0600. An exported identity
 is JSON too: ``version``, ``kind`` ("shoal-identity"), ``peer_id``, the scrypt numbers ``n``, ``r``, ``p``, and in hex
@@ -11,6 +11,7 @@ is JSON too: ``version``, ``kind`` ("shoal-identity"), ``peer_id``, the scrypt n
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass, field
@@ -30,9 +31,25 @@ PEER_ID_CHARS = 52
 
 _VERSION = 1
 _MAX_FILE_BYTES = 4096
-# Multihash: identity (0x00), 36 bytes; message: type (field 1) = Ed25519 (1), data (field 2) of 32 bytes.
-_PEER_ID_PREFIX = bytes.fromhex("002408011220")
-_MAX_PEER_ID_BYTES = 44  # libp2p puts public keys of up to 42 bytes into the id itself
+# libp2p's public-key message: type (field 1) = Ed25519 (1), data (field 2) of 32 bytes.
+_KEY_PREFIX = bytes.fromhex("08011220")
+_PEER_ID_PREFIX = bytes.fromhex("0024") + _KEY_PREFIX  # multihash: identity (0x00), 36 bytes
+_SHA256_PREFIX = bytes.fromhex("1220")  # multihash: SHA-256 (0x12), 32 bytes
+_MAX_INLINE_BYTES = 42  # a longer key message is hashed
+_MAX_PEER_ID_BYTES = _MAX_INLINE_BYTES + 2
+# The y coordinates of the points of small order, without the sign bit: anybody can sign anything for such a key.
+_WEAK_POINTS = (
+    "0000000000000000000000000000000000000000000000000000000000000000",
+    "0100000000000000000000000000000000000000000000000000000000000000",
+    "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+    "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+    "ecffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
+    "edffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
+    "eeffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
+)
+_WEAK_KEYS = frozenset(
+    point[:-1] + bytes([point[-1] | sign]) for point in map(bytes.fromhex, _WEAK_POINTS) for sign in (0, 128)
+)
 _ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _DIGITS = {letter: value for value, letter in enumerate(_ALPHABET)}
 # 2**15 x 8 x 128 bytes = 32 MiB and about a tenth of a second: slow to guess passphrases, fast enough to use.
@@ -45,6 +62,24 @@ def peer_id_of(public_key: bytes) -> str:
     """Return the peer id (`12D3Koo…`) of an Ed25519 public key."""
     assert len(public_key) == KEY_BYTES
     return _base58(_PEER_ID_PREFIX + public_key)
+
+
+def key_message(public_key: bytes) -> bytes:
+    """Return libp2p's message of an Ed25519 public key."""
+    return _KEY_PREFIX + public_key
+
+
+def key_in_message(message: bytes) -> bytes | None:
+    """Return the Ed25519 public key in libp2p's message of it, or None if that is anything else."""
+    is_ed25519 = len(message) == len(_KEY_PREFIX) + KEY_BYTES and message.startswith(_KEY_PREFIX)
+    return message[-KEY_BYTES:] if is_ed25519 else None
+
+
+def peer_id_of_message(message: bytes) -> str:
+    """Return the peer id of a public key of any kind, given libp2p's message of the key."""
+    if len(message) <= _MAX_INLINE_BYTES:
+        return _base58(bytes([0, len(message)]) + message)
+    return _base58(_SHA256_PREFIX + hashlib.sha256(message).digest())
 
 
 def public_key_of(peer_id: str) -> bytes:
@@ -80,7 +115,7 @@ def peer_id_from_bytes(raw: bytes) -> str:
 def _check_multihash(raw: bytes) -> None:
     """Accept an identity multihash of a short public key, or the SHA-256 of a long one."""
     short = 34 <= len(raw) <= _MAX_PEER_ID_BYTES and raw[0] == 0x00 and raw[1] == len(raw) - 2
-    hashed = len(raw) == 34 and raw[:2] == b"\x12\x20"
+    hashed = len(raw) == 34 and raw.startswith(_SHA256_PREFIX)
     if not short and not hashed:
         raise IdentityError(f"{raw[:48].hex()!r} is not a binary peer id")
 
@@ -106,7 +141,9 @@ def _from_base58(text: str) -> bytes:
 
 
 def is_signed(public_key: bytes, data: bytes, signature: bytes) -> bool:
-    """True if `signature` over `data` was made with the private key of `public_key`."""
+    """True if `signature` over `data` was made with the private key of `public_key`, which must not be a weak key."""
+    if public_key in _WEAK_KEYS:
+        return False
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
     except (InvalidSignature, ValueError):

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import trio
 
 from p2p.addresses import PUBLIC_ENTRIES, Address, Scope, parse_address, parse_known, same_lan
-from p2p.channel.compatibility import check_libp2p
 from p2p.channel.upgrade import channel_of
 from p2p.dht import streams as kad
 from p2p.dht.directory import Directory
@@ -88,7 +87,6 @@ class Libp2pNetwork:
         is_valid_value: Callable[[bytes, bytes], bool] = lambda key, value: True,
         on_handshake_failure: Callable[[HandshakeError], None] | None = None,
     ) -> None:
-        check_libp2p()
         self._config = config
         self._book = AddressBook()
         channel = channel_of(identity, secret=config.secret, on_failure=on_handshake_failure)

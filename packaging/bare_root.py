@@ -48,8 +48,6 @@ class BareRoot:
         for name in ("bin", "etc", "proc", "dev", "sys", "tmp", "home", "opt", "lib64"):
             (folder / name).mkdir()
         (folder / "etc" / "hosts").write_text("127.0.0.1 localhost\n")
-        # libp2p cannot be imported without a file that names a server.
-        (folder / "etc" / "resolv.conf").write_text("nameserver 127.0.0.1\n")
         (folder / "etc" / "passwd").write_text("root:x:0:0:root:/home:/bin/sh\n")
         for name in PROGRAMS:
             self._add_program(name)

@@ -17,10 +17,15 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 
-def runtime_distributions(root: str = "shoal") -> list[Distribution]:
-    """Return the installed distribution `root` and all that it needs here, test tools left out, sorted by name."""
+def runtime_distributions(*roots: str) -> list[Distribution]:
+    """Return the installed distributions that Shoal, or `roots`, need here, with themselves, sorted by name.
+
+    Test tools are left out. A root is a requirement as in pyproject.toml.
+    """
     found: dict[tuple[str, str], Distribution] = {}
-    queue: list[tuple[str, str]] = [(root, "")]
+    queue: list[tuple[str, str]] = []
+    for root in map(Requirement, roots or ("shoal",)):
+        queue += [(canonicalize_name(root.name), extra) for extra in ("", *root.extras)]
     while queue:
         name, extra = queue.pop()
         if (name, extra) in found:

@@ -45,6 +45,7 @@ WIRES = (
     ("app/rounds/record.py", "Records of training jobs"),
     ("app/weights/wire.py", "Parts of a model"),
     ("p2p/dht/wire.py", "The directory"),
+    ("p2p/nat/relay_wire.py", "Relays"),
     ("app/swarm/invite.py", "Invites"),
     ("app/swarm/certificates.py", "Limited invites: tokens, certificates, revocation"),
     ("app/swarm/records.py", "Swarm records and announcements"),

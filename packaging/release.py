@@ -5,7 +5,6 @@
 | file | what it is |
 |---|---|
 | `shoal-VERSION.tar.gz`, `.whl` | source archive and wheel, from the last commit |
-| `fastecdsa-….whl` | the placeholder that libp2p's demand is met with, for `pip install --find-links` |
 | `shoal-VERSION-SYSTEM-MACHINE.tar.gz`, `.deb` | the bundle for this system (`bundle`) |
 | `shoal-VERSION.cdx.json` | the list of parts (CycloneDX) |
 | `SHA256SUMS`, `releases.json` | sums of all files, and the list for `shoal update --check` |
@@ -101,13 +100,12 @@ def git(*words: str) -> str:
 
 
 def build_archives() -> None:
-    """Build source archive and wheels, from the files of the last commit alone; needs no network."""
+    """Build source archive and wheel, from the files of the last commit alone; needs no network."""
     with tempfile.TemporaryDirectory() as folder:
         packed = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout
         subprocess.run(["tar", "-x", "-C", folder], input=packed, check=True)
-        for place, builders in ((Path(folder), "sdist wheel"), (Path(folder) / "packaging" / "fastecdsa", "wheel")):
-            command = [sys.executable, "-P", "-c", BACKEND, str(DIST), *builders.split()]
-            subprocess.run(command, cwd=place, check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-P", "-c", BACKEND, str(DIST), "sdist", "wheel"]
+        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     wanted = [f"shoal-{bundle.version()}{ending}" for ending in (".tar.gz", "-py3-none-any.whl")]
     missing = [name for name in wanted if not (DIST / name).exists()]
     if missing:

@@ -32,7 +32,8 @@ CONSTRAINTS = ROOT / "constraints.txt"
 OLDEST, NEWEST = (3, 11), (3, 13)
 EXTRAS = ("test", "release")  # of pyproject.toml
 
-# libp2p demands fastecdsa, which has no wheel for Linux; the placeholder needs no compiler.
+# The tests compare Shoal with py-libp2p. It demands fastecdsa, which has no wheel for Linux; the placeholder needs no
+# compiler.
 PLACEHOLDER = ROOT / "packaging" / "fastecdsa"
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -214,7 +215,8 @@ def install(extra: str, *, wish: str) -> None:
         install_torch(choice)
     print(f"setup: installing Shoal{f' and the tools of make {extra}' if extra else ''}", flush=True)
     shoal = f"{ROOT}[{extra}]" if extra else str(ROOT)
-    run_pip(["--constraint", str(CONSTRAINTS), str(PLACEHOLDER), "--editable", shoal])
+    placeholder = [str(PLACEHOLDER)] if extra == "test" else []
+    run_pip(["--constraint", str(CONSTRAINTS), *placeholder, "--editable", shoal])
     for stamp in ("setup", extra) if extra else ("setup",):
         (VENV / f"{stamp}.stamp").write_text(f"{sys.version}\n")
 

@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = ("torch", "trio", "libp2p")
+HEAVY = ("torch", "trio")
+TEST_TOOLS = ("tests", "libp2p", "multiaddr", "google", "transformers", "peft")
 
 # What each package must not import, anywhere: as a module, or inside a function.
 FORBIDDEN = {
-    "engine": ("app", "p2p", "ui", "tests", "trio", "libp2p", "textual", "transformers", "peft"),
-    "p2p": ("app", "engine", "ui", "tests", "torch", "textual"),
-    "ui": ("engine", "p2p", "tests", "torch", "trio", "libp2p"),
-    "app": ("tests", "transformers", "peft"),
+    "engine": ("app", "p2p", "ui", "trio", "textual", *TEST_TOOLS),
+    "p2p": ("app", "engine", "ui", "torch", "textual", *TEST_TOOLS),
+    "ui": ("engine", "p2p", "torch", "trio", *TEST_TOOLS),
+    "app": TEST_TOOLS,
 }
 # `ui` knows the API's client, the values that it speaks of, and nothing else of the application.
 UI_MAY_USE = ("app.api.client", "app.snapshot", "app.core.errors", "app.core.terminal_text")

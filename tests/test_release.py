@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -36,6 +37,53 @@ def test_what_shoal_runs_with(scripts: dict[str, ModuleType]) -> None:
     names = {one.name.lower() for one in scripts["distributions"].runtime_distributions()}
     assert {"shoal", "torch", "numpy", "textual", "trio", "h2", "cryptography"} <= names
     assert not {"pytest", "mypy", "ruff", "transformers", "peft", "openai", "triton", "hypothesis"} & names
+
+
+MEET = """
+import sys
+import trio
+from p2p.identity import Identity
+from p2p.network import Libp2pNetwork, NetworkConfig
+
+async def echo(peer, body):
+    return body
+
+async def meet():
+    config = NetworkConfig(listen=("/ip4/127.0.0.1/tcp/0",), discovery=frozenset({"dht"}))
+    one, other = (Libp2pNetwork(Identity.generate(), config) for _ in range(2))
+    other.serve("echo", echo)
+    async with one.running(), other.running():
+        one.learn(other.peer_id, other.addresses())
+        print((await one.call(other.peer_id, "echo", b"met", timeout_s=10)).decode())
+
+trio.run(meet)
+import dns.asyncresolver, miniupnpc, zeroconf
+for name in ("libp2p", "multiaddr", "google.protobuf", "trio_typing", "pytest"):
+    try:
+        __import__(name)
+    except ModuleNotFoundError:
+        continue
+    print(name, "can be imported")
+"""
+
+
+def test_a_node_runs_with_its_own_dependencies_alone(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
+    """Loads all that a node and the dashboard load, and lets two nodes meet, where only links to those packages are."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    for one in scripts["distributions"].runtime_distributions(*project["dependencies"]):
+        for top in {file.parts[0] for file in one.files or ()} - {"..", "__pycache__"}:
+            if not (tmp_path / top).exists():
+                (tmp_path / top).symlink_to(str(one.locate_file(top)))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", scripts["bundle"].WARM_UP + MEET],
+        cwd=tmp_path,
+        env={**environment, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "met\n"), done.stderr
 
 
 def test_the_list_of_parts(scripts: dict[str, ModuleType]) -> None:

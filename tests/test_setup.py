@@ -172,7 +172,7 @@ def test_half_installed_packages_are_installed_again(setup: ModuleType) -> None:
 def test_the_stamps_are_written_last(
     setup: ModuleType, monkeypatch: pytest.MonkeyPatch, extra: str, what: str, stamps: list[str]
 ) -> None:
-    installed: list[str] = []
+    installed: list[list[str]] = []
 
     def fail_at_last(arguments: list[str]) -> None:
         if "--editable" in arguments:
@@ -183,10 +183,11 @@ def test_the_stamps_are_written_last(
     with pytest.raises(setup.SetupError, match="did not finish"):
         setup.install(extra, wish="")
     assert list(setup.VENV.glob("*.stamp")) == []
-    monkeypatch.setattr(setup, "run_pip", lambda arguments: installed.append(arguments[-1]))
+    monkeypatch.setattr(setup, "run_pip", installed.append)
     setup.install(extra, wish="")
     assert sorted(path.name for path in setup.VENV.glob("*.stamp")) == stamps
-    assert installed[-1] == f"{setup.ROOT}{what}"
+    assert installed[-1][-1] == f"{setup.ROOT}{what}"
+    assert (str(setup.PLACEHOLDER) in installed[-1]) == (extra == "test")
 
 
 def test_a_full_disk_is_said_before_anything_is_fetched(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

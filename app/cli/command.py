@@ -1,7 +1,7 @@
 """The type of a command, and how commands print JSON.
 
 Each module of `app.cli` with commands lists them in `COMMANDS`. All of them are imported whenever `shoal` starts, so
-they import nothing heavy at the top: torch, trio, libp2p and Textual are imported inside the `run` functions.
+they import nothing heavy at the top: torch, trio and Textual are imported inside the `run` functions.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each message is a varint length and a line that ends in a newline. The initiator sends the greeting and its first
 proposal in one write, so that an accepted proposal costs a single round trip. The length and number of lines are
-bounded; libp2p's own reader allocates whatever length an unauthenticated peer announces.
+bounded, since the peer is not authenticated yet.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Container, Sequence
 from typing import Protocol
 
 from p2p.errors import P2PError, ProtocolError, Refused, StreamClosed
+from p2p.protobuf import varint
 
 GREETING = "/multistream/1.0.0"
 NOT_AVAILABLE = "na"
@@ -87,11 +88,7 @@ async def _write(stream: NegotiationStream, data: bytes) -> None:
 def _line(text: str) -> bytes:
     data = text.encode() + b"\n"
     assert len(data) <= MAX_LINE_BYTES, text
-    return _varint(len(data)) + data
-
-
-def _varint(value: int) -> bytes:
-    return bytes([value]) if value < 128 else bytes([value & 127 | 128, value >> 7])
+    return varint(len(data)) + data
 
 
 async def _expect_greeting(stream: NegotiationStream) -> None:

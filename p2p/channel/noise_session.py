@@ -1,4 +1,4 @@
-"""The encrypted connection after a Noise handshake: an `ISecureConn` that encrypts each write in one buffer.
+"""The encrypted connection after a Noise handshake, which encrypts each write in one buffer.
 
 The negotiation of the multiplexer uses `read` and `write`; the multiplexer itself uses `receive`, which returns
 plaintext as it arrives, and sends batches with `send_now` and `flush`.
@@ -10,15 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from libp2p.connection_types import ConnectionType
-from libp2p.crypto.keys import PrivateKey, PublicKey
-from libp2p.io.exceptions import ConnectionClosedError
-from libp2p.peer.id import ID
-from libp2p.security.base_session import BaseSession
-from multiaddr import Multiaddr
-
 from p2p.channel.noise_records import Buffer, Opener, Sealer
 from p2p.channel.pipe import SocketPipe
+from p2p.channel.raw import ConnectionClosed
 
 _MIN_READ_BYTES: Final = 16 << 10
 _MAX_READ_BYTES: Final = 256 << 10
@@ -26,29 +20,21 @@ _MAX_READ_BYTES: Final = 256 << 10
 
 @dataclass(frozen=True)
 class Secured:
-    """Result of a handshake: both identities, both ciphers, and bytes that arrived after the last message."""
+    """Result of a handshake: the peer's proven id, both ciphers, and bytes that arrived after the last message."""
 
-    local_peer: ID
-    local_key: PrivateKey
-    remote_peer: ID
-    remote_key: PublicKey
+    peer: str
     is_initiator: bool
     sealer: Sealer
     opener: Opener
     early: bytes
 
 
-class NoiseSession(BaseSession):
+class NoiseSession:
     """The encrypted connection to one peer; one task may read and one may write at a time."""
 
     def __init__(self, pipe: SocketPipe, secured: Secured) -> None:
-        super().__init__(
-            local_peer=secured.local_peer,
-            local_private_key=secured.local_key,
-            remote_peer=secured.remote_peer,
-            remote_permanent_pubkey=secured.remote_key,
-            is_initiator=secured.is_initiator,
-        )
+        self.peer = secured.peer
+        self.is_initiator = secured.is_initiator
         self.pipe = pipe
         self._sealer = secured.sealer
         self._opener = secured.opener
@@ -59,7 +45,7 @@ class NoiseSession(BaseSession):
         self._broken = False
 
     async def receive(self) -> memoryview | bytes:
-        """Return the next plaintext, valid until the next call; raises `ConnectionClosedError` or `ProtocolError`."""
+        """Return the next plaintext, valid until the next call; raises `ConnectionClosed` or `ProtocolError`."""
         if self._plain:
             plain, self._plain = self._plain, b""
             return plain
@@ -85,7 +71,7 @@ class NoiseSession(BaseSession):
             held, self._plain = self._plain, b""
             try:
                 self._plain = held + bytes(await self.receive())
-            except ConnectionClosedError:
+            except ConnectionClosed:
                 if held:
                     return held
                 raise
@@ -109,7 +95,7 @@ class NoiseSession(BaseSession):
     def send_now(self, parts: Sequence[Buffer]) -> bool:
         """Encrypt `parts` and give the kernel what it accepts; True if that was all, else `flush` the rest."""
         if self._broken:
-            raise ConnectionClosedError("an earlier write was cancelled half-way")
+            raise ConnectionClosed("an earlier write was cancelled half-way")
         assert not self._unsent, "flush before sending more"
         sealed = self._sealer.seal(parts)
         self._unsent = memoryview(sealed)[self.pipe.send_now(sealed) :]
@@ -128,15 +114,3 @@ class NoiseSession(BaseSession):
         """Close the connection without waiting for the peer."""
         self._opener.forget()
         await self.pipe.close()
-
-    def get_remote_address(self) -> tuple[str, int] | None:
-        """The peer's IP address and port, or None if the connection has none."""
-        return self.pipe.raw.get_remote_address()
-
-    def get_transport_addresses(self) -> list[Multiaddr]:
-        """The multiaddrs that this connection uses."""
-        return self.pipe.raw.get_transport_addresses()
-
-    def get_connection_type(self) -> ConnectionType:
-        """The kind of connection: direct or relayed."""
-        return self.pipe.raw.get_connection_type()

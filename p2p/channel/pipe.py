@@ -1,4 +1,4 @@
-"""Raw bytes under a Noise session: over the TCP socket if there is one, else over any libp2p raw connection.
+"""Raw bytes under a Noise session: over the TCP socket if there is one, else over any raw connection.
 
 A relayed connection is a stream of another connection and has no socket of its own. It works the same, except that
 bytes cannot be given to the kernel directly from the calling task (`send_now`).
@@ -12,34 +12,24 @@ import socket as stdlib_socket
 from typing import Final
 
 import trio
-from libp2p.abc import IRawConnection
-from libp2p.exceptions import BaseLibp2pError
-from libp2p.io.exceptions import ConnectionClosedError
-from libp2p.io.trio import TrioTCPStream
-from libp2p.network.connection.raw_connection import RawConnection
+
+from p2p.channel.raw import ConnectionClosed, RawConnection
+from p2p.errors import P2PError
 
 # Bound on unsent bytes in the kernel: more would delay urgent frames behind them, fewer would leave a fast link idle.
 _UNSENT_BYTES: Final = 128 << 10
-_LOST = (OSError, EOFError, trio.BrokenResourceError, trio.ClosedResourceError, BaseLibp2pError)
-
-
-def tcp_socket(raw: IRawConnection) -> trio.socket.SocketType | None:
-    """Return the TCP socket under a raw connection, or None if it has none of its own."""
-    stream = raw.stream if isinstance(raw, RawConnection) else None
-    if isinstance(stream, TrioTCPStream) and isinstance(stream.stream, trio.SocketStream):
-        return stream.stream.socket
-    return None
+_LOST = (OSError, EOFError, trio.BrokenResourceError, trio.ClosedResourceError, P2PError)
 
 
 class SocketPipe:
     """Reads and writes raw bytes; one reader and one writer at a time.
 
-    Every way to lose the connection raises `ConnectionClosedError`.
+    Every way to lose the connection raises `ConnectionClosed`.
     """
 
-    def __init__(self, raw: IRawConnection) -> None:
+    def __init__(self, raw: RawConnection) -> None:
         self.raw = raw
-        self.socket = tcp_socket(raw)
+        self.socket = raw.socket
         direct = getattr(self.socket, "_sock", None)
         self._direct = direct if isinstance(direct, stdlib_socket.socket) else None
         self._poll: select.poll | None = None
@@ -53,13 +43,13 @@ class SocketPipe:
                 self._poll.register(self._direct.fileno(), select.POLLOUT)
 
     async def receive(self, limit: int) -> bytes:
-        """Return 1 to `limit` bytes; raises `ConnectionClosedError` at the end."""
+        """Return 1 to `limit` bytes; raises `ConnectionClosed` at the end."""
         try:
             data = await (self.socket.recv(limit) if self.socket is not None else self.raw.read(limit))
         except _LOST as error:
-            raise ConnectionClosedError(f"the connection was lost: {error}") from error
+            raise ConnectionClosed(f"the connection was lost: {error}") from error
         if not data:
-            raise ConnectionClosedError("the peer closed the connection")
+            raise ConnectionClosed("the peer closed the connection")
         return data
 
     @property
@@ -80,7 +70,7 @@ class SocketPipe:
         except BlockingIOError:
             return 0
         except OSError as error:
-            raise ConnectionClosedError(f"the connection was lost: {error}") from error
+            raise ConnectionClosed(f"the connection was lost: {error}") from error
 
     async def wait_room(self) -> None:
         """Wait until the kernel has room; returns at once if there is no socket."""
@@ -88,11 +78,11 @@ class SocketPipe:
             return
         descriptor = self._direct.fileno()
         if descriptor < 0:
-            raise ConnectionClosedError("the connection was closed")
+            raise ConnectionClosed("the connection was closed")
         try:
             await trio.lowlevel.wait_writable(descriptor)
         except _LOST as error:
-            raise ConnectionClosedError(f"the connection was lost: {error}") from error
+            raise ConnectionClosed(f"the connection was lost: {error}") from error
 
     async def send(self, data: bytes | bytearray | memoryview) -> None:
         """Send all of `data`; a cancelled send leaves the connection unusable."""
@@ -101,7 +91,7 @@ class SocketPipe:
                 await self.raw.write(bytes(data))
                 return
         except _LOST as error:
-            raise ConnectionClosedError(f"the connection was lost: {error}") from error
+            raise ConnectionClosed(f"the connection was lost: {error}") from error
         view = memoryview(data)
         while view:
             await self.wait_room()
@@ -113,6 +103,6 @@ class SocketPipe:
             await self.raw.close()
 
     def abort(self) -> None:
-        """Close the socket at once, from any task; tasks that wait on it get `ConnectionClosedError`."""
+        """Close the socket at once, from any task; tasks that wait on it get `ConnectionClosed`."""
         if self.socket is not None:
             self.socket.close()

@@ -1,47 +1,77 @@
-"""Wraps a TCP socket or a relayed stream as libp2p's `RawConnection`, which the handshake runs on.
+"""Raw connections, which the handshake runs on: their interface, and the one over a TCP socket.
 
-Two things differ from libp2p's own wrapper: the remote address is known for IPv6 too (the deny list needs it), and
-writing to a socket that this side has closed raises an error instead of doing nothing.
+`p2p.nat.relay_client` has the other one, over a stream through a relay.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import trio
-from libp2p.connection_types import ConnectionType
-from libp2p.io.exceptions import ConnectionClosedError
-from libp2p.io.trio import TrioTCPStream
-from libp2p.network.connection.raw_connection import RawConnection
-from multiaddr import Multiaddr
 
 from p2p import sockets as sockopts
-from p2p.addresses import Address
+from p2p.errors import StreamClosed
 
 
-class SocketBytes(TrioTCPStream):
-    """A TCP socket as libp2p's byte stream."""
+class ConnectionClosed(StreamClosed):
+    """The connection has ended, or was lost; all its streams end with it."""
 
-    def __init__(self, stream: trio.SocketStream) -> None:
-        super().__init__(stream)
-        name = stream.socket.getpeername()
-        self._cached_remote_address = (str(name[0]).split("%", 1)[0], int(name[1]))
+
+class RawConnection(Protocol):
+    """Bytes to and from a peer that has not proved its identity yet."""
+
+    is_initiator: bool  # True on the side that dialled
+
+    @property
+    def socket(self) -> trio.socket.SocketType | None:
+        """The TCP socket, or None if the connection has none of its own."""
+
+    @property
+    def remote(self) -> tuple[str, int] | None:
+        """The peer's IP address and port, or None if the connection has none."""
+
+    async def read(self, n: int | None = None) -> bytes:
+        """Return 1 to `n` bytes, or b"" at the end; raises `StreamClosed` if the connection is lost."""
 
     async def write(self, data: bytes) -> None:
-        async with self.write_lock:
-            try:
-                await self.stream.send_all(data)
-            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-                raise ConnectionClosedError(f"the connection is gone: {error}", transport="tcp") from error
+        """Send all of `data`; raises `StreamClosed` if the connection is lost."""
+
+    async def close(self) -> None:
+        """Close both directions."""
+
+    def abort(self) -> None:
+        """Close the connection at once; tasks that wait on it get an error."""
+
+
+class SocketConnection:
+    """A TCP socket as a raw connection."""
+
+    def __init__(self, stream: trio.SocketStream, *, is_initiator: bool) -> None:
+        self.is_initiator = is_initiator
+        self.socket = stream.socket
+        self._stream = stream
+        name = stream.socket.getpeername()
+        is_ip = isinstance(name, tuple)
+        self.remote = (str(name[0]).split("%", 1)[0], int(name[1])) if is_ip else None
+
+    async def read(self, n: int | None = None) -> bytes:
+        """Return 1 to `n` bytes, or b"" at the end; raises `ConnectionClosed` if the connection is lost."""
+        try:
+            return bytes(await self._stream.receive_some(n))
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise ConnectionClosed(f"the connection was lost: {error}") from error
+
+    async def write(self, data: bytes) -> None:
+        """Send all of `data`; raises `ConnectionClosed` if the connection is lost."""
+        try:
+            await self._stream.send_all(data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise ConnectionClosed(f"the connection was lost: {error}") from error
+
+    async def close(self) -> None:
+        """Close the socket."""
+        await self._stream.aclose()
 
     def abort(self) -> None:
         """Close the socket at once; tasks that wait on it get an error."""
-        sockopts.abort(self.stream.socket)
-
-
-def raw_connection(stream: trio.SocketStream, *, initiator: bool) -> RawConnection:
-    """Wrap a TCP socket as a `RawConnection`; `initiator` is True on the side that dialled."""
-    return RawConnection(SocketBytes(stream), initiator)
-
-
-def relayed_connection(stream: object, *, initiator: bool, circuit: Address) -> RawConnection:
-    """Wrap a stream through a relay as a `RawConnection`; `circuit` is the address that it uses."""
-    return RawConnection(stream, initiator, ConnectionType.RELAYED, [Multiaddr(str(circuit))])  # type: ignore[arg-type]
+        sockopts.abort(self.socket)

@@ -1,4 +1,4 @@
-"""A yamux connection over a Noise session, as libp2p's `IMuxedConn`; the wire format is in `yamux_wire`.
+"""A yamux connection over a Noise session; the wire format is in `yamux_wire`.
 
 Two tasks: one reads and waits for nothing but the network, one writes. Everything to be sent goes through one bounded
 queue; while the writer is idle and the kernel has room, the task that wants to send does so itself.
@@ -10,20 +10,14 @@ and one batch being sent. A peer that exceeds a window, floods, or sends invalid
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import trio
-from libp2p.abc import IMuxedConn, ISecureConn
-from libp2p.connection_types import ConnectionType
-from libp2p.io.exceptions import ConnectionClosedError
-from libp2p.peer.id import ID
-from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
-from multiaddr import Multiaddr
 
 from p2p.channel.noise_session import NoiseSession
+from p2p.channel.raw import ConnectionClosed
 from p2p.channel.yamux_flow import SendHalf, UnreadBytes
 from p2p.channel.yamux_sender import Sender
 from p2p.channel.yamux_stream import Buffer, StreamBroken, TooManyStreams, YamuxStream, reset_frame
@@ -55,40 +49,25 @@ _GO_AWAY_PROTOCOL_ERROR: Final = 1
 _MAX_CREDIT: Final = (1 << 32) - 1
 
 
-class YamuxConnection(IMuxedConn):
+class YamuxConnection:
     """The multiplexed connection to one peer, with all its streams."""
 
-    def __init__(
-        self,
-        secured_conn: ISecureConn,
-        peer_id: ID,
-        is_initiator: bool | None = None,
-        on_close: Callable[[], Awaitable[Any]] | None = None,
-        unread: UnreadBytes | None = None,
-    ) -> None:
-        if not isinstance(secured_conn, NoiseSession):
-            raise TypeError(f"yamux needs a NoiseSession of this package, not a {type(secured_conn).__name__}")
-        self.secured_conn = self._session = secured_conn
-        self.peer_id = peer_id
-        self.on_close = on_close
+    def __init__(self, session: NoiseSession, unread: UnreadBytes | None = None) -> None:
+        self.session = session
+        self.peer = session.peer
         self.event_started = trio.Event()
         self.event_closed = trio.Event()
         self.table: StreamTable[YamuxStream] = StreamTable(unread)
         self.now = trio.current_time
-        self._is_initiator = secured_conn.is_initiator if is_initiator is None else is_initiator
+        self._is_initiator = session.is_initiator
         self._next_id = 1 if self._is_initiator else 2
-        self._sender = Sender(secured_conn, self._lost)
+        self._sender = Sender(session, self._lost)
         self._accepted: tuple[trio.MemorySendChannel[YamuxStream], trio.MemoryReceiveChannel[YamuxStream]]
         self._accepted = trio.open_memory_channel(ACCEPT_BACKLOG)
         self._scope = trio.CancelScope()
         self._pings = PingBook(self.now)
         self._flood = FloodGuard(IDLE_FRAMES, IDLE_FRAMES_PER_S, self.now())
         self._ending: str | None = None
-
-    @property
-    def is_initiator(self) -> bool:
-        """True if this side dialled."""
-        return self._is_initiator
 
     @property
     def is_established(self) -> bool:
@@ -104,18 +83,6 @@ class YamuxConnection(IMuxedConn):
         """The last measured round-trip time in seconds, 0 if there is none yet."""
         return self._pings.rtt_s or 0.0
 
-    def get_remote_address(self) -> tuple[str, int] | None:
-        """The peer's IP address and port, or None if the connection has none."""
-        return self._session.get_remote_address()
-
-    def get_transport_addresses(self) -> list[Multiaddr]:
-        """The multiaddrs that this connection uses."""
-        return self._session.get_transport_addresses()
-
-    def get_connection_type(self) -> ConnectionType:
-        """The kind of connection: direct or relayed."""
-        return self._session.get_connection_type()
-
     async def start(self) -> None:
         """Run the connection until it ends; errors are logged, not raised."""
         if self.event_started.is_set():
@@ -129,12 +96,11 @@ class YamuxConnection(IMuxedConn):
                     await self._read_loop()
                     nursery.cancel_scope.cancel()
         except Exception:
-            logger.exception("the connection to %s ended by a bug in this node", self.peer_id)
+            logger.exception("the connection to %s ended by a bug in this node", self.peer)
         finally:
             self.event_started.set()
             self._end("the connection was lost")
             await self._close_session()
-        await self._notify_closed()
 
     async def close(self) -> None:
         """Send GO_AWAY if that is possible without waiting, and end the connection."""
@@ -143,13 +109,12 @@ class YamuxConnection(IMuxedConn):
         self._end("this side closed the connection")
         self._scope.cancel()
         await self._close_session()
-        await self._notify_closed()
 
     def abort(self) -> None:
         """End the connection at once, from any task; used for a peer that does not respond."""
         self._end("the connection was cut")
         self._scope.cancel()
-        self._session.pipe.abort()
+        self.session.pipe.abort()
 
     async def open_stream(self) -> YamuxStream:
         """Open a stream without waiting; raises `TooManyStreams` or `StreamBroken`."""
@@ -157,7 +122,7 @@ class YamuxConnection(IMuxedConn):
             raise StreamBroken(self._ending)
         self._reap()
         if not self.table.admit(inbound=False):
-            raise TooManyStreams(f"the connection to {self.peer_id} has {len(self.table.open)} streams; close some")
+            raise TooManyStreams(f"the connection to {self.peer} has {len(self.table.open)} streams; close some")
         stream = YamuxStream(self._next_id, self, is_initiator=True)
         self._next_id += 2
         self.table.add(stream)
@@ -165,11 +130,11 @@ class YamuxConnection(IMuxedConn):
         return stream
 
     async def accept_stream(self) -> YamuxStream:
-        """Wait for the next stream that the peer opens; raises `MuxedConnUnavailable` at the end."""
+        """Wait for the next stream that the peer opens; raises `ConnectionClosed` at the end."""
         try:
             return await self._accepted[1].receive()
         except trio.EndOfChannel:
-            raise MuxedConnUnavailable(self._ending or "the connection is closed") from None
+            raise ConnectionClosed(self._ending or "the connection is closed") from None
 
     async def ping(self) -> float:
         """Measure the round-trip time in seconds; raises `StreamBroken`. Use it with a deadline."""
@@ -229,7 +194,7 @@ class YamuxConnection(IMuxedConn):
         parser, handled = FrameParser(), 0
         try:
             while self._ending is None:
-                for frame in parser.feed(await self._session.receive()):
+                for frame in parser.feed(await self.session.receive()):
                     if self._ending is not None:  # another task closed the connection while these bytes arrived
                         return
                     self._on_frame(frame)
@@ -237,7 +202,7 @@ class YamuxConnection(IMuxedConn):
                     if handled % _FRAMES_PER_TURN == 0:
                         await trio.lowlevel.checkpoint()
                 self._sender.pump()
-        except ConnectionClosedError as error:
+        except ConnectionClosed as error:
             self._end(str(error))
         except ProtocolError as error:
             self._fail(error)
@@ -246,7 +211,7 @@ class YamuxConnection(IMuxedConn):
         if frame.kind == PING:
             self._on_ping(frame)
         elif frame.kind == GO_AWAY:
-            raise ConnectionClosedError(f"the peer closed the connection (reason {frame.length})")
+            raise ConnectionClosed(f"the peer closed the connection (reason {frame.length})")
         else:
             stream = self._on_syn(frame.stream_id) if frame.flags & SYN else self.table.open.get(frame.stream_id)
             if stream is not None:
@@ -320,7 +285,7 @@ class YamuxConnection(IMuxedConn):
     def _fail(self, error: ProtocolError) -> None:
         if self._ending is not None:  # frames that arrive while this side closes are not the peer's fault
             return
-        logger.warning("dropped the connection to %s: it %s", self.peer_id, error)
+        logger.warning("dropped the connection to %s: it %s", self.peer, error)
         self._sender.send_last(pack_header(GO_AWAY, 0, 0, _GO_AWAY_PROTOCOL_ERROR))
         self._end(str(error), keep_answers=False)
         self._scope.cancel()
@@ -345,16 +310,5 @@ class YamuxConnection(IMuxedConn):
 
     async def _close_session(self) -> None:
         with trio.CancelScope(deadline=self.now() + _GOODBYE_S, shield=True):
-            await self._session.close()
+            await self.session.close()
         self.event_closed.set()
-
-    async def _notify_closed(self) -> None:
-        callback, self.on_close = self.on_close, None
-        if callback is None:
-            return
-        try:
-            outcome = callback()
-            if inspect.isawaitable(outcome):
-                await outcome
-        except Exception:
-            logger.exception("the close callback of the connection to %s failed", self.peer_id)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import trio
-from libp2p.io.exceptions import ConnectionClosedError
 
 from p2p.channel.noise_session import NoiseSession
+from p2p.channel.raw import ConnectionClosed
 from p2p.channel.yamux_flow import BATCH_BYTES, SendHalf, SendQueue
 from p2p.channel.yamux_wire import DATA, pack_header
 
@@ -41,7 +41,7 @@ class Sender:
                     await session.pipe.wait_room()
                     if not session.has_unsent and not outbox.empty:
                         session.send_now(outbox.take())
-        except ConnectionClosedError as error:
+        except ConnectionClosed as error:
             self._on_lost(str(error))
 
     def send_at_once(self, half: SendHalf, parts: Sequence[Buffer]) -> bool:
@@ -79,5 +79,5 @@ class Sender:
         try:
             if not self._session.send_now(parts):
                 self._work.set()
-        except ConnectionClosedError as error:
+        except ConnectionClosed as error:
             self._on_lost(str(error))

@@ -1,17 +1,11 @@
-"""One yamux stream: an `IMuxedStream` whose reads and writes can be cancelled at any point.
-
-Each error is a subclass of both libp2p's (for libp2p's protocols) and `p2p.errors`' (for those of this package).
-"""
+"""One yamux stream, whose reads and writes can be cancelled at any point."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Final, Protocol, cast
+from typing import Final, Protocol
 
 import trio
-from libp2p.abc import IMuxedConn, IMuxedStream
-from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
 
 from p2p.channel.yamux_flow import PRIORITIES, ReceiveHalf, SendHalf
 from p2p.channel.yamux_table import StreamTable
@@ -22,19 +16,19 @@ _BURST_WRITES: Final = 16  # writes that may return without letting other tasks 
 Buffer = bytes | bytearray | memoryview
 
 
-class StreamEOF(MuxedStreamEOF, StreamClosed):
+class StreamEOF(StreamClosed):
     """The peer closed its side and all its bytes were read."""
 
 
-class WriteClosed(MuxedStreamClosed, StreamClosed):
+class WriteClosed(StreamClosed):
     """This side has already closed the stream."""
 
 
-class StreamBroken(MuxedStreamReset, StreamReset):
+class StreamBroken(StreamReset):
     """The stream was reset by either side, or its connection was lost."""
 
 
-class TooManyStreams(MuxedStreamError, Refused):
+class TooManyStreams(Refused):
     """The connection has reached its limit of streams."""
 
 
@@ -49,16 +43,14 @@ class StreamOwner(Protocol):
     def send_at_once(self, stream: YamuxStream, parts: Sequence[Buffer]) -> bool: ...
     def grant_credit(self, stream: YamuxStream) -> None: ...
     def reset_stream(self, stream: YamuxStream, reason: str) -> None: ...
-    def get_remote_address(self) -> tuple[str, int] | None: ...
 
 
-class YamuxStream(IMuxedStream):
+class YamuxStream:
     """One stream; one task may read, and any number may write: writes do not interleave."""
 
     def __init__(self, stream_id: int, connection: StreamOwner, *, is_initiator: bool) -> None:
         self.stream_id = stream_id
         self._connection = connection
-        self.muxed_conn = cast(IMuxedConn, connection)
         self.is_initiator = is_initiator
         self.receiving = ReceiveHalf(connection.table.budget)
         self.sending = SendHalf(stream_id)
@@ -202,25 +194,13 @@ class YamuxStream(IMuxedStream):
 
     async def reset(self) -> None:
         """End both directions at once and drop unread bytes."""
+        self.abort("this side reset the stream")
+
+    def abort(self, reason: str) -> None:
+        """End both directions at once and drop unread bytes, from any task."""
         if not self.is_closed:
-            self._connection.reset_stream(self, "this side reset the stream")
+            self._connection.reset_stream(self, reason)
         self.receiving.discard()
-
-    def set_deadline(self, ttl: int) -> None:
-        """Not supported: use a trio deadline around the request, and reset the stream when it passes."""
-        raise NotImplementedError("a yamux stream has no deadline; use a trio cancel scope and reset()")
-
-    def get_remote_address(self) -> tuple[str, int] | None:
-        """The peer's IP address and port, or None if the connection has none."""
-        return self._connection.get_remote_address()
-
-    async def __aenter__(self) -> YamuxStream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
 
 def reset_frame(stream_id: int) -> bytes:

@@ -15,7 +15,7 @@ from p2p.dht.wire import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES, Message, Op
 from p2p.errors import DeadlineExceeded, P2PError, ProtocolError, StreamClosed
 from p2p.host.connection import Stream
 from p2p.host.host import Host
-from p2p.host.protobuf import receive_bytes, send_bytes
+from p2p.host.messages import receive_bytes, send_bytes
 from p2p.rate_limit import LogLimit, PeerRateLimit
 
 PROTOCOL = "/shoal/kad/1.0.0"

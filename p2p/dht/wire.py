@@ -32,13 +32,11 @@ from datetime import UTC, datetime
 from enum import IntEnum
 from functools import lru_cache
 
-from google.protobuf.message import DecodeError
-from libp2p.kad_dht.pb.kademlia_pb2 import Message as ProtobufMessage
-
 from p2p.addresses import MAX_ADDRESSES_PER_PEER, Address, BadAddress, Scope
 from p2p.errors import IdentityError, ProtocolError
-from p2p.host.protobuf import address_bytes, address_from_bytes
+from p2p.host.messages import address_bytes, address_from_bytes
 from p2p.identity import peer_id_bytes, peer_id_from_bytes
+from p2p.protobuf import Fields, encode
 
 KEY_BYTES = 32
 MAX_KEY_BYTES = 128
@@ -83,38 +81,39 @@ class Message:
 
     def encode(self) -> bytes:
         """Return the message's bytes; a record is marked as received now, which other implementations require."""
-        message = ProtobufMessage(type=self.op.name, key=self.key)
+        record = None
         if self.value is not None:
-            message.record.key, message.record.value = self.key, self.value
-            message.record.timeReceived = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        for contact in self.closer:
-            _add_contact(message.closerPeers, contact)
-        for contact in self.providers:
-            _add_contact(message.providerPeers, contact)
-        return bytes(message.SerializeToString())
+            now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+            record = encode((1, self.key or None), (2, self.value or None), (5, now))
+        return encode(
+            (1, self.op or None),  # the version of protobuf that Kademlia uses leaves zeros and empty bytes out
+            (2, self.key or None),
+            (3, record),
+            (8, [_contact_bytes(contact) for contact in self.closer]),
+            (9, [_contact_bytes(contact) for contact in self.providers]),
+        )
 
 
 def decode(body: bytes, at_most: int = MAX_ANSWER_BYTES) -> Message:
     """Parse a message, dropping malformed contacts and addresses; raises `ProtocolError` if the rest is malformed."""
     if len(body) > at_most:
         raise ProtocolError(f"a directory message has {len(body)} bytes; at most {at_most} are accepted")
-    message = ProtobufMessage()
+    fields = Fields(body)
     try:
-        message.ParseFromString(body)
-        op = Op(message.type)
-    except (DecodeError, ValueError):
-        raise ProtocolError("a directory message is malformed, or of an unknown type") from None
-    if len(message.key) > MAX_KEY_BYTES:
-        raise ProtocolError(f"a directory key has {len(message.key)} bytes; at most {MAX_KEY_BYTES} are accepted")
-    value = None
-    if op in (Op.PUT_VALUE, Op.GET_VALUE) and message.HasField("record"):
-        value = bytes(message.record.value)
-        if message.key and message.record.key != message.key:
+        op = Op(fields.number(1))
+    except ValueError:
+        raise ProtocolError(f"a directory message has the unknown type {fields.number(1)}") from None
+    key, record, value = fields.data(2), fields.message(3), None
+    if len(key) > MAX_KEY_BYTES:
+        raise ProtocolError(f"a directory key has {len(key)} bytes; at most {MAX_KEY_BYTES} are accepted")
+    if op in (Op.PUT_VALUE, Op.GET_VALUE) and record is not None:
+        value = record.data(2)
+        if key and record.data(1) != key:
             raise ProtocolError("a directory record belongs to another key than its message")
         if len(value) > MAX_VALUE_BYTES:
             raise ProtocolError(f"a directory value has {len(value)} bytes; at most {MAX_VALUE_BYTES} are accepted")
-    closer = _contacts(message.closerPeers[:MAX_PEERS])
-    return Message(op, bytes(message.key), closer, _contacts(message.providerPeers[:MAX_PROVIDERS]), value)
+    closer, providers = fields.repeated(8)[:MAX_PEERS], fields.repeated(9)[:MAX_PROVIDERS]
+    return Message(op, key, _contacts(closer), _contacts(providers), value)
 
 
 def provider_key(key: bytes) -> bytes:
@@ -138,19 +137,20 @@ def key_of_value(path: bytes) -> bytes | None:
     return key if len(key) == KEY_BYTES and value_key(key) == path else None
 
 
-def _add_contact(entries: object, contact: Contact) -> None:
+def _contact_bytes(contact: Contact) -> bytes:
     addresses = [_encoded(address) for address in contact.addresses[:MAX_ADDRESSES_PER_PEER]]
-    entries.add(id=peer_id_bytes(contact.peer), addrs=addresses)  # type: ignore[attr-defined]
+    return encode((1, peer_id_bytes(contact.peer)), (2, addresses))
 
 
-def _contacts(entries: Iterable[ProtobufMessage.Peer]) -> tuple[Contact, ...]:
+def _contacts(entries: Iterable[bytes]) -> tuple[Contact, ...]:
     found: dict[str, Contact] = {}
     for entry in entries:
+        fields = Fields(entry)
         try:
-            peer = peer_id_from_bytes(bytes(entry.id))
+            peer = peer_id_from_bytes(fields.data(1))
         except IdentityError:
             continue
-        found[peer] = Contact(peer, _addresses(entry.addrs[: 4 * MAX_ADDRESSES_PER_PEER], peer))
+        found[peer] = Contact(peer, _addresses(fields.repeated(2)[: 4 * MAX_ADDRESSES_PER_PEER], peer))
     return tuple(found.values())
 
 

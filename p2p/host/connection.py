@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 import trio
 
 from p2p.addresses import Address, Scope
 from p2p.channel import multistream
+from p2p.channel.raw import RawConnection
+from p2p.channel.yamux import YamuxConnection
+from p2p.channel.yamux_stream import StreamEOF, YamuxStream
 from p2p.errors import P2PError, PeerUnreachable, StreamReset
 from p2p.rate_limit import LogLimit
 from p2p.values import Buffer
@@ -28,9 +30,9 @@ log.addFilter(LogLimit())  # peers can cause these lines
 class Stream:
     """A byte stream to a peer under a negotiated protocol."""
 
-    def __init__(self, connection: Connection, muxed: Any, protocol: str) -> None:
+    def __init__(self, connection: Connection, muxed: YamuxStream, protocol: str) -> None:
         self.connection = connection
-        self.muxed = muxed  # libp2p's stream, for callers that bypass this class
+        self.muxed = muxed  # for callers that bypass this class
         self.protocol = protocol
 
     @property
@@ -41,10 +43,10 @@ class Stream:
     async def read(self, n: int | None = None) -> bytes:
         """Read some bytes, at most `n`; empty at the end of the stream. Raises `StreamReset`."""
         try:
-            return await self.muxed.read(n)  # type: ignore[no-any-return]
+            return await self.muxed.read(n)
+        except StreamEOF:
+            return b""
         except Exception as error:
-            if type(error).__name__.endswith("EOF"):
-                return b""
             raise StreamReset(f"the stream to {self.peer} broke ({type(error).__name__})") from error
 
     async def write(self, data: bytes) -> None:
@@ -80,12 +82,12 @@ StreamHandler = Callable[[Stream], Awaitable[None]]
 class Connection:
     """A connection to `peer`; `address` is where it was dialled, or where it came from."""
 
-    def __init__(self, muxed: Any, raw: Any, peer: str, address: Address, *, initiated: bool, max_streams: int) -> None:
+    def __init__(self, muxed: YamuxConnection, raw: RawConnection, address: Address, *, max_streams: int) -> None:
         self.muxed = muxed
         self.raw = raw
-        self.peer = peer
-        self.address = address
-        self.initiated = initiated
+        self.peer = muxed.peer
+        self.address = address.of(muxed.peer)
+        self.initiated = raw.is_initiator
         self.opened_at = trio.current_time()
         self.rtt_s: float | None = None
         self.closed = trio.Event()
@@ -138,7 +140,7 @@ class Connection:
     async def ping(self) -> float:
         """Measure the round trip in seconds with the multiplexer's ping; raises `StreamReset`. Use a deadline."""
         try:
-            return await self.muxed.ping()  # type: ignore[no-any-return]
+            return await self.muxed.ping()
         except Exception as error:
             raise StreamReset(f"the connection to {self.peer} broke ({type(error).__name__})") from error
 
@@ -158,12 +160,11 @@ class Connection:
                 stream = Stream(self, muxed_stream, protocol)
                 await multistream.propose(stream, [protocol])
             return stream
-        except trio.TooSlowError:
-            await Stream(self, muxed_stream, protocol).reset()
-            raise PeerUnreachable(f"{self.peer} did not answer within {NEGOTIATION_TIMEOUT_S:.0f} s") from None
-        except BaseException:
+        except BaseException as error:
             if muxed_stream is not None:
                 await Stream(self, muxed_stream, protocol).reset()
+            if isinstance(error, trio.TooSlowError):
+                raise PeerUnreachable(f"{self.peer} did not answer within {NEGOTIATION_TIMEOUT_S:.0f} s") from None
             raise
 
     async def close(self, reason: str = "closed") -> None:
@@ -181,10 +182,8 @@ class Connection:
         """Close the raw connection at once; every task that waits on it ends."""
         if reason is not None and not self.closed.is_set():
             self.reason = reason
-        abort_muxed = getattr(self.muxed, "abort", None)
-        if abort_muxed is not None:
-            abort_muxed()
-        self.raw.stream.abort()
+        self.muxed.abort()
+        self.raw.abort()
 
     async def _abort_when_cancelled(self) -> None:
         # Writers shield themselves so that no record is cut short; with a frozen peer only a closed socket ends them.
@@ -211,7 +210,7 @@ class Connection:
         except* Exception:
             log.exception("a task of the connection to %s failed", self.peer)
 
-    async def _serve(self, muxed_stream: Any, handlers: dict[str, StreamHandler]) -> None:
+    async def _serve(self, muxed_stream: YamuxStream, handlers: dict[str, StreamHandler]) -> None:
         stream = Stream(self, muxed_stream, "")
         served = False
         try:

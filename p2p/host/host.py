@@ -1,8 +1,7 @@
 """The libp2p host: listens, dials, secures connections, and passes each stream to the handler of its protocol.
 
-It speaks libp2p on the wire (TCP, multistream-select, Noise, yamux) with py-libp2p's building blocks, but not with
-py-libp2p's own swarm, in which one exception ends everything. The protocols on the streams belong to the handlers that
-others register.
+It speaks libp2p on the wire: TCP, multistream-select, Noise and yamux (`p2p.channel`). The protocols on the streams
+belong to the handlers that others register.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import trio
 
 from p2p import sockets as sockopts
 from p2p.addresses import Address, Scope, address_of, advertised, parse_address
-from p2p.channel import raw as rawio
+from p2p.channel.raw import RawConnection, SocketConnection
 from p2p.channel.upgrade import Channel
 from p2p.errors import P2PError, PeerUnreachable, Refused
 from p2p.host import dialer
@@ -223,7 +222,7 @@ class Host:
             return
         try:
             sockopts.tune(stream.socket)
-            raw = rawio.raw_connection(stream, initiator=False)
+            raw = SocketConnection(stream, is_initiator=False)
             connection = await self._establish(raw, address_of(str(ip), name[1]), None)
         except (P2PError, OSError, trio.TooSlowError) as error:
             log.debug("a connection from %s failed: %s", ip, error)
@@ -247,13 +246,13 @@ class Host:
             source_port = next((own.port for own in self._listening if own.kind == address.kind), None)
         stream = await self._connect_socket(address, source_port)
         try:
-            raw = rawio.raw_connection(stream, initiator=True)
+            raw = SocketConnection(stream, is_initiator=True)
             return await self.adopt(raw, address.of(peer), peer)
         except BaseException:
             sockopts.abort(stream.socket)
             raise
 
-    async def adopt(self, raw: object, address: Address, peer: str | None) -> Connection:
+    async def adopt(self, raw: RawConnection, address: Address, peer: str | None) -> Connection:
         """Secure a raw connection (dialled, relayed or hole-punched) and run it in the host.
 
         If `peer` is given, the other side must prove that identity. Raises `P2PError` or `trio.TooSlowError`.
@@ -275,7 +274,7 @@ class Host:
         """
         stream = await self._connect_socket(address, None)
         try:
-            raw = rawio.raw_connection(stream, initiator=True)
+            raw = SocketConnection(stream, is_initiator=True)
             await self.channel.secure(raw, peer)
             return True
         finally:
@@ -299,20 +298,17 @@ class Host:
             sockopts.tune(stream.socket)
             return stream
 
-    async def _establish(self, raw: object, address: Address, expected: str | None) -> Connection:
+    async def _establish(self, raw: RawConnection, address: Address, expected: str | None) -> Connection:
         limits = self.admission.limits
         with trio.fail_after(limits.handshake_timeout_s):
-            secured, peer = await self.channel.secure(raw, expected)  # type: ignore[arg-type]
-            refusal = self.admission.refuse_peer(peer, trio.current_time())
-            if peer == self.peer_id:
+            secured = await self.channel.secure(raw, expected)
+            refusal = self.admission.refuse_peer(secured.peer, trio.current_time())
+            if secured.peer == self.peer_id:
                 refusal = "it is this node itself"
             if refusal is not None:
-                raise Refused(f"the connection with {peer} is refused: {refusal}")
-            muxed = await self.channel.multiplex(secured, peer)
-        initiated = bool(getattr(raw, "is_initiator", False))
-        return Connection(
-            muxed, raw, peer, address.of(peer), initiated=initiated, max_streams=limits.streams_per_connection
-        )
+                raise Refused(f"the connection with {secured.peer} is refused: {refusal}")
+            muxed = await self.channel.multiplex(secured)
+        return Connection(muxed, raw, address, max_streams=limits.streams_per_connection)
 
     async def _keep(self, connection: Connection) -> None:
         """Register a connection, run it until it ends and unregister it; abort it if the limits are reached."""

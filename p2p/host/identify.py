@@ -1,16 +1,19 @@
-"""The two protocols that every libp2p node expects of another: `identify` and `ping`."""
+"""The two protocols that every libp2p node expects of another: `identify` and `ping`.
+
+An answer to `identify` is one protobuf message: 1 `publicKey`, 2 `listenAddrs` and 4 `observedAddr` (binary
+multiaddrs), 3 `protocols`, 5 `protocolVersion`, 6 `agentVersion`. A `ping` of 32 bytes is answered with the same bytes.
+"""
 
 from __future__ import annotations
 
 import trio
-from libp2p.identity.identify.pb.identify_pb2 import Identify
 
 from p2p.channel.multistream import read_exactly
-from p2p.channel.upgrade import libp2p_keys
 from p2p.host.connection import Stream
 from p2p.host.host import Host
-from p2p.host.protobuf import address_bytes, send_message
-from p2p.identity import Identity
+from p2p.host.messages import address_bytes, send_bytes
+from p2p.identity import Identity, key_message
+from p2p.protobuf import encode
 
 IDENTIFY = "/ipfs/id/1.0.0"
 PING = "/ipfs/ping/1.0.0"
@@ -24,21 +27,21 @@ class StandardProtocols:
 
     def __init__(self, host: Host, identity: Identity) -> None:
         self._host = host
-        self._public_key = libp2p_keys(identity).public_key.serialize()
+        self._public_key = key_message(identity.public_key)
         host.handle(IDENTIFY, self._identify)
         host.handle(PING, self._ping)
 
     async def _identify(self, stream: Stream) -> None:
         observed = stream.connection.address.of(None)
-        message = Identify(
-            protocol_version="ipfs/0.1.0",
-            agent_version=AGENT,
-            public_key=self._public_key,
-            listen_addrs=[address_bytes(address.of(None)) for address in self._host.addresses[:16]],
-            observed_addr=b"" if stream.connection.relayed else address_bytes(observed),
-            protocols=self._host.protocols[:64],
+        message = encode(
+            (1, self._public_key),
+            (2, [address_bytes(address.of(None)) for address in self._host.addresses[:16]]),
+            (3, self._host.protocols[:64]),
+            (4, b"" if stream.connection.relayed else address_bytes(observed)),
+            (5, "ipfs/0.1.0"),
+            (6, AGENT),
         )
-        await send_message(stream, message)
+        await send_bytes(stream, message)
         await stream.close()
 
     async def _ping(self, stream: Stream) -> None:

@@ -4,23 +4,28 @@ The side that was dialled through the relay opens `/libp2p/dcutr` on that connec
 addresses at which they are seen; after a SYNC both dial, each from the port it listens on, so that each NAT takes the
 other's packets for answers. If the two dials meet in one TCP connection (simultaneous open), the side that had dialled
 through the relay starts the handshake.
+
+Both messages, CONNECT and SYNC, are protobuf: 1 `type` (100 CONNECT, 300 SYNC), 2 `ObsAddrs` (binary multiaddrs).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Self
 
 import trio
-from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
 
 from p2p import sockets as sockopts
 from p2p.addresses import Address, BadAddress, Scope
-from p2p.channel import raw as rawio
+from p2p.channel.raw import SocketConnection
 from p2p.errors import P2PError, ProtocolError
 from p2p.host.connection import Connection, Stream
 from p2p.host.host import Host
-from p2p.host.protobuf import address_bytes, address_from_bytes, receive_message, send_message
+from p2p.host.messages import address_bytes, address_from_bytes, receive_message, send_message
+from p2p.protobuf import Fields, encode
 
 PROTOCOL = "/libp2p/dcutr"
 ATTEMPTS = 3
@@ -30,6 +35,34 @@ _RETRY_S = 0.05
 _MAX_ADDRESSES = 6
 
 log = logging.getLogger("shoal.p2p.holepunch")
+
+
+class PunchType(IntEnum):
+    """The two messages of hole punching."""
+
+    CONNECT = 100
+    SYNC = 300
+
+
+@dataclass(frozen=True)
+class HolePunch:
+    """One message of hole punching, with the sender's public addresses in a CONNECT."""
+
+    type: PunchType
+    addresses: tuple[bytes, ...] = ()
+
+    def encode(self) -> bytes:
+        """Return the message's bytes."""
+        return encode((1, self.type), (2, self.addresses))
+
+    @classmethod
+    def decode(cls, body: bytes) -> Self:
+        """Parse a message; raises `ProtocolError` if it is malformed or of another type."""
+        fields = Fields(body)
+        try:
+            return cls(PunchType(fields.number(1)), tuple(fields.repeated(2)[:_MAX_ADDRESSES]))
+        except ValueError:
+            raise ProtocolError(f"a hole punching message has the unknown type {fields.number(1)}") from None
 
 
 class HolePuncher:
@@ -64,7 +97,7 @@ class HolePuncher:
                 await send_message(stream, self._connect_message())
                 theirs = _addresses(await receive_message(stream, HolePunch))
                 round_trip_s = trio.current_time() - asked_at
-                await send_message(stream, HolePunch(type=HolePunch.SYNC))
+                await send_message(stream, HolePunch(PunchType.SYNC))
             await trio.sleep(round_trip_s / 2)
             return await self._punch(connection.peer, theirs, initiator=False)
         finally:
@@ -77,13 +110,13 @@ class HolePuncher:
             theirs = _addresses(await receive_message(stream, HolePunch))
             await send_message(stream, self._connect_message())
             sync = await receive_message(stream, HolePunch)
-        if sync.type != HolePunch.SYNC:
+        if sync.type is not PunchType.SYNC:
             raise ProtocolError(f"{stream.peer} sent no SYNC for hole punching")
         await self._punch(stream.peer, theirs, initiator=True)
 
     def _connect_message(self) -> HolePunch:
         seen = [address_bytes(address.of(None)) for address in self._seen_at()]
-        return HolePunch(type=HolePunch.CONNECT, ObsAddrs=seen[:_MAX_ADDRESSES])
+        return HolePunch(PunchType.CONNECT, tuple(seen[:_MAX_ADDRESSES]))
 
     async def _punch(self, peer: str, theirs: Sequence[Address], *, initiator: bool) -> bool:
         """Dial all addresses in parallel from the listening port, repeatedly for `_DIAL_S`; True if one succeeds."""
@@ -114,7 +147,7 @@ class HolePuncher:
                 await trio.sleep(_RETRY_S)  # a refusal only means that the other side has not dialled yet
                 continue
             try:
-                raw = rawio.raw_connection(stream, initiator=initiator)
+                raw = SocketConnection(stream, is_initiator=initiator)
                 await self._host.adopt(raw, address.of(peer), peer if initiator else None)
             except (P2PError, OSError, trio.TooSlowError) as error:
                 sockopts.abort(stream.socket)
@@ -133,10 +166,10 @@ class HolePuncher:
 
 
 def _addresses(message: HolePunch) -> list[Address]:
-    if message.type != HolePunch.CONNECT:
+    if message.type is not PunchType.CONNECT:
         raise ProtocolError("a hole punching message is not of type CONNECT")
     found = []
-    for data in message.ObsAddrs[:_MAX_ADDRESSES]:
+    for data in message.addresses:
         try:
             address = address_from_bytes(data)
         except BadAddress:

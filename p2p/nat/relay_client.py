@@ -13,17 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 import trio
-from libp2p.io.exceptions import ConnectionClosedError
-from libp2p.peer.id import ID
-from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, PeerId, Status, StopMessage
 
 from p2p.addresses import Address, Scope, network_of
-from p2p.channel import raw as rawio
 from p2p.errors import P2PError, PeerUnreachable, ProtocolError, Refused
 from p2p.host.connection import Connection, Stream
 from p2p.host.host import Host
-from p2p.host.protobuf import receive_message, send_message
-from p2p.nat.relay_server import HOP, STOP
+from p2p.host.messages import receive_message, send_message
+from p2p.nat.relay_wire import HOP, STOP, HopMessage, HopType, Status, StopMessage, StopType
 
 PLACES = 3  # reservations that a node holds at a time, at relays of different networks if it can
 MAX_CIRCUITS_A_RELAY = 32  # so that one relay cannot use up all connections of this node
@@ -33,25 +29,23 @@ _CHECK_S = 5.0
 log = logging.getLogger("shoal.p2p.relay")
 
 
-class CircuitBytes:
-    """A stream through a relay as the byte transport of a raw connection."""
+class Circuit:
+    """A stream through a relay as a raw connection, which has neither a socket nor an IP address of its own."""
 
-    def __init__(self, stream: Stream) -> None:
+    socket = None
+    remote = None
+
+    def __init__(self, stream: Stream, *, is_initiator: bool) -> None:
+        self.is_initiator = is_initiator
         self._stream = stream
 
     async def read(self, n: int | None = None) -> bytes:
-        """Read some bytes, at most `n`; empty at the end. Raises `ConnectionClosedError`."""
-        try:
-            return await self._stream.read(n)
-        except P2PError as error:
-            raise ConnectionClosedError(str(error)) from error
+        """Read some bytes, at most `n`; empty at the end. Raises `StreamReset`."""
+        return await self._stream.read(n)
 
     async def write(self, data: bytes) -> None:
-        """Send all of `data`; raises `ConnectionClosedError`."""
-        try:
-            await self._stream.write(data)
-        except P2PError as error:
-            raise ConnectionClosedError(str(error)) from error
+        """Send all of `data`; raises `StreamReset`."""
+        await self._stream.write(data)
 
     async def close(self) -> None:
         """Reset both directions; a raw connection cannot be half open."""
@@ -59,12 +53,7 @@ class CircuitBytes:
 
     def abort(self) -> None:
         """Reset the stream without waiting."""
-        muxed = self._stream.muxed
-        muxed.muxed_conn.reset_stream(muxed, "the circuit was aborted")
-
-    def get_remote_address(self) -> tuple[str, int] | None:
-        """Return None: a circuit has no address of its own."""
-        return None
+        self._stream.muxed.abort("the circuit was aborted")
 
 
 def best_relay(candidates: Iterable[str], whereabouts: Callable[[str], tuple[str, float]], used: Iterable[str]) -> str:
@@ -146,13 +135,11 @@ class RelayClient:
         stream = await connection.open_stream(HOP)
         try:
             with trio.fail_after(_ASK_TIMEOUT_S):
-                target = PeerId(id=ID.from_base58(peer).to_bytes())
-                await send_message(stream, HopMessage(type=HopMessage.CONNECT, peer=target))
+                await send_message(stream, HopMessage(HopType.CONNECT, peer))
                 answer = await receive_message(stream, HopMessage)
-            if answer.status != Status.OK:
-                raise Refused(f"the relay {relay} did not connect to {peer}: {Status.Name(answer.status)}")
-            raw = rawio.relayed_connection(CircuitBytes(stream), initiator=True, circuit=address)
-            return await self._host.adopt(raw, address, peer)
+            if answer.status is not Status.OK:
+                raise Refused(f"the relay {relay} did not connect to {peer}: {answer.status.name}")
+            return await self._host.adopt(Circuit(stream, is_initiator=True), address, peer)
         except BaseException:
             await stream.reset()
             raise
@@ -161,28 +148,26 @@ class RelayClient:
         """Handle a relay's request to connect another peer to this node."""
         with trio.fail_after(_ASK_TIMEOUT_S):
             request = await receive_message(stream, StopMessage)
-        if request.type != StopMessage.CONNECT or not 0 < len(request.peer.id) <= 64:
+        if request.type is not StopType.CONNECT or request.peer is None:
             raise ProtocolError(f"{stream.peer} sent a relay STOP message that is not a valid CONNECT")
         if stream.peer not in self._places:
-            await send_message(stream, StopMessage(type=StopMessage.STATUS, status=Status.PERMISSION_DENIED))
+            await send_message(stream, StopMessage(StopType.STATUS, status=Status.PERMISSION_DENIED))
             return
         if self._circuits[stream.peer] >= MAX_CIRCUITS_A_RELAY:
-            await send_message(stream, StopMessage(type=StopMessage.STATUS, status=Status.RESOURCE_LIMIT_EXCEEDED))
+            await send_message(stream, StopMessage(StopType.STATUS, status=Status.RESOURCE_LIMIT_EXCEEDED))
             return
         self._circuits[stream.peer] += 1
         try:
-            await self._accept_circuit(stream, request)
+            await self._accept_circuit(stream, request.peer)
         finally:
             self._circuits[stream.peer] -= 1
             if not self._circuits[stream.peer]:
                 del self._circuits[stream.peer]
 
-    async def _accept_circuit(self, stream: Stream, request: StopMessage) -> None:
-        source = str(ID(request.peer.id))
-        await send_message(stream, StopMessage(type=StopMessage.STATUS, status=Status.OK))
+    async def _accept_circuit(self, stream: Stream, source: str) -> None:
+        await send_message(stream, StopMessage(StopType.STATUS, status=Status.OK))
         circuit = stream.connection.address.of(stream.peer).through(source)
-        raw = rawio.relayed_connection(CircuitBytes(stream), initiator=False, circuit=circuit)
-        connection = await self._host.adopt(raw, circuit, None)
+        connection = await self._host.adopt(Circuit(stream, is_initiator=False), circuit, None)
         # The stream belongs to this handler's task, so the task must last as long as the circuit.
         await connection.closed.wait()
 
@@ -207,17 +192,17 @@ class RelayClient:
         try:
             stream = await self._host.open_stream(relay, HOP)
             with trio.fail_after(_ASK_TIMEOUT_S):
-                await send_message(stream, HopMessage(type=HopMessage.RESERVE))
+                await send_message(stream, HopMessage(HopType.RESERVE))
                 answer = await receive_message(stream, HopMessage)
-            if answer.status != Status.OK:
-                raise Refused(f"the relay refused the reservation: {Status.Name(answer.status)}")
+            if answer.status is not Status.OK or answer.reservation is None:
+                raise Refused(f"the relay refused the reservation: {answer.status.name}")
         except (P2PError, trio.TooSlowError) as error:
             log.info("no reservation at the relay %s: %s", relay, error)
             self._places.pop(relay, None)
             self._refused_until[relay] = trio.current_time() + 60
             self._publish()
             return
-        self._places[relay] = min(float(answer.reservation.expire), time.time() + 7200)
+        self._places[relay] = min(float(answer.reservation.expires_at), time.time() + 7200)
         log.info("reachable through the relay %s", relay)
         self._publish()
 

@@ -13,16 +13,13 @@ from collections import Counter
 from dataclasses import dataclass
 
 import trio
-from libp2p.peer.id import ID
-from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Limit, PeerId, Reservation, Status, StopMessage
 
 from p2p.errors import P2PError, ProtocolError
 from p2p.host.connection import Stream
 from p2p.host.host import Host
-from p2p.host.protobuf import address_bytes, receive_message, send_message
+from p2p.host.messages import address_bytes, receive_message, send_message
+from p2p.nat.relay_wire import HOP, STOP, HopMessage, HopType, Limit, Reservation, Status, StopMessage, StopType
 
-HOP = "/libp2p/circuit/relay/0.2.0/hop"
-STOP = "/libp2p/circuit/relay/0.2.0/stop"
 _ASK_TIMEOUT_S = 10.0
 _PIECE_BYTES = 64 * 1024
 
@@ -80,12 +77,12 @@ class RelayServer:
             request = await receive_message(stream, HopMessage)
         if stream.connection.relayed:
             await self._answer(stream, Status.PERMISSION_DENIED)
-        elif request.type == HopMessage.RESERVE:
+        elif request.type is HopType.RESERVE:
             await self._reserve(stream)
-        elif request.type == HopMessage.CONNECT:
-            await self._connect(stream, _peer_text(request.peer.id))
+        elif request.type is HopType.CONNECT and request.peer is not None:
+            await self._connect(stream, request.peer)
         else:
-            raise ProtocolError(f"{stream.peer} sent a relay request of an unknown type")
+            raise ProtocolError(f"{stream.peer} sent a message to a relay that is not a valid request")
 
     async def _reserve(self, stream: Stream) -> None:
         now = trio.current_time()
@@ -95,10 +92,10 @@ class RelayServer:
             return
         self._reserved[stream.peer] = now + self._limits.reservation_s
         reservation = Reservation(
-            expire=int(time.time() + self._limits.reservation_s),
-            addrs=[address_bytes(address) for address in self._host.addresses[:8]],
+            int(time.time() + self._limits.reservation_s),
+            tuple(address_bytes(address) for address in self._host.addresses[:8]),
         )
-        answer = HopMessage(type=HopMessage.STATUS, status=Status.OK, reservation=reservation, limit=self._limit())
+        answer = HopMessage(HopType.STATUS, status=Status.OK, reservation=reservation, limit=self._limit())
         await send_message(stream, answer)
         await stream.close()
         log.info("%s made a relay reservation here", stream.peer)
@@ -121,7 +118,7 @@ class RelayServer:
             if onward is None:
                 await self._answer(stream, Status.CONNECTION_FAILED)
                 return
-            await send_message(stream, HopMessage(type=HopMessage.STATUS, status=Status.OK, limit=self._limit()))
+            await send_message(stream, HopMessage(HopType.STATUS, status=Status.OK, limit=self._limit()))
             log.info("relaying between %s and %s", stream.peer, target)
             await self._relay(stream, onward)
         finally:
@@ -136,15 +133,14 @@ class RelayServer:
             with trio.fail_after(_ASK_TIMEOUT_S):
                 onward = await opening  # type: ignore[misc]
                 assert onward is not None
-                peer = PeerId(id=ID.from_base58(source).to_bytes())
-                await send_message(onward, StopMessage(type=StopMessage.CONNECT, peer=peer, limit=self._limit()))
+                await send_message(onward, StopMessage(StopType.CONNECT, source, self._limit()))
                 answer = await receive_message(onward, StopMessage)
         except (P2PError, trio.TooSlowError) as error:
             log.debug("the target of a circuit did not answer: %s", error)
             if onward is not None:
                 await onward.reset()
             return None
-        if answer.type == StopMessage.STATUS and answer.status == Status.OK:
+        if answer.type is StopType.STATUS and answer.status is Status.OK:
             return onward
         await onward.reset()
         return None
@@ -188,15 +184,9 @@ class RelayServer:
                 del self._reserved[peer]
 
     def _limit(self) -> Limit:
-        return Limit(duration=int(self._limits.circuit_s), data=self._limits.circuit_bytes)
+        return Limit(int(self._limits.circuit_s), self._limits.circuit_bytes)
 
     @staticmethod
-    async def _answer(stream: Stream, status: Status.ValueType) -> None:
-        await send_message(stream, HopMessage(type=HopMessage.STATUS, status=status))
+    async def _answer(stream: Stream, status: Status) -> None:
+        await send_message(stream, HopMessage(HopType.STATUS, status=status))
         await stream.close()
-
-
-def _peer_text(data: bytes) -> str:
-    if not 0 < len(data) <= 64:
-        raise ProtocolError("a relay request has no valid peer id")
-    return str(ID(data))

@@ -2,10 +2,9 @@
 
     python -m tests.bench.channel --json
 
-Both run under the same libp2p host and are used through the same interface, the multiplexed stream itself; only the
-Noise session and the yamux connection differ. `shoal_noise` is ours under the cipher that every libp2p speaks, `shoal`
-under the one that two Shoal nodes choose. Rounds alternate and the best one counts, since other programs can only make
-a round slower.
+Each runs under its own host and is used through the same interface, the multiplexed stream itself. `shoal_noise` is
+ours under the cipher that every libp2p speaks, `shoal` under the one that two Shoal nodes choose. Rounds alternate and
+the best one counts, since other programs can only make a round slower.
 """
 
 from __future__ import annotations
@@ -16,40 +15,43 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import trio
 from libp2p import new_host
-from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.custom_types import TProtocol
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
 
-from p2p.channel.noise import NOISE_ID, security_options
+from p2p.addresses import parse_address
+from p2p.channel.noise import NOISE_ID
+from p2p.channel.upgrade import Channel, channel_of
+from p2p.host.address_book import AddressBook
+from p2p.host.host import Host, HostConfig
+from p2p.identity import Identity
 from tests.bench.delay import delay_proxy
-from tests.p2p.channels import install_yamux
 
 STACKS = ("stock", "shoal_noise", "shoal")
-ECHO = TProtocol("/bench/echo")
-SINK = TProtocol("/bench/sink")
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+ECHO = "/bench/echo"
+SINK = "/bench/sink"
 CHUNK = 256 << 10
 DELAY_RTT_S = 0.05
 DELAY_BYTES = 4 << 20
 BULK_BYTES = {"stock": 24 << 20, "shoal_noise": 64 << 20, "shoal": 64 << 20}
 
+Open = Callable[[str], Awaitable[Any]]  # a multiplexed stream under a protocol
 
-def make_host(stack: str) -> Any:
-    """A libp2p host with the channel to measure."""
-    keypair = create_new_key_pair()
-    if stack == "stock":
-        return new_host(key_pair=keypair)
-    install_yamux()
-    options = security_options(keypair, secret=None)
+
+def make_host(stack: str) -> Host:
+    """A host of ours with the channel to measure."""
+    identity = Identity.generate()
+    channel = channel_of(identity)
     if stack == "shoal_noise":
-        options = {NOISE_ID: options[NOISE_ID]}
-    return new_host(key_pair=keypair, sec_opt=options)
+        channel = Channel({NOISE_ID: channel.security[NOISE_ID]}, channel.muxers)
+    return Host(identity, channel, HostConfig((LOOPBACK,)), AddressBook())
 
 
 async def _read_all(stream: Any, size: int) -> None:
@@ -74,7 +76,7 @@ async def _sink(stream: Any) -> None:
 def _until_the_end(handler: Callable[[Any], Any]) -> Callable[[Any], Any]:
     async def run(stream: Any) -> None:
         try:
-            await handler(stream.muxed_stream)
+            await handler(stream.muxed_stream if hasattr(stream, "muxed_stream") else stream.muxed)
         except Exception:
             return
 
@@ -83,21 +85,47 @@ def _until_the_end(handler: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 async def serve(stack: str) -> None:
     """Print an address and answer until killed."""
+    handlers = {ECHO: _until_the_end(_echo), SINK: _until_the_end(_sink)}
+    if stack == "stock":
+        stock = new_host()
+        async with stock.run([Multiaddr(LOOPBACK)]):
+            for protocol, handler in handlers.items():
+                stock.set_stream_handler(TProtocol(protocol), handler)
+            print(stock.get_addrs()[0], flush=True)
+            await trio.sleep_forever()
     host = make_host(stack)
-    async with host.run([Multiaddr("/ip4/127.0.0.1/tcp/0")]):
-        host.set_stream_handler(ECHO, _until_the_end(_echo))
-        host.set_stream_handler(SINK, _until_the_end(_sink))
-        print(host.get_addrs()[0], flush=True)
-        await trio.sleep_forever()
+    async with trio.open_nursery() as nursery:
+        for protocol, handler in handlers.items():
+            host.handle(protocol, handler)
+        await nursery.start(host.run)
+        print(host.addresses[0], flush=True)
 
 
 @asynccontextmanager
-async def _connected(stack: str, address: str) -> AsyncIterator[tuple[Any, Any]]:
-    host = make_host(stack)
-    async with host.run([]):
-        info = info_from_p2p_addr(Multiaddr(address))
-        await host.connect(info)
-        yield host, info.peer_id
+async def _connected(stack: str, address: str) -> AsyncIterator[Open]:
+    if stack == "stock":
+        stock, info = new_host(), info_from_p2p_addr(Multiaddr(address))
+
+        async def open_stock(protocol: str) -> Any:
+            stream: Any = await stock.new_stream(info.peer_id, [TProtocol(protocol)])
+            return stream.muxed_stream
+
+        async with stock.run([]):
+            await stock.connect(info)
+            yield open_stock
+        return
+    host, place = make_host(stack), parse_address(address)
+    assert place.peer is not None
+    async with trio.open_nursery() as nursery:
+        await nursery.start(host.run)
+        connection = await host.connect(place.peer, [place])
+
+        async def open_ours(protocol: str) -> Any:
+            return (await connection.open_stream(protocol)).muxed
+
+        yield open_ours
+        await host.goodbye()
+        nursery.cancel_scope.cancel()
 
 
 async def _send_and_wait(stream: Any, size: int) -> float:
@@ -123,12 +151,12 @@ async def _round_trips(stream: Any, size: int, times: int) -> float:
 
 async def measure(stack: str, address: str) -> dict[str, float]:
     """One round of round-trip times and bulk."""
-    async with _connected(stack, address) as (host, peer):
-        echo = (await host.new_stream(peer, [ECHO])).muxed_stream
+    async with _connected(stack, address) as open_stream:
+        echo = await open_stream(ECHO)
         await _round_trips(echo, 1024, 50)
         rtt_1k_ms = await _round_trips(echo, 1024, 300)
         rtt_256k_ms = await _round_trips(echo, 256 << 10, 20)
-        sink = (await host.new_stream(peer, [SINK])).muxed_stream
+        sink = await open_stream(SINK)
         await _send_and_wait(sink, CHUNK * 8)
         size = BULK_BYTES[stack]
         bulk_mb_s = max([size / 1e6 / await _send_and_wait(sink, size) for _ in range(3)])
@@ -137,8 +165,8 @@ async def measure(stack: str, address: str) -> dict[str, float]:
 
 async def measure_delayed(stack: str, address: str) -> dict[str, float]:
     """The first 4 MiB on a new stream, as a node that just opened one would send them."""
-    async with _connected(stack, address) as (host, peer):
-        sink = (await host.new_stream(peer, [SINK])).muxed_stream
+    async with _connected(stack, address) as open_stream:
+        sink = await open_stream(SINK)
         return {"delayed_s": await _send_and_wait(sink, DELAY_BYTES)}
 
 

@@ -9,36 +9,26 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import libp2p.stream_muxer.muxer_multistream as muxer_multistream
 import pytest
 import trio
 import trio.testing
-from libp2p.crypto.ed25519 import create_new_key_pair
-from libp2p.crypto.keys import KeyPair
-from libp2p.io.abc import ReadWriteCloser
-from libp2p.io.trio import TrioTCPStream
-from libp2p.network.connection.raw_connection import RawConnection
-from libp2p.peer.id import ID
-from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 
 from p2p.channel.noise import NOISE_ID, NoiseTransport, security_options
 from p2p.channel.noise_session import NoiseSession
+from p2p.channel.raw import ConnectionClosed, RawConnection, SocketConnection
 from p2p.channel.yamux import YamuxConnection
 from p2p.channel.yamux_wire import FrameParser, YamuxFrame, pack_header
+from p2p.identity import Identity
 
 
-def install_yamux() -> None:
-    """Let every stock libp2p host of this process use this package's yamux; calling it again changes nothing.
+class MemoryConnection:
+    """A raw connection without a socket, as a relayed one."""
 
-    libp2p's muxer negotiation creates the class bound to this module-level name, and ignores the one it was given.
-    """
-    muxer_multistream.Yamux = YamuxConnection  # type: ignore[assignment, attr-defined]
+    socket = None
+    remote = None
 
-
-class MemoryBytes(ReadWriteCloser):
-    """Raw bytes without a socket, as under a relayed connection."""
-
-    def __init__(self, stream: trio.abc.Stream) -> None:
+    def __init__(self, stream: trio.abc.Stream, *, is_initiator: bool) -> None:
+        self.is_initiator = is_initiator
         self._stream = stream
 
     async def read(self, n: int | None = None) -> bytes:
@@ -50,23 +40,22 @@ class MemoryBytes(ReadWriteCloser):
     async def close(self) -> None:
         await self._stream.aclose()
 
-    def get_remote_address(self) -> tuple[str, int] | None:
-        return None
+    def abort(self) -> None:
+        raise NotImplementedError("no test aborts one in memory")
 
 
 def memory_pair() -> tuple[RawConnection, RawConnection]:
     """Two raw connections joined in memory, with room for little, as a network has."""
     left, right = trio.testing.lockstep_stream_pair()
-    return RawConnection(MemoryBytes(left), True), RawConnection(MemoryBytes(right), False)
+    return MemoryConnection(left, is_initiator=True), MemoryConnection(right, is_initiator=False)
 
 
 def socket_pair() -> tuple[RawConnection, RawConnection]:
     """Two raw connections joined by the kernel."""
     sockets = socket.socketpair()
     _opened.extend(sockets)
-    streams = (trio.SocketStream(trio.socket.from_stdlib_socket(sock)) for sock in sockets)
-    left, right = (TrioTCPStream(stream) for stream in streams)
-    return RawConnection(left, True), RawConnection(right, False)
+    left, right = (trio.SocketStream(trio.socket.from_stdlib_socket(sock)) for sock in sockets)
+    return SocketConnection(left, is_initiator=True), SocketConnection(right, is_initiator=False)
 
 
 @pytest.fixture(autouse=True)
@@ -81,11 +70,9 @@ _opened: list[socket.socket] = []
 PAIRS = {"socket": socket_pair, "memory": memory_pair}
 
 
-def transport(keys: KeyPair, protocol: str = NOISE_ID, secret: bytes | None = None) -> NoiseTransport:
+def transport(identity: Identity, protocol: str = NOISE_ID, secret: bytes | None = None) -> NoiseTransport:
     """One of the variants a node offers."""
-    found: Any = security_options(keys, secret=secret)[protocol]  # type: ignore[index]
-    assert isinstance(found, NoiseTransport)
-    return found
+    return security_options(identity, secret=secret)[protocol]
 
 
 @dataclass
@@ -99,7 +86,7 @@ class Sessions:
 
 async def secure(raw: tuple[RawConnection, RawConnection], protocol: str = NOISE_ID) -> Sessions:
     """Shake hands over a pair of raw connections."""
-    dialling, listening = create_new_key_pair(), create_new_key_pair()
+    dialling, listening = Identity.generate(), Identity.generate()
     found: dict[str, Any] = {}
 
     async def listen() -> None:
@@ -107,8 +94,8 @@ async def secure(raw: tuple[RawConnection, RawConnection], protocol: str = NOISE
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(listen)
-        peer = ID.from_pubkey(listening.public_key)
-        found["dialler"] = await transport(dialling, protocol).secure_outbound(raw[0], peer)
+        found["dialler"] = await transport(dialling, protocol).secure_outbound(raw[0], listening.peer_id)
+    assert (found["dialler"].peer, found["listener"].peer) == (listening.peer_id, dialling.peer_id)
     return Sessions(found["dialler"], found["listener"], raw)
 
 
@@ -125,7 +112,7 @@ class Connections:
 async def connected(kind: str = "socket") -> AsyncIterator[Connections]:
     """Two running connections, joined."""
     sessions = await secure(PAIRS[kind]())
-    ends = [YamuxConnection(end, end.get_remote_peer()) for end in (sessions.dialler, sessions.listener)]
+    ends = [YamuxConnection(end) for end in (sessions.dialler, sessions.listener)]
     async with trio.open_nursery() as nursery:
         for end in ends:
             nursery.start_soon(end.start)
@@ -154,7 +141,7 @@ class Hostile:
 async def attacked(kind: str = "socket") -> AsyncIterator[tuple[YamuxConnection, Hostile]]:
     """A running connection whose peer does as it likes."""
     sessions = await secure(PAIRS[kind]())
-    victim = YamuxConnection(sessions.listener, sessions.listener.get_remote_peer())
+    victim = YamuxConnection(sessions.listener)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(victim.start)
         await victim.event_started.wait()
@@ -174,6 +161,6 @@ async def echo(connection: YamuxConnection) -> None:
             await stream.close()
 
     async with trio.open_nursery() as nursery:
-        with contextlib.suppress(MuxedConnUnavailable):
+        with contextlib.suppress(ConnectionClosed):
             while True:
                 nursery.start_soon(answer, await connection.accept_stream())

@@ -14,7 +14,7 @@ import trio
 
 from p2p.addresses import Address, parse_address
 from p2p.channel import multistream
-from p2p.channel import raw as rawio
+from p2p.channel.raw import SocketConnection
 from p2p.channel.upgrade import channel_of
 from p2p.channel.yamux import YamuxConnection
 from p2p.errors import P2PError
@@ -101,8 +101,8 @@ async def raw_session(victim: Victim, identity: Identity | None = None) -> Async
     async with victim.door:
         socket = await trio.open_tcp_stream(address.host, address.port)
         try:
-            raw = rawio.raw_connection(socket, initiator=True)
-            secured, _ = await channel_of(identity or Identity.generate()).secure(raw, victim.peer)
+            raw = SocketConnection(socket, is_initiator=True)
+            secured = await channel_of(identity or Identity.generate()).secure(raw, victim.peer)
             await multistream.propose(secured, ["/yamux/1.0.0"])
         except BaseException:
             await trio.aclose_forcefully(socket)
@@ -117,8 +117,7 @@ async def raw_session(victim: Victim, identity: Identity | None = None) -> Async
 async def connection_to(victim: Victim, identity: Identity | None = None) -> AsyncIterator[YamuxConnection]:
     """A whole connection of an attacker with a name of its own."""
     async with raw_session(victim, identity) as hostile:
-        session: Any = hostile.session
-        connection = YamuxConnection(session, session.get_remote_peer())
+        connection = YamuxConnection(hostile.session)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(connection.start)
             await connection.event_started.wait()

@@ -6,26 +6,25 @@ import contextlib
 import socket
 import time
 import tracemalloc
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import trio
 import trio.testing
-from libp2p import new_host
-from libp2p.crypto.ed25519 import create_new_key_pair
-from libp2p.io.exceptions import ConnectionClosedError
-from libp2p.peer.peerinfo import info_from_p2p_addr
-from multiaddr import Multiaddr
 
-from p2p.channel.noise import security_options
+from p2p.channel.raw import ConnectionClosed
+from p2p.channel.upgrade import channel_of
 from p2p.channel.yamux import ACCEPT_BACKLOG, YamuxConnection
 from p2p.channel.yamux_flow import CONNECTION_WINDOW_BYTES, FIRST_WINDOW_BYTES, MAX_CONTROL_BYTES
 from p2p.channel.yamux_table import MAX_INBOUND
 from p2p.channel.yamux_wire import DATA, FIN, PING, RST, SYN, WINDOW_UPDATE, pack_header
-from p2p.errors import WrongSecret
-from tests.p2p.channels import Hostile, attacked, close_sockets, install_yamux
-from tests.p2p.stock_peer import ECHO, answer, echo
+from p2p.errors import PeerUnreachable, WrongSecret
+from p2p.host.address_book import AddressBook
+from p2p.host.host import Host, HostConfig
+from p2p.identity import Identity
+from tests.p2p.channels import Hostile, attacked, close_sockets
+from tests.p2p.nodes import GENEROUS, LOOPBACK
+from tests.p2p.test_host import ask_echo, raw_socket, running
 
 __all__ = ["close_sockets"]  # a fixture that every test here uses
 
@@ -38,7 +37,7 @@ async def _until_dropped(victim: YamuxConnection, attack: Any) -> None:
         async with trio.open_nursery() as nursery:
 
             async def go_on() -> None:
-                with contextlib.suppress(ConnectionClosedError):
+                with contextlib.suppress(ConnectionClosed):
                     await attack()
 
             nursery.start_soon(go_on)
@@ -47,7 +46,7 @@ async def _until_dropped(victim: YamuxConnection, attack: Any) -> None:
 
 
 async def _listen(peer: Hostile) -> None:
-    with contextlib.suppress(ConnectionClosedError):
+    with contextlib.suppress(ConnectionClosed):
         while True:
             await peer.receive()
 
@@ -217,25 +216,16 @@ async def test_a_peer_that_asks_and_never_reads_costs_a_bounded_queue() -> None:
 # A live host, with honest peers beside the hostile ones.
 
 
-@contextlib.asynccontextmanager
-async def _host(secret: bytes | None = None, heard: list[Any] | None = None) -> AsyncIterator[tuple[Any, str]]:
-    install_yamux()
-    keys = create_new_key_pair()
-    options = security_options(keys, secret=secret, on_failure=heard.append if heard is not None else None)
-    host = new_host(key_pair=keys, sec_opt=options)
-    async with host.run([Multiaddr("/ip4/127.0.0.1/tcp/0")]):
-        host.set_stream_handler(ECHO, answer)
-        yield host, str(host.get_addrs()[0])
-
-
-async def _raw(address: str) -> trio.SocketStream:
-    return await trio.open_tcp_stream("127.0.0.1", int(Multiaddr(address).value_for_protocol("tcp")))
+def _host(secret: bytes | None = None, heard: list[Any] | None = None) -> Host:
+    identity = Identity.generate()
+    channel = channel_of(identity, secret=secret, on_failure=heard.append if heard is not None else None)
+    return Host(identity, channel, HostConfig(LOOPBACK, limits=GENEROUS), AddressBook())
 
 
 async def test_a_host_serves_others_while_it_is_attacked() -> None:
-    async with _host() as (_, address), _host() as (honest, _):
-        info = info_from_p2p_addr(Multiaddr(address))
-        await honest.connect(info)
+    host, honest = _host(), _host()
+    async with running(host, honest):
+        await honest.connect(host.peer_id, host.addresses)
         attackers = []
         for garbage in (
             b"",
@@ -244,34 +234,38 @@ async def test_a_host_serves_others_while_it_is_attacked() -> None:
             b"\x13/multistream/1.0.0\n\x07/noise\n\x00\x20",
         ):
             for _ in range(5):
-                attacker = await _raw(address)
+                attacker = await raw_socket(host)
                 attackers.append(attacker)
                 with contextlib.suppress(trio.BrokenResourceError):
                     await attacker.send_all(garbage)
         with trio.fail_after(5):
             async with trio.open_nursery() as nursery:
-                for size in (1, 1000, MIB):
-                    nursery.start_soon(echo, honest, info.peer_id, size)
+                for size in (1, 1000, 200 * KIB):
+                    nursery.start_soon(_check_echo, honest, host, size)
         for attacker in attackers:
             attacker.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
             await attacker.aclose()
-        await echo(honest, info.peer_id, 1000)
+        await _check_echo(honest, host, 1000)
+
+
+async def _check_echo(asker: Host, answerer: Host, size: int) -> None:
+    assert await ask_echo(asker, answerer, bytes(size)) == bytes(size)
 
 
 @pytest.mark.parametrize("secret", [b"another secret....", None], ids=["wrong", "missing"])
 async def test_a_private_host_refuses_by_name(secret: bytes | None) -> None:
     heard: list[Any] = []
-    async with _host(b"the secret of us", heard) as (_, address), _host(secret, heard) as (outsider, _):
+    member, outsider = _host(b"the secret of us", heard), _host(secret, heard)
+    async with running(member, outsider):
         begun = time.perf_counter()
-        with pytest.raises(Exception, match="unable to connect"):
-            await outsider.connect(info_from_p2p_addr(Multiaddr(address)))
+        with pytest.raises(PeerUnreachable, match="another swarm secret, or none"):
+            await outsider.connect(member.peer_id, member.addresses)
         assert time.perf_counter() - begun < 2
-        assert len(heard) >= 2  # libp2p tries again by itself
+        assert len(heard) == 2
         assert all(isinstance(error, WrongSecret) and "secret" in str(error) for error in heard)
 
 
 async def test_members_of_a_private_swarm_talk() -> None:
-    async with _host(b"the secret of us") as (_, address), _host(b"the secret of us") as (member, _):
-        info = info_from_p2p_addr(Multiaddr(address))
-        await member.connect(info)
-        await echo(member, info.peer_id, MIB)
+    host, member = _host(b"the secret of us"), _host(b"the secret of us")
+    async with running(host, member):
+        await _check_echo(member, host, 200 * KIB)

@@ -33,8 +33,9 @@ from p2p.dht.wire import (
     value_key,
 )
 from p2p.errors import DeadlineExceeded, PeerUnreachable, ProtocolError, Refused
-from p2p.host.protobuf import address_bytes, varint
+from p2p.host.messages import address_bytes
 from p2p.identity import peer_id_bytes, peer_id_of
+from p2p.protobuf import varint
 
 KEY = bytes(range(32))
 PLACE = Address("ip4", "10.0.0.1", 7464)

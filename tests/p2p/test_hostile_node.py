@@ -7,19 +7,19 @@ import os
 
 import pytest
 import trio
-from libp2p.io.exceptions import ConnectionClosedError
 
 from p2p.channel.noise_session import NoiseSession
+from p2p.channel.raw import ConnectionClosed
 from p2p.channel.yamux_stream import YamuxStream
 from p2p.channel.yamux_wire import ACK, DATA, FIN, SYN, WINDOW_UPDATE, pack_header
 from p2p.dht import streams as kad
 from p2p.dht.wire import Message, Op
 from p2p.errors import P2PError
 from p2p.host import heartbeat, identify
-from p2p.host.protobuf import varint
 from p2p.link.frames import WHOLE, Frame, Kind, encode
 from p2p.link.switchboard import BULK_LANE, LIVE_LANE
 from p2p.nat import reachability
+from p2p.protobuf import varint
 from tests.p2p.channels import Hostile
 from tests.p2p.hostile import MIB, Victim, connection_to, open_lane, open_protocol, raw_session, under_attack, until_cut
 from tests.p2p.nodes import until
@@ -48,7 +48,7 @@ async def test_garbage_and_huge_lengths_at_every_layer() -> None:
             pack_header(WINDOW_UPDATE, SYN, 1, 2**32 - 1) * 1000,
         ):
             async with raw_session(victim) as hostile:
-                with contextlib.suppress(ConnectionClosedError):
+                with contextlib.suppress(ConnectionClosed):
                     await hostile.session.write(raw)
                     while True:
                         await hostile.session.receive()
@@ -141,7 +141,7 @@ async def test_tiny_frames_of_the_multiplexer_cut_the_sender_off(tiny: bytes) ->
 
 
 async def flood(session: NoiseSession, data: bytes) -> None:
-    with contextlib.suppress(ConnectionClosedError):
+    with contextlib.suppress(ConnectionClosed):
         while True:
             await session.write(data)
 
@@ -162,7 +162,7 @@ async def test_tiny_frames_that_mean_something() -> None:
 
 async def keep_reading(hostile: Hostile) -> None:
     """Until the victim hangs up."""
-    with contextlib.suppress(ConnectionClosedError):
+    with contextlib.suppress(ConnectionClosed):
         while True:
             await hostile.receive()
 
@@ -217,7 +217,7 @@ async def fill_windows(victim: Victim) -> None:
     """Streams that want an echo and never let it come, each with its window full."""
     with trio.move_on_after(4):
         async with raw_session(victim) as hostile:
-            with contextlib.suppress(ConnectionClosedError):
+            with contextlib.suppress(ConnectionClosed):
                 for id in range(1, 61, 2):
                     await hostile.send(WINDOW_UPDATE, SYN, id, 0)
                     await read_until_credited(hostile, id)

@@ -11,9 +11,7 @@ import pytest
 import trio
 import trio.testing
 from Crypto.Util.asn1 import DerSequence
-from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.pb import crypto_pb2
-from libp2p.peer.id import ID
 from libp2p.security.noise.pb import noise_pb2
 
 from p2p.addresses import parse_address
@@ -54,14 +52,14 @@ def slow_rsa_key() -> bytes:
 
 
 async def test_an_identity_that_takes_seconds_to_read_is_refused_unread() -> None:
-    dialling, listening = create_new_key_pair(), create_new_key_pair()
+    dialling, listening = Identity.generate(), Identity.generate()
     raw = socket_pair()
     hostile = transport(dialling)
     payload = noise_pb2.NoiseHandshakePayload(identity_key=slow_rsa_key(), identity_sig=bytes(64))
     hostile._payload = payload.SerializeToString()
     began = time.process_time()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(hostile.secure_outbound, raw[0], ID.from_pubkey(listening.public_key))
+        nursery.start_soon(hostile.secure_outbound, raw[0], listening.peer_id)
         with pytest.raises(HandshakeError, match="not an Ed25519 key"):
             await transport(listening).secure_inbound(raw[1])
         nursery.cancel_scope.cancel()
@@ -156,7 +154,7 @@ def test_the_connection_that_holds_most_has_to_go_when_memory_is_short() -> None
 async def test_unread_bytes_are_counted_exactly_once() -> None:
     node = UnreadBytes()
     async with attacked() as (victim, _):
-        connection = YamuxConnection(victim.secured_conn, victim.peer_id, unread=node)
+        connection = YamuxConnection(victim.session, unread=node)
         connection.table.budget.admit()
         stream = await connection.open_stream()
         stream.on_body(b"x" * 100)

@@ -7,13 +7,10 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 import pytest
 import trio
-from libp2p.crypto.ed25519 import create_new_key_pair
-from libp2p.peer.id import ID
 
 from app.core.span import Span
 from app.membership import Membership, wire
@@ -28,12 +25,13 @@ from app.swarm.records import (
 )
 from p2p.addresses import parse_address
 from p2p.channel import multistream
-from p2p.channel import raw as rawio
+from p2p.channel.noise import NoiseTransport
+from p2p.channel.raw import RawConnection, SocketConnection
 from p2p.dht import streams as kad
 from p2p.dht.wire import Contact, Message, Op, provider_key
 from p2p.envelope import CLOCK_TOLERANCE_MS
 from p2p.errors import HandshakeError, P2PError
-from p2p.host.protobuf import receive_bytes, send_bytes
+from p2p.host.messages import receive_bytes, send_bytes
 from p2p.identity import Identity
 from p2p.network import Libp2pNetwork
 from tests.p2p.channels import close_sockets, socket_pair, transport
@@ -173,14 +171,14 @@ async def test_ten_thousand_identities_announce_at_once() -> None:
 
 
 async def test_somebody_elses_peer_id_cannot_be_worn() -> None:
-    attacker, owner, listening = create_new_key_pair(), create_new_key_pair(), create_new_key_pair()
+    attacker, owner, listening = Identity.generate(), Identity.generate(), Identity.generate()
     for secret in (None, b"the secret of us...."):
         protocol = "/noise" if secret is None else "/shoal/1/noise-psk"
         raw = socket_pair()
         mask = transport(attacker, protocol, secret)
         mask._payload = transport(owner, protocol, secret)._payload  # the owner's key and signature, replayed
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(wear, mask, raw[0], ID.from_pubkey(listening.public_key))
+            nursery.start_soon(wear, mask, raw[0], listening.peer_id)
             with pytest.raises(HandshakeError, match="did not sign"):
                 await transport(listening, protocol, secret).secure_inbound(raw[1])
             nursery.cancel_scope.cancel()
@@ -190,18 +188,18 @@ async def test_somebody_elses_peer_id_worn_against_a_live_member() -> None:
     """In the handshake, in announcements and in what calls name as their author; the owner is served meanwhile."""
     async with members(2) as (record, (target, owner)), stranger(target) as attacker:
         address = parse_address(target.network.addresses()[0])
-        liar, honest = create_new_key_pair(), create_new_key_pair(owner.identity.seed)
+        liar, honest = Identity.generate(), owner.identity
         mask = transport(liar, "/noise", None)
         mask._payload = transport(honest, "/noise", None)._payload
         socket = await trio.open_tcp_stream(address.host, address.port)
         await knock_as_another(
-            transport(liar, "/noise", None), rawio.raw_connection(socket, initiator=True), target.peer
+            transport(liar, "/noise", None), SocketConnection(socket, is_initiator=True), target.peer
         )
         await trio.aclose_forcefully(socket)  # under its own name it is let in
         for _ in range(20):
             socket = await trio.open_tcp_stream(address.host, address.port)
             with pytest.raises(P2PError), trio.fail_after(5):
-                await knock_as_another(mask, rawio.raw_connection(socket, initiator=True), target.peer)
+                await knock_as_another(mask, SocketConnection(socket, is_initiator=True), target.peer)
             await trio.aclose_forcefully(socket)
         assert [link.peer for link in target.network.links()].count(owner.peer) == 1
         # An announcement in the owner's name, and a suspicion by the owner of itself, both signed by somebody else.
@@ -228,15 +226,15 @@ async def test_somebody_elses_peer_id_worn_against_a_live_member() -> None:
         await until(lambda: target.swarm.table.state(owner.peer) == "draining")
 
 
-async def knock_as_another(mask: object, raw: Any, peer: str) -> None:
+async def knock_as_another(mask: NoiseTransport, raw: RawConnection, peer: str) -> None:
     await multistream.propose(raw, ["/noise"])
-    secured = await mask.secure_outbound(raw, ID.from_base58(peer))  # type: ignore[attr-defined]
+    secured = await mask.secure_outbound(raw, peer)
     await multistream.propose(secured, ["/yamux/1.0.0"])  # the third message is judged only now
 
 
-async def wear(mask: object, raw: object, peer: ID) -> None:
+async def wear(mask: NoiseTransport, raw: RawConnection, peer: str) -> None:
     try:
-        await mask.secure_outbound(raw, peer)  # type: ignore[attr-defined]
+        await mask.secure_outbound(raw, peer)
     except HandshakeError:
         return
 

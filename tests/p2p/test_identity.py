@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from hypothesis import given
 from hypothesis import strategies as st
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.keys import KeyPair
+from libp2p.crypto.rsa import create_new_key_pair as rsa_keys
+from libp2p.crypto.secp256k1 import create_new_key_pair as secp256k1_keys
+from libp2p.peer.id import ID
 
 from p2p import identity
 from p2p.errors import IdentityError
@@ -23,15 +30,47 @@ RFC_PUBLIC = bytes.fromhex("d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af02
 
 @given(st.binary(min_size=32, max_size=32))
 def test_peer_ids_are_libp2ps(seed: bytes) -> None:
-    from libp2p.crypto.ed25519 import create_new_key_pair
-    from libp2p.peer.id import ID
-
     ours = Identity(seed)
     theirs = create_new_key_pair(seed)
     assert ours.public_key == theirs.public_key.to_bytes()
     assert ours.peer_id == ID.from_pubkey(theirs.public_key).to_base58()
     assert identity.public_key_of(ours.peer_id) == ours.public_key
     assert ours.sign(b"x") == theirs.private_key.sign(b"x")
+    message = theirs.public_key.serialize()
+    assert identity.key_message(ours.public_key) == message
+    assert identity.key_in_message(message) == ours.public_key
+    assert identity.peer_id_of_message(message) == ours.peer_id
+
+
+@pytest.mark.parametrize("keys", [rsa_keys, secp256k1_keys], ids=["RSA", "secp256k1"])
+def test_peer_ids_of_other_kinds_of_keys_are_libp2ps(keys: Callable[[], KeyPair]) -> None:
+    theirs = keys().public_key
+    peer_id = ID.from_pubkey(theirs)
+    assert identity.peer_id_of_message(theirs.serialize()) == peer_id.to_base58()
+    assert identity.key_in_message(theirs.serialize()) is None
+    assert identity.peer_id_bytes(peer_id.to_base58()) == peer_id.to_bytes()
+    assert identity.peer_id_from_bytes(peer_id.to_bytes()) == peer_id.to_base58()
+    with pytest.raises(IdentityError):
+        identity.public_key_of(peer_id.to_base58())
+
+
+def test_a_key_that_anybody_can_sign_for_signs_nothing() -> None:
+    """The signature (R = the key, S = 0) is right for every text, and OpenSSL accepts it."""
+    for sign in (0, 128):
+        weak = b"\1" + bytes(30) + bytes([sign])
+        assert not identity.is_signed(weak, b"anything", weak + bytes(32))
+    neutral = b"\1" + bytes(31)
+    Ed25519PublicKey.from_public_bytes(neutral).verify(neutral + bytes(32), b"anything")
+
+
+def test_the_weak_keys_are_all_points_of_small_order() -> None:
+    prime = 2**255 - 19
+    ys = {(int.from_bytes(key, "little") & (2**255 - 1)) % prime for key in identity._WEAK_KEYS}
+    # Order 1: y is 1. Order 2: -1. Order 4: 0. Twice a point of order 8 has y = 0, which the curve's equation makes
+    # -121665 y^4 + 243332 y^2 - 121666 = 0 for the point itself; it has two solutions.
+    others = ys - {0, 1, prime - 1}
+    assert len(ys) == 5
+    assert all((-121665 * y**4 + 243332 * y**2 - 121666) % prime == 0 for y in others)
 
 
 def test_a_known_key() -> None:

@@ -12,11 +12,13 @@ import trio
 
 from p2p.addresses import Address, parse_address
 from p2p.errors import P2PError, PeerUnreachable, ProtocolError, Refused
-from p2p.host.protobuf import address_bytes, address_from_bytes, receive_message, send_message
+from p2p.host.messages import address_bytes, address_from_bytes, receive_message, send_message
 from p2p.nat.hole_punching import PROTOCOL as DCUTR
+from p2p.nat.hole_punching import HolePunch, PunchType, _addresses
 from p2p.nat.reachability import Reach, Reachability
 from p2p.nat.relay_client import RelayClient, best_relay
-from p2p.nat.relay_server import HOP, STOP, RelayLimits, RelayServer
+from p2p.nat.relay_server import RelayLimits, RelayServer
+from p2p.nat.relay_wire import HOP, STOP, Status, StopMessage, StopType
 from p2p.network import Libp2pNetwork
 from tests.p2p.network_contract import echo
 from tests.p2p.nodes import make_host, make_network, until
@@ -117,11 +119,9 @@ async def test_only_a_relay_with_a_place_may_bring_visitors() -> None:
     victim, stranger = make_host(), make_host()
     RelayClient(victim)
     async with running(victim, stranger):
-        from libp2p.relay.circuit_v2.pb.circuit_pb2 import PeerId, Status, StopMessage
-
         connection = await stranger.connect(victim.peer_id, victim.addresses)
         stream = await connection.open_stream(STOP)
-        await send_message(stream, StopMessage(type=StopMessage.CONNECT, peer=PeerId(id=b"\0" * 38)))
+        await send_message(stream, StopMessage(StopType.CONNECT, stranger.peer_id))
         answer = await receive_message(stream, StopMessage)
         assert answer.status == Status.PERMISSION_DENIED
         assert len(victim.connections()) == 1
@@ -212,14 +212,10 @@ def test_binary_addresses() -> None:
 
 
 async def test_the_puncher_knocks_on_no_private_door() -> None:
-    from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
-
-    from p2p.nat.hole_punching import _addresses
-
     places = [
         parse_address(text) for text in ("/ip4/192.168.1.1/tcp/80", "/ip4/127.0.0.1/tcp/22", "/ip4/8.8.8.8/tcp/1")
     ]
-    message = HolePunch(type=HolePunch.CONNECT, ObsAddrs=[address_bytes(place) for place in places] + [b"junk"])
+    message = HolePunch(PunchType.CONNECT, (*(address_bytes(place) for place in places), b"junk"))
     assert [str(address) for address in _addresses(message)] == ["/ip4/8.8.8.8/tcp/1"]
     await trio.lowlevel.checkpoint()
 

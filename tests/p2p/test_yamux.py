@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from libp2p.connection_types import ConnectionType
-from libp2p.network.connection.raw_connection import RawConnection
-from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF, MuxedStreamReset
 
+from p2p.channel.raw import ConnectionClosed
 from p2p.channel.yamux import YamuxConnection
+from p2p.channel.yamux_stream import StreamEOF, YamuxStream
 from p2p.channel.yamux_table import LINGER_S, MAX_STREAMS
 from p2p.channel.yamux_wire import DATA, WINDOW_UPDATE
 from p2p.errors import Refused, StreamClosed, StreamReset
@@ -66,7 +65,7 @@ async def test_half_closed_streams_still_answer() -> None:
         await stream.close_write()
         other = await ends.listener.accept_stream()
         assert await other.read() == b"question"
-        with pytest.raises(MuxedStreamEOF):
+        with pytest.raises(StreamEOF):
             await other.read()
         with pytest.raises(StreamClosed):
             await stream.write(b"more")
@@ -85,7 +84,7 @@ async def test_a_reset_is_seen_by_both() -> None:
         await stream.write(b"x")
         other = await ends.listener.accept_stream()
         await other.reset()
-        with pytest.raises(MuxedStreamReset):
+        with pytest.raises(StreamReset):
             await stream.read()
         with pytest.raises(StreamReset):
             await stream.write(b"y")
@@ -186,13 +185,13 @@ async def test_a_reader_that_never_reads_holds_one_window() -> None:
 async def test_a_frozen_peer_is_let_go_at_once(how: str) -> None:
     """The peer reads nothing; whoever waits for it is freed, however the connection is ended."""
     sessions = await secure(PAIRS["socket"]())
-    connection = YamuxConnection(sessions.dialler, sessions.dialler.get_remote_peer())
+    connection = YamuxConnection(sessions.dialler)
     freed: list[BaseException] = []
 
     async def wait_for(operation: Any) -> None:
         try:
             await operation()
-        except (StreamReset, MuxedConnUnavailable) as error:
+        except (StreamReset, ConnectionClosed) as error:
             freed.append(error)
 
     with trio.fail_after(2):
@@ -231,11 +230,11 @@ async def test_a_connection_that_ends_leaves_the_answers_that_arrived() -> None:
         await ends.dialler.close()
         await ends.listener.event_closed.wait()
         assert await asking.read() == b"last words"
-        with pytest.raises(MuxedStreamEOF):
+        with pytest.raises(StreamEOF):
             await asking.read()
         with pytest.raises(StreamReset):
             await ends.listener.open_stream()
-        with pytest.raises(MuxedConnUnavailable):
+        with pytest.raises(ConnectionClosed):
             await ends.listener.accept_stream()
 
 
@@ -253,21 +252,6 @@ async def test_a_connection_that_ends_holds_nothing_of_what_the_peer_pushed() ->
         assert inbound.receiving.buffered == ends.listener.table.budget.unread == 0
         with pytest.raises(StreamReset):
             await inbound.read()
-
-
-async def test_libp2p_is_told_of_the_end_once() -> None:
-    told: list[str] = []
-
-    async def on_close() -> None:
-        told.append("closed")
-
-    async with connected() as ends:
-        ends.listener.on_close = on_close
-        await ends.dialler.close()
-        await ends.listener.event_closed.wait()
-        await ends.listener.close()
-        await trio.testing.wait_all_tasks_blocked()
-    assert told == ["closed"]
 
 
 async def test_streams_are_bounded_and_come_back() -> None:
@@ -326,6 +310,18 @@ async def test_urgent_frames_overtake_bulk_on_the_wire() -> None:
             nursery.cancel_scope.cancel()
 
 
+class StreamConnection:
+    """A yamux stream as a raw connection."""
+
+    socket = None
+    remote = None
+
+    def __init__(self, stream: YamuxStream, *, is_initiator: bool) -> None:
+        self.is_initiator = is_initiator
+        self.read, self.write, self.close = stream.read, stream.write, stream.close
+        self.abort = lambda: stream.abort("aborted")
+
+
 async def test_a_connection_runs_over_a_stream_of_another() -> None:
     """As through a relay: no socket of its own."""
     async with connected() as outer:
@@ -333,19 +329,14 @@ async def test_a_connection_runs_over_a_stream_of_another() -> None:
         await left.write(b".")
         right = await outer.listener.accept_stream()
         assert await right.read() == b"."
-        raw = (
-            RawConnection(left, True, ConnectionType.RELAYED, []),
-            RawConnection(right, False, ConnectionType.RELAYED, []),
-        )
-        inner = await secure(raw)
-        ends = [YamuxConnection(end, end.get_remote_peer()) for end in (inner.dialler, inner.listener)]
+        inner = await secure((StreamConnection(left, is_initiator=True), StreamConnection(right, is_initiator=False)))
+        ends = [YamuxConnection(end) for end in (inner.dialler, inner.listener)]
         async with trio.open_nursery() as nursery:
             for end in ends:
                 nursery.start_soon(end.start)
                 await end.event_started.wait()
             nursery.start_soon(echo, ends[1])
             await _echoed(ends[0], random.Random(1).randbytes(5 * MIB))
-            assert ends[0].get_connection_type() == ConnectionType.RELAYED
             ends[0].abort()
             await ends[1].event_closed.wait()
             nursery.cancel_scope.cancel()

@@ -1,4 +1,4 @@
-"""Stands in for fastecdsa: what libp2p imports of it exists, and every use raises `NotImplementedError`."""
+"""Stands in for fastecdsa: what py-libp2p imports of it exists, and every use raises `NotImplementedError`."""
 
 from __future__ import annotations
 

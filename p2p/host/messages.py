@@ -1,19 +1,18 @@
 """Messages of libp2p's own protocols on a stream: a varint length, then the bytes; and libp2p's binary addresses.
 
-The messages themselves are protobuf classes of py-libp2p; each protocol says how long one may be.
+The messages themselves are defined by the module of each protocol, and encoded by `p2p.protobuf`.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from typing import Any, TypeVar
-
-from google.protobuf.message import DecodeError, Message
+from typing import Any, Protocol, Self, TypeVar
 
 from p2p.addresses import MAX_ADDRESS_CHARS, Address, BadAddress, parse_address
 from p2p.channel.multistream import NegotiationStream, read_exactly, read_some
 from p2p.errors import IdentityError, ProtocolError, StreamClosed
 from p2p.identity import peer_id_bytes, peer_id_from_bytes
+from p2p.protobuf import varint
 
 MAX_MESSAGE_BYTES = 8192
 _MAX_VARINT_BYTES = 4
@@ -22,12 +21,21 @@ _HOST_KINDS = {code: kind for kind, code in _HOST_CODES.items()}
 _TCP, _CIRCUIT, _P2P = 6, 290, 421
 _IP_BYTES = {"ip4": 4, "ip6": 16}
 
-M = TypeVar("M", bound=Message)
+
+class WireMessage(Protocol):
+    """A message of one of libp2p's protocols; `decode` raises `ProtocolError` for any other bytes."""
+
+    def encode(self) -> bytes: ...
+    @classmethod
+    def decode(cls, body: bytes) -> Self: ...
 
 
-async def send_message(stream: Any, message: Message) -> None:
+M = TypeVar("M", bound=WireMessage)
+
+
+async def send_message(stream: Any, message: WireMessage) -> None:
     """Write one message with its length; it must not exceed `MAX_MESSAGE_BYTES`."""
-    body = message.SerializeToString()
+    body = message.encode()
     assert len(body) <= MAX_MESSAGE_BYTES
     await send_bytes(stream, body)
 
@@ -37,12 +45,7 @@ async def receive_message(stream: NegotiationStream, kind: type[M]) -> M:
     body = await receive_bytes(stream, MAX_MESSAGE_BYTES)
     if body is None:
         raise StreamClosed(f"the stream ended without a {kind.__name__}")
-    message = kind()
-    try:
-        message.ParseFromString(body)
-    except DecodeError:
-        raise ProtocolError(f"a message is not a valid {kind.__name__}") from None
-    return message
+    return kind.decode(body)
 
 
 async def send_bytes(stream: Any, body: bytes) -> None:
@@ -66,16 +69,6 @@ async def receive_bytes(stream: NegotiationStream, at_most: int) -> bytes | None
     if length > at_most:
         raise ProtocolError(f"a message has {length} bytes; at most {at_most} are accepted")
     return await read_exactly(stream, length)
-
-
-def varint(value: int) -> bytes:
-    """Encode a number as protobuf does: seven bits a byte, the lowest first."""
-    encoded = bytearray()
-    while value > 127:
-        encoded.append(value & 127 | 128)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
 
 
 def address_bytes(address: Address) -> bytes:
