@@ -14,7 +14,7 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import trio
 
@@ -137,6 +137,13 @@ class Heard:
     head: bytes
 
 
+class Pace(NamedTuple):
+    """How fast an island was in a round, as seen from here."""
+
+    lag_s: float  # after the first one
+    tokens_per_s: float
+
+
 @dataclass
 class IslandFigures:
     """Figures of one island for people and programs."""
@@ -153,6 +160,8 @@ class IslandFigures:
     waiting: str = ""  # for whom a round waits, and until when
     checkpoint_at: float = 0.0
     round_tokens_per_s: float = 0.0  # of all islands, in the last round
+    paces: dict[str, Pace] = field(default_factory=dict)  # of those that arrived here in the last round
+    left_s: float | None = None  # until all steps are done, if rounds go on as the last one did
     utilisation: float | None = None  # share of the last round in which steps were made
 
 
@@ -599,6 +608,7 @@ class Island:
         if len(self._arrived_at) > 1:  # a round alone says nothing of how late others are
             lags = [at - min(self._arrived_at.values()) for at in self._arrived_at.values()]
             self._lags_s = [*self._lags_s, *lags][-64:]
+        self.figures.paces = self._paces()
         self.standing, self.log, self._model.codec = standing, entries, standing.codec
         self._heads = {GENESIS, *(entry.hash for entry in entries)}
         self._arrivals.clear()
@@ -861,6 +871,17 @@ class Island:
         gained = self.standing.tokens - before.tokens
         self.figures.round_tokens_per_s = gained / seconds if seconds > 0 else 0.0
         self.figures.utilisation = (trained - began) / seconds if seconds > 0 else None
+        left = max(0, self.record.steps - self.standing.step)
+        self.figures.left_s = left * seconds / max(1, self.standing.step - before.step)
+
+    def _paces(self) -> dict[str, Pace]:
+        """How fast each island was in the round that ends now, which began with the last checkpoint."""
+        began, first = self.figures.checkpoint_at, min(self._arrived_at.values(), default=0.0)
+        return {
+            peer: Pace(at - first, self._arrivals[peer].tokens / (at - began))
+            for peer, at in self._arrived_at.items()
+            if at > began
+        }
 
     # --- answers ------------------------------------------------------------------------------------------------------
 

@@ -56,6 +56,7 @@ log = logging.getLogger("shoal.rounds")
 
 ASK_S = 10.0
 TRAIN = "train"  # these jobs among past forecasts
+KEPT_VALIDATION = 200  # losses after the latest rounds, among the figures
 
 
 @dataclass(frozen=True)
@@ -331,21 +332,21 @@ class TrainJobs:
     def _facts(self, record: TrainingRecord, job: StoredTraining | None = None) -> dict[str, Any]:
         running = self.running.get(record.id)
         if running is not None:
-            facts = _figures(running.island, RUNNING)
+            facts = figures_of(running.island, RUNNING)
             facts.pop("checkpoint_ms")
             return facts
         job = job or self._store.find(record.id.hex())
         return self._store.facts(job)
 
     def _write(self, job: StoredTraining, island: Island | None, status: str, why: str = "") -> None:
-        facts = self._store.facts(job) if island is None else _figures(island, status)
+        facts = self._store.facts(job) if island is None else figures_of(island, status)
         try:
             self._store.save_facts(job, {**facts, "status": status, "why": why})
         except OSError as error:
             log.warning("the figures of training %s cannot be written: %s", job.record.name, error)
 
 
-def _figures(island: Island, status: str) -> dict[str, Any]:
+def figures_of(island: Island, status: str) -> dict[str, Any]:
     """Return the figures of an island that runs."""
     figures, standing, now = island.figures, island.standing, trio.current_time()
     alive = island.alive()
@@ -357,6 +358,7 @@ def _figures(island: Island, status: str) -> dict[str, Any]:
     for one in islands:
         arrival = last.get(str(one["peer"]))
         one["steps"], one["tokens"] = (arrival.steps, arrival.tokens) if arrival is not None else (0, 0)
+        one["lag_s"], one["tokens_per_s"] = figures.paces.get(str(one["peer"]), (None, None))
         if (data := island.data_of.get(str(one["peer"]))) is not None:
             one["data"] = {"tokens": data.tokens, "source": data.source, "licence": data.licence}
     return {
@@ -367,7 +369,9 @@ def _figures(island: Island, status: str) -> dict[str, Any]:
         "tokens": standing.tokens, "tokens_per_s": figures.round_tokens_per_s or None, "islands": islands,
         "left_out": dict(standing.banned), "bytes_per_round": figures.bytes_in,
         "utilisation": figures.utilisation, "waiting": figures.waiting, "every": standing.every,
-        "wire": standing.codec,
+        "wire": standing.codec, "losses": figures.losses, "validation": figures.validation[-KEPT_VALIDATION:],
+        "doubted": dict(island.log[-1].doubted) if island.log else {},
+        "left_s": figures.left_s if status == RUNNING else None,
         "checkpoint_age_s": now - figures.checkpoint_at,
         "checkpoint_ms": wall_ms() - int(1000 * (now - figures.checkpoint_at)),
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from app.core.errors import RecordError
 from app.rounds import wire
 from app.rounds.island import LeftOut
 from app.rounds.statements import Arrival, sign_arrival
+from app.rounds.train_jobs import figures_of
+from app.snapshot.codec import trainings_from
 from engine.island import LEAF
 from engine.training.codecs import encode
 from p2p.errors import P2PError, RemoteError
@@ -152,6 +155,36 @@ async def test_a_slow_island_makes_fewer_steps_and_holds_nobody_up(tmp_path: Pat
         assert all(arrival.steps < 10 for arrival in counted)
         took = trio.current_time() / 8  # a round; ten slow steps alone would take ten seconds
         assert took < 9
+
+
+async def test_the_figures_say_who_is_slow_and_for_whom_a_round_waits(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with open_islands(tmp_path, 0, 1, steps=40) as swarm:
+        slow = swarm.add(2, step_s=0.4)
+        island = swarm.nodes[0].island
+        await swarm.until(lambda: 3 in members_of(island.log))
+        (shown,) = trainings_from([json.loads(json.dumps(figures_of(island, "running")))])
+        by_peer = {one.peer: one for one in shown.islands}
+        late, here = by_peer[slow.name], by_peer[island.peer]
+        assert here.here
+        assert here.alive
+        assert not late.here
+        assert late.lag_s is not None
+        assert here.lag_s is not None
+        assert late.lag_s > 1.0 > here.lag_s
+        assert late.tokens_per_s is not None
+        assert here.tokens_per_s is not None
+        assert late.tokens_per_s < here.tokens_per_s
+        assert len(shown.losses) >= 5
+        assert shown.validation[-1] == [shown.step, shown.validation_loss]
+        assert shown.left_s is not None
+        assert shown.left_s > 0
+        swarm.kill(1)
+        swarm.kill(2)
+        await swarm.until(lambda: bool(island.figures.waiting))
+        assert slow.name in island.figures.waiting
+        assert figures_of(island, "left")["left_s"] is None
 
 
 async def test_joining_takes_the_state_by_parts_and_enters_at_a_boundary(
