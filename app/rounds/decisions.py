@@ -11,9 +11,13 @@ from typing import NamedTuple
 
 LEAST_AGREEMENT = 0.2  # of the usual agreement of the others, below which a change is doubted
 NORM_FACTOR = 5.0  # a change is doubted if its norm is so many times the median, or a fraction of it
+LEAST_LIKENESS = 0.99  # cosine with the last merged change, from which on a change may be a replay of it
+MOST_LIKENESS = 0.98  # of the others; beyond it a replay cannot be told from an honest change
+REPLAY_FACTOR = 5.0  # a replay is so many times nearer to the last merged change than those of the others are
 DOUBTED_ROUNDS = 2  # in a row, after which a member is left out
 UTILISATION = 0.92  # the share of the time that islands are to make steps, aimed at so that it stays above 0.9
 _F32_BYTES = 4  # for each of int8
+PAST_UNITS = 1000  # a cosine of one in a result's `past`
 MOST_GROWTH, MOST_SHRINKING = 2.0, 1.25  # factors by which the number of steps changes from round to round, at most
 
 
@@ -117,6 +121,34 @@ def copied(changes: Mapping[str, bytes]) -> dict[str, str]:
     counts = Counter(changes.values())
     found = {peer: "another member sent the same change" for peer, change in changes.items() if counts[change] > 1}
     return found if len(found) < len(changes) else {}
+
+
+def past_likeness(
+    members: Sequence[str], reports: Sequence[Mapping[str, object]], pasts: Sequence[Sequence[int]]
+) -> dict[str, float]:
+    """Join what members say of how like each change is to that merged in the last round; nothing if too few know that.
+
+    It is the median over the shares, of more than half of the members that report on a share at all.
+    """
+    known = [past for past in pasts if len(past) == len(members)]
+    if 2 * len(known) <= sum(bool(report) for report in reports):
+        return {}
+    return {peer: median(past[at] for past in known) / PAST_UNITS for at, peer in enumerate(members)}
+
+
+def replayed(likeness: Mapping[str, float]) -> dict[str, str]:
+    """Return the members that sent the last round's merged change, or nearly, and why; with fewer than three, nobody.
+
+    While a model learns something simple, honest changes of two rounds are alike as well, but those of all members.
+    """
+    if len(likeness) < 3:
+        return {}
+    why = {}
+    for peer, one in likeness.items():
+        usual = median(other for name, other in likeness.items() if name != peer)
+        if one >= LEAST_LIKENESS and usual <= MOST_LIKENESS and REPLAY_FACTOR * (1 - one) <= 1 - usual:
+            why[peer] = f"its change is like the merged one of the last round by {one:.3f}, usual is {usual:.3f}"
+    return why
 
 
 def left_out_after(history: Sequence[Iterable[str]]) -> set[str]:

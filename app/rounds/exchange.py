@@ -22,7 +22,7 @@ from app.core.network import Network, Priority
 from app.core.signal import Signal
 from app.manifest.merkle import leaf_hash, root_of
 from app.rounds import wire
-from app.rounds.decisions import merge_weights, share_ranges
+from app.rounds.decisions import PAST_UNITS, merge_weights, share_ranges
 from app.rounds.statements import MAX_MEMBERS, Arrival, MemberList, MergedShare, read_share, sign_share
 from engine.errors import EngineError
 from p2p.errors import DeadlineExceeded, P2PError, PeerUnreachable, Refused, RemoteError
@@ -68,6 +68,7 @@ class ExchangeAttempt:
     merged: dict[int, bytes] = field(default_factory=dict)  # leaves by number
     shares: dict[str, MergedShare] = field(default_factory=dict)  # by the member that signed it
     report: dict[str, tuple[float, float]] = field(default_factory=dict)  # member -> norm and cosine of its change
+    past: tuple[int, ...] = ()  # thousandths: cosine of each member's change with the last merged one
     failed: dict[str, str] = field(default_factory=dict)
     is_superseded: bool = False  # the one who leads has made another list
     changed: Signal = field(default_factory=Signal)
@@ -175,6 +176,7 @@ class Exchange:
             share = MergedShare(self._job, attempt.members.hash, root)
             attempt.shares[self._network.peer_id] = sign_share(self._identity, share, self._wall_ms())
             attempt.report.update(zip(members, found.report, strict=True))
+            attempt.past = tuple(round(PAST_UNITS * cosine) for cosine in found.past)
         attempt.merged.update(zip(mine, found.leaves, strict=True))
         attempt.changed.notify()
 

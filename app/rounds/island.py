@@ -566,7 +566,7 @@ class Island:
         except EngineError as error:
             log.warning("the merged change of round %s cannot be used: %s", members.round, error)
         self.figures.bytes_in = attempt.bytes_in
-        made = Result(self.record.id, members.round, members.hash, root, failed, attempt.report)
+        made = Result(self.record.id, members.round, members.hash, root, failed, attempt.report, past=attempt.past)
         return sign_result(self._identity, made, self._wall_ms())
 
     # --- taking over --------------------------------------------------------------------------------------------------

@@ -17,7 +17,9 @@ from app.rounds.decisions import (
     merge_weights,
     next_codec,
     next_every,
+    past_likeness,
     quorum,
+    replayed,
     share_ranges,
     to_leave_out,
 )
@@ -171,6 +173,42 @@ def test_members_that_send_one_change_twice_are_doubted() -> None:
     assert copied({"a": b"1", "b": b"2", "c": b"1"}).keys() == {"a", "c"}
     assert copied({"a": b"1", "b": b"1"}) == {}  # nobody would be left
     assert copied({"a": b"1"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("likeness", "wanted"),
+    [
+        ([0.7, 0.65, 0.72, 1.0], "d"),
+        ([0.7, 0.65, 0.72, 0.99], "d"),  # with some noise
+        ([0.7, 0.65, 1.0, 1.0], "cd"),
+        ([0.96, 0.97, 0.96, 1.0], "d"),
+        ([0.95, 0.97, 0.96, 0.976], ""),  # all learn something simple
+        ([0.7, 0.65, 0.72, 0.98], ""),
+        ([0.7, 0.65, 0.72, -1.0], ""),  # flipped, which the agreement with the others tells
+        ([1.0, 1.0, 1.0, 1.0], ""),
+        ([0.99, 0.99, 0.99, 1.0], ""),  # nobody can tell
+        ([0.7, 1.0], ""),
+    ],
+)
+def test_who_sends_the_last_merged_change_again_is_doubted(likeness: list[float], wanted: str) -> None:
+    assert set(replayed(dict(zip("abcd", likeness, strict=False)))) == set(wanted)
+
+
+@given(st.floats(0.0, 1.0), st.lists(st.floats(1.0, 4.9), min_size=3, max_size=16))
+def test_members_whose_changes_are_about_as_like_the_last_one_are_not_doubted(
+    least: float, factors: list[float]
+) -> None:
+    assert replayed({str(at): 1 - least * factor / 5 for at, factor in enumerate(factors)}) == {}
+
+
+def test_a_replay_is_found_by_most_of_those_who_report() -> None:
+    report = {"a": (1.0, 0.5)}
+    honest, lie = [700, 650, 1000], [1000, 650, 0]
+    assert past_likeness("abc", [report] * 3, [honest, honest, lie]) == {"a": 0.7, "b": 0.65, "c": 1.0}
+    assert past_likeness("abc", [report] * 3, [lie, (), ()]) == {}  # newcomers do not know the last change
+    assert past_likeness("abc", [report, {}, {}], [honest, (), ()]) == {"a": 0.7, "b": 0.65, "c": 1.0}
+    assert past_likeness("abc", [report] * 3, [honest[:2], honest[:2], lie]) == {}
+    assert past_likeness("abc", [{}] * 3, [(), (), ()]) == {}
 
 
 def test_one_is_left_out_after_two_doubted_rounds() -> None:

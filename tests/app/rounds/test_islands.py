@@ -278,11 +278,34 @@ def noise(model: Any) -> None:
     model.change = lie
 
 
-LIES = {"flip": flip(-1.0), "flip10": flip(-10.0), "zeros": flip(0.0), "huge": flip(100.0), "noise": noise}
+def replay(share: float) -> Callable[[Any], None]:
+    """Let an island send what was merged in the last round, with noise of a share of its size."""
+
+    def change(model: Any) -> None:
+        honest = model.change
+
+        def lie() -> list[bytes]:
+            leaves: list[bytes] = honest()
+            if model._past is None:
+                return leaves
+            last = model._joined(model._past, 0, model.leaves)
+            drawn = torch.randn(last.shape, generator=torch.Generator().manual_seed(1))
+            return [encode(leaf, model.codec) for leaf in (last + share * last.std() * drawn).split(LEAF)]
+
+        model.change = lie
+
+    return change
+
+
+LIES = {
+    "flip": flip(-1.0), "flip10": flip(-10.0), "zeros": flip(0.0), "huge": flip(100.0), "noise": noise,
+    "replay": replay(0.0), "replay with noise": replay(0.1),
+}  # fmt: skip
+SHORT_LIES = ("flip10", "noise", "replay")
 
 
 @pytest.mark.parametrize(
-    "lie", [pytest.param(lie, marks=() if lie in ("flip10", "noise") else pytest.mark.soak) for lie in LIES]
+    "lie", [pytest.param(lie, marks=() if lie in SHORT_LIES else pytest.mark.soak) for lie in LIES]
 )
 async def test_a_poisoner_is_left_out_within_three_rounds(tmp_path: Path, lie: str, autojump_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, steps=35) as swarm:

@@ -113,7 +113,7 @@ def test_a_list_names_arrivals_of_its_round_once() -> None:
 def test_a_result_is_read_as_it_was_signed() -> None:
     found = members(START, PEOPLE[:2])
     peer = PEOPLE[1].peer_id
-    made = Result(found.job, 0, found.hash, b"", {peer: "it does not answer"}, {peer: (0.25, -0.5)})
+    made = Result(found.job, 0, found.hash, b"", {peer: "it does not answer"}, {peer: (0.25, -0.5)}, past=(-12, 998))
     assert replace(sign_result(PEOPLE[0], made, NOW_MS), raw=b"", peer="") == made
 
 
@@ -181,6 +181,27 @@ def test_two_that_send_one_change_are_left_out_after_two_rounds() -> None:
     forged = changed(entries[1].raw, ENTRY, BY_PEER[entries[1].list.leader], doubted={})
     with pytest.raises(RecordError, match="doubts"):
         replay(RECORD, [entries[0], read_entry(forged, NOW_MS)])
+
+
+def test_who_sends_the_last_merged_change_is_left_out_after_two_rounds() -> None:
+    rider = PEOPLE[2].peer_id
+    entries = history(3, rider=rider)
+    assert entries[1].doubted.keys() == {rider}
+    assert "merged one of the last round" in entries[2].left_out[rider]
+    assert rider not in replay(RECORD, entries).members
+    forged = changed(entries[1].raw, ENTRY, BY_PEER[entries[1].list.leader], doubted={})
+    with pytest.raises(RecordError, match="doubts"):
+        replay(RECORD, [entries[0], read_entry(forged, NOW_MS)])
+
+
+@pytest.mark.parametrize("past", [3, [1.5], [2000], [True], [0] * 17, ["a"]])
+def test_a_likeness_that_is_none_is_refused(past: Any) -> None:
+    raw = result(PEOPLE[0], members(START, PEOPLE[:2]), b"r" * 32, {}).raw
+    with pytest.raises(RecordError):
+        read_result(changed(raw, RESULT, past=past), NOW_MS)
+    payload = json.loads(parse(raw).payload)
+    del payload["past"]  # of a version that did not know it
+    assert read_result(signed(PEOPLE[0], RESULT, payload, NOW_MS), NOW_MS).past == ()
 
 
 def test_a_liar_is_left_out_after_two_rounds_and_stays_out() -> None:
@@ -267,7 +288,8 @@ def test_the_largest_round_fits_into_its_entry() -> None:
     )
     found = members(standing, people, tokens=2**40)
     report = {peer: (1.23456e-12, -0.123456) for peer in found.members}
-    results = [result(BY_PEER[peer], found, b"r" * 32, report) for peer in found.members]
+    past = (-1000,) * MAX_MEMBERS
+    results = [result(BY_PEER[peer], found, b"r" * 32, report, past) for peer in found.members]
     fullest = max(len(parse(one.raw).payload) for one in results)
     padded = [
         changed(one.raw, RESULT, BY_PEER[one.peer], more="x" * (MAX_COUNTED_BYTES - fullest - 10)) for one in results
