@@ -14,6 +14,8 @@ NORM_FACTOR = 5.0  # a change is doubted if its norm is so many times the median
 LEAST_LIKENESS = 0.99  # cosine with the last merged change, from which on a change may be a replay of it
 MOST_LIKENESS = 0.98  # of the others; beyond it a replay cannot be told from an honest change
 REPLAY_FACTOR = 5.0  # a replay is so many times nearer to the last merged change than those of the others are
+MOST_REST = 16  # rounds in which a member that failed again and again is not expected
+KEPT_RESTS = 64  # rounds after which the failures of one that did not come back are forgotten
 DOUBTED_ROUNDS = 2  # in a row, after which a member is left out
 UTILISATION = 0.92  # the share of the time that islands are to make steps, aimed at so that it stays above 0.9
 _F32_BYTES = 4  # for each of int8
@@ -79,6 +81,36 @@ def to_leave_out(
     counts = Counter(roots.values())
     usual = max(counts, key=lambda root: (counts[root], bool(root), root))
     return {peer for peer in members if roots.get(peer) != usual}
+
+
+class Rest(NamedTuple):
+    """A member that failed in exchanges which others finished."""
+
+    failures: int  # in a row
+    until: int  # the round in which it is expected again
+
+
+def rests_after(
+    rests: Mapping[str, Rest], number: int, *, failed: Iterable[str], counted: Iterable[str]
+) -> dict[str, Rest]:
+    """Return who rests after a round in which some failed in an exchange, and others were counted.
+
+    The first failure costs nothing; then each one in a row doubles the rest. Half of it is drawn, so that of two who
+    fail only with each other one comes back before the other, and is counted without it.
+    """
+    kept = {peer: one for peer, one in rests.items() if one.until + KEPT_RESTS > number}
+    for peer in failed:
+        failures = kept[peer].failures + 1 if peer in kept else 1
+        half = min(MOST_REST, 2 ** (failures - 1)) // 2
+        drawn = hashlib.sha256(number.to_bytes(8, "big") + peer.encode()).digest()
+        rounds = half + 1 + int.from_bytes(drawn[:8], "big") % half if half else 0
+        kept[peer] = Rest(failures, number + 1 + rounds)
+    return {peer: one for peer, one in kept.items() if peer not in set(counted)}
+
+
+def resting(rests: Mapping[str, Rest], number: int) -> set[str]:
+    """Return the members that are not expected in a round."""
+    return {peer for peer, one in rests.items() if one.until > number}
 
 
 class Measured(NamedTuple):

@@ -25,7 +25,18 @@ from app.core.network import Network, Payload
 from app.core.signal import Signal
 from app.manifest.merkle import HASH_BYTES
 from app.rounds import wire
-from app.rounds.decisions import grace_s, leading_order, next_codec, next_every, quorum, share_ranges, to_leave_out
+from app.rounds.decisions import (
+    Rest,
+    grace_s,
+    leading_order,
+    next_codec,
+    next_every,
+    quorum,
+    resting,
+    rests_after,
+    share_ranges,
+    to_leave_out,
+)
 from app.rounds.exchange import Exchange, ExchangeAttempt, ExchangeFailed, MergingModel, OwnChange, hashes_of
 from app.rounds.log import (
     ENTRY,
@@ -218,6 +229,7 @@ class Island:
         self._results: dict[bytes, dict[str, Result]] = {}
         self._candidate: tuple[bytes, bytes, list[bytes]] | None = None  # hash of the list, root, states
         self._ahead: RoundEntry | None = None
+        self._rests: dict[str, Rest] = {}  # members that failed in exchanges of the last rounds, as seen from here
         self._failed_here: set[str] = set()  # members whom this island accused in this round
         self._stands_down_until = 0.0  # others found this island at fault while it led
         self._news = Signal()
@@ -302,10 +314,13 @@ class Island:
             if self._ahead is not None or self._behind():
                 await self._catch_up()
             elif self.is_finished or self.peer not in standing.members or not self._has_state:
+                outside = self._has_state and not self.is_finished
+                self.figures.waiting = f"waits until round {standing.round} of the others is over" if outside else ""
                 with trio.move_on_after(self.timing.hello_s):
                     await self._news.wait()
             else:
                 began = trio.current_time()
+                self.figures.waiting = ""
                 await self._train(standing)
                 trained = trio.current_time()
                 if self._own is not None:
@@ -531,6 +546,7 @@ class Island:
         present = {peer for peer in self.alive() if peer in standing.members or self.heard[peer].head == standing.prev}
         if record.own_data:  # nobody comes in whose text has no source and licence
             present &= {*standing.members, *self.data_of}
+        present -= resting(self._rests_after(members), standing.round + 1)
         overhead_s = trio.current_time() - began + figures.settle_s
         step_s = figures.train_s / max(1, figures.steps)
         every = next_every(standing.every, step_s, overhead_s, least=record.least_every, most=record.most_every)
@@ -544,6 +560,15 @@ class Island:
         await self._adopt(entry)
         for peer in {*standing.members, *self.alive()} - {self.peer}:
             self._nursery.start_soon(self._say, peer, entry.raw)
+
+    def _rests_after(self, members: MemberList) -> dict[str, Rest]:
+        """Who rests after a round that these members made, by what this island has seen of its exchanges.
+
+        Only one that made the round, and not alone, can tell that others failed in it.
+        """
+        counted = {*members.members}
+        failed = self._tried - counted if self.peer in counted and len(counted) > 1 else set[str]()
+        return rests_after(self._rests, members.round, failed=failed, counted=counted)
 
     async def _exchanged(self, members: MemberList) -> Result:
         """Run one attempt; the result says what state it leads to, or who failed."""
@@ -583,6 +608,7 @@ class Island:
             attempt = self._attempts[entry.list.hash] = ExchangeAttempt(entry.list)
             attempt.merged = dict(enumerate(leaves))
         await self._device.run_later(lambda: self._model.commit(counted=counted))
+        self._rests = self._rests_after(entry.list)
         await self._settle(standing, [*self.log, entry], states)
 
     async def _result_of(self, entry: RoundEntry) -> tuple[list[bytes], list[bytes]]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.rounds.decisions import (
+    KEPT_RESTS,
+    MOST_REST,
     Measured,
+    Rest,
     copied,
     doubted,
     grace_s,
@@ -20,6 +26,8 @@ from app.rounds.decisions import (
     past_likeness,
     quorum,
     replayed,
+    resting,
+    rests_after,
     share_ranges,
     to_leave_out,
 )
@@ -133,6 +141,55 @@ def test_of_two_the_accused_is_left_out() -> None:
 def test_without_accusations_the_minority_is_left_out(roots: str, wanted: str) -> None:
     ended = {peer: b"" if root == "-" else root.encode() for peer, root in zip("abcd", roots, strict=True)}
     assert to_leave_out(["a", "b", "c", "d"], {}, ended) == set(wanted)
+
+
+def failing_rounds(rounds: int) -> list[int]:
+    """The rounds in which a member fails that fails whenever it is expected."""
+    rests: dict[str, Rest] = {}
+    found = []
+    for number in range(rounds):
+        failed = {"d"} - resting(rests, number)
+        found += [number] * len(failed)
+        rests = rests_after(rests, number, failed=failed, counted="abc")
+    return found
+
+
+def test_who_fails_every_exchange_rests_longer_each_time_up_to_a_bound() -> None:
+    found = failing_rounds(400)
+    pauses = [second - first - 1 for first, second in pairwise(found)]
+    assert pauses[:2] == [0, 2]  # once is no reason
+    assert pauses[2] in (3, 4)
+    assert all(MOST_REST / 2 < pause <= MOST_REST for pause in pauses[4:])
+    assert len(found) <= 45
+    assert len(set(pauses[4:])) > 1  # drawn
+
+
+def test_one_round_that_counts_ends_all_rest() -> None:
+    rests = {"d": Rest(5, 30), "e": Rest(2, 13)}
+    assert rests_after(rests, 10, failed=(), counted="abcd") == {"e": Rest(2, 13)}
+    assert rests_after({}, 10, failed="d", counted="abc") == {"d": Rest(1, 11)}
+    assert resting({"d": Rest(1, 11)}, 11) == set()
+    assert resting(rests, 13) == {"d"}
+
+
+def test_failures_of_one_that_never_came_back_are_forgotten() -> None:
+    assert rests_after({"d": Rest(5, 30)}, 30 + KEPT_RESTS, failed=(), counted="abc") == {}
+
+
+def test_of_two_that_fail_with_each_other_one_takes_part() -> None:
+    """One accuses the other whenever both are there: neither can cost the others many rounds, nor are both kept out."""
+    for start in range(0, 2000, 200):
+        rests: dict[str, Rest] = {}
+        repeated = 0
+        took_part: Counter[str] = Counter()
+        for number in range(start, start + 200):
+            there = {"c", "d"} - resting(rests, number)
+            failed = there if len(there) == 2 else set[str]()
+            repeated += bool(failed)
+            took_part.update(there - failed)
+            rests = rests_after(rests, number, failed=failed, counted={"a", "b", *(there - failed)})
+        assert repeated <= 40
+        assert max(took_part.values()) >= 100
 
 
 def test_reports_are_joined_by_their_median() -> None:
