@@ -236,6 +236,15 @@ def replay(record: TrainingRecord, entries: Iterable[RoundEntry]) -> Standing:
     return standing
 
 
+def up_to(entries: Sequence[RoundEntry], root: bytes) -> list[RoundEntry]:
+    """Return the entries up to the one that led to a state; none if no round did.
+
+    A node writes a round's entry before the state after it, and may die in between.
+    """
+    count = next((count for count in range(len(entries), 0, -1) if entries[count - 1].root == root), 0)
+    return list(entries[:count])
+
+
 def is_better(mine: Sequence[RoundEntry], theirs: Sequence[RoundEntry]) -> bool:
     """True if the other of two histories that parted is the one to go on with.
 

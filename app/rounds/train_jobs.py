@@ -24,6 +24,7 @@ from app.planning.history import PastForecast, remember
 from app.planning.machines import Fleet, MachineSpec
 from app.rounds import wire
 from app.rounds.island import Island, RoundServer, hashed
+from app.rounds.log import RoundEntry, up_to
 from app.rounds.record import TrainingRecord, sign_training
 from app.rounds.statements import OwnData, sign_data
 from app.rounds.train_store import (
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 
     from app.config.home import Home
     from app.rounds.founding import Founded, TrainWish
-    from app.rounds.log import RoundEntry
 
 log = logging.getLogger("shoal.rounds")
 
@@ -266,7 +266,9 @@ class TrainJobs:
         )  # fmt: skip
         entries = await trio.to_thread.run_sync(self._store.log, job)
         states = await trio.to_thread.run_sync(self._store.states, job)
-        if states is not None and entries and (await trio.to_thread.run_sync(hashed, states))[0] == entries[-1].root:
+        if states is not None:
+            entries = up_to(entries, (await trio.to_thread.run_sync(hashed, states))[0])
+        if entries:
             await island.begin(entries, states)
         else:
             await island.begin()

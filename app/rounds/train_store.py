@@ -4,18 +4,21 @@ record          the signed record (`app.rounds.record`)
 tokens, held    the text as token ids, 32 bits each, little-endian; to train on and to validate with
 tokenizer.json  the tokenizer, as the record names it by hash
 own_data.json   source and licence of the text, if it is this node's own and the node has joined the job with it
-log             the signed entries of all rounds (blobs of `app.rounds.wire`)
-state           the states of all parts after the last round, in their order (blobs)
+log             the signed entries of all rounds, one a line in base64; rounds are appended
+state           the states of all parts after the last round, in their order (blobs of `app.rounds.wire`)
 facts.json      figures for people, written after each round
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import contextlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from app.config.home import Home
 from app.core.canonical_json import decode_object
@@ -50,11 +53,20 @@ class StoredTraining:
         return short_id(self.record)
 
 
+class _Written(NamedTuple):
+    """What a log on disk has: its entries, the hash of the last one, and the bytes of their lines."""
+
+    count: int
+    head: bytes
+    size: int
+
+
 class TrainStore:
     """The training jobs in a home folder."""
 
     def __init__(self, home: Home) -> None:
         self._folder = home.trainings_folder
+        self._written: dict[Path, _Written] = {}  # logs that were read or written here
 
     def create(self, raw: bytes, texts: dict[str, bytes]) -> StoredTraining:
         """Write a job that begins here, or that this node joins; `texts` are its files by name."""
@@ -91,12 +103,23 @@ class TrainStore:
         return fields.text("source", MAX_SOURCE_CHARS), fields.text("licence", MAX_LICENCE_CHARS)
 
     def log(self, job: StoredTraining) -> list[RoundEntry]:
-        """Return the entries of a job; raises `RecordError` if they are damaged."""
+        """Return the entries of a job; raises `RecordError` if they are damaged.
+
+        A line without an end is not counted: the node died, or is at it, while it was written.
+        """
+        path = job.folder / "log"
         try:
-            raw = (job.folder / "log").read_bytes()
+            *lines, _ = path.read_bytes().split(b"\n")
         except FileNotFoundError:
             return []
-        return [read_entry(one, _ANY_TIME_MS) for one in wire.unpack(raw, _MAX_BLOBS)]
+        entries = []
+        for number, line in enumerate(lines):
+            try:
+                entries.append(read_entry(base64.b64decode(line, validate=True), _ANY_TIME_MS))
+            except (binascii.Error, RecordError) as error:
+                raise RecordError(f"the log of {job.record.name} is damaged at round {number}: {error}") from error
+        self._written[path] = _written(entries, sum(len(line) + 1 for line in lines))
+        return entries
 
     def states(self, job: StoredTraining) -> list[bytes] | None:
         """Return the states after the newest entry; None if there are none yet."""
@@ -106,9 +129,26 @@ class TrainStore:
             return None
 
     def save(self, job: StoredTraining, entries: list[RoundEntry], states: list[bytes]) -> None:
-        """Write the log, and the states after its last entry."""
+        """Write the log, and then the states after its last entry."""
+        self._write_log(job.folder / "log", entries)
         write_private(job.folder / "state", b"".join(wire.pack(states)))
-        write_private(job.folder / "log", b"".join(wire.pack(entry.raw for entry in entries)))
+
+    def _write_log(self, path: Path, entries: list[RoundEntry]) -> None:
+        """Append the entries that are not in the file yet; write it anew if it has another history."""
+        known = self._written.get(path)
+        if known is not None and known == _written(entries[: known.count], known.size):
+            added = _lines(entries[known.count :])
+            with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
+                file.truncate(known.size)  # of what was written when the disk was full, or the node died
+                file.seek(known.size)
+                file.write(added)
+                file.flush()
+                os.fsync(file.fileno())
+                self._written[path] = _written(entries, known.size + len(added))
+                return
+        whole = _lines(entries)
+        write_private(path, whole)
+        self._written[path] = _written(entries, len(whole))
 
     def save_facts(self, job: StoredTraining, facts: dict[str, Any]) -> None:
         """Write the figures of a job."""
@@ -124,6 +164,15 @@ class TrainStore:
         at_ms = facts.pop("checkpoint_ms", None)
         age = None if not isinstance(at_ms, int) else max(0.0, (wall_ms() - at_ms) / 1000)
         return {**facts_of(job.record), **facts, "checkpoint_age_s": age}
+
+
+def _lines(entries: list[RoundEntry]) -> bytes:
+    """The lines of a log."""
+    return b"".join(base64.b64encode(entry.raw) + b"\n" for entry in entries)
+
+
+def _written(entries: list[RoundEntry], size: int) -> _Written:
+    return _Written(len(entries), entries[-1].hash if entries else b"", size)
 
 
 def short_id(record: TrainingRecord) -> str:

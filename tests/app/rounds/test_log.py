@@ -12,7 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.errors import RecordError
-from app.rounds.log import ENTRY, MAX_LEFT_OUT, RoundEntry, beginning, follow, is_better, make_entry, read_entry, replay
+from app.rounds.log import (
+    ENTRY,
+    MAX_LEFT_OUT,
+    RoundEntry,
+    beginning,
+    follow,
+    is_better,
+    make_entry,
+    read_entry,
+    replay,
+    up_to,
+)
 from app.rounds.record import DOMAIN, read_training, sign_training
 from app.rounds.statements import (
     ARRIVAL,
@@ -134,6 +145,14 @@ def test_a_log_is_replayed() -> None:
     assert standing.start == 10 * 4 * (1 + 3 + 3 + 3)
     assert standing.root == entries[-1].root
     assert set(standing.members) == {one.peer_id for one in PEOPLE[:3]}
+
+
+def test_a_log_is_cut_after_the_round_whose_state_there_is() -> None:
+    entries = history(3)
+    assert up_to(entries, entries[2].root) == entries
+    assert up_to(entries, entries[1].root) == entries[:2]
+    assert up_to(entries, b"x" * 32) == []
+    assert up_to([], entries[1].root) == []
 
 
 @pytest.mark.parametrize(
