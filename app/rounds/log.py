@@ -236,6 +236,11 @@ def replay(record: TrainingRecord, entries: Iterable[RoundEntry]) -> Standing:
     return standing
 
 
+def codec_of(record: TrainingRecord, entries: Sequence[RoundEntry], number: int) -> str:
+    """Return the number format of the changes of a round, which the entry before it named."""
+    return (entries[number - 1].codec if number else "") or record.codecs[0]
+
+
 def up_to(entries: Sequence[RoundEntry], root: bytes) -> list[RoundEntry]:
     """Return the entries up to the one that led to a state; none if no round did.
 

@@ -24,7 +24,7 @@ from app.planning.history import PastForecast, remember
 from app.planning.machines import Fleet, MachineSpec
 from app.rounds import wire
 from app.rounds.island import Island, RoundServer, hashed
-from app.rounds.log import RoundEntry, up_to
+from app.rounds.log import RoundEntry, codec_of, up_to
 from app.rounds.record import TrainingRecord, sign_training
 from app.rounds.statements import OwnData, sign_data
 from app.rounds.train_store import (
@@ -299,10 +299,10 @@ class TrainJobs:
         if (running := self.running.get(job.record.id)) is not None:
             self._write(job, running.island, RUNNING)
             if len(entries) > 1:
-                await self._compare(running, entries[-2])
+                await self._compare(running, entries[:-1])
 
-    async def _compare(self, running: RunningTraining, entry: RoundEntry) -> None:
-        """Keep the forecast of a round beside its speed; the figures are still those of the round before the last.
+    async def _compare(self, running: RunningTraining, entries: Sequence[RoundEntry]) -> None:
+        """Keep the forecast of a job's last round but one, which the figures are still of, beside its speed.
 
         The others are taken to be machines like this one, each with the connection that was measured.
         """
@@ -313,15 +313,10 @@ class TrainJobs:
         rates = {link.peer: link.down_bytes_per_s for link in self._place.network.links()}
         machines = [
             replace(running.machine, name=one.peer, island=one.peer, up_bytes_per_s=rate, down_bytes_per_s=rate)
-            for one in entry.list.arrivals
+            for one in entries[-1].list.arrivals
             for rate in (rates.get(one.peer) or ASSUMED_BYTES_PER_S,)
         ]
-        terms = Terms(
-            1,
-            every=max(one.steps for one in entry.list.arrivals),
-            wire="f32" if record.wire == "f32" else "int8",
-            held_rows=island.held_tokens,
-        )
+        terms = terms_of(record, entries, island.held_tokens)
         islands = [Fleet(machine, (machine,)) for machine in machines]
         found = rounds_of(islands, config_of(record), usual_step(record), terms)
         if found is not None and terms.every > 0:
@@ -346,6 +341,12 @@ class TrainJobs:
             self._store.save_facts(job, {**facts, "status": status, "why": why})
         except OSError as error:
             log.warning("the figures of training %s cannot be written: %s", job.record.name, error)
+
+
+def terms_of(record: TrainingRecord, entries: Sequence[RoundEntry], held_rows: int) -> Terms:
+    """Return what a forecast of the last of these rounds begins with: its steps, and the format of its changes."""
+    steps = max(one.steps for one in entries[-1].list.arrivals)
+    return Terms(1, every=steps, wire=codec_of(record, entries, len(entries) - 1), held_rows=held_rows)
 
 
 def figures_of(island: Island, status: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from app.rounds.log import (
     MAX_LEFT_OUT,
     RoundEntry,
     beginning,
+    codec_of,
     follow,
     is_better,
     make_entry,
@@ -39,6 +40,7 @@ from app.rounds.statements import (
     sign_result,
     signed,
 )
+from app.rounds.train_jobs import terms_of
 from p2p.envelope import NEVER, parse, seal
 from p2p.identity import PEER_ID_CHARS, Identity
 from tests.app.rounds.statements import (
@@ -181,6 +183,15 @@ def test_the_number_formats_of_rounds_are_those_of_the_record() -> None:
     assert round_of(START, PEOPLE[:1], codec="f32")[1].codec == "f32"
     assert beginning(replace(RECORD, wire="f32")).codec == "f32"
     assert [replace(RECORD, wire=wire).codecs for wire in ("f32", "int8")] == [("f32",), ("int8",)]
+
+
+def test_the_number_format_of_a_round_is_named_by_the_entry_before() -> None:
+    first, standing = round_of(START, PEOPLE[:1], codec="f32")
+    second, _ = round_of(standing, PEOPLE[:1], codec="int8", steps=7)
+    entries = [first, second]
+    assert [codec_of(RECORD, entries, number) for number in range(3)] == ["int8", "f32", "int8"]
+    assert [terms_of(RECORD, entries[:count], 9).wire for count in (1, 2)] == ["int8", "f32"]
+    assert (terms_of(RECORD, entries, 9).every, terms_of(RECORD, entries, 9).held_rows) == (7, 9)
 
 
 def test_entries_of_old_logs_have_the_number_format_of_the_first_round() -> None:
