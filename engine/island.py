@@ -18,7 +18,7 @@ from engine.config import ModelConfig
 from engine.errors import TrainingError
 from engine.model.block import WeightOptions
 from engine.sources.layout import part_names
-from engine.training.codecs import GROUP, Codec, bounded, decode, encode
+from engine.training.codecs import GROUP, Codec, bounded, decode, encode, encoded_bytes
 from engine.training.full import FullModel
 from engine.training.local_trainer import MicroBatch, StepResult
 from engine.training.optimiser import AdamW, Muon, Schedule
@@ -91,6 +91,11 @@ class IslandModel:
     def leaves(self) -> int:
         """Number of leaves of a change."""
         return -(-self._shared.values.numel() // LEAF)
+
+    @property
+    def leaf_bytes(self) -> int:
+        """Most bytes of a leaf in the current round."""
+        return encoded_bytes(LEAF, self.codec)
 
     # Steps
 

@@ -14,6 +14,10 @@ NORM_FACTOR = 5.0  # a change is doubted if its norm is so many times the median
 LEAST_LIKENESS = 0.99  # cosine with the last merged change, from which on a change may be a replay of it
 MOST_LIKENESS = 0.98  # of the others; beyond it a replay cannot be told from an honest change
 REPLAY_FACTOR = 5.0  # a replay is so many times nearer to the last merged change than those of the others are
+REQUEST_S = 2.0  # that the leaves of one request take, at the speed of their link
+UNMEASURED_BYTES_PER_S = 250e3  # speed of a link before it was measured, which soon happens
+SLOWER = 3.0  # a link may be so many times slower than it was, because others use it too
+SPARE_S = 1.0  # of a request, besides the other's wait and the bytes
 MOST_REST = 16  # rounds in which a member that failed again and again is not expected
 KEPT_RESTS = 64  # rounds after which the failures of one that did not come back are forgotten
 DOUBTED_ROUNDS = 2  # in a row, after which a member is left out
@@ -81,6 +85,21 @@ def to_leave_out(
     counts = Counter(roots.values())
     usual = max(counts, key=lambda root: (counts[root], bool(root), root))
     return {peer for peer in members if roots.get(peer) != usual}
+
+
+def request_leaves(leaf_bytes: int, bytes_per_s: float | None, most: int) -> int:
+    """Return how many leaves to ask for at once: as many as come within about `REQUEST_S`, so that few are lost."""
+    return max(1, min(most, int((bytes_per_s or UNMEASURED_BYTES_PER_S) * REQUEST_S / leaf_bytes)))
+
+
+def request_timeout_s(size_bytes: int, bytes_per_s: float | None, *, wait_s: float, lost: int, left_s: float) -> float:
+    """Return how long to wait for an answer of so many bytes, for which the other waits up to `wait_s` itself.
+
+    It doubles with each answer that did not come, for a link that became slow. An answer that is lost costs at most a
+    quarter of the time left for the exchange, so that two of them leave more than half of it.
+    """
+    usual_s = wait_s + SPARE_S + SLOWER * size_bytes / (bytes_per_s or UNMEASURED_BYTES_PER_S)
+    return max(0.1, min(usual_s * 2**lost, max(left_s / 4, wait_s + SPARE_S), left_s))
 
 
 class Rest(NamedTuple):

@@ -436,9 +436,12 @@ class Island:
         return min(open_lists, key=lambda one: (-one.attempt, order.index(one.leader)), default=None)
 
     async def _attend(self, members: MemberList) -> None:
-        """Take part in an exchange that another island leads, and tell it how that ended."""
+        """Take part in an exchange that another island leads, and tell it how that ended.
+
+        The round's entry may be here before the leader's answer to that.
+        """
         result = await self._exchanged(members)
-        await self._say(members.leader, result.raw)
+        self._nursery.start_soon(self._say, members.leader, result.raw)
 
     async def _lead(self, standing: Standing, attempt: int, done: set[bytes]) -> int:
         """Make lists until a round counts or another island leads better; return the number of attempts so far.
@@ -506,7 +509,7 @@ class Island:
 
         async def compare(peer: str) -> None:
             try:
-                found.update(await self._exchange.two_faced(attempt, peer, trio.current_time() + wire.WAIT_S))
+                found.update(await self._exchange.two_faced(attempt, peer, trio.current_time() + 3 * wire.WAIT_S))
             except (P2PError, RecordError, ExchangeFailed) as error:
                 log.debug("%s does not show the shares of round %s: %s", peer, members.round, error)
 
@@ -823,8 +826,9 @@ class Island:
         """Tell a peer a signed statement; what it answers may be the entry of a round that is over."""
         for attempt in range(_SAID_TRIES):
             try:
+                # a fifth: whoever leads waits for `lead_s`, in which two lost answers must not cost a member its place
                 answer = await self._network.call(
-                    peer, wire.SAY, self.record.id + raw, timeout_s=self.timing.lead_s / 2
+                    peer, wire.SAY, self.record.id + raw, timeout_s=self.timing.lead_s / 5
                 )
                 if answer:
                     await self._note_answer(answer)
@@ -992,8 +996,8 @@ class Island:
         return next((peer for peer in known if peer not in {*members.members, *self._tried, *self._failed_here}), None)
 
     async def _on_exchange(self, method: str, peer: str, fields: Fields) -> Payload:
-        key = fields.hex_bytes("list", HASH_BYTES)
-        with trio.move_on_after(wire.WAIT_S):
+        key, until = fields.hex_bytes("list", HASH_BYTES), trio.current_time() + wire.WAIT_S
+        with trio.move_on_at(until):
             await self._news.wait_for(lambda: key in self._attempts)
         attempt = self._attempts.get(key)
         if attempt is None:
@@ -1002,12 +1006,12 @@ class Island:
         if method == wire.SIGNED:
             if self.peer in members:
                 own_share = share_ranges(self._model.leaves, len(members))[members.index(self.peer)]
-                await self._merged(attempt, own_share[:1])
+                await self._merged(attempt, own_share[:1], until)
             return wire.pack(share.raw for share in attempt.shares.values())
         first = 0 if method == wire.HASHES else fields.integer("first", 0, wire.MAX_LEAVES)
         count = 0 if method == wire.HASHES else fields.integer("count", 1, wire.RUN_LEAVES)
         if method == wire.MERGED:
-            return wire.pack(await self._merged(attempt, range(first, first + count)))
+            return wire.pack(await self._merged(attempt, range(first, first + count), until))
         own = self._own
         if own is None or peer not in members or own.arrival.round != attempt.members.round:
             raise RemoteError("the change of this round is not here any more", wire.WRONG)
@@ -1018,8 +1022,8 @@ class Island:
             raise RemoteError("these leaves are merged by another member", wire.WRONG)
         return wire.pack(own.leaves[first : first + count])
 
-    async def _merged(self, attempt: ExchangeAttempt, leaves: range) -> list[bytes]:
-        with trio.move_on_after(wire.WAIT_S):
+    async def _merged(self, attempt: ExchangeAttempt, leaves: range, until: float) -> list[bytes]:
+        with trio.move_on_at(until):
             await attempt.changed.wait_for(
                 lambda: bool(attempt.failed) or all(leaf in attempt.merged for leaf in leaves)
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,6 +27,8 @@ from app.rounds.decisions import (
     past_likeness,
     quorum,
     replayed,
+    request_leaves,
+    request_timeout_s,
     resting,
     rests_after,
     share_ranges,
@@ -141,6 +144,32 @@ def test_of_two_the_accused_is_left_out() -> None:
 def test_without_accusations_the_minority_is_left_out(roots: str, wanted: str) -> None:
     ended = {peer: b"" if root == "-" else root.encode() for peer, root in zip("abcd", roots, strict=True)}
     assert to_leave_out(["a", "b", "c", "d"], {}, ended) == set(wanted)
+
+
+@pytest.mark.parametrize(("speed", "wanted"), [(None, 30), (125e6, 256), (2.5e6, 256), (1e5, 12), (1.0, 1), (2e6, 244)])
+def test_a_request_asks_for_what_comes_within_moments(speed: float | None, wanted: int) -> None:
+    assert request_leaves(16388, speed, 256) == wanted
+
+
+def test_an_answer_is_waited_for_as_long_as_it_may_take() -> None:
+    def timeout_s(size: int, speed: float | None, **more: Any) -> float:
+        return request_timeout_s(size, speed, **{"wait_s": 2.0, "lost": 0, "left_s": 60.0, **more})
+
+    assert timeout_s(0, None) == 3.0
+    assert timeout_s(5 * 10**6, 2.5e6) == 9.0
+    assert timeout_s(0, None, lost=1) == 6.0  # the link may have become slow
+    assert timeout_s(10**9, 2.5e6) == 15.0
+    assert timeout_s(0, None, left_s=8.0) == 3.0  # never less than the other waits
+    assert timeout_s(0, None, left_s=1.0) == 1.0
+    assert timeout_s(0, None, left_s=-1.0) > 0
+
+
+@given(st.integers(0, 2**26), st.floats(1e3, 1e9), st.sampled_from([20.0, 60.0, 600.0]))
+def test_two_lost_answers_leave_half_of_an_exchange(size: int, speed: float, exchange_s: float) -> None:
+    left = exchange_s
+    for lost in range(2):
+        left -= request_timeout_s(size, speed, wait_s=2.0, lost=lost, left_s=left)
+    assert left >= exchange_s / 2
 
 
 def failing_rounds(rounds: int) -> list[int]:

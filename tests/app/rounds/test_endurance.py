@@ -15,20 +15,18 @@ import trio
 from trio.testing import MockClock
 
 from app.rounds.decisions import MOST_REST
-from app.rounds.island import RoundTiming
 from app.rounds.statements import RESULT, MemberList
 from engine.config import ModelConfig, Rope
 from engine.errors import TrainingError
 from engine.training.parameters import drawn_model
 from p2p.memory.fabric import LinkProfile
-from tests.app.rounds.island_swarm import IslandSwarm, Lesson, Text, members_of, open_islands
+from tests.app.rounds.island_swarm import UNHURRIED, IslandSwarm, Lesson, Text, members_of, open_islands
 
 MEMBERS = 4
 SMALL = ModelConfig(
     family="llama", n_blocks=1, hidden_size=16, n_heads=1, n_kv_heads=1, head_dim=16, intermediate_size=16,
     vocab_size=260, context_length=64, norm_eps=1e-5, rope=Rope(), tied_embeddings=True,
 )  # fmt: skip
-UNHURRIED = RoundTiming(hello_s=10.0, alive_s=35.0)
 MiB = 2**20
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +23,9 @@ from app.rounds.train_jobs import figures_of
 from app.snapshot.codec import trainings_from
 from engine.island import LEAF
 from engine.training.codecs import encode
-from p2p.errors import P2PError, RemoteError
+from p2p.errors import DeadlineExceeded, P2PError, RemoteError
 from p2p.memory.fabric import LinkProfile
-from tests.app.rounds.island_swarm import TIMING, IslandSwarm, members_of, open_islands
+from tests.app.rounds.island_swarm import TIMING, UNHURRIED, IslandSwarm, members_of, open_islands
 from tests.app.swarms import identity
 
 
@@ -229,9 +230,61 @@ async def check_partition(folder: Path, cut: tuple[int, ...]) -> None:
         assert len(large) in members_of(few.log)
 
 
-async def test_lost_messages_cost_time_but_no_agreement(tmp_path: Path, autojump_clock: MockClock) -> None:
-    async with open_islands(tmp_path, 0, 1, 2, profile=LinkProfile(delay_s=0.01, loss=0.03)) as swarm:
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 12))])
+async def test_lost_messages_cost_time_but_no_agreement(tmp_path: Path, seed: int, autojump_clock: MockClock) -> None:
+    profile = LinkProfile(delay_s=0.01, loss=0.03)
+    async with open_islands(tmp_path, 0, 1, 2, profile=profile, timing=UNHURRIED, seed=seed) as swarm:
         await swarm.finished(0, 1, 2, within_s=2000)
+        assert sum(node.island.figures.repeated for node in swarm.nodes.values()) <= 1
+        assert members_of(swarm.nodes[0].island.log)[2:].count(3) >= 2
+
+
+@pytest.mark.parametrize("method", [wire.HASHES, wire.SHARE, wire.SIGNED, wire.MERGED, wire.SAY])
+async def test_an_exchange_survives_two_lost_answers_of_every_member(
+    tmp_path: Path, method: str, autojump_clock: MockClock
+) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, timing=UNHURRIED, steps=15) as swarm:
+        lost: Counter[tuple[str, str]] = Counter()
+        for node in swarm.nodes.values():
+            network = swarm.fabric.nodes[node.name]
+            call = network.call
+
+            async def losing(
+                peer: str, what: str, *args: Any, call: Any = call, name: str = node.name, **more: Any
+            ) -> bytes:
+                answer = bytes(await call(peer, what, *args, **more))
+                if what != method or lost[name, peer] >= 2:
+                    return answer
+                lost[name, peer] += 1
+                await trio.sleep(more["timeout_s"])
+                raise DeadlineExceeded("the answer was lost")
+
+            network.call = losing  # type: ignore[method-assign]
+        await swarm.finished(0, 1, 2)
+        assert members_of(swarm.nodes[0].island.log) == [1, 3, 3]
+        assert not any(node.island.figures.repeated for node in swarm.nodes.values())
+        assert len(lost) >= 4  # of all, or of those who merge something
+        assert {*lost.values()} == {2}
+
+
+async def test_a_silent_member_costs_a_part_of_an_exchange(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, timing=UNHURRIED, steps=15) as swarm:
+        silent, first = swarm.nodes[2], swarm.nodes[0].island
+        await swarm.until(lambda: len(first.standing.members) == 3)
+        for node in (swarm.nodes[0], swarm.nodes[1]):
+            network = swarm.fabric.nodes[node.name]
+            call = network.call
+
+            async def unanswered(peer: str, what: str, *args: Any, call: Any = call, **more: Any) -> bytes:
+                if peer == silent.name and what == wire.HASHES:
+                    await trio.sleep(more["timeout_s"])
+                    raise DeadlineExceeded("no answer")
+                return bytes(await call(peer, what, *args, **more))
+
+            network.call = unanswered  # type: ignore[method-assign]
+        began = trio.current_time()
+        await swarm.until(lambda: first.standing.round >= 2)
+        assert trio.current_time() - began < UNHURRIED.exchange_s
 
 
 async def test_statements_that_come_twice_change_nothing(tmp_path: Path, autojump_clock: MockClock) -> None:
