@@ -48,7 +48,16 @@ from typing import Any
 
 import torch
 
-from app.rounds.decisions import copied, doubted, left_out_after, measured, share_ranges
+from app.rounds.decisions import (
+    PAST_UNITS,
+    copied,
+    doubted,
+    left_out_after,
+    measured,
+    past_likeness,
+    replayed,
+    share_ranges,
+)
 from app.rounds.island import RoundTiming
 from app.rounds.reading import positions_of, sequence_at
 from engine.config import ModelConfig, Rope
@@ -185,18 +194,20 @@ class Islands:
 def _merge(models: Mapping[str, IslandModel], sent: Mapping[str, list[bytes]]) -> list[str]:
     """Let all islands that sent a change go on from the merged one; return whose change is doubted."""
     names = list(sent)
-    merged, reports = list[bytes](), []
+    merged, reports, pasts = list[bytes](), [], []
     for share in share_ranges(models[names[0]].leaves, len(names)):
         rows = [leaves[share.start : share.stop] for leaves in sent.values()]
         found = models[names[0]].merge(rows, share.start, [1.0] * len(names))
         merged += found.leaves
         reports.append(dict(zip(names, found.report, strict=True)))
+        pasts.append([round(PAST_UNITS * cosine) for cosine in found.past])
     states = [models[name].advance(merged) for name in names]
     assert all(state == states[0] for state in states)
     for name in names:
         models[name].commit(counted=True)
     roots = {name: hashlib.sha256(b"".join(leaves)).digest() for name, leaves in sent.items()}
-    return list(doubted(measured(names, reports)) | copied(roots))
+    again = replayed(past_likeness(names, reports, pasts))
+    return list(doubted(measured(names, reports)) | again | copied(roots))
 
 
 @dataclass(frozen=True)
@@ -260,8 +271,14 @@ def copy(model: IslandModel, others: Sequence[list[bytes]]) -> list[bytes]:
     return others[0]
 
 
+def replay(model: IslandModel, others: Sequence[list[bytes]]) -> list[bytes]:
+    """What was merged in the last round; before the first one, the honest change."""
+    return scaled(1.0)(model, others) if model._past is None else list(model._past.leaves)
+
+
 LIES: dict[str, Lie] = {
     "flip": scaled(-1.0), "flip10": scaled(-10.0), "noise": noise, "zeros": scaled(0.0), "copy": copy,
+    "replay": replay,
 }  # fmt: skip
 Run = Callable[[Corpus, dict[str, torch.Tensor], int, int], Outcome]
 
