@@ -22,7 +22,7 @@ MOST_REST = 16  # rounds in which a member that failed again and again is not ex
 KEPT_RESTS = 64  # rounds after which the failures of one that did not come back are forgotten
 DOUBTED_ROUNDS = 2  # in a row, after which a member is left out
 UTILISATION = 0.92  # the share of the time that islands are to make steps, aimed at so that it stays above 0.9
-_F32_BYTES = 4  # for each of int8
+_CODEC_BYTES = {"f32": 4.0, "int8": 1.0, "int4": 0.5}  # a number, from the most to the fewest
 PAST_UNITS = 1000  # a cosine of one in a result's `past`
 MOST_GROWTH, MOST_SHRINKING = 2.0, 1.25  # factors by which the number of steps changes from round to round, at most
 
@@ -211,15 +211,18 @@ def left_out_after(history: Sequence[Iterable[str]]) -> set[str]:
 def next_codec(codec: str, step_s: float, overhead_s: float, *, least: int, known: Sequence[str]) -> str:
     """Return the number format of the next round, of those that the job allows.
 
-    It is float32 where a round of the fewest steps bears it: where even four times the overhead of int8, which is
-    what it costs at most, leaves the share of the time aimed at to steps.
+    It is the next smaller one if a round of the fewest steps does not bear the overhead: too little time is left
+    to steps, and the next larger one if such a round would bear even the overhead of that: as many times as its bytes.
     """
-    if codec not in known or len(known) < 2 or step_s <= 0:
-        return codec if codec in known else known[0]
+    formats = [one for one in _CODEC_BYTES if one in known]
+    if codec not in formats or step_s <= 0:
+        return codec if codec in formats else known[0]
+    at = formats.index(codec)
     bearable_s = least * step_s * (1 - UTILISATION) / UTILISATION
-    if codec == "int8":
-        return "f32" if _F32_BYTES * overhead_s <= bearable_s else codec
-    return codec if overhead_s <= bearable_s else "int8"
+    if overhead_s > bearable_s:
+        return formats[min(at + 1, len(formats) - 1)]
+    larger = formats[max(at - 1, 0)]
+    return larger if overhead_s * _CODEC_BYTES[larger] / _CODEC_BYTES[codec] <= bearable_s else codec
 
 
 def next_every(every: int, step_s: float, overhead_s: float, *, least: int, most: int) -> int:

@@ -13,6 +13,7 @@ starts from the same 100 common steps, has a constant rate, and islands exchange
 `diloco_vs_sync`    four islands with int8 rounds every 50 steps, beside one process with four times the batch
 `diloco_vs_alone`   the same beside one island without rounds
 `int8_vs_f32`, `diloco_bytes_ratio`   the same beside float32 rounds, and its bytes beside float32 gradients every step
+`int4_vs_f32`       the same with int4 rounds, beside float32 rounds
 `unlike_vs_like`    each island reads an era of its own, beside all eras for all
 `poison_loss_ratio` the worst of `poison_loss_ratios`: one of four lies and is left out once two rounds in a row doubted
                     it, beside four honest ones; `poison_found_after` has the rounds that this took. One who copies is
@@ -300,6 +301,7 @@ RUNS: dict[str, Run] = {
     "alone": Single(BATCH),
     "diloco": Islands(),
     "diloco_f32": Islands(changes={"codec": "f32"}),
+    "diloco_int4": Islands(changes={"codec": "int4"}),
     "diloco_unlike": Islands(unlike=True),
     **{f"poison_{name}": Islands(lie=lie) for name, lie in LIES.items()},
     **{f"clip_{name}": Islands(lie=lie, leaves_out=False) for name, lie in LIES.items()},
@@ -365,6 +367,7 @@ FIGURES: dict[str, Callable[[Bench], object]] = {
     "diloco_vs_sync": lambda bench: bench.ratio("diloco", "sync"),
     "diloco_vs_alone": lambda bench: bench.ratio("diloco", "alone"),
     "int8_vs_f32": lambda bench: bench.ratio("diloco", "diloco_f32"),
+    "int4_vs_f32": lambda bench: bench.ratio("diloco_int4", "diloco_f32"),
     "diloco_bytes_ratio": Bench.bytes_ratio,
     "unlike_vs_like": lambda bench: bench.ratio("diloco_unlike", "diloco"),
     "poison_loss_ratio": lambda bench: max(bench.ratios("poison").values()),

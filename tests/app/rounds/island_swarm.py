@@ -19,6 +19,7 @@ from app.training.states import StateStore
 from engine.config import ModelConfig, Rope
 from engine.island import IslandModel, IslandTerms, first_states
 from engine.model.block import WeightOptions
+from engine.training.codecs import codec_named
 from engine.training.optimiser import AdamW, Schedule
 from engine.training.outer import Nesterov
 from engine.training.parameters import drawn_model
@@ -116,7 +117,7 @@ class IslandSwarm:
         record = self.record
         terms = IslandTerms(
             Schedule(record.rate, record.steps, record.warm_up), record.clip, AdamW(weight_decay=record.weight_decay),
-            Nesterov(record.outer_rate, record.outer_momentum), "f32" if record.codecs[0] == "f32" else "int8",
+            Nesterov(record.outer_rate, record.outer_momentum), codec_named(record.codecs[0]),
             record.merging == "clip", rows=256,
         )  # fmt: skip
         config = self._lesson.config

@@ -334,18 +334,36 @@ def test_changes_are_float32_where_the_shortest_round_bears_it(codec: str, overh
     assert next_codec(codec, 1.0, overhead_s, least=10, known=("int8", "f32")) == wanted
 
 
+@pytest.mark.parametrize(
+    ("codec", "overhead_s", "wanted"),
+    [("f32", 50.0, "int8"), ("int8", 0.9, "int4"), ("int8", 0.5, "int8"), ("int8", 0.2, "f32"), ("int4", 0.5, "int4"),
+     ("int4", 0.4, "int8"), ("int4", 50.0, "int4")],
+)  # fmt: skip
+def test_changes_are_int4_where_the_shortest_round_bears_no_more(codec: str, overhead_s: float, wanted: str) -> None:
+    assert next_codec(codec, 1.0, overhead_s, least=10, known=("int8", "f32", "int4")) == wanted
+
+
 def test_a_fixed_number_format_stays() -> None:
     assert next_codec("int8", 1.0, 0.0, least=10, known=("int8",)) == "int8"
     assert next_codec("f32", 1.0, 99.0, least=10, known=("f32",)) == "f32"
     assert next_codec("f32", 0.0, 99.0, least=10, known=("int8", "f32")) == "f32"  # nothing was measured yet
 
 
-@given(st.floats(1e-3, 10), st.floats(1e-4, 100), st.floats(0.25, 1.0), st.sampled_from(["int8", "f32"]))
-def test_the_number_format_does_not_swing(step_s: float, f32_s: float, ratio: float, codec: str) -> None:
-    """Whatever share of the overhead int8 saves, the format changes once at most."""
+@given(
+    st.floats(1e-3, 10),
+    st.floats(1e-4, 100),
+    st.floats(0.0, 1.0),
+    st.sampled_from([("int8", "f32"), ("int8", "f32", "int4")]),
+    st.data(),
+)
+def test_the_number_format_does_not_swing(
+    step_s: float, f32_s: float, fixed: float, known: tuple[str, ...], data: st.DataObject
+) -> None:
+    """Whatever share of the overhead depends on the bytes, the format settles after as many rounds as there are."""
+    codec = data.draw(st.sampled_from(known))
     seen = [codec]
-    for _ in range(6):
-        overhead_s = f32_s if codec == "f32" else f32_s * ratio
-        codec = next_codec(codec, step_s, overhead_s, least=20, known=("int8", "f32"))
+    for _ in range(8):
+        overhead_s = f32_s * (fixed + (1 - fixed) * {"f32": 1.0, "int8": 0.25, "int4": 0.133}[codec])
+        codec = next_codec(codec, step_s, overhead_s, least=20, known=known)
         seen.append(codec)
-    assert len(set(seen[1:])) == 1
+    assert len(set(seen[len(known) - 1 :])) == 1

@@ -39,7 +39,7 @@ async def test_a_founder_alone_goes_on_alone(tmp_path: Path, autojump_clock: Moc
         assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("codec", ["f32", "int8"])
+@pytest.mark.parametrize("codec", ["f32", "int8", "int4"])
 async def test_four_islands_end_every_round_alike(tmp_path: Path, codec: str, autojump_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, 3, wire=codec) as swarm:
         await swarm.finished(0, 1, 2, 3)

@@ -182,7 +182,7 @@ def test_the_steps_of_a_round_at_most_double() -> None:
 def test_the_number_formats_of_rounds_are_those_of_the_record() -> None:
     assert round_of(START, PEOPLE[:1], codec="f32")[1].codec == "f32"
     assert beginning(replace(RECORD, wire="f32")).codec == "f32"
-    assert [replace(RECORD, wire=wire).codecs for wire in ("f32", "int8")] == [("f32",), ("int8",)]
+    assert [replace(RECORD, wire=wire).codecs for wire in ("f32", "int8", "int4")] == [("f32",), ("int8",), ("int4",)]
 
 
 def test_the_number_format_of_a_round_is_named_by_the_entry_before() -> None:
