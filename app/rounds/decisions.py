@@ -181,8 +181,9 @@ def past_likeness(
 
     It is the median over the shares, of more than half of the members that report on a share at all.
     """
-    known = [past for past in pasts if len(past) == len(members)]
-    if 2 * len(known) <= sum(bool(report) for report in reports):
+    told = [past for report, past in zip(reports, pasts, strict=True) if report]
+    known = [past for past in told if len(past) == len(members)]
+    if 2 * len(known) <= len(told):
         return {}
     return {peer: median(past[at] for past in known) / PAST_UNITS for at, peer in enumerate(members)}
 

@@ -257,6 +257,15 @@ class Island:
         """Tokens of the text that are not trained on, for validation after each round."""
         return sum(map(len, self._text.held))
 
+    @property
+    def resting(self) -> dict[str, str]:
+        """Members that are not expected for some rounds, and why."""
+        return {
+            peer: f"failed in {one.failures} exchanges in a row, is expected again in round {one.until}"
+            for peer, one in self._rests.items()
+            if one.until > self.standing.round
+        }
+
     def alive(self) -> set[str]:
         """Other islands of this job that were heard lately."""
         now = trio.current_time()

@@ -373,7 +373,7 @@ def figures_of(island: Island, status: str) -> dict[str, Any]:
         "left_out": dict(standing.banned), "bytes_per_round": figures.bytes_in,
         "utilisation": figures.utilisation, "waiting": figures.waiting, "every": standing.every,
         "wire": standing.codec, "losses": figures.losses, "validation": figures.validation[-KEPT_VALIDATION:],
-        "doubted": dict(island.log[-1].doubted) if island.log else {},
+        "doubted": dict(island.log[-1].doubted) if island.log else {}, "resting": island.resting,
         "left_s": figures.left_s if status == RUNNING else None,
         "checkpoint_age_s": now - figures.checkpoint_at,
         "checkpoint_ms": wall_ms() - int(1000 * (now - figures.checkpoint_at)),

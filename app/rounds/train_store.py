@@ -187,7 +187,7 @@ def facts_of(record: TrainingRecord) -> dict[str, Any]:
         "status": FAILED, "why": "", "round": 0, "step": 0, "steps": record.steps, "loss": None,
         "validation_loss": None, "tokens": 0, "tokens_per_s": None, "islands": [], "left_out": {},
         "bytes_per_round": 0, "utilisation": None, "waiting": "", "every": record.every, "wire": record.codecs[0],
-        "losses": [], "validation": [], "doubted": {}, "left_s": None,
+        "losses": [], "validation": [], "doubted": {}, "resting": {}, "left_s": None,
     }  # fmt: skip
 
 

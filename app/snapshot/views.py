@@ -463,6 +463,7 @@ class TrainingView:
     losses: tuple[float, ...] = ()  # of the latest steps made here
     validation: tuple[tuple[int, float], ...] = ()  # (step, loss), after the latest rounds
     doubted: dict[str, str] | None = None  # island -> how its change in the last round was unlike the others'
+    resting: dict[str, str] | None = None  # island that failed in exchanges -> until when it is not expected
     left_s: float | None = None  # until the job is finished; None: not known, or it does not run
 
 

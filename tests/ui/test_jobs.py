@@ -199,6 +199,7 @@ def test_islands_share_rows_where_these_are_few() -> None:
         (replace(TRAINING, waiting=f"waits for {STRANGER}"), "waiting    for AAAAAA", "12D3"),
         (replace(TRAINING, status="failed", why="the disk is full"), "failed     the disk is full", "alone"),
         (replace(TRAINING, islands=TRAINING.islands[:1]), "step 600 of 2 000, alone", "tern"),
+        (replace(TRAINING, resting={STRANGER: "failed in 3 exchanges"}), "resting    AAAAAA: failed in 3", "12D3"),
         (replace(TRAINING, left_s=None, utilisation=None), "— in steps", "h 20 m left"),
         (replace(TRAINING, left_out={}, doubted=None), "islands    you", "doubted"),
         (replace(TRAINING, status="left", islands=(), validation=(), validation_loss=None), "unseen     —", "alone"),

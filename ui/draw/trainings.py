@@ -69,10 +69,11 @@ def _all_rows(job: TrainingView, name_of: NameOf, width: int, most: int, *, dens
 
 
 def _suspects(job: TrainingView) -> list[tuple[str, str, str]]:
-    """Label, island and reason: who was left out, and whose change was doubted in the last round."""
+    """Label, island and reason: who was left out, who rests, and whose change was doubted in the last round."""
     found = [("left out", peer, why) for peer, why in sorted(job.left_out.items())]
-    doubts = sorted((job.doubted or {}).items())
-    return found + [("doubted", peer, why) for peer, why in doubts if peer not in job.left_out]
+    for label, reasons in (("resting", job.resting), ("doubted", job.doubted)):
+        found += [(label, peer, why) for peer, why in sorted((reasons or {}).items()) if peer not in job.left_out]
+    return found
 
 
 def _rounds(job: TrainingView, room: int) -> Row:

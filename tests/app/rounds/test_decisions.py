@@ -294,6 +294,7 @@ def test_a_replay_is_found_by_most_of_those_who_report() -> None:
     assert past_likeness("abc", [report] * 3, [lie, (), ()]) == {}  # newcomers do not know the last change
     assert past_likeness("abc", [report, {}, {}], [honest, (), ()]) == {"a": 0.7, "b": 0.65, "c": 1.0}
     assert past_likeness("abc", [report] * 3, [honest[:2], honest[:2], lie]) == {}
+    assert past_likeness("abc", [report, {}, {}], [(), lie, lie]) == {}  # of a share that they did not merge
     assert past_likeness("abc", [{}] * 3, [(), (), ()]) == {}
 
 
