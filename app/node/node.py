@@ -536,7 +536,7 @@ class Node:
         from app.rounds.train_store import TrainStore
 
         store = TrainStore(home)
-        return [store.facts(job) for job in await trio.to_thread.run_sync(store.all)]
+        return [store.idle_facts(job) for job in await trio.to_thread.run_sync(store.all)]
 
     async def found_training(self, wish: TrainWish) -> dict[str, Any]:
         """Found a training job in the active swarm and take part in it."""

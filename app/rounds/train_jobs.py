@@ -332,8 +332,7 @@ class TrainJobs:
             facts = figures_of(running.island, RUNNING)
             facts.pop("checkpoint_ms")
             return facts
-        job = job or self._store.find(record.id.hex())
-        return self._store.facts(job)
+        return self._store.idle_facts(job or self._store.find(record.id.hex()))
 
     def _write(self, job: StoredTraining, island: Island | None, status: str, why: str = "") -> None:
         facts = self._store.facts(job) if island is None else figures_of(island, status)

@@ -32,6 +32,7 @@ from p2p.platform import private_directory, write_private
 
 ID_DIGITS = 12
 RUNNING, FINISHED, LEFT, FAILED = "running", "finished", "left", "failed"
+PAUSED = "paused"  # it goes on once the node is in the job's swarm again
 OWN_DATA_FILE = "own_data.json"
 _MAX_BLOBS = 10**7
 _ANY_TIME_MS = 2**62  # what is on disk was checked when it came, and the clock may have been set back since
@@ -164,6 +165,11 @@ class TrainStore:
         at_ms = facts.pop("checkpoint_ms", None)
         age = None if not isinstance(at_ms, int) else max(0.0, (wall_ms() - at_ms) / 1000)
         return {**facts_of(job.record), **facts, "checkpoint_age_s": age}
+
+    def idle_facts(self, job: StoredTraining) -> dict[str, Any]:
+        """Return the figures of a job that does not run in this node now."""
+        facts = self.facts(job)
+        return {**facts, "status": PAUSED, "waiting": "", "left_s": None} if facts["status"] == RUNNING else facts
 
 
 def _lines(entries: list[RoundEntry]) -> bytes:

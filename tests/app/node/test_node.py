@@ -403,9 +403,13 @@ async def test_training_jobs_are_listed_without_a_swarm(tmp_path: Path, cache: P
     node = Node(home, load_config(home.config_file, {}).with_flags(QUIET), cache)
     assert await node.trainings() == []
     record = replace(RECORD, created_ms=wall_ms())
-    TrainStore(home).create(sign_training(PEOPLE[0], record), {})
+    store = TrainStore(home)
+    job = store.create(sign_training(PEOPLE[0], record), {})
     (found,) = trainings_from(await node.trainings())
     assert (found.name, found.status, found.islands) == (record.name, "failed", ())
+    store.save_facts(job, {**store.facts(job), "status": "running", "left_s": 9.0})
+    (found,) = trainings_from(await node.trainings())
+    assert (found.status, found.left_s) == ("paused", None)  # nobody runs it
 
 
 async def test_a_node_listens_to_other_machines_only_with_keys_and_tls(tmp_path: Path, cache: Path) -> None:
