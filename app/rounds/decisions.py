@@ -99,7 +99,7 @@ def request_timeout_s(size_bytes: int, bytes_per_s: float | None, *, wait_s: flo
     quarter of the time left for the exchange, so that two of them leave more than half of it.
     """
     usual_s = wait_s + SPARE_S + SLOWER * size_bytes / (bytes_per_s or UNMEASURED_BYTES_PER_S)
-    return max(0.1, min(usual_s * 2**lost, max(left_s / 4, wait_s + SPARE_S), left_s))
+    return max(0.1, min(usual_s * 2.0**lost, max(left_s / 4, wait_s + SPARE_S), left_s))
 
 
 class Rest(NamedTuple):

@@ -55,9 +55,9 @@ class StoredTraining:
 
 
 class _Written(NamedTuple):
-    """What a log on disk has: its entries, the hash of the last one, and the bytes of their lines."""
+    """What a log on disk has: how many rounds, the hash of the last one, and the bytes of their lines."""
 
-    count: int
+    rounds: int
     head: bytes
     size: int
 
@@ -137,8 +137,8 @@ class TrainStore:
     def _write_log(self, path: Path, entries: list[RoundEntry]) -> None:
         """Append the entries that are not in the file yet; write it anew if it has another history."""
         known = self._written.get(path)
-        if known is not None and known == _written(entries[: known.count], known.size):
-            added = _lines(entries[known.count :])
+        if known is not None and known == _written(entries[: known.rounds], known.size):
+            added = _lines(entries[known.rounds :])
             with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
                 file.truncate(known.size)  # of what was written when the disk was full, or the node died
                 file.seek(known.size)

@@ -178,7 +178,7 @@ async def test_the_figures_say_who_is_slow_and_for_whom_a_round_waits(
         assert here.tokens_per_s is not None
         assert late.tokens_per_s < here.tokens_per_s
         assert len(shown.losses) >= 5
-        assert shown.validation[-1] == [shown.step, shown.validation_loss]
+        assert tuple(shown.validation[-1]) == (shown.step, shown.validation_loss)
         assert shown.left_s is not None
         assert shown.left_s > 0
         swarm.kill(1)
@@ -259,7 +259,7 @@ async def test_an_exchange_survives_two_lost_answers_of_every_member(
                 await trio.sleep(more["timeout_s"])
                 raise DeadlineExceeded("the answer was lost")
 
-            network.call = losing  # type: ignore[method-assign]
+            network.call = losing  # type: ignore[method-assign, assignment]
         await swarm.finished(0, 1, 2)
         assert members_of(swarm.nodes[0].island.log) == [1, 3, 3]
         assert not any(node.island.figures.repeated for node in swarm.nodes.values())
@@ -281,7 +281,7 @@ async def test_a_silent_member_costs_a_part_of_an_exchange(tmp_path: Path, autoj
                     raise DeadlineExceeded("no answer")
                 return bytes(await call(peer, what, *args, **more))
 
-            network.call = unanswered  # type: ignore[method-assign]
+            network.call = unanswered  # type: ignore[method-assign, assignment]
         began = trio.current_time()
         await swarm.until(lambda: first.standing.round >= 2)
         assert trio.current_time() - began < UNHURRIED.exchange_s
