@@ -18,11 +18,11 @@ from engine.config import ModelConfig
 from engine.errors import TrainingError
 from engine.model.block import WeightOptions
 from engine.sources.layout import part_names
-from engine.training.codecs import GROUP, Codec, bounded, decode, encode
+from engine.training.codecs import GROUP, Codec, bounded, decode, encode, encoded_bytes
 from engine.training.full import FullModel
 from engine.training.local_trainer import MicroBatch, StepResult
 from engine.training.optimiser import AdamW, Muon, Schedule
-from engine.training.outer import Nesterov, agreement, merged, nesterov_step
+from engine.training.outer import Nesterov, agreement, likeness, merged, nesterov_step
 from engine.training.parameters import divided, joined, model_weights, part_weights
 
 LEAF = 4 * GROUP  # numbers
@@ -42,10 +42,18 @@ class IslandTerms:
 
 
 class Merged(NamedTuple):
-    """The leaves of a share after merging, and norm and agreement of each change in it."""
+    """The leaves of a share after merging, and figures of each change in it."""
 
     leaves: list[bytes]
-    report: list[tuple[float, float]]
+    report: list[tuple[float, float]]  # norm and agreement
+    past: list[float]  # cosine with what was merged in the last round; empty if that is not known
+
+
+class _Encoded(NamedTuple):
+    """Leaves and their number format."""
+
+    leaves: Sequence[bytes]
+    codec: Codec
 
 
 @dataclass
@@ -76,11 +84,18 @@ class IslandModel:
         self._residual = torch.zeros_like(values)  # what rounding kept back from the changes sent so far
         self._sent: Tensor | None = None  # the change of this round, with the residual, before rounding
         self._next: _Shared | None = None
+        self._next_change: _Encoded | None = None  # that leads to the next state
+        self._past: _Encoded | None = None  # the merged change of the last round; the bytes are the caller's own
 
     @property
     def leaves(self) -> int:
         """Number of leaves of a change."""
         return -(-self._shared.values.numel() // LEAF)
+
+    @property
+    def leaf_bytes(self) -> int:
+        """Most bytes of a leaf in the current round."""
+        return encoded_bytes(LEAF, self.codec)
 
     # Steps
 
@@ -104,14 +119,15 @@ class IslandModel:
         """Merge the leaves from number `first` on, one row of leaves for each member; raises `TrainingError`."""
         sizes = [self._leaf_size(first + index) for index in range(len(rows[0]))]
         if not sizes:
-            return Merged([], [(0.0, 0.0)] * len(rows))
+            return Merged([], [(0.0, 0.0)] * len(rows), [])
         codec = self.codec
         changes = torch.stack(
             [torch.cat([decode(leaf, size, codec) for leaf, size in zip(row, sizes, strict=True)]) for row in rows]
         )
         # whoever sends the largest numbers that `decode` allows must not make this island fail
         whole = bounded(merged(changes, weights, clip=self.terms.robust))
-        return Merged([encode(leaf, codec) for leaf in whole.split(LEAF)], agreement(changes))
+        past = [] if self._past is None else likeness(changes, self._joined(self._past, first, len(sizes)))
+        return Merged([encode(leaf, codec) for leaf in whole.split(LEAF)], agreement(changes), past)
 
     def check(self, leaves: Sequence[bytes], first: int) -> None:
         """Raise `TrainingError` unless these are leaves of a change, from number `first` on."""
@@ -125,10 +141,10 @@ class IslandModel:
         """
         if len(leaves) != self.leaves:
             raise TrainingError(f"{len(leaves)} leaves are not the {self.leaves} of a change")
-        sizes = map(self._leaf_size, range(self.leaves))
-        change = torch.cat([decode(leaf, size, self.codec) for leaf, size in zip(leaves, sizes, strict=True)])
+        found = _Encoded(leaves, self.codec)
+        change = self._joined(found, 0, self.leaves)
         values, momentum = nesterov_step(self._shared.values, self._shared.momentum, change, self.terms.outer)
-        self._next = _Shared(values, momentum)
+        self._next, self._next_change = _Shared(values, momentum), found
         return self._packed(self._next)
 
     def commit(self, *, counted: bool) -> None:
@@ -140,6 +156,7 @@ class IslandModel:
                 [leaf - decode(encode(leaf, codec), leaf.numel(), codec) for leaf in self._sent.split(LEAF)]
             )
         self._shared, self._next, self._sent = self._next, None, None
+        self._past, self._next_change = self._next_change, None
         self._model.set_vectors(divided(self.config, self._shared.values))
 
     def states(self) -> list[bytes]:
@@ -150,6 +167,7 @@ class IslandModel:
         """Go on from these states of all parts, with fresh moments; raises `TrainingError` if they do not fit."""
         values, momentum = unpacked(self.config, states)
         self._shared, self._next, self._sent = _Shared(values, momentum), None, None
+        self._past = self._next_change = None
         self._residual = torch.zeros_like(values)
         self._model.set_vectors(divided(self.config, values), fresh=True)
 
@@ -159,6 +177,12 @@ class IslandModel:
         pairs = (divided(self.config, vector) for vector in (shared.values, shared.momentum))
         values, momentum = pairs
         return [_bytes(values[part]) + _bytes(momentum[part]) for part in part_names(self.config)]
+
+    def _joined(self, change: _Encoded, first: int, count: int) -> Tensor:
+        """The numbers in some leaves of a change; raises `TrainingError` if these are none."""
+        leaves = change.leaves[first : first + count]
+        sizes = map(self._leaf_size, range(first, first + count))
+        return torch.cat([decode(leaf, size, change.codec) for leaf, size in zip(leaves, sizes, strict=True)])
 
     def _leaf_size(self, index: int) -> int:
         size = min(LEAF, self._shared.values.numel() - index * LEAF)

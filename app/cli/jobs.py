@@ -95,8 +95,9 @@ def _show_training(facts: dict[str, Any], *, as_json: bool) -> int:
             "" if data is None else f", {data['tokens']} tokens of {data['source']} ({data['licence'] or 'no licence'})"
         )
         print(one_line(f"island      {island['peer']}: {island['steps']} steps in the last round{text}"))
-    for peer, why in facts["left_out"].items():
-        print(f"left out    {peer}: {why}")
+    for label, name in (("left out", "left_out"), ("resting", "resting"), ("doubted", "doubted")):
+        for peer, why in facts[name].items():
+            print(f"{label:<12}{peer}: {why}")
     if facts["waiting"]:
         print(f"waiting     {facts['waiting']}")
     return 0

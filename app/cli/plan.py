@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from engine.config import ModelConfig
 
 TASKS = ("chat", "finetune", "train")
-WIRES = ("f32", "bf16", "int8", "sparse")
+WIRES = ("f32", "bf16", "int8", "int4", "sparse")
 _RANGE = re.compile(r"(\d{1,4}):(\d{1,4})", re.ASCII)
 _TOKENS = {"chat": 256, "finetune": 10**6, "train": 10**9}  # unless --tokens says otherwise
 HELD_SEQUENCES = 32  # that `shoal train` validates with after a round, `app.rounds.founding.HELD_MOST`

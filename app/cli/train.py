@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "adamw, or muon for matrices (%(default)s)"
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help=words)
     parser.add_argument("--lr", type=float, default=1e-3, metavar="RATE", help="learning rate (%(default)g)")
-    words = "number format between islands: auto (int8, or f32 where links are fast), f32 or int8 (%(default)s)"
-    parser.add_argument("--wire", choices=("auto", "f32", "int8"), default="auto", help=words)
+    words = "number format between islands: auto (int8, or f32 where links are fast), f32, int8 or int4 (%(default)s)"
+    parser.add_argument("--wire", choices=("auto", "f32", "int8", "int4"), default="auto", help=words)
     words = "licence of the text, which a public swarm requires"
     parser.add_argument("--licence", default="", metavar="L", help=words)
     words = "every member trains on a text of its own, which never leaves it; `join` names it with --data"

@@ -535,7 +535,16 @@ class Node:
 
     async def trainings(self) -> list[dict[str, Any]]:
         """List the training jobs of this home, the newest first."""
-        return await self._trainings().facts()
+        active_swarm = self._network_owner.active_swarm
+        if active_swarm is not None and active_swarm.trainings is not None:
+            return await active_swarm.trainings.facts()
+        home = self._home
+        if not home.trainings_folder.is_dir():
+            return []
+        from app.rounds.train_store import TrainStore
+
+        store = TrainStore(home)
+        return [store.idle_facts(job) for job in await trio.to_thread.run_sync(store.all)]
 
     async def found_training(self, wish: TrainWish) -> dict[str, Any]:
         """Found a training job in the active swarm and take part in it."""

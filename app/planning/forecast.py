@@ -34,7 +34,7 @@ RENTED_FLOPS_PER_S = 989e12  # peak of the card whose hour `--rent` prices: an H
 RENTED_SHARE = 0.4  # of its peak that training reaches
 
 # Bytes a weight that an exchange sends; sparse: one weight in 32, with two bits and its place.
-WIRES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0, "sparse": 4.0 / 120}
+WIRES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.53, "sparse": 4.0 / 120}
 UNCERTAIN, VERY_UNCERTAIN = 0.2, 0.5  # share by which a forecast may be off: from measurements, with assumed values
 
 

@@ -11,9 +11,19 @@ from typing import NamedTuple
 
 LEAST_AGREEMENT = 0.2  # of the usual agreement of the others, below which a change is doubted
 NORM_FACTOR = 5.0  # a change is doubted if its norm is so many times the median, or a fraction of it
+LEAST_LIKENESS = 0.99  # cosine with the last merged change, from which on a change may be a replay of it
+MOST_LIKENESS = 0.98  # of the others; beyond it a replay cannot be told from an honest change
+REPLAY_FACTOR = 5.0  # a replay is so many times nearer to the last merged change than those of the others are
+REQUEST_S = 2.0  # that the leaves of one request take, at the speed of their link
+UNMEASURED_BYTES_PER_S = 250e3  # speed of a link before it was measured, which soon happens
+SLOWER = 3.0  # a link may be so many times slower than it was, because others use it too
+SPARE_S = 1.0  # of a request, besides the other's wait and the bytes
+MOST_REST = 16  # rounds in which a member that failed again and again is not expected
+KEPT_RESTS = 64  # rounds after which the failures of one that did not come back are forgotten
 DOUBTED_ROUNDS = 2  # in a row, after which a member is left out
 UTILISATION = 0.92  # the share of the time that islands are to make steps, aimed at so that it stays above 0.9
-_F32_BYTES = 4  # for each of int8
+_CODEC_BYTES = {"f32": 4.0, "int8": 1.0, "int4": 0.5}  # a number, from the most to the fewest
+PAST_UNITS = 1000  # a cosine of one in a result's `past`
 MOST_GROWTH, MOST_SHRINKING = 2.0, 1.25  # factors by which the number of steps changes from round to round, at most
 
 
@@ -77,6 +87,51 @@ def to_leave_out(
     return {peer for peer in members if roots.get(peer) != usual}
 
 
+def request_leaves(leaf_bytes: int, bytes_per_s: float | None, most: int) -> int:
+    """Return how many leaves to ask for at once: as many as come within about `REQUEST_S`, so that few are lost."""
+    return max(1, min(most, int((bytes_per_s or UNMEASURED_BYTES_PER_S) * REQUEST_S / leaf_bytes)))
+
+
+def request_timeout_s(size_bytes: int, bytes_per_s: float | None, *, wait_s: float, lost: int, left_s: float) -> float:
+    """Return how long to wait for an answer of so many bytes, for which the other waits up to `wait_s` itself.
+
+    It doubles with each answer that did not come, for a link that became slow. An answer that is lost costs at most a
+    quarter of the time left for the exchange, so that two of them leave more than half of it.
+    """
+    usual_s = wait_s + SPARE_S + SLOWER * size_bytes / (bytes_per_s or UNMEASURED_BYTES_PER_S)
+    return max(0.1, min(usual_s * 2.0**lost, max(left_s / 4, wait_s + SPARE_S), left_s))
+
+
+class Rest(NamedTuple):
+    """A member that failed in exchanges which others finished."""
+
+    failures: int  # in a row
+    until: int  # the round in which it is expected again
+
+
+def rests_after(
+    rests: Mapping[str, Rest], number: int, *, failed: Iterable[str], counted: Iterable[str]
+) -> dict[str, Rest]:
+    """Return who rests after a round in which some failed in an exchange, and others were counted.
+
+    The first failure costs nothing; then each one in a row doubles the rest. Half of it is drawn, so that of two who
+    fail only with each other one comes back before the other, and is counted without it.
+    """
+    kept = {peer: one for peer, one in rests.items() if one.until + KEPT_RESTS > number}
+    for peer in failed:
+        failures = kept[peer].failures + 1 if peer in kept else 1
+        half = min(MOST_REST, 2 ** (failures - 1)) // 2
+        drawn = hashlib.sha256(number.to_bytes(8, "big") + peer.encode()).digest()
+        rounds = half + 1 + int.from_bytes(drawn[:8], "big") % half if half else 0
+        kept[peer] = Rest(failures, number + 1 + rounds)
+    return {peer: one for peer, one in kept.items() if peer not in set(counted)}
+
+
+def resting(rests: Mapping[str, Rest], number: int) -> set[str]:
+    """Return the members that are not expected in a round."""
+    return {peer for peer, one in rests.items() if one.until > number}
+
+
 class Measured(NamedTuple):
     """A member's change beside those of the others, over all its parts: norm, and cosine with their middle."""
 
@@ -119,6 +174,35 @@ def copied(changes: Mapping[str, bytes]) -> dict[str, str]:
     return found if len(found) < len(changes) else {}
 
 
+def past_likeness(
+    members: Sequence[str], reports: Sequence[Mapping[str, object]], pasts: Sequence[Sequence[int]]
+) -> dict[str, float]:
+    """Join what members say of how like each change is to that merged in the last round; nothing if too few know that.
+
+    It is the median over the shares, of more than half of the members that report on a share at all.
+    """
+    told = [past for report, past in zip(reports, pasts, strict=True) if report]
+    known = [past for past in told if len(past) == len(members)]
+    if 2 * len(known) <= len(told):
+        return {}
+    return {peer: median(past[at] for past in known) / PAST_UNITS for at, peer in enumerate(members)}
+
+
+def replayed(likeness: Mapping[str, float]) -> dict[str, str]:
+    """Return the members that sent the last round's merged change, or nearly, and why; with fewer than three, nobody.
+
+    While a model learns something simple, honest changes of two rounds are alike as well, but those of all members.
+    """
+    if len(likeness) < 3:
+        return {}
+    why = {}
+    for peer, one in likeness.items():
+        usual = median(other for name, other in likeness.items() if name != peer)
+        if one >= LEAST_LIKENESS and usual <= MOST_LIKENESS and REPLAY_FACTOR * (1 - one) <= 1 - usual:
+            why[peer] = f"its change is like the merged one of the last round by {one:.3f}, usual is {usual:.3f}"
+    return why
+
+
 def left_out_after(history: Sequence[Iterable[str]]) -> set[str]:
     """Return the members that were doubted in each of the last rounds; the newest round comes last."""
     recent = [set(peers) for peers in history[-DOUBTED_ROUNDS:]]
@@ -128,15 +212,18 @@ def left_out_after(history: Sequence[Iterable[str]]) -> set[str]:
 def next_codec(codec: str, step_s: float, overhead_s: float, *, least: int, known: Sequence[str]) -> str:
     """Return the number format of the next round, of those that the job allows.
 
-    It is float32 where a round of the fewest steps bears it: where even four times the overhead of int8, which is
-    what it costs at most, leaves the share of the time aimed at to steps.
+    It is the next smaller one if a round of the fewest steps does not bear the overhead: too little time is left
+    to steps, and the next larger one if such a round would bear even the overhead of that: as many times as its bytes.
     """
-    if codec not in known or len(known) < 2 or step_s <= 0:
-        return codec if codec in known else known[0]
+    formats = [one for one in _CODEC_BYTES if one in known]
+    if codec not in formats or step_s <= 0:
+        return codec if codec in formats else known[0]
+    at = formats.index(codec)
     bearable_s = least * step_s * (1 - UTILISATION) / UTILISATION
-    if codec == "int8":
-        return "f32" if _F32_BYTES * overhead_s <= bearable_s else codec
-    return codec if overhead_s <= bearable_s else "int8"
+    if overhead_s > bearable_s:
+        return formats[min(at + 1, len(formats) - 1)]
+    larger = formats[max(at - 1, 0)]
+    return larger if overhead_s * _CODEC_BYTES[larger] / _CODEC_BYTES[codec] <= bearable_s else codec
 
 
 def next_every(every: int, step_s: float, overhead_s: float, *, least: int, most: int) -> int:

@@ -20,10 +20,18 @@ from app.core.compute import Device
 from app.core.errors import AppError, RecordError
 from app.core.network import Network, Priority
 from app.core.signal import Signal
-from app.manifest.merkle import leaf_hash, root_of
+from app.manifest.merkle import HASH_BYTES, leaf_hash, root_of
 from app.rounds import wire
-from app.rounds.decisions import merge_weights, share_ranges
-from app.rounds.statements import MAX_MEMBERS, Arrival, MemberList, MergedShare, read_share, sign_share
+from app.rounds.decisions import PAST_UNITS, merge_weights, request_leaves, request_timeout_s, share_ranges
+from app.rounds.statements import (
+    MAX_ARRIVAL_BYTES,
+    MAX_MEMBERS,
+    Arrival,
+    MemberList,
+    MergedShare,
+    read_share,
+    sign_share,
+)
 from engine.errors import EngineError
 from p2p.errors import DeadlineExceeded, P2PError, PeerUnreachable, Refused, RemoteError
 from p2p.identity import Identity
@@ -37,6 +45,8 @@ class MergingModel(Protocol):
 
     @property
     def leaves(self) -> int: ...
+    @property
+    def leaf_bytes(self) -> int: ...
     def check(self, leaves: Sequence[bytes], first: int) -> None: ...
     def merge(self, rows: Sequence[Sequence[bytes]], first: int, weights: Sequence[float]) -> Any: ...
 
@@ -68,6 +78,7 @@ class ExchangeAttempt:
     merged: dict[int, bytes] = field(default_factory=dict)  # leaves by number
     shares: dict[str, MergedShare] = field(default_factory=dict)  # by the member that signed it
     report: dict[str, tuple[float, float]] = field(default_factory=dict)  # member -> norm and cosine of its change
+    past: tuple[int, ...] = ()  # thousandths: cosine of each member's change with the last merged one
     failed: dict[str, str] = field(default_factory=dict)
     is_superseded: bool = False  # the one who leads has made another list
     changed: Signal = field(default_factory=Signal)
@@ -175,6 +186,7 @@ class Exchange:
             share = MergedShare(self._job, attempt.members.hash, root)
             attempt.shares[self._network.peer_id] = sign_share(self._identity, share, self._wall_ms())
             attempt.report.update(zip(members, found.report, strict=True))
+            attempt.past = tuple(round(PAST_UNITS * cosine) for cosine in found.past)
         attempt.merged.update(zip(mine, found.leaves, strict=True))
         attempt.changed.notify()
 
@@ -185,15 +197,11 @@ class Exchange:
         if not leaves:
             return []
         where = {"list": attempt.members.hash.hex()}
-        raw = await self._ask(arrival.peer, wire.HASHES, where, deadline, attempt)
-        hashes = wire.unpack_hashes(raw)
+        size = HASH_BYTES * self._model.leaves
+        hashes = wire.unpack_hashes(await self._ask(arrival.peer, wire.HASHES, where, deadline, attempt, size))
         if len(hashes) != self._model.leaves or await self._in_thread(root_of, hashes) != arrival.change:
             raise RecordError("its change is not the one that it committed to")
-        found: list[bytes] = []
-        for first, count in wire.runs_of(leaves):
-            raw = await self._ask(arrival.peer, wire.SHARE, where | {"first": first, "count": count}, deadline, attempt)
-            attempt.bytes_in += len(raw)
-            found += wire.unpack(raw, count)
+        found = await self._leaves_of(arrival.peer, wire.SHARE, leaves, deadline, attempt)
         if (
             len(found) != len(leaves)
             or (await self._in_thread(hashes_of, found))[0] != hashes[leaves.start : leaves.stop]
@@ -210,38 +218,63 @@ class Exchange:
         raise RecordError("it does not sign the share that it merged")
 
     async def _signed_shares(self, peer: str, attempt: ExchangeAttempt, deadline: float) -> list[MergedShare]:
-        raw = await self._ask(peer, wire.SIGNED, {"list": attempt.members.hash.hex()}, deadline, attempt)
+        size = MAX_MEMBERS * MAX_ARRIVAL_BYTES  # a share is bounded like an arrival
+        raw = await self._ask(peer, wire.SIGNED, {"list": attempt.members.hash.hex()}, deadline, attempt, size)
         shares = [read_share(one, self._wall_ms()) for one in wire.unpack(raw, MAX_MEMBERS)]
         if any((share.job, share.list) != (self._job, attempt.members.hash) for share in shares):
             raise RecordError("it sends what was signed for another list")
         return shares
 
     async def _merged_by(self, peer: str, leaves: range, deadline: float, attempt: ExchangeAttempt) -> list[bytes]:
-        found: list[bytes] = []
-        for first, count in wire.runs_of(leaves):
-            where = {"list": attempt.members.hash.hex(), "first": first, "count": count}
-            raw = await self._ask(peer, wire.MERGED, where, deadline, attempt)
-            attempt.bytes_in += len(raw)
-            found += wire.unpack(raw, count)
+        found = await self._leaves_of(peer, wire.MERGED, leaves, deadline, attempt)
         if len(found) != len(leaves):
             raise RecordError("it sent fewer leaves than asked for")
         await self._device.run_later(self._model.check, found, leaves.start)
         return found
 
+    async def _leaves_of(
+        self, peer: str, method: str, leaves: range, deadline: float, attempt: ExchangeAttempt
+    ) -> list[bytes]:
+        """Ask for leaves, as many at a time as the link carries in a moment."""
+        found: list[bytes] = []
+        at, size = leaves.start, self._model.leaf_bytes
+        while at < leaves.stop:
+            count = min(request_leaves(size, self._speed_of(peer), wire.RUN_LEAVES), leaves.stop - at)
+            where = {"list": attempt.members.hash.hex(), "first": at, "count": count}
+            raw = await self._ask(peer, method, where, deadline, attempt, count * size)
+            attempt.bytes_in += len(raw)
+            found += wire.unpack(raw, count)
+            at += count
+        return found
+
+    def _speed_of(self, peer: str) -> float | None:
+        """Measured bytes a second from a peer."""
+        return next((link.down_bytes_per_s for link in self._network.links() if link.peer == peer), None)
+
     async def _ask(
-        self, peer: str, method: str, values: dict[str, Any], deadline: float, attempt: ExchangeAttempt
+        self,
+        peer: str,
+        method: str,
+        values: dict[str, Any],
+        deadline: float,
+        attempt: ExchangeAttempt,
+        size_bytes: int,
     ) -> bytes:
-        """Ask until there is an answer or the deadline has come; raises the last error, or `ExchangeFailed`."""
+        """Ask for some bytes until they come or the deadline does; raises the last error, or `ExchangeFailed`."""
         unreachable = 0
         while True:
             if attempt.is_superseded:
                 raise ExchangeFailed({})
             try:
-                left = max(0.1, deadline - trio.current_time())
-                body = wire.request(self._job, values)
-                return await self._network.call(
-                    peer, method, body, timeout_s=min(left, 4 * wire.WAIT_S), priority=Priority.BULK
+                timeout_s = request_timeout_s(
+                    size_bytes,
+                    self._speed_of(peer),
+                    wait_s=wire.WAIT_S,
+                    lost=unreachable,
+                    left_s=deadline - trio.current_time(),
                 )
+                body = wire.request(self._job, values)
+                return await self._network.call(peer, method, body, timeout_s=timeout_s, priority=Priority.BULK)
             except RemoteError as error:
                 if error.code == wire.FAILED:
                     raise ExchangeFailed({}) from error

@@ -37,6 +37,7 @@ from engine.sources.hf_config import parse_config
 from engine.sources.opening import open_source
 from engine.sources.shape import config_values, open_shape
 from engine.text.prompt import ModelText
+from engine.training.codecs import codec_named
 from engine.training.export import folder_files
 from engine.training.optimiser import AdamW, Muon, Schedule
 from engine.training.outer import Nesterov
@@ -248,7 +249,7 @@ def make_model(
         clip=record.clip,
         optimiser=Muon(weight_decay=decay) if record.optimiser == "muon" else AdamW(weight_decay=decay),
         outer=Nesterov(record.outer_rate, record.outer_momentum),
-        codec="f32" if record.codecs[0] == "f32" else "int8",
+        codec=codec_named(record.codecs[0]),
         robust=record.merging == "clip",
         rows=max(ROWS, record.length),
     )

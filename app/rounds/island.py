@@ -14,7 +14,7 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import trio
 
@@ -25,7 +25,18 @@ from app.core.network import Network, Payload
 from app.core.signal import Signal
 from app.manifest.merkle import HASH_BYTES
 from app.rounds import wire
-from app.rounds.decisions import grace_s, leading_order, next_codec, next_every, quorum, share_ranges, to_leave_out
+from app.rounds.decisions import (
+    Rest,
+    grace_s,
+    leading_order,
+    next_codec,
+    next_every,
+    quorum,
+    resting,
+    rests_after,
+    share_ranges,
+    to_leave_out,
+)
 from app.rounds.exchange import Exchange, ExchangeAttempt, ExchangeFailed, MergingModel, OwnChange, hashes_of
 from app.rounds.log import (
     ENTRY,
@@ -137,6 +148,13 @@ class Heard:
     head: bytes
 
 
+class Pace(NamedTuple):
+    """How fast an island was in a round, as seen from here."""
+
+    lag_s: float  # after the first one
+    tokens_per_s: float
+
+
 @dataclass
 class IslandFigures:
     """Figures of one island for people and programs."""
@@ -153,6 +171,8 @@ class IslandFigures:
     waiting: str = ""  # for whom a round waits, and until when
     checkpoint_at: float = 0.0
     round_tokens_per_s: float = 0.0  # of all islands, in the last round
+    paces: dict[str, Pace] = field(default_factory=dict)  # of those that arrived here in the last round
+    left_s: float | None = None  # until all steps are done, if rounds go on as the last one did
     utilisation: float | None = None  # share of the last round in which steps were made
 
 
@@ -209,6 +229,7 @@ class Island:
         self._results: dict[bytes, dict[str, Result]] = {}
         self._candidate: tuple[bytes, bytes, list[bytes]] | None = None  # hash of the list, root, states
         self._ahead: RoundEntry | None = None
+        self._rests: dict[str, Rest] = {}  # members that failed in exchanges of the last rounds, as seen from here
         self._failed_here: set[str] = set()  # members whom this island accused in this round
         self._stands_down_until = 0.0  # others found this island at fault while it led
         self._news = Signal()
@@ -235,6 +256,15 @@ class Island:
     def held_tokens(self) -> int:
         """Tokens of the text that are not trained on, for validation after each round."""
         return sum(map(len, self._text.held))
+
+    @property
+    def resting(self) -> dict[str, str]:
+        """Members that are not expected for some rounds, and why."""
+        return {
+            peer: f"failed in {one.failures} exchanges in a row, is expected again in round {one.until}"
+            for peer, one in self._rests.items()
+            if one.until > self.standing.round
+        }
 
     def alive(self) -> set[str]:
         """Other islands of this job that were heard lately."""
@@ -293,10 +323,13 @@ class Island:
             if self._ahead is not None or self._behind():
                 await self._catch_up()
             elif self.is_finished or self.peer not in standing.members or not self._has_state:
+                outside = self._has_state and not self.is_finished
+                self.figures.waiting = f"waits until round {standing.round} of the others is over" if outside else ""
                 with trio.move_on_after(self.timing.hello_s):
                     await self._news.wait()
             else:
                 began = trio.current_time()
+                self.figures.waiting = ""
                 await self._train(standing)
                 trained = trio.current_time()
                 if self._own is not None:
@@ -412,9 +445,12 @@ class Island:
         return min(open_lists, key=lambda one: (-one.attempt, order.index(one.leader)), default=None)
 
     async def _attend(self, members: MemberList) -> None:
-        """Take part in an exchange that another island leads, and tell it how that ended."""
+        """Take part in an exchange that another island leads, and tell it how that ended.
+
+        The round's entry may be here before the leader's answer to that.
+        """
         result = await self._exchanged(members)
-        await self._say(members.leader, result.raw)
+        self._nursery.start_soon(self._say, members.leader, result.raw)
 
     async def _lead(self, standing: Standing, attempt: int, done: set[bytes]) -> int:
         """Make lists until a round counts or another island leads better; return the number of attempts so far.
@@ -482,7 +518,7 @@ class Island:
 
         async def compare(peer: str) -> None:
             try:
-                found.update(await self._exchange.two_faced(attempt, peer, trio.current_time() + wire.WAIT_S))
+                found.update(await self._exchange.two_faced(attempt, peer, trio.current_time() + 3 * wire.WAIT_S))
             except (P2PError, RecordError, ExchangeFailed) as error:
                 log.debug("%s does not show the shares of round %s: %s", peer, members.round, error)
 
@@ -522,6 +558,7 @@ class Island:
         present = {peer for peer in self.alive() if peer in standing.members or self.heard[peer].head == standing.prev}
         if record.own_data:  # nobody comes in whose text has no source and licence
             present &= {*standing.members, *self.data_of}
+        present -= resting(self._rests_after(members), standing.round + 1)
         overhead_s = trio.current_time() - began + figures.settle_s
         step_s = figures.train_s / max(1, figures.steps)
         every = next_every(standing.every, step_s, overhead_s, least=record.least_every, most=record.most_every)
@@ -535,6 +572,15 @@ class Island:
         await self._adopt(entry)
         for peer in {*standing.members, *self.alive()} - {self.peer}:
             self._nursery.start_soon(self._say, peer, entry.raw)
+
+    def _rests_after(self, members: MemberList) -> dict[str, Rest]:
+        """Who rests after a round that these members made, by what this island has seen of its exchanges.
+
+        Only one that made the round, and not alone, can tell that others failed in it.
+        """
+        counted = {*members.members}
+        failed = self._tried - counted if self.peer in counted and len(counted) > 1 else set[str]()
+        return rests_after(self._rests, members.round, failed=failed, counted=counted)
 
     async def _exchanged(self, members: MemberList) -> Result:
         """Run one attempt; the result says what state it leads to, or who failed."""
@@ -557,7 +603,7 @@ class Island:
         except EngineError as error:
             log.warning("the merged change of round %s cannot be used: %s", members.round, error)
         self.figures.bytes_in = attempt.bytes_in
-        made = Result(self.record.id, members.round, members.hash, root, failed, attempt.report)
+        made = Result(self.record.id, members.round, members.hash, root, failed, attempt.report, past=attempt.past)
         return sign_result(self._identity, made, self._wall_ms())
 
     # --- taking over --------------------------------------------------------------------------------------------------
@@ -574,6 +620,7 @@ class Island:
             attempt = self._attempts[entry.list.hash] = ExchangeAttempt(entry.list)
             attempt.merged = dict(enumerate(leaves))
         await self._device.run_later(lambda: self._model.commit(counted=counted))
+        self._rests = self._rests_after(entry.list)
         await self._settle(standing, [*self.log, entry], states)
 
     async def _result_of(self, entry: RoundEntry) -> tuple[list[bytes], list[bytes]]:
@@ -599,6 +646,7 @@ class Island:
         if len(self._arrived_at) > 1:  # a round alone says nothing of how late others are
             lags = [at - min(self._arrived_at.values()) for at in self._arrived_at.values()]
             self._lags_s = [*self._lags_s, *lags][-64:]
+        self.figures.paces = self._paces()
         self.standing, self.log, self._model.codec = standing, entries, standing.codec
         self._heads = {GENESIS, *(entry.hash for entry in entries)}
         self._arrivals.clear()
@@ -787,8 +835,9 @@ class Island:
         """Tell a peer a signed statement; what it answers may be the entry of a round that is over."""
         for attempt in range(_SAID_TRIES):
             try:
+                # a fifth: whoever leads waits for `lead_s`, in which two lost answers must not cost a member its place
                 answer = await self._network.call(
-                    peer, wire.SAY, self.record.id + raw, timeout_s=self.timing.lead_s / 2
+                    peer, wire.SAY, self.record.id + raw, timeout_s=self.timing.lead_s / 5
                 )
                 if answer:
                     await self._note_answer(answer)
@@ -861,6 +910,17 @@ class Island:
         gained = self.standing.tokens - before.tokens
         self.figures.round_tokens_per_s = gained / seconds if seconds > 0 else 0.0
         self.figures.utilisation = (trained - began) / seconds if seconds > 0 else None
+        left = max(0, self.record.steps - self.standing.step)
+        self.figures.left_s = left * seconds / max(1, self.standing.step - before.step)
+
+    def _paces(self) -> dict[str, Pace]:
+        """How fast each island was in the round that ends now, which began with the last checkpoint."""
+        began, first = self.figures.checkpoint_at, min(self._arrived_at.values(), default=0.0)
+        return {
+            peer: Pace(at - first, self._arrivals[peer].tokens / (at - began))
+            for peer, at in self._arrived_at.items()
+            if at > began
+        }
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
@@ -945,8 +1005,8 @@ class Island:
         return next((peer for peer in known if peer not in {*members.members, *self._tried, *self._failed_here}), None)
 
     async def _on_exchange(self, method: str, peer: str, fields: Fields) -> Payload:
-        key = fields.hex_bytes("list", HASH_BYTES)
-        with trio.move_on_after(wire.WAIT_S):
+        key, until = fields.hex_bytes("list", HASH_BYTES), trio.current_time() + wire.WAIT_S
+        with trio.move_on_at(until):
             await self._news.wait_for(lambda: key in self._attempts)
         attempt = self._attempts.get(key)
         if attempt is None:
@@ -955,12 +1015,12 @@ class Island:
         if method == wire.SIGNED:
             if self.peer in members:
                 own_share = share_ranges(self._model.leaves, len(members))[members.index(self.peer)]
-                await self._merged(attempt, own_share[:1])
+                await self._merged(attempt, own_share[:1], until)
             return wire.pack(share.raw for share in attempt.shares.values())
         first = 0 if method == wire.HASHES else fields.integer("first", 0, wire.MAX_LEAVES)
         count = 0 if method == wire.HASHES else fields.integer("count", 1, wire.RUN_LEAVES)
         if method == wire.MERGED:
-            return wire.pack(await self._merged(attempt, range(first, first + count)))
+            return wire.pack(await self._merged(attempt, range(first, first + count), until))
         own = self._own
         if own is None or peer not in members or own.arrival.round != attempt.members.round:
             raise RemoteError("the change of this round is not here any more", wire.WRONG)
@@ -971,8 +1031,8 @@ class Island:
             raise RemoteError("these leaves are merged by another member", wire.WRONG)
         return wire.pack(own.leaves[first : first + count])
 
-    async def _merged(self, attempt: ExchangeAttempt, leaves: range) -> list[bytes]:
-        with trio.move_on_after(wire.WAIT_S):
+    async def _merged(self, attempt: ExchangeAttempt, leaves: range, until: float) -> list[bytes]:
+        with trio.move_on_at(until):
             await attempt.changed.wait_for(
                 lambda: bool(attempt.failed) or all(leaf in attempt.merged for leaf in leaves)
             )

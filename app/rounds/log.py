@@ -5,7 +5,7 @@ An entry is canonical JSON in an envelope of the domain `shoal/round/entry`:
     job, round, prev   as in `app.rounds.statements`
     list, results      the signed list of the attempt that counted, and every member's result (envelopes in base64)
     root               of the state after the round: SHA-256 over the roots of all parts, which all results name
-    doubted            peer -> why its change is unlike the others', or a copy
+    doubted            peer -> why its change is unlike the others', a copy, or a replay of the last merged one
     left_out           peer -> why it takes no more part in the job
     next               who takes part in the next round, in the order in which they take turns in reading
     every, codec       steps of the next round, and the number format of its changes, within the record's bounds
@@ -23,7 +23,17 @@ from functools import cached_property
 
 from app.core.errors import RecordError
 from app.manifest.merkle import HASH_BYTES
-from app.rounds.decisions import MOST_GROWTH, copied, doubted, leading_order, left_out_after, measured, quorum
+from app.rounds.decisions import (
+    MOST_GROWTH,
+    copied,
+    doubted,
+    leading_order,
+    left_out_after,
+    measured,
+    past_likeness,
+    quorum,
+    replayed,
+)
 from app.rounds.reading import next_start
 from app.rounds.record import MAX_EVERY, MAX_STEPS, TrainingRecord
 from app.rounds.statements import (
@@ -226,6 +236,20 @@ def replay(record: TrainingRecord, entries: Iterable[RoundEntry]) -> Standing:
     return standing
 
 
+def codec_of(record: TrainingRecord, entries: Sequence[RoundEntry], number: int) -> str:
+    """Return the number format of the changes of a round, which the entry before it named."""
+    return (entries[number - 1].codec if number else "") or record.codecs[0]
+
+
+def up_to(entries: Sequence[RoundEntry], root: bytes) -> list[RoundEntry]:
+    """Return the entries up to the one that led to a state; none if no round did.
+
+    A node writes a round's entry before the state after it, and may die in between.
+    """
+    count = next((count for count in range(len(entries), 0, -1) if entries[count - 1].root == root), 0)
+    return list(entries[:count])
+
+
 def is_better(mine: Sequence[RoundEntry], theirs: Sequence[RoundEntry]) -> bool:
     """True if the other of two histories that parted is the one to go on with.
 
@@ -252,9 +276,11 @@ def is_better(mine: Sequence[RoundEntry], theirs: Sequence[RoundEntry]) -> bool:
 
 
 def _doubts(members: MemberList, results: Sequence[Result]) -> dict[str, str]:
-    """Those whose change is unlike the others', or that of another member, and why."""
-    unlike = doubted(measured(members.members, [result.report for result in results]))
-    return unlike | copied({arrival.peer: arrival.change for arrival in members.arrivals})
+    """Those whose change is unlike the others', that of another member, or that of the last round, and why."""
+    reports = [result.report for result in results]
+    unlike = doubted(measured(members.members, reports))
+    again = replayed(past_likeness(members.members, reports, [result.past for result in results]))
+    return unlike | again | copied({arrival.peer: arrival.change for arrival in members.arrivals})
 
 
 def _left_out(standing: Standing, doubts: Mapping[str, str]) -> dict[str, str]:

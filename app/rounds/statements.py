@@ -6,7 +6,9 @@ have `job` (the hash that names it) and `round` (from 0).
     shoal/round/arrival  prev (hash of the round before), steps, tokens, change (root over the hashes of its leaves)
     shoal/round/list     attempt, prev, arrivals (envelopes in base64): who takes part, in the order of their shares
     shoal/round/result   list (its hash), root (of the state after the round; empty if the exchange failed), failed
-                         (peer -> why), report (peer -> norm and agreement of its change, in the share merged here)
+                         (peer -> why), report (peer -> norm and agreement of its change, in the share merged here),
+                         past (thousandths: cosine of each change in that share, in the order of the list, with what
+                         was merged in the round before; empty or missing if that is not known here)
     shoal/round/share    list (its hash), root (over the hashes of the leaves that the signer merged in that attempt)
     shoal/round/data     (no round) tokens, source, licence: what the signer trains on in a job of `own_data`
 
@@ -94,6 +96,7 @@ class Result:
     report: Mapping[str, tuple[float, float]]
     peer: str = ""
     raw: bytes = b""
+    past: tuple[int, ...] = ()  # thousandths
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,7 @@ def sign_result(identity: Identity, result: Result, now_ms: int) -> Result:
         "job": result.job.hex(), "round": result.round, "list": result.list.hex(), "root": result.root.hex(),
         "failed": {peer: why[:MAX_WHY_CHARS] for peer, why in result.failed.items()},
         "report": {peer: [float(f"{number:.6g}") for number in pair] for peer, pair in result.report.items()},
+        "past": list(result.past),
     }  # fmt: skip
     return read_result(signed(identity, RESULT, values, now_ms), now_ms)
 
@@ -203,6 +207,7 @@ def read_result(raw: bytes, now_ms: int) -> Result:
         report=report,
         peer=envelope.peer,
         raw=raw,
+        past=tuple(fields.integers("past", -1010, 1010, max_items=MAX_MEMBERS, default=[])),
     )
 
 

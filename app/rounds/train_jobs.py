@@ -24,6 +24,7 @@ from app.planning.history import PastForecast, remember
 from app.planning.machines import Fleet, MachineSpec
 from app.rounds import wire
 from app.rounds.island import Island, RoundServer, hashed
+from app.rounds.log import RoundEntry, codec_of, up_to
 from app.rounds.record import TrainingRecord, sign_training
 from app.rounds.statements import OwnData, sign_data
 from app.rounds.train_store import (
@@ -50,12 +51,12 @@ if TYPE_CHECKING:
 
     from app.config.home import Home
     from app.rounds.founding import Founded, TrainWish
-    from app.rounds.log import RoundEntry
 
 log = logging.getLogger("shoal.rounds")
 
 ASK_S = 10.0
 TRAIN = "train"  # these jobs among past forecasts
+KEPT_VALIDATION = 200  # losses after the latest rounds, among the figures
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,9 @@ class TrainJobs:
         )  # fmt: skip
         entries = await trio.to_thread.run_sync(self._store.log, job)
         states = await trio.to_thread.run_sync(self._store.states, job)
-        if states is not None and entries and (await trio.to_thread.run_sync(hashed, states))[0] == entries[-1].root:
+        if states is not None:
+            entries = up_to(entries, (await trio.to_thread.run_sync(hashed, states))[0])
+        if entries:
             await island.begin(entries, states)
         else:
             await island.begin()
@@ -296,10 +299,10 @@ class TrainJobs:
         if (running := self.running.get(job.record.id)) is not None:
             self._write(job, running.island, RUNNING)
             if len(entries) > 1:
-                await self._compare(running, entries[-2])
+                await self._compare(running, entries[:-1])
 
-    async def _compare(self, running: RunningTraining, entry: RoundEntry) -> None:
-        """Keep the forecast of a round beside its speed; the figures are still those of the round before the last.
+    async def _compare(self, running: RunningTraining, entries: Sequence[RoundEntry]) -> None:
+        """Keep the forecast of a job's last round but one, which the figures are still of, beside its speed.
 
         The others are taken to be machines like this one, each with the connection that was measured.
         """
@@ -310,15 +313,10 @@ class TrainJobs:
         rates = {link.peer: link.down_bytes_per_s for link in self._place.network.links()}
         machines = [
             replace(running.machine, name=one.peer, island=one.peer, up_bytes_per_s=rate, down_bytes_per_s=rate)
-            for one in entry.list.arrivals
+            for one in entries[-1].list.arrivals
             for rate in (rates.get(one.peer) or ASSUMED_BYTES_PER_S,)
         ]
-        terms = Terms(
-            1,
-            every=max(one.steps for one in entry.list.arrivals),
-            wire="f32" if record.wire == "f32" else "int8",
-            held_rows=island.held_tokens,
-        )
+        terms = terms_of(record, entries, island.held_tokens)
         islands = [Fleet(machine, (machine,)) for machine in machines]
         found = rounds_of(islands, config_of(record), usual_step(record), terms)
         if found is not None and terms.every > 0:
@@ -331,21 +329,26 @@ class TrainJobs:
     def _facts(self, record: TrainingRecord, job: StoredTraining | None = None) -> dict[str, Any]:
         running = self.running.get(record.id)
         if running is not None:
-            facts = _figures(running.island, RUNNING)
+            facts = figures_of(running.island, RUNNING)
             facts.pop("checkpoint_ms")
             return facts
-        job = job or self._store.find(record.id.hex())
-        return self._store.facts(job)
+        return self._store.idle_facts(job or self._store.find(record.id.hex()))
 
     def _write(self, job: StoredTraining, island: Island | None, status: str, why: str = "") -> None:
-        facts = self._store.facts(job) if island is None else _figures(island, status)
+        facts = self._store.facts(job) if island is None else figures_of(island, status)
         try:
             self._store.save_facts(job, {**facts, "status": status, "why": why})
         except OSError as error:
             log.warning("the figures of training %s cannot be written: %s", job.record.name, error)
 
 
-def _figures(island: Island, status: str) -> dict[str, Any]:
+def terms_of(record: TrainingRecord, entries: Sequence[RoundEntry], held_rows: int) -> Terms:
+    """Return what a forecast of the last of these rounds begins with: its steps, and the format of its changes."""
+    steps = max(one.steps for one in entries[-1].list.arrivals)
+    return Terms(1, every=steps, wire=codec_of(record, entries, len(entries) - 1), held_rows=held_rows)
+
+
+def figures_of(island: Island, status: str) -> dict[str, Any]:
     """Return the figures of an island that runs."""
     figures, standing, now = island.figures, island.standing, trio.current_time()
     alive = island.alive()
@@ -357,6 +360,7 @@ def _figures(island: Island, status: str) -> dict[str, Any]:
     for one in islands:
         arrival = last.get(str(one["peer"]))
         one["steps"], one["tokens"] = (arrival.steps, arrival.tokens) if arrival is not None else (0, 0)
+        one["lag_s"], one["tokens_per_s"] = figures.paces.get(str(one["peer"]), (None, None))
         if (data := island.data_of.get(str(one["peer"]))) is not None:
             one["data"] = {"tokens": data.tokens, "source": data.source, "licence": data.licence}
     return {
@@ -367,7 +371,9 @@ def _figures(island: Island, status: str) -> dict[str, Any]:
         "tokens": standing.tokens, "tokens_per_s": figures.round_tokens_per_s or None, "islands": islands,
         "left_out": dict(standing.banned), "bytes_per_round": figures.bytes_in,
         "utilisation": figures.utilisation, "waiting": figures.waiting, "every": standing.every,
-        "wire": standing.codec,
+        "wire": standing.codec, "losses": figures.losses, "validation": figures.validation[-KEPT_VALIDATION:],
+        "doubted": dict(island.log[-1].doubted) if island.log else {}, "resting": island.resting,
+        "left_s": figures.left_s if status == RUNNING else None,
         "checkpoint_age_s": now - figures.checkpoint_at,
         "checkpoint_ms": wall_ms() - int(1000 * (now - figures.checkpoint_at)),
     }  # fmt: skip

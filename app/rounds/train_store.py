@@ -4,18 +4,21 @@ record          the signed record (`app.rounds.record`)
 tokens, held    the text as token ids, 32 bits each, little-endian; to train on and to validate with
 tokenizer.json  the tokenizer, as the record names it by hash
 own_data.json   source and licence of the text, if it is this node's own and the node has joined the job with it
-log             the signed entries of all rounds (blobs of `app.rounds.wire`)
-state           the states of all parts after the last round, in their order (blobs)
+log             the signed entries of all rounds, one a line in base64; rounds are appended
+state           the states of all parts after the last round, in their order (blobs of `app.rounds.wire`)
 facts.json      figures for people, written after each round
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import contextlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from app.config.home import Home
 from app.core.canonical_json import decode_object
@@ -29,6 +32,7 @@ from p2p.platform import private_directory, write_private
 
 ID_DIGITS = 12
 RUNNING, FINISHED, LEFT, FAILED = "running", "finished", "left", "failed"
+PAUSED = "paused"  # it goes on once the node is in the job's swarm again
 OWN_DATA_FILE = "own_data.json"
 _MAX_BLOBS = 10**7
 _ANY_TIME_MS = 2**62  # what is on disk was checked when it came, and the clock may have been set back since
@@ -50,11 +54,20 @@ class StoredTraining:
         return short_id(self.record)
 
 
+class _Written(NamedTuple):
+    """What a log on disk has: how many rounds, the hash of the last one, and the bytes of their lines."""
+
+    rounds: int
+    head: bytes
+    size: int
+
+
 class TrainStore:
     """The training jobs in a home folder."""
 
     def __init__(self, home: Home) -> None:
         self._folder = home.trainings_folder
+        self._written: dict[Path, _Written] = {}  # logs that were read or written here
 
     def create(self, raw: bytes, texts: dict[str, bytes]) -> StoredTraining:
         """Write a job that begins here, or that this node joins; `texts` are its files by name."""
@@ -91,12 +104,23 @@ class TrainStore:
         return fields.text("source", MAX_SOURCE_CHARS), fields.text("licence", MAX_LICENCE_CHARS)
 
     def log(self, job: StoredTraining) -> list[RoundEntry]:
-        """Return the entries of a job; raises `RecordError` if they are damaged."""
+        """Return the entries of a job; raises `RecordError` if they are damaged.
+
+        A line without an end is not counted: the node died, or is at it, while it was written.
+        """
+        path = job.folder / "log"
         try:
-            raw = (job.folder / "log").read_bytes()
+            *lines, _ = path.read_bytes().split(b"\n")
         except FileNotFoundError:
             return []
-        return [read_entry(one, _ANY_TIME_MS) for one in wire.unpack(raw, _MAX_BLOBS)]
+        entries = []
+        for number, line in enumerate(lines):
+            try:
+                entries.append(read_entry(base64.b64decode(line, validate=True), _ANY_TIME_MS))
+            except (binascii.Error, RecordError) as error:
+                raise RecordError(f"the log of {job.record.name} is damaged at round {number}: {error}") from error
+        self._written[path] = _written(entries, sum(len(line) + 1 for line in lines))
+        return entries
 
     def states(self, job: StoredTraining) -> list[bytes] | None:
         """Return the states after the newest entry; None if there are none yet."""
@@ -106,9 +130,26 @@ class TrainStore:
             return None
 
     def save(self, job: StoredTraining, entries: list[RoundEntry], states: list[bytes]) -> None:
-        """Write the log, and the states after its last entry."""
+        """Write the log, and then the states after its last entry."""
+        self._write_log(job.folder / "log", entries)
         write_private(job.folder / "state", b"".join(wire.pack(states)))
-        write_private(job.folder / "log", b"".join(wire.pack(entry.raw for entry in entries)))
+
+    def _write_log(self, path: Path, entries: list[RoundEntry]) -> None:
+        """Append the entries that are not in the file yet; write it anew if it has another history."""
+        known = self._written.get(path)
+        if known is not None and known == _written(entries[: known.rounds], known.size):
+            added = _lines(entries[known.rounds :])
+            with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
+                file.truncate(known.size)  # of what was written when the disk was full, or the node died
+                file.seek(known.size)
+                file.write(added)
+                file.flush()
+                os.fsync(file.fileno())
+                self._written[path] = _written(entries, known.size + len(added))
+                return
+        whole = _lines(entries)
+        write_private(path, whole)
+        self._written[path] = _written(entries, len(whole))
 
     def save_facts(self, job: StoredTraining, facts: dict[str, Any]) -> None:
         """Write the figures of a job."""
@@ -125,6 +166,20 @@ class TrainStore:
         age = None if not isinstance(at_ms, int) else max(0.0, (wall_ms() - at_ms) / 1000)
         return {**facts_of(job.record), **facts, "checkpoint_age_s": age}
 
+    def idle_facts(self, job: StoredTraining) -> dict[str, Any]:
+        """Return the figures of a job that does not run in this node now."""
+        facts = self.facts(job)
+        return {**facts, "status": PAUSED, "waiting": "", "left_s": None} if facts["status"] == RUNNING else facts
+
+
+def _lines(entries: list[RoundEntry]) -> bytes:
+    """The lines of a log."""
+    return b"".join(base64.b64encode(entry.raw) + b"\n" for entry in entries)
+
+
+def _written(entries: list[RoundEntry], size: int) -> _Written:
+    return _Written(len(entries), entries[-1].hash if entries else b"", size)
+
 
 def short_id(record: TrainingRecord) -> str:
     """Return the beginning of a job's hash, which names its folder."""
@@ -138,6 +193,7 @@ def facts_of(record: TrainingRecord) -> dict[str, Any]:
         "status": FAILED, "why": "", "round": 0, "step": 0, "steps": record.steps, "loss": None,
         "validation_loss": None, "tokens": 0, "tokens_per_s": None, "islands": [], "left_out": {},
         "bytes_per_round": 0, "utilisation": None, "waiting": "", "every": record.every, "wire": record.codecs[0],
+        "losses": [], "validation": [], "doubted": {}, "resting": {}, "left_s": None,
     }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ endian). Statements are specified in `app.rounds.statements` and `app.rounds.log
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from app.core.canonical_json import Fields, canonical, decode_object
@@ -35,8 +35,8 @@ SIGNED, LOG, PARTS = "rounds.signed", "rounds.log", "rounds.parts"
 OF_ISLANDS = (HELLO, SAY, HASHES, SHARE, MERGED, SIGNED, LOG, PARTS)  # with a job, answered by its island
 NOT_YET, FAILED, UNKNOWN, WRONG = "not_yet", "failed", "unknown_job", "bad_request"
 
-WAIT_S = 5.0
-RUN_LEAVES = 256  # leaves of one request: 4 MiB in int8, 16 MiB in float32
+WAIT_S = 2.0  # short: until the answer comes, nobody knows whether it is lost
+RUN_LEAVES = 256  # most leaves of one request: 4 MiB in int8, 16 MiB in float32
 RUN_ENTRIES = 64
 MAX_LEAVES = 2**22
 MAX_JOBS = 64
@@ -87,8 +87,3 @@ def unpack_hashes(raw: bytes) -> list[bytes]:
     if len(raw) % HASH_BYTES or len(raw) > MAX_LEAVES * HASH_BYTES:
         raise RecordError("an answer is not a list of hashes")
     return [raw[at : at + HASH_BYTES] for at in range(0, len(raw), HASH_BYTES)]
-
-
-def runs_of(leaves: range) -> Sequence[tuple[int, int]]:
-    """Divide a range of leaves into requests: (first, count)."""
-    return [(at, min(RUN_LEAVES, leaves.stop - at)) for at in range(leaves.start, leaves.stop, RUN_LEAVES)]

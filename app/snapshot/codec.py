@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from app.snapshot.views import JobView, ModelView, OfferView, PeerView, ProspectsView, Snapshot
+from app.snapshot.views import JobView, ModelView, OfferView, PeerView, ProspectsView, Snapshot, TrainingView
 
 _T = TypeVar("_T")
 STATUS_FIELDS = (
@@ -108,6 +108,11 @@ def models_from(values: Sequence[Mapping[str, Any]]) -> list[ModelView]:
 def jobs_from(values: Sequence[Mapping[str, Any]]) -> list[JobView]:
     """Build a list of fine-tuning jobs from the JSON that a node sent."""
     return [_read(JobView, value) for value in values]
+
+
+def trainings_from(values: Sequence[Mapping[str, Any]]) -> list[TrainingView]:
+    """Build a list of training jobs from the JSON that a node sent."""
+    return [_read(TrainingView, value) for value in values]
 
 
 @cache

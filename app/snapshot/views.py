@@ -7,7 +7,7 @@ clients and nodes of neighbouring versions work together.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from app.core.reasons import Reason
 
@@ -421,6 +421,50 @@ class JobView:
     bytes_in: int = 0
     wire: str = ""  # number format between the hops
     bytes_per_link: tuple[JobLinkView, ...] = ()
+
+
+@dataclass(frozen=True)
+class IslandView:
+    """One island of a training job, and what it did in the last round."""
+
+    peer: str
+    here: bool = False
+    alive: bool = False
+    steps: int = 0
+    tokens: int = 0
+    tokens_per_s: float | None = None  # until its change was there, as seen from this node
+    lag_s: float | None = None  # after the first island
+    data: dict[str, Any] | None = None  # tokens, source and licence, if it trains on a text of its own
+
+
+@dataclass(frozen=True)
+class TrainingView:
+    """A training job that this node takes part in, or did: `app.rounds.train_store` has the same facts."""
+
+    job: str
+    name: str
+    status: str
+    why: str
+    round: int
+    step: int
+    steps: int
+    loss: float | None
+    validation_loss: float | None
+    tokens: int
+    tokens_per_s: float | None  # of all islands, in the last round
+    left_out: dict[str, str]  # island -> why it takes no more part
+    bytes_per_round: int
+    utilisation: float | None
+    waiting: str  # for whom a round waits, and until when
+    every: int
+    wire: str
+    checkpoint_age_s: float | None
+    islands: tuple[IslandView, ...] = ()
+    losses: tuple[float, ...] = ()  # of the latest steps made here
+    validation: tuple[tuple[int, float], ...] = ()  # (step, loss), after the latest rounds
+    doubted: dict[str, str] | None = None  # island -> how its change in the last round was unlike the others'
+    resting: dict[str, str] | None = None  # island that failed in exchanges -> until when it is not expected
+    left_s: float | None = None  # until the job is finished; None: not known, or it does not run
 
 
 @dataclass(frozen=True)

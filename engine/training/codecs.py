@@ -1,13 +1,14 @@
-"""Numbers as bytes for the exchange between islands: plain float32, or int8 with one scale for 4096 numbers.
+"""Numbers as bytes for the exchange between islands: plain float32, or whole numbers of 8 or 4 bits with scales.
 
-The int8 format has first the scales, float32, then the numbers. A scale has 16 significant bits and is rounded up, so
-that every product of a scale and a number is exact: encoding what was decoded gives the same bytes on every machine,
-and nothing is off by more than half a scale. All integers and floats are little-endian.
+int8 has one scale for 4096 numbers, from -127 to 127; int4 one for 128, from -7 to 7, two in a byte, the first in its
+low half. The scales come first, float32, then the numbers. A scale has 16 significant bits and is rounded up, so that
+every product of a scale and a number is exact: encoding what was decoded gives the same bytes on every machine, and
+nothing is off by more than half a scale. All integers and floats are little-endian.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,12 +16,31 @@ from torch import Tensor
 
 from engine.errors import NotFinite, TrainingError
 
-Codec = Literal["f32", "int8"]
-CODECS: tuple[Codec, ...] = ("f32", "int8")
-GROUP = 4096  # numbers that share a scale
+Codec = Literal["f32", "int8", "int4"]
+CODECS: tuple[Codec, ...] = ("f32", "int8", "int4")
+
+
+class _Grouped(NamedTuple):
+    """A format of whole numbers: how many share a scale, the largest of them, and how many are in a byte."""
+
+    group: int
+    most: int
+    in_byte: int
+
+
+GROUP = 4096  # numbers of int8 that share a scale
+_FORMATS = {"int8": _Grouped(GROUP, 127, 1), "int4": _Grouped(128, 7, 2)}
 _LEAST = 2.0**-100  # a group whose largest number is below this is sent as zeros
 _MOST = 2.0**70  # above all that training makes; the norm of a change of such numbers is a double without trouble
 _DROPPED_BITS = 0xFF  # of a scale's 24 significant bits
+
+
+def codec_named(name: str) -> Codec:
+    """Return the codec of a name; raises `TrainingError` if there is none."""
+    for codec in CODECS:
+        if codec == name:
+            return codec
+    raise TrainingError(f"{name} is not a number format of changes; update Shoal")
 
 
 def encode(vector: Tensor, codec: Codec) -> bytes:
@@ -33,14 +53,19 @@ def encode(vector: Tensor, codec: Codec) -> bytes:
         raise NotFinite("a number to send is not finite, or too large")
     if codec == "f32":
         return values.astype("<f4", copy=False).tobytes()
-    padded = np.zeros(-(-values.size // GROUP) * GROUP, dtype=np.float32)
+    form = _FORMATS[codec]
+    padded = np.zeros(-(-values.size // form.group) * form.group, dtype=np.float32)
     padded[: values.size] = values
-    groups = padded.reshape(-1, GROUP)
-    scales = _scales(np.abs(groups).max(axis=1))
+    groups = padded.reshape(-1, form.group)
+    scales = _scales(np.abs(groups).max(axis=1), form.most)
     safe = np.where(scales > 0, scales, np.float32(1))[:, None]
     numbers = np.rint(groups / safe)
     numbers[scales == 0] = 0
-    return scales.astype("<f4").tobytes() + numbers.astype(np.int8).reshape(-1)[: values.size].tobytes()
+    whole = numbers.astype(np.int8).reshape(-1)[: form.in_byte * -(-values.size // form.in_byte)]
+    if codec == "int4":
+        halves = whole.view(np.uint8) & 0xF
+        whole = (halves[::2] | halves[1::2] << 4).view(np.int8)
+    return scales.astype("<f4").tobytes() + whole.tobytes()
 
 
 def decode(data: bytes | memoryview, count: int, codec: Codec) -> Tensor:
@@ -52,12 +77,16 @@ def decode(data: bytes | memoryview, count: int, codec: Codec) -> Tensor:
         if values.size and not float(np.abs(values).max()) < _MOST:
             raise TrainingError("a number that was sent is not finite, or too large")
         return torch.from_numpy(values)
-    groups = -(-count // GROUP)
+    form = _FORMATS[codec]
+    groups = -(-count // form.group)
     scales = np.frombuffer(data, dtype="<f4", count=groups).astype(np.float32)
     if groups and not (scales.min() >= 0 and scales.max() < _MOST):
         raise TrainingError("a scale that was sent is not finite, negative or too large")
-    numbers = np.frombuffer(data, dtype=np.int8, offset=4 * groups).astype(np.float32)
-    return torch.from_numpy(numbers * np.repeat(scales, GROUP)[:count])
+    whole = np.frombuffer(data, dtype=np.int8, offset=4 * groups)
+    if codec == "int4":
+        halves = np.stack((whole.view(np.uint8) << 4, whole.view(np.uint8) & 0xF0), axis=1)
+        whole = (halves.view(np.int8) >> 4).reshape(-1)[:count]  # with their signs
+    return torch.from_numpy(whole.astype(np.float32) * np.repeat(scales, form.group)[:count])
 
 
 def bounded(vector: Tensor) -> Tensor:
@@ -67,11 +96,14 @@ def bounded(vector: Tensor) -> Tensor:
 
 def encoded_bytes(count: int, codec: Codec) -> int:
     """Number of bytes of so many numbers."""
-    return 4 * count if codec == "f32" else 4 * -(-count // GROUP) + count
+    if codec == "f32":
+        return 4 * count
+    form = _FORMATS[codec]
+    return 4 * -(-count // form.group) + -(-count // form.in_byte)
 
 
-def _scales(largest: np.ndarray) -> np.ndarray:
-    """Return the least scale of 16 significant bits with which each group's largest number is at most 127."""
-    scales = (np.where(largest < _LEAST, 0, largest) / np.float32(127)).astype("<f4")
+def _scales(largest: np.ndarray, most: int) -> np.ndarray:
+    """Return the least scale of 16 significant bits with which each group's largest number is at most `most`."""
+    scales = (np.where(largest < _LEAST, 0, largest) / np.float32(most)).astype("<f4")
     bits = scales.view("<u4")
     return ((bits + _DROPPED_BITS) & ~np.uint32(_DROPPED_BITS)).astype("<u4").view("<f4")

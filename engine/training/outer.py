@@ -61,10 +61,19 @@ def agreement(changes: Tensor) -> list[tuple[float, float]]:
         if not len(others):
             found.append((norm, 1.0))
             continue
-        middle = _middle(others).double()
-        length = norm * float(middle.norm())
-        found.append((norm, float(change.double() @ middle) / length if length else 0.0))
+        found.append((norm, _cosine(change, _middle(others))))
     return found
+
+
+def likeness(changes: Tensor, past: Tensor) -> list[float]:
+    """Return the cosine of each change (islands, numbers) with one of an earlier round."""
+    return [_cosine(change, past) for change in changes]
+
+
+def _cosine(first: Tensor, second: Tensor) -> float:
+    """Cosine of two vectors; 0 if one of them is all zeros."""
+    length = float(first.double().norm()) * float(second.double().norm())
+    return float(first.double() @ second.double()) / length if length else 0.0
 
 
 def _middle(rows: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ starts from the same 100 common steps, has a constant rate, and islands exchange
 `diloco_vs_sync`    four islands with int8 rounds every 50 steps, beside one process with four times the batch
 `diloco_vs_alone`   the same beside one island without rounds
 `int8_vs_f32`, `diloco_bytes_ratio`   the same beside float32 rounds, and its bytes beside float32 gradients every step
+`int4_vs_f32`       the same with int4 rounds, beside float32 rounds
 `unlike_vs_like`    each island reads an era of its own, beside all eras for all
 `poison_loss_ratio` the worst of `poison_loss_ratios`: one of four lies and is left out once two rounds in a row doubted
                     it, beside four honest ones; `poison_found_after` has the rounds that this took. One who copies is
@@ -48,7 +49,16 @@ from typing import Any
 
 import torch
 
-from app.rounds.decisions import copied, doubted, left_out_after, measured, share_ranges
+from app.rounds.decisions import (
+    PAST_UNITS,
+    copied,
+    doubted,
+    left_out_after,
+    measured,
+    past_likeness,
+    replayed,
+    share_ranges,
+)
 from app.rounds.island import RoundTiming
 from app.rounds.reading import positions_of, sequence_at
 from engine.config import ModelConfig, Rope
@@ -185,18 +195,20 @@ class Islands:
 def _merge(models: Mapping[str, IslandModel], sent: Mapping[str, list[bytes]]) -> list[str]:
     """Let all islands that sent a change go on from the merged one; return whose change is doubted."""
     names = list(sent)
-    merged, reports = list[bytes](), []
+    merged, reports, pasts = list[bytes](), [], []
     for share in share_ranges(models[names[0]].leaves, len(names)):
         rows = [leaves[share.start : share.stop] for leaves in sent.values()]
         found = models[names[0]].merge(rows, share.start, [1.0] * len(names))
         merged += found.leaves
         reports.append(dict(zip(names, found.report, strict=True)))
+        pasts.append([round(PAST_UNITS * cosine) for cosine in found.past])
     states = [models[name].advance(merged) for name in names]
     assert all(state == states[0] for state in states)
     for name in names:
         models[name].commit(counted=True)
     roots = {name: hashlib.sha256(b"".join(leaves)).digest() for name, leaves in sent.items()}
-    return list(doubted(measured(names, reports)) | copied(roots))
+    again = replayed(past_likeness(names, reports, pasts))
+    return list(doubted(measured(names, reports)) | again | copied(roots))
 
 
 @dataclass(frozen=True)
@@ -260,8 +272,14 @@ def copy(model: IslandModel, others: Sequence[list[bytes]]) -> list[bytes]:
     return others[0]
 
 
+def replay(model: IslandModel, others: Sequence[list[bytes]]) -> list[bytes]:
+    """What was merged in the last round; before the first one, the honest change."""
+    return scaled(1.0)(model, others) if model._past is None else list(model._past.leaves)
+
+
 LIES: dict[str, Lie] = {
     "flip": scaled(-1.0), "flip10": scaled(-10.0), "noise": noise, "zeros": scaled(0.0), "copy": copy,
+    "replay": replay,
 }  # fmt: skip
 Run = Callable[[Corpus, dict[str, torch.Tensor], int, int], Outcome]
 
@@ -283,6 +301,7 @@ RUNS: dict[str, Run] = {
     "alone": Single(BATCH),
     "diloco": Islands(),
     "diloco_f32": Islands(changes={"codec": "f32"}),
+    "diloco_int4": Islands(changes={"codec": "int4"}),
     "diloco_unlike": Islands(unlike=True),
     **{f"poison_{name}": Islands(lie=lie) for name, lie in LIES.items()},
     **{f"clip_{name}": Islands(lie=lie, leaves_out=False) for name, lie in LIES.items()},
@@ -348,6 +367,7 @@ FIGURES: dict[str, Callable[[Bench], object]] = {
     "diloco_vs_sync": lambda bench: bench.ratio("diloco", "sync"),
     "diloco_vs_alone": lambda bench: bench.ratio("diloco", "alone"),
     "int8_vs_f32": lambda bench: bench.ratio("diloco", "diloco_f32"),
+    "int4_vs_f32": lambda bench: bench.ratio("diloco_int4", "diloco_f32"),
     "diloco_bytes_ratio": Bench.bytes_ratio,
     "unlike_vs_like": lambda bench: bench.ratio("diloco_unlike", "diloco"),
     "poison_loss_ratio": lambda bench: max(bench.ratios("poison").values()),

@@ -11,7 +11,7 @@ import pytest
 from trio.testing import MockClock
 
 from tests.app.rounds.island_swarm import Lesson, open_islands
-from tests.app.rounds.test_endurance import check_churn, check_failures, check_slower_link
+from tests.app.rounds.test_endurance import check_broken_member, check_churn, check_failures, check_slower_link
 from tests.app.rounds.test_islands import check_partition
 from tests.bench import train
 from tests.bench.train_network import Speeches
@@ -21,6 +21,10 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
 
 async def test_a_member_fails_in_each_of_two_hundred_rounds(tmp_path: Path, patient_clock: MockClock) -> None:
     await check_failures(tmp_path, rounds=200, restart_every=10)
+
+
+async def test_a_broken_member_costs_few_of_a_hundred_rounds(tmp_path: Path, patient_clock: MockClock) -> None:
+    await check_broken_member(tmp_path, rounds=100, most=13)
 
 
 @pytest.mark.parametrize("number", range(4))

@@ -14,7 +14,7 @@ from textual.pilot import Pilot
 from app.api.client import Client, Hangup
 from app.core.errors import AppError
 from app.snapshot.codec import to_json
-from app.snapshot.views import FitView, JobView, ModelView, OfferView, ProspectsView, Snapshot
+from app.snapshot.views import FitView, JobView, ModelView, OfferView, ProspectsView, Snapshot, TrainingView
 from tests.ui.fixed import HEALTHY, Clock, fill
 from tests.ui.rendering import StillDashboard, settle, text_of_screen
 from ui.state.store import Store
@@ -37,6 +37,7 @@ class ScriptedNode(Client):
         self.dead: set[str] = set()  # swarms of which no member answers
         self.chats: list[dict[str, Any]] = []
         self.jobs: list[JobView] | AppError = []
+        self.trainings: list[TrainingView] = []
         self.reply: list[dict[str, Any] | AppError] = [{"text": "Because."}]  # pieces; an `AppError` is raised
 
     def get(self, path: str, *, timeout_s: float | None = None) -> Any:
@@ -53,6 +54,8 @@ class ScriptedNode(Client):
             if isinstance(self.jobs, AppError):
                 raise self.jobs
             return [to_json(job) for job in self.jobs]
+        if path == "/control/train":
+            return [to_json(job) for job in self.trainings]
         if path == "/v1/models":
             return {"data": [{"id": "reading-club"}, {"id": "reading-club+sonnets"}]}
         assert path == "/control/config"
@@ -63,6 +66,9 @@ class ScriptedNode(Client):
             return to_json(self._preview(**body))
         named = (body[name] for name in ("target", "model", "peer", "job") if body.get(name))
         self.asked.append(f"{path} {next(named, '')}".strip())
+        if path == "/control/train/leave":
+            self.trainings = [replace(job, status="left") for job in self.trainings]
+            return to_json(self.trainings[0])
         if path.startswith("/control/jobs/"):
             return to_json(self._act_on_job(path.rpartition("/")[2], body["job"]))
         if path == "/control/invite":

@@ -11,6 +11,7 @@ from app.snapshot.views import (
     FlowView,
     GivenView,
     HopView,
+    IslandView,
     JobHopView,
     JobLinkView,
     JobView,
@@ -23,6 +24,7 @@ from app.snapshot.views import (
     StepView,
     SwarmView,
     TrainedView,
+    TrainingView,
     WeightsView,
 )
 from ui.state.store import ConnectionState, Store
@@ -127,6 +129,36 @@ JOBS = (
             tokens_per_s=None, loss=None, losses=(), validation=()),
     replace(_IDLE, job="77aa01bc93fe", out="birds", status="finished", step=400, loss=0.61),
 )  # fmt: skip
+TRAINING = TrainingView(
+    job="9d20c7e41b68",
+    name="poems",
+    status="running",
+    why="",
+    round=12,
+    step=600,
+    steps=2000,
+    loss=2.417,
+    validation_loss=2.361,
+    tokens=1_843_200,
+    tokens_per_s=412.0,
+    left_out={PEERS[9].peer: "its change agrees by -0.31 with the others, usual is 0.46"},
+    bytes_per_round=12_400_000,
+    utilisation=0.913,
+    waiting="waits for pike, for 12 s at most",
+    every=50,
+    wire="int8",
+    checkpoint_age_s=41.0,
+    islands=(
+        IslandView(ME, here=True, alive=True, steps=50, tokens=51_200, tokens_per_s=141.0, lag_s=0.0),
+        IslandView(PEERS[0].peer, alive=True, steps=50, tokens=51_200, tokens_per_s=138.2, lag_s=1.4),
+        IslandView(PEERS[4].peer, alive=True, steps=44, tokens=45_056, tokens_per_s=118.9, lag_s=2.0),
+        IslandView(PEERS[8].peer, alive=False),
+    ),
+    losses=tuple(2.2 + 3.0 / (1 + step / 40) + 0.1 * ((step * 7) % 11) / 11 for step in range(400)),
+    validation=tuple((50 * turn, 2.2 + 3.2 / (1 + turn / 1.2)) for turn in range(1, 13)),
+    doubted={PEERS[4].peer: "its change has the norm 9.1, the median is 1.6"},
+    left_s=8400.0,
+)
 HEALTHY = Snapshot(
     ME,
     "serving",

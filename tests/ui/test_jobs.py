@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import cast
@@ -10,12 +11,14 @@ import pytest
 from textual.pilot import Pilot
 
 from app.core.errors import AppError
-from app.snapshot.views import JobHopView, JobView, TrainedView
+from app.snapshot.codec import to_json, trainings_from
+from app.snapshot.views import IslandView, JobHopView, JobView, TrainedView, TrainingView
 from tests.ui.driving import DrivenDashboard, ScriptedNode, driven, until
-from tests.ui.fixed import HEALTHY, JOBS, ME, PEERS
+from tests.ui.fixed import HEALTHY, JOBS, ME, PEERS, TRAINING
 from tests.ui.rendering import settle, text_of_screen
 from ui.draw.jobs import NO_JOBS, job_columns, job_facts, job_row, job_rows, loss_rows, loss_title, trained_rows
 from ui.draw.rows import text_of, width_of
+from ui.draw.trainings import training_facts, training_rows
 from ui.screens.jobs import Jobs
 from ui.state.store import ConnectionState
 
@@ -32,6 +35,16 @@ HOSTILE = replace(
     rejected_why={STRANGER: "said\n\x1b[31m" + "nothing " * 40},
     lost=(f"{STRANGER}: it left",),
     data="/very" * 60 + "/facts.jsonl",
+)
+HOSTILE_TRAINING = replace(
+    TRAINING,
+    name="a\x1b[2Jb",
+    losses=(math.nan, 2.0, math.inf),
+    validation=((1, math.nan), (2, 3.0)),
+    waiting=f"waits for {STRANGER}\x1b[31m",
+    left_out={STRANGER: "said\n\x1b[31m" + "nothing " * 40},
+    islands=tuple(IslandView(f"{'鳥' * 20}{at}", data={"source": "\x1b[2J"}) for at in range(16)),
+    wire="\x1b[2J",
 )
 
 
@@ -140,6 +153,99 @@ def test_the_facts_of_a_job_name_its_peers() -> None:
     assert ("model", "model 1a2b3c4d") in job_facts(replace(RUNNING, model_name="model 1a2b3c4d"), name_of)
 
 
+# --- training jobs ---------------------------------------------------------------------------------------------------
+
+
+def trained(job: TrainingView, width: int = 78, height: int = 40) -> list[str]:
+    return [text_of(line).rstrip() for line in training_rows(job, name_of, width, height)]
+
+
+def test_a_training_job_has_its_row_in_the_table() -> None:
+    columns = job_columns(78, ["club-facts", "poems"])
+    assert text_of(job_row(TRAINING, columns)).split() == (
+        "● poems 9d20c7e41b68 600 of 2 000 2.417 412 2 h 20 m running".split()
+    )
+    assert width_of(job_row(TRAINING, columns)[:-1]) == width_of(job_row(RUNNING, columns)[:-1])
+
+
+def test_everything_about_a_training_job_is_told() -> None:
+    rows = trained(TRAINING)
+    assert rows[0] == "waiting    for pike, for 12 s at most"
+    assert rows[1].endswith("12 rounds, step 600 of 2 000")
+    assert rows[2] == "speed      412 tok/s · 1.8 M tokens · 91 % in steps · 2 h 20 m left"
+    assert rows[3].startswith("unseen     █") and rows[3].endswith("2.361")  # noqa: PT018
+    assert rows[4] == "exchange   12 MB a round as int8, every 50 steps · checkpoint 41 s old"
+    assert rows[5] == "left out   mako: its change agrees by -0.31 with the others, usual is 0.46"
+    assert rows[6] == "doubted    heron: its change has the norm 9.1, the median is 1.6"
+    assert rows[7:] == [
+        "islands    you           50 steps, 51 k tokens, 141 tok/s, first",
+        "           tern          50 steps, 51 k tokens, 138 tok/s, 1.4 s late",
+        "           heron         44 steps, 45 k tokens, 119 tok/s, 2.0 s late",
+        "           pike          not in the last round, silent",
+    ]
+
+
+def test_islands_share_rows_where_these_are_few() -> None:
+    assert trained(TRAINING, 78, 10)[7:] == [
+        "islands    you 51 k tokens 141 tok/s · tern 51 k tokens 138 tok/s 1.4 s late",
+        "           heron 45 k tokens 119 tok/s 2.0 s late · pike silent",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("job", "said", "unsaid"),
+    [
+        (replace(TRAINING, waiting=""), "12 rounds", "waiting"),
+        (replace(TRAINING, waiting=f"waits for {STRANGER}"), "waiting    for AAAAAA", "12D3"),
+        (replace(TRAINING, status="failed", why="the disk is full"), "failed     the disk is full", "alone"),
+        (replace(TRAINING, islands=TRAINING.islands[:1]), "step 600 of 2 000, alone", "tern"),
+        (replace(TRAINING, resting={STRANGER: "failed in 3 exchanges"}), "resting    AAAAAA: failed in 3", "12D3"),
+        (replace(TRAINING, left_s=None, utilisation=None), "— in steps", "h 20 m left"),
+        (replace(TRAINING, left_out={}, doubted=None), "islands    you", "doubted"),
+        (replace(TRAINING, status="left", islands=(), validation=(), validation_loss=None), "unseen     —", "alone"),
+    ],
+)
+def test_only_what_is_known_of_a_training_job_is_told(job: TrainingView, said: str, unsaid: str) -> None:
+    text = "\n".join(trained(job))
+    assert said in text
+    assert unsaid not in text
+
+
+@pytest.mark.parametrize("size", [(20, 4), (78, 8), (78, 40), (150, 12)])
+@pytest.mark.parametrize("job", [TRAINING, HOSTILE_TRAINING], ids=["honest", "hostile"])
+def test_a_training_job_keeps_to_its_panel(job: TrainingView, size: tuple[int, int]) -> None:
+    width, height = size
+    for rows in (training_rows(job, name_of, width, height), loss_rows(job, width, height)):
+        assert len(rows) <= height
+        assert all(width_of(line) <= width for line in rows)
+        assert all(text_of(line).isprintable() for line in rows)
+
+
+def test_the_losses_of_a_training_job_are_those_of_the_latest_steps_here() -> None:
+    assert text_of(loss_rows(TRAINING, 40, 5)[-1]).strip() == "latest 400 steps here"
+    assert text_of(loss_title(TRAINING)) == "loss  2.417 · unseen text 3.945 to 2.491"
+
+
+def test_the_facts_of_a_training_job_name_its_islands() -> None:
+    facts = training_facts(TRAINING, name_of)
+    assert ("island", "tern: 50 steps, 51 k tokens, 138 tok/s, 1.4 s late") in facts
+    assert ("waiting", "waits for pike, for 12 s at most") in facts
+    own = replace(TRAINING, islands=(IslandView(ME, data={"tokens": 9, "source": "poems.txt", "licence": "MIT"}),))
+    assert ("island", "you: not in the last round, silent; reads 9 tokens of poems.txt (MIT)") in training_facts(
+        own, name_of
+    )
+
+
+def test_a_training_job_is_read_from_the_json_of_a_node() -> None:
+    facts = json.loads(json.dumps(to_json(TRAINING)))
+    (found,) = trainings_from([{**facts, "hash": "9d", "founder": ME}])
+    assert json.loads(json.dumps(to_json(found))) == facts
+    assert found.islands == TRAINING.islands
+    for name in ("islands", "losses", "validation", "doubted", "left_s"):
+        del facts[name]  # of a job that an earlier version wrote down
+    assert trainings_from([facts])[0].islands == ()
+
+
 # --- keys ------------------------------------------------------------------------------------------------------------
 
 
@@ -204,5 +310,29 @@ def test_jobs_are_asked_for_only_while_they_are_shown() -> None:
         await settle(app, pilot)
         assert "club-facts" not in text_of_screen(app)
         assert app.store.jobs is None
+
+    driven(node, drive)
+
+
+def test_a_training_job_is_left_by_a_key_and_never_paused() -> None:
+    node = ScriptedNode()
+    node.jobs, node.trainings = [RUNNING], [TRAINING]
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("4")
+        await until(app, pilot, lambda: "x leave job" in text_of_screen(app))
+        assert "12 rounds, step 600 of 2 000" in text_of_screen(app)
+        assert "pause job" not in text_of_screen(app)
+        await pilot.press("p")
+        await until(app, pilot, lambda: app.said)
+        assert "not paused; hosting is paused on the other tabs" in app.said[0]
+        await pilot.press("x", "enter")
+        await until(app, pilot, lambda: "x leave job" not in text_of_screen(app))
+        assert node.asked == [f"/control/train/leave {TRAINING.job}"]
+        await pilot.press("enter")
+        await until(app, pilot, lambda: "12400000 in the last round" in text_of_screen(app))
+        await pilot.press("escape", "down")
+        await until(app, pilot, lambda: "p pause job" in text_of_screen(app))
+        assert "leave job" not in text_of_screen(app)
 
     driven(node, drive)

@@ -16,7 +16,7 @@ import pytest
 from textual.pilot import Pilot
 
 from app.snapshot.views import DeviceView, FitView, GuestView, OfferView, ProspectsView
-from tests.ui.fixed import JOBS, SNAPSHOTS, fill
+from tests.ui.fixed import JOBS, SNAPSHOTS, TRAINING, fill
 from tests.ui.rendering import (
     FIXTURES,
     KEYS,
@@ -196,6 +196,7 @@ def test_the_dialogs_show_what_is_known(size: tuple[int, int]) -> None:
             async for _ in in_each_theme(app, pilot):
                 fill(app.store, "healthy")
                 await look_at_windows(app, pilot, gallery)
+                await look_at_training(app, pilot, gallery)
                 fill(app.store, "empty")
                 await look_at_first_run(app, pilot, gallery)
 
@@ -228,6 +229,19 @@ async def look_at_windows(app: StillDashboard, pilot: Pilot[None], gallery: Gall
     await settle(app, pilot)
     gallery.take(app, "zoom")
     await pilot.press("z")
+
+
+async def look_at_training(app: StillDashboard, pilot: Pilot[None], gallery: Gallery) -> None:
+    """A training job among others, and all that is known about it."""
+    await pilot.press(KEYS["jobs"])
+    focus_first(app)
+    app.store.take_jobs((TRAINING, *JOBS))
+    await settle(app, pilot)
+    gallery.take(app, "training")
+    await pilot.press("enter")
+    await settle(app, pilot)
+    gallery.take(app, "training-facts")
+    await pilot.press("escape", KEYS["overview"])
 
 
 async def look_at_first_run(app: StillDashboard, pilot: Pilot[None], gallery: Gallery) -> None:

@@ -1,4 +1,7 @@
-"""Fine-tuning jobs as rows: the table of jobs, the losses of one, and everything else that is known about it."""
+"""Jobs as rows: the table of all, the losses of one, and everything else that is known about a fine-tuning job.
+
+What is known about a training job is drawn in `ui.draw.trainings`.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from app.core.terminal_text import one_line
-from app.snapshot.views import JobHopView, JobView, Snapshot
+from app.snapshot.views import JobHopView, JobView, Snapshot, TrainingView
 from ui.draw.bars import bar, ceiling, plot
 from ui.draw.events import with_names
 from ui.draw.numbers import count, duration, known_rate, many, plural, size
 from ui.draw.rows import UNKNOWN, Row, cell, fit, row, shorten, text_of, tidy, width_of, wrap
 
 NameOf = Callable[[str], str]
-NO_JOBS = "There are no jobs yet: `shoal finetune --data FILE --out NAME` starts one."
+AnyJob = JobView | TrainingView
+NO_JOBS = "There are no jobs yet: `shoal finetune` and `shoal train` start one."
 RESUMABLE = ("paused", "failed")
 _SIGNS = {
     "running": ("●", "success"),
     "paused": ("‖", "warning"),
     "finished": ("✓", "success"),
     "stopped": ("○", "dim"),
+    "left": ("○", "dim"),
     "failed": ("×", "error"),
 }
 _STEPS, _LOSS, _RATE, _LEFT, _STATUS = 16, 8, 7, 10, 8  # cells of the columns that are always shown
 _ID, _BAR = 14, 14
-_LABEL = 11
-_NAME = 14  # most cells of a peer's name
+LABEL = 11
+PEER_NAME = 14  # most cells of a peer's name
 _AXIS = 6  # cells of a plot's axis
 _MOST_LINKS = 4
-_MOST_WHY = 3  # rows of one reason
+MOST_WHY = 3  # rows of one reason
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -37,7 +42,7 @@ _MOST_WHY = 3  # rows of one reason
 
 @dataclass(frozen=True)
 class JobColumns:
-    """Width of the adapter's name in cells, and which of the columns that need room are shown."""
+    """Width of a job's name in cells, and which of the columns that need room are shown."""
 
     name: int
     with_id: bool
@@ -55,24 +60,29 @@ def job_columns(width: int, names: Sequence[str]) -> JobColumns:
     return JobColumns(name, with_id, room >= _BAR)
 
 
+def name_of_job(job: AnyJob) -> str:
+    """A training job's own name, or that of the adapter which a fine-tuning job makes."""
+    return one_line(job.name if isinstance(job, TrainingView) else job.out)
+
+
 def job_header(columns: JobColumns) -> Row:
     """The header of the table."""
-    text = "  " + cell("adapter", columns.name) + (cell("job", _ID) if columns.with_id else "")
+    text = "  " + cell("name", columns.name) + (cell("job", _ID) if columns.with_id else "")
     text += cell("steps", _STEPS + (_BAR if columns.with_bar else 0))
     return row((text + cell("loss", _LOSS) + cell("tok/s", _RATE) + cell("left", _LEFT) + "status", "dim"))
 
 
-def job_row(job: JobView, columns: JobColumns) -> Row:
+def job_row(job: AnyJob, columns: JobColumns) -> Row:
     """The row of one job."""
     sign, style = _SIGNS.get(job.status, ("·", "dim"))
-    name = cell(one_line(job.out), columns.name - 1)
+    name = cell(name_of_job(job), columns.name - 1)
     line = row((f"{sign} ", style), (name, "b" if job.status == "running" else ""), " ")
     if columns.with_id:
         line.append((cell(one_line(job.job), _ID), "dim"))
     if columns.with_bar:
-        line += [*bar(_share(job), _BAR - 2, "heat2"), ("  ", "")]
+        line += [*bar(share_done(job), _BAR - 2, "heat2"), ("  ", "")]
     line.append((cell(f"{count(job.step)} of {count(job.steps)}", _STEPS - 1) + " ", ""))
-    line.append((cell(_loss(job.loss), _LOSS), ""))
+    line.append((cell(loss_text(job.loss), _LOSS), ""))
     line.append((cell(known_rate(job.tokens_per_s or 0.0), _RATE), ""))
     line.append((cell(duration(job.left_s), _LEFT), "" if job.left_s is not None else "dim"))
     line.append((one_line(job.status), style))
@@ -90,27 +100,30 @@ def trained_rows(snapshot: Snapshot | None, name_of: NameOf) -> list[Row]:
     ]
 
 
-def _share(job: JobView) -> float | None:
+def share_done(job: AnyJob) -> float | None:
+    """Share of a job's steps that are done."""
     return job.step / job.steps if job.steps > 0 else None
 
 
-def _loss(loss: float | None) -> str:
+def loss_text(loss: float | None) -> str:
+    """A loss with three decimals."""
     return UNKNOWN if loss is None or not math.isfinite(loss) else f"{loss:.3f}"
 
 
 # --- the losses ------------------------------------------------------------------------------------------------------
 
 
-def loss_title(job: JobView) -> Row:
-    """Title of the plot: the latest loss, and the first and latest one on records that are not trained on."""
-    title = row("loss  ", (_loss(job.loss), "b"))
+def loss_title(job: AnyJob) -> Row:
+    """Title of the plot: the latest loss, and the first and latest one on what is not trained on."""
+    title = row("loss  ", (loss_text(job.loss), "b"))
     if not job.validation:
         return title
-    losses = [_loss(job.validation[0][1]), _loss(job.validation[-1][1])]
-    return [*title, *row(" · unseen records ", (" to ".join(losses[: len(job.validation)]), "b"))]
+    losses = [loss_text(job.validation[0][1]), loss_text(job.validation[-1][1])]
+    unseen = "unseen text" if isinstance(job, TrainingView) else "unseen records"
+    return [*title, *row(f" · {unseen} ", (" to ".join(losses[: len(job.validation)]), "b"))]
 
 
-def loss_rows(job: JobView, width: int, height: int) -> list[Row]:
+def loss_rows(job: AnyJob, width: int, height: int) -> list[Row]:
     """Plot of the latest losses over the whole width, with the steps below it if there is room."""
     losses = [loss if math.isfinite(loss) else None for loss in job.losses]
     if not losses:
@@ -123,6 +136,8 @@ def loss_rows(job: JobView, width: int, height: int) -> list[Row]:
     if height <= 3:
         return plot(losses, width, height, top)
     first, last = f"step {count(job.step - len(job.losses) + 1)}", count(job.step)
+    if isinstance(job, TrainingView):  # its step is that of the last round
+        first, last = f"latest {plural(len(job.losses), 'step')} here", ""
     axis = " " * _AXIS + first.ljust(max(len(first) + 1, width - _AXIS - len(last))) + last
     return [*plot(losses, width, height - 1, top), fit(row((axis, "dim")), width)]
 
@@ -137,7 +152,7 @@ def job_title(job: JobView) -> Row:
 
 def job_rows(job: JobView, name_of: NameOf, width: int, height: int) -> list[Row]:
     """Everything known about a job, the most urgent first; where rows are few, reasons are cut to one row each."""
-    rows = _all_rows(job, name_of, width, _MOST_WHY)
+    rows = _all_rows(job, name_of, width, MOST_WHY)
     if len(rows) > height:
         rows = _all_rows(job, name_of, width, 1)
     return [fit(line, width) for line in rows[:height]]
@@ -145,23 +160,23 @@ def job_rows(job: JobView, name_of: NameOf, width: int, height: int) -> list[Row
 
 def _all_rows(job: JobView, name_of: NameOf, width: int, most: int) -> list[Row]:
     """Every row about a job; a reason takes at most `most` of them."""
-    room = max(8, width - _LABEL)
+    room = max(8, width - LABEL)
     rows: list[Row] = []
     if job.why:
-        rows += _entry("failed", _reason(job.why, name_of, room, most, "error"))
-    rows += _entry("steps", [_steps(job, room)]) + _entry("speed", [_speed(job)])
-    rows += _entry("hops", _hops(job, name_of, room))
+        rows += entry("failed", reason(job.why, name_of, room, most, "error"))
+    rows += entry("steps", [_steps(job, room)]) + entry("speed", [_speed(job)])
+    rows += entry("hops", _hops(job, name_of, room))
     if job.hops:
-        rows += _entry("sent", [row(size(job.bytes_out), ("  received ", "dim"), size(job.bytes_in))])
-        rows += _entry("links", _links(job, name_of))
-        rows += _entry("recovered", _recoveries(job, name_of, room, most))
-        rows += _entry("rejected", _rejections(job, name_of, room, most))
+        rows += entry("sent", [row(size(job.bytes_out), ("  received ", "dim"), size(job.bytes_in))])
+        rows += entry("links", _links(job, name_of))
+        rows += entry("recovered", _recoveries(job, name_of, room, most))
+        rows += entry("rejected", _rejections(job, name_of, room, most))
         for peer, why in sorted((job.left_out or {}).items()):
-            words = f"{shorten(one_line(name_of(peer)), _NAME)}: {why}"
-            rows += _entry("left out", _reason(words, name_of, room, most, "warning"))
-    rows += _entry("adapter", [row(f"rank {job.rank}, alpha {job.alpha:g}, {','.join(job.targets)}")])
-    rows += _entry("model", [row(one_line(_model(job)))])
-    return rows + _entry("data", [row(_end_of(one_line(job.data), room))])
+            words = f"{shorten(one_line(name_of(peer)), PEER_NAME)}: {why}"
+            rows += entry("left out", reason(words, name_of, room, most, "warning"))
+    rows += entry("adapter", [row(f"rank {job.rank}, alpha {job.alpha:g}, {','.join(job.targets)}")])
+    rows += entry("model", [row(one_line(_model(job)))])
+    return rows + entry("data", [row(_end_of(one_line(job.data), room))])
 
 
 def job_facts(job: JobView, name_of: NameOf) -> list[tuple[str, str]]:
@@ -183,19 +198,19 @@ def job_facts(job: JobView, name_of: NameOf) -> list[tuple[str, str]]:
     facts += [("lost", tidy(with_names(why, name_of))) for why in job.lost]
     facts += [("rejected", f"{name_of(peer)} {words}") for peer, words in _rejected(job)]
     facts += [("left out", tidy(with_names(f"{peer}: {why}", name_of))) for peer, why in (job.left_out or {}).items()]
-    facts += [("validation", f"{_loss(loss)} after step {step}") for step, loss in job.validation[-8:]]
+    facts += [("validation", f"{loss_text(loss)} after step {step}") for step, loss in job.validation[-8:]]
     return facts
 
 
-def _entry(label: str, lines: Sequence[Row]) -> list[Row]:
+def entry(label: str, lines: Sequence[Row]) -> list[Row]:
     """Rows with a dim label before the first one."""
-    return [[(cell("" if index else label, _LABEL), "dim"), *line] for index, line in enumerate(lines)]
+    return [[(cell("" if index else label, LABEL), "dim"), *line] for index, line in enumerate(lines)]
 
 
 def _steps(job: JobView, room: int) -> Row:
     words = f"{count(job.step)} of {count(job.steps)}"
     cells = min(40, room - len(words) - 2)
-    return row(*(bar(_share(job), cells, "heat2") if cells >= 8 else []), "  " if cells >= 8 else "", (words, "b"))
+    return row(*(bar(share_done(job), cells, "heat2") if cells >= 8 else []), "  " if cells >= 8 else "", (words, "b"))
 
 
 def _speed(job: JobView) -> Row:
@@ -237,14 +252,14 @@ def _hops(job: JobView, name_of: NameOf, room: int) -> list[Row]:
 def _hop(hop: JobHopView, name_of: NameOf, *, marked: bool) -> Row:
     name = one_line(name_of(hop.peer))
     style = "warning" if marked else "mine" if name == "you" else "b"
-    return row((shorten(name, _NAME), style), (f" {hop.start}:{hop.stop}", "dim"))
+    return row((shorten(name, PEER_NAME), style), (f" {hop.start}:{hop.stop}", "dim"))
 
 
 def _links(job: JobView, name_of: NameOf) -> list[Row]:
     """The links that carried most, each with its bytes."""
 
     def name(peer: str) -> str:
-        return shorten(one_line(name_of(peer)), _NAME)
+        return shorten(one_line(name_of(peer)), PEER_NAME)
 
     busiest = sorted(job.bytes_per_link, key=lambda link: -link.bytes)[:_MOST_LINKS]
     return [row(name(one.sender), (" ▸ ", "dim"), name(one.receiver), "  ", (size(one.bytes), "b")) for one in busiest]
@@ -257,13 +272,13 @@ def _recoveries(job: JobView, name_of: NameOf, room: int, most: int) -> list[Row
         return [row((f"never{again}", "dim"))]
     times = "once" if job.recoveries == 1 else f"{count(job.recoveries)} times"
     rows = [row((times, "warning"), again)]
-    return [*rows, *(_reason(f"from {job.lost[-1]}", name_of, room, most, "dim") if job.lost else [])]
+    return [*rows, *(reason(f"from {job.lost[-1]}", name_of, room, most, "dim") if job.lost else [])]
 
 
 def _rejections(job: JobView, name_of: NameOf, room: int, most: int) -> list[Row]:
     rows: list[Row] = []
     for peer, words in _rejected(job):
-        rows += _reason(f"{shorten(one_line(name_of(peer)), _NAME)} {words}", name_of, room, most, "warning")
+        rows += reason(f"{shorten(one_line(name_of(peer)), PEER_NAME)} {words}", name_of, room, most, "warning")
     return rows or [row(("nothing", "dim"))]
 
 
@@ -275,7 +290,7 @@ def _rejected(job: JobView) -> list[tuple[str, str]]:
     return [(peer, f"{plural(times, 'frame')}{said.get(peer, '')}") for peer, times in found]
 
 
-def _reason(text: str, name_of: NameOf, room: int, most: int, style: str) -> list[Row]:
+def reason(text: str, name_of: NameOf, room: int, most: int, style: str) -> list[Row]:
     """A reason with the names of peers instead of their ids, on at most `most` rows."""
     rows = wrap(one_line(tidy(with_names(text, name_of))), room, style)
     if len(rows) <= most:

@@ -1,6 +1,7 @@
-"""The jobs tab: the fine-tuning jobs of this home, and what one of them is doing.
+"""The jobs tab: the fine-tuning and training jobs of this home, and what one of them is doing.
 
-Jobs are started with `shoal finetune`; here they are watched, paused, resumed and stopped.
+Jobs are started with `shoal finetune` and `shoal train`; here they are watched. Fine-tuning is paused, resumed and
+stopped, training is left.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widget import Widget
 
-from app.snapshot.codec import jobs_from
-from app.snapshot.views import JobView
+from app.api.client import Client
+from app.snapshot.codec import jobs_from, trainings_from
+from app.snapshot.views import JobView, TrainingView
 from ui.draw.jobs import (
     NO_JOBS,
     RESUMABLE,
+    AnyJob,
     job_columns,
     job_facts,
     job_header,
@@ -29,10 +32,12 @@ from ui.draw.jobs import (
     job_title,
     loss_rows,
     loss_title,
+    name_of_job,
     trained_rows,
 )
 from ui.draw.rows import UNKNOWN, Row, row
 from ui.draw.theme import style_of
+from ui.draw.trainings import training_facts, training_rows, training_title
 from ui.screens.frame import MainScreen
 from ui.state.store import Store
 from ui.widgets.panel import Panel, strip_of, title_of
@@ -45,8 +50,9 @@ class JobsTable(ScrollView, can_focus=True):
 
     DEFAULT_CLASSES = "panel"
     HELP = (
-        "The fine-tuning jobs of this home, the newest first, and below them the members whose jobs train blocks of "
-        "this node. A job pauses after the step that it is at; what it had learned by then is kept."
+        "The training jobs and the fine-tuning jobs of this home, the newest first, and below them the members whose "
+        "jobs train blocks of this node. A fine-tuning job pauses after the step that it is at; what it had learned by "
+        "then is kept."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "details", "details"),
@@ -70,7 +76,7 @@ class JobsTable(ScrollView, can_focus=True):
         return next((index for index, job in enumerate(jobs) if job.job == self._marked), 0)
 
     @property
-    def chosen(self) -> JobView | None:
+    def chosen(self) -> AnyJob | None:
         """The job under the cursor."""
         return self.store.jobs[self.cursor] if self.store.jobs else None
 
@@ -78,7 +84,7 @@ class JobsTable(ScrollView, can_focus=True):
         """Redraw from the store, if something changed; the cursor stays on its job."""
         jobs = self.store.jobs
         self._marked = self.chosen.job if self.chosen is not None else self._marked
-        columns = job_columns(self.size.width, [job.out for job in jobs or ()])
+        columns = job_columns(self.size.width, [name_of_job(job) for job in jobs or ()])
         head = job_header(columns) if jobs else row((UNKNOWN if jobs is None else NO_JOBS, "dim"))
         trained = trained_rows(self.store.snapshot, self.store.peer_name)
         lines = [head, *(job_row(job, columns) for job in jobs or ()), *trained]
@@ -136,15 +142,18 @@ class JobsTable(ScrollView, can_focus=True):
         """Show everything known about the job under the cursor."""
         from ui.widgets.dialogs import Facts
 
-        if self.chosen is not None:
-            self.app.push_screen(Facts("job", job_facts(self.chosen, self.store.peer_name), copied=self.chosen.job))
+        job, name_of = self.chosen, self.store.peer_name
+        if job is None:
+            return
+        facts = training_facts(job, name_of) if isinstance(job, TrainingView) else job_facts(job, name_of)
+        self.app.push_screen(Facts("job", facts, copied=job.job))
 
 
 class _ChosenJobPanel(Panel):
     """A panel about the job under the table's cursor."""
 
     @property
-    def job(self) -> JobView | None:
+    def job(self) -> AnyJob | None:
         """The job under the cursor."""
         return self.screen.query_one(JobsTable).chosen
 
@@ -155,7 +164,7 @@ class LossPanel(_ChosenJobPanel):
     HELP = "The loss of each of the latest steps: how badly the model predicts the counted tokens. Lower is better."
 
     def title(self) -> Row:
-        """The latest loss, and that on records that are not trained on."""
+        """The latest loss, and that on what is not trained on."""
         return loss_title(self.job) if self.job is not None else []
 
     def rows(self, width: int, height: int) -> list[Row]:
@@ -164,20 +173,26 @@ class LossPanel(_ChosenJobPanel):
 
 
 class JobPanel(_ChosenJobPanel):
-    """Speed, hops, traffic, recoveries and rejections of the chosen job."""
+    """Speed, traffic, hops or islands of the chosen job, and what went wrong."""
 
     HELP = (
-        "A job recovers when a hop fails: it goes back to the last state that all blocks have, and takes another "
-        "route. Rejected are numbers of a hop that are not finite or far beyond the usual; they are never used."
+        "A fine-tuning job recovers when a hop fails: it goes back to the last state that all blocks have, and takes "
+        "another route. Rejected are numbers of a hop that are not finite or far beyond the usual; they are never "
+        "used. The islands of a training job merge what they have learned in rounds; one whose changes are unlike "
+        "those of the others in two rounds is left out."
     )
 
     def title(self) -> Row:
-        """The adapter's name and the job's status."""
-        return job_title(self.job) if self.job is not None else []
+        """The job's name and status."""
+        job = self.job
+        return [] if job is None else training_title(job) if isinstance(job, TrainingView) else job_title(job)
 
     def rows(self, width: int, height: int) -> list[Row]:
         """As much as fits."""
-        return job_rows(self.job, self.store.peer_name, width, height) if self.job is not None else []
+        job, name_of = self.job, self.store.peer_name
+        if isinstance(job, TrainingView):
+            return training_rows(job, name_of, width, height)
+        return [] if job is None else job_rows(job, name_of, width, height)
 
 
 class Jobs(MainScreen):
@@ -185,12 +200,13 @@ class Jobs(MainScreen):
 
     TAB = "jobs"
     AUTO_FOCUS = "JobsTable"
-    HELP_TEXT = "p pauses or resumes the job under the cursor, x stops it for good, ⏎ shows all facts."
+    HELP_TEXT = "p pauses or resumes the job under the cursor, x stops it for good or leaves it, ⏎ shows all facts."
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "pause_job", "pause job"),
         Binding("p", "resume_job", "resume job"),
         Binding("p", "refuse", show=False),
         Binding("x", "stop_job", "stop job"),
+        Binding("x", "leave_job", "leave job"),
     ]
 
     def __init__(self, store: Store) -> None:
@@ -230,9 +246,14 @@ class Jobs(MainScreen):
         if self._asking or not self.is_current or self.dashboard.door is None or self.store.link.kind != "live":
             return
         self._asking = True
-        self.dashboard.ask(lambda client: jobs_from(client.get("/control/jobs")), self._take, self._failed)
+        self.dashboard.ask(self._jobs_of, self._take, self._failed)
 
-    def _take(self, jobs: list[JobView]) -> None:
+    @staticmethod
+    def _jobs_of(client: Client) -> list[AnyJob]:
+        """Ask the node for its training jobs and its fine-tuning jobs."""
+        return [*trainings_from(client.get("/control/train")), *jobs_from(client.get("/control/jobs"))]
+
+    def _take(self, jobs: list[AnyJob]) -> None:
         self._asking, self._last_error = False, ""
         self.store.take_jobs(jobs)
         self.show()
@@ -249,6 +270,8 @@ class Jobs(MainScreen):
         """True if a key makes sense for the chosen job; `p` never reaches the app, where it pauses hosting."""
         job = self.query_one(JobsTable).chosen if self.is_mounted else None
         status = "" if job is None else job.status
+        if action == "leave_job" or isinstance(job, TrainingView):
+            return self._check_training(action, job)
         if action == "pause_job":
             return status == "running"
         if action == "resume_job":
@@ -258,6 +281,13 @@ class Jobs(MainScreen):
         if action == "stop_job":
             return status == "running" or status in RESUMABLE
         return True
+
+    @staticmethod
+    def _check_training(action: str, job: AnyJob | None) -> bool:
+        """True if a key makes sense for a training job; these are left, never paused."""
+        if action == "leave_job":
+            return isinstance(job, TrainingView) and job.status == "running"
+        return action not in ("pause_job", "resume_job", "stop_job")
 
     def action_pause_job(self) -> None:
         """Pause the chosen job after the step that it is at."""
@@ -271,6 +301,8 @@ class Jobs(MainScreen):
         """Say why nothing is paused."""
         job = self.query_one(JobsTable).chosen
         words = "there is no job to pause" if job is None else f"job {job.job} is {job.status}: nothing to pause"
+        if isinstance(job, TrainingView):
+            words = f"{name_of_job(job)} is a training job, which is left or joined, not paused"
         self.dashboard.say(f"{words}; hosting is paused on the other tabs")
 
     def action_stop_job(self) -> None:
@@ -285,8 +317,28 @@ class Jobs(MainScreen):
             if sure:
                 self._act("stop", self._stopped, job)
 
-        words = f"Stop job {job.job} for good? What it has learned for the adapter {job.out} is removed."
+        words = f"Stop job {job.job} for good? What it has learned for the adapter {name_of_job(job)} is removed."
         self.app.push_screen(Question(words, "Stop it"), answered)
+
+    def action_leave_job(self) -> None:
+        """Take no more part in the chosen training job, after confirmation."""
+        from ui.widgets.dialogs import Question
+
+        job = self.query_one(JobsTable).chosen
+        if job is None:
+            return
+        job_id, name = job.job, name_of_job(job)
+
+        def left(answer: Any) -> None:
+            self.dashboard.say(f"this node takes no more part in {name}; `shoal train join {name}` goes on with it")
+            self._poll()
+
+        def answered(sure: bool | None) -> None:
+            if sure:
+                self.dashboard.ask(lambda client: client.post("/control/train/leave", {"job": job_id}), left)
+
+        words = f"Leave {name}? Steps that are not merged yet are lost; the other islands go on."
+        self.app.push_screen(Question(words, "Leave it"), answered)
 
     @staticmethod
     def _stopped(job: JobView) -> str:
@@ -294,8 +346,8 @@ class Jobs(MainScreen):
             return f"job {job.job} is stopped, and what it had learned is removed"
         return f"job {job.job} stops after the step that it is at"
 
-    def _act(self, what: str, words: Callable[[JobView], str], job: JobView | None = None) -> None:
-        """Send an order about a job, the chosen one by default; `words` confirm it, given the job as it is then."""
+    def _act(self, what: str, words: Callable[[JobView], str], job: AnyJob | None = None) -> None:
+        """Send an order about a fine-tuning job, the chosen one by default; `words` confirm it, given the job then."""
         job = job or self.query_one(JobsTable).chosen
         if job is None:
             return

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from app.snapshot.views import JobView, PeerView, Snapshot
+from app.snapshot.views import JobView, PeerView, Snapshot, TrainingView
 from ui.state.coverage import Coverage, coverage_of
 
 KEPT_SAMPLES = 600  # ten minutes at one a second
@@ -77,7 +77,7 @@ class Store:
         self.marker = marker  # shown on a line of its own: this is a recording, or nothing can be changed
         self.link = ConnectionState("connecting")
         self.snapshot: Snapshot | None = None
-        self.jobs: tuple[JobView, ...] | None = None  # None: not known
+        self.jobs: tuple[JobView | TrainingView, ...] | None = None  # None: not known
         self.notes: deque[Event] = deque(maxlen=KEPT_NOTES)
         self.served: deque[float | None] = deque(maxlen=KEPT_SAMPLES)
         self.up: deque[float | None] = deque(maxlen=KEPT_SAMPLES)
@@ -108,8 +108,8 @@ class Store:
         self.snapshot = snapshot
         self.version += 1
 
-    def take_jobs(self, jobs: Sequence[JobView]) -> None:
-        """Replace the fine-tuning jobs; an answer that arrives after the connection was lost is dropped."""
+    def take_jobs(self, jobs: Sequence[JobView | TrainingView]) -> None:
+        """Replace the jobs; an answer that arrives after the connection was lost is dropped."""
         if self.link.kind == "live":
             self.jobs = tuple(jobs)
 

@@ -6,13 +6,18 @@ import io
 import json
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from app.cli import main
 from app.config.home import Home
+from app.core.wall_clock import wall_ms
+from app.rounds.record import sign_training
+from app.rounds.train_store import TrainStore
 from app.training.job_store import JobStore
+from tests.app.rounds.statements import PEOPLE, RECORD
 from tests.engine.models import VARIANT, write_folder
 
 RECORDS = [{"prompt": f"What is number {n}?", "completion": f"It is {n * 7}."} for n in range(6)]
@@ -243,6 +248,21 @@ def test_adapters_that_are_not_there_or_already_are(
     assert main(["adapters", "export", "sevens"]) == 2
     assert main(["jobs", "show"]) == 2
     assert main(["jobs", "show", "abc"]) == 1
+
+
+def test_jobs_shows_a_training_job(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = TrainStore(Home.open(home))
+    job = store.create(sign_training(PEOPLE[0], replace(RECORD, created_ms=wall_ms())), {})
+    said = {"left_out": {"a": "it lied"}, "resting": {"b": "it failed"}, "doubted": {"c": "it is unlike"}}
+    island = {"peer": "a", "here": True, "alive": True, "steps": 5, "tokens": 9, "lag_s": 0.5, "tokens_per_s": 2.0}
+    store.save_facts(job, {**store.facts(job), **said, "status": "running", "islands": [island], "loss": 2.5})
+    assert main(["jobs", "show", "fish"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "round       0, step 0 of 40, alone" in lines
+    assert lines[-3:] == ["left out    a: it lied", "resting     b: it failed", "doubted     c: it is unlike"]
+    assert main(["jobs", "show", job.id, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["resting"], facts["islands"]) == ({"b": "it failed"}, [island])
 
 
 def test_a_full_disk_leaves_no_half_adapter(

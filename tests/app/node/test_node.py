@@ -31,16 +31,20 @@ from app.config.home import Home, find_node, hold
 from app.config.keys import add_key
 from app.config.settings import Value
 from app.core.errors import NameConflict, UnknownSwarm, UsageError
+from app.core.wall_clock import wall_ms
 from app.joining.create import SwarmSpec, create_swarm
 from app.joining.name_lookup import NoMember
 from app.joining.wrong_secret import SecretCheck
 from app.node.node import Node
-from app.snapshot.codec import snapshot_from, status_facts, to_json
+from app.rounds.record import sign_training
+from app.rounds.train_store import TrainStore
+from app.snapshot.codec import snapshot_from, status_facts, to_json, trainings_from
 from app.swarm.invite import Invite, new_secret
 from app.swarm.saved import SavedSwarm, load, update
 from p2p.errors import WrongSecret
 from p2p.identity import Identity
 from p2p.memory.fabric import open_fabric
+from tests.app.rounds.statements import PEOPLE, RECORD
 
 QUIET: dict[str, Value] = {"listen": ("/ip4/127.0.0.1/tcp/0",), "api_port": 0, "discovery": ("invite",), "max_vram": 0}
 
@@ -392,6 +396,20 @@ async def test_a_disk_that_takes_nothing_costs_the_memory_of_a_swarm_alone(
         version = node.event_log.version
         await until(node, lambda: node.event_log.version > version + 3)  # the node goes on telling
         monkeypatch.undo()
+
+
+async def test_training_jobs_are_listed_without_a_swarm(tmp_path: Path, cache: Path) -> None:
+    home = Home.open(tmp_path / "a")
+    node = Node(home, load_config(home.config_file, {}).with_flags(QUIET), cache)
+    assert await node.trainings() == []
+    record = replace(RECORD, created_ms=wall_ms())
+    store = TrainStore(home)
+    job = store.create(sign_training(PEOPLE[0], record), {})
+    (found,) = trainings_from(await node.trainings())
+    assert (found.name, found.status, found.islands) == (record.name, "failed", ())
+    store.save_facts(job, {**store.facts(job), "status": "running", "left_s": 9.0})
+    (found,) = trainings_from(await node.trainings())
+    assert (found.status, found.left_s) == ("paused", None)  # nobody runs it
 
 
 async def test_a_node_listens_to_other_machines_only_with_keys_and_tls(tmp_path: Path, cache: Path) -> None:

@@ -19,6 +19,7 @@ from app.training.states import StateStore
 from engine.config import ModelConfig, Rope
 from engine.island import IslandModel, IslandTerms, first_states
 from engine.model.block import WeightOptions
+from engine.training.codecs import codec_named
 from engine.training.optimiser import AdamW, Schedule
 from engine.training.outer import Nesterov
 from engine.training.parameters import drawn_model
@@ -35,6 +36,7 @@ CPU = WeightOptions(torch.device("cpu"), torch.float32)
 TIMING = RoundTiming(
     hello_s=1.0, alive_s=4.0, grace_least_s=0.5, grace_most_s=6.0, lead_s=4.0, exchange_s=20.0, quorum_s=20.0
 )
+UNHURRIED = RoundTiming(hello_s=10.0, alive_s=35.0)
 STEP_S = 0.1
 LINK = LinkProfile(delay_s=0.01)
 WORDS = "the shoal swims and the shoal learns, fish by fish and round by round, until all of them know it. "
@@ -115,7 +117,7 @@ class IslandSwarm:
         record = self.record
         terms = IslandTerms(
             Schedule(record.rate, record.steps, record.warm_up), record.clip, AdamW(weight_decay=record.weight_decay),
-            Nesterov(record.outer_rate, record.outer_momentum), "f32" if record.codecs[0] == "f32" else "int8",
+            Nesterov(record.outer_rate, record.outer_momentum), codec_named(record.codecs[0]),
             record.merging == "clip", rows=256,
         )  # fmt: skip
         config = self._lesson.config
@@ -228,14 +230,15 @@ async def open_islands(
     lesson: Lesson | None = None,
     timing: RoundTiming = TIMING,
     step_s: float = STEP_S,
+    seed: int = 1,
     **changes: Any,
 ) -> AsyncIterator[IslandSwarm]:
-    """Islands of a job whose rounds have five steps; `changes` are to the record."""
+    """Islands of a job whose rounds have five steps; `seed` is the network's, `changes` are to the record."""
     fixed: dict[str, Any] = {"every": 5, "least_every": 5, "most_every": 5, "steps": 25, "batch": 2, "rate": 1e-2}
     fixed |= {"warm_up": 0, "wire": "int8"}
     record = replace(RECORD, **{**fixed, **changes})
     lesson = lesson or Lesson(CONFIG, drawn_model(CONFIG, 1), Text(record.length))
-    async with open_fabric(1, profile) as fabric, trio.open_nursery() as nursery:
+    async with open_fabric(seed, profile) as fabric, trio.open_nursery() as nursery:
         swarm = IslandSwarm(fabric, nursery, folder, record, lesson, timing)
         for number in numbers:
             swarm.add(number, step_s=step_s)

@@ -42,9 +42,15 @@ def members(standing: Standing, people: Sequence[Identity], twins: Sequence[str]
     return sign_list(BY_PEER[order[0]], RECORD.id, 0, arrivals, NOW_MS)
 
 
-def result(who: Identity, found: MemberList, root: bytes, report: Mapping[str, tuple[float, float]]) -> Result:
+def result(
+    who: Identity,
+    found: MemberList,
+    root: bytes,
+    report: Mapping[str, tuple[float, float]],
+    past: tuple[int, ...] = (),
+) -> Result:
     """One member's result."""
-    return sign_result(who, Result(found.job, found.round, found.hash, root, {}, report), NOW_MS)
+    return sign_result(who, Result(found.job, found.round, found.hash, root, {}, report, past=past), NOW_MS)
 
 
 def round_of(
@@ -54,13 +60,15 @@ def round_of(
     present: Sequence[str] = (),
     every: int = 10,
     codec: str = "int8",
+    rider: str = "",
     **more: Any,
 ) -> tuple[RoundEntry, Standing]:
-    """A whole round; a liar's change is unlike the others'."""
+    """A whole round; a liar's change is unlike the others', a free rider's is the last merged one."""
     found = members(standing, people, **more)
     report = {peer: (1.0, -0.5 if peer == liar else 0.5) for peer in found.members}
+    past = tuple(998 if peer == rider else 600 for peer in found.members)
     root = hashlib.sha256(found.raw).digest()
-    results = [result(BY_PEER[peer], found, root, report) for peer in found.members]
+    results = [result(BY_PEER[peer], found, root, report, past) for peer in found.members]
     leader = BY_PEER[found.leader]
     entry = make_entry(
         leader, RECORD, standing, found, results, every=every, codec=codec, present=present, now_ms=NOW_MS

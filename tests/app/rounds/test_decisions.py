@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.rounds.decisions import (
+    KEPT_RESTS,
+    MOST_REST,
     Measured,
+    Rest,
     copied,
     doubted,
     grace_s,
@@ -17,7 +24,13 @@ from app.rounds.decisions import (
     merge_weights,
     next_codec,
     next_every,
+    past_likeness,
     quorum,
+    replayed,
+    request_leaves,
+    request_timeout_s,
+    resting,
+    rests_after,
     share_ranges,
     to_leave_out,
 )
@@ -133,6 +146,81 @@ def test_without_accusations_the_minority_is_left_out(roots: str, wanted: str) -
     assert to_leave_out(["a", "b", "c", "d"], {}, ended) == set(wanted)
 
 
+@pytest.mark.parametrize(("speed", "wanted"), [(None, 30), (125e6, 256), (2.5e6, 256), (1e5, 12), (1.0, 1), (2e6, 244)])
+def test_a_request_asks_for_what_comes_within_moments(speed: float | None, wanted: int) -> None:
+    assert request_leaves(16388, speed, 256) == wanted
+
+
+def test_an_answer_is_waited_for_as_long_as_it_may_take() -> None:
+    def timeout_s(size: int, speed: float | None, **more: Any) -> float:
+        return request_timeout_s(size, speed, **{"wait_s": 2.0, "lost": 0, "left_s": 60.0, **more})
+
+    assert timeout_s(0, None) == 3.0
+    assert timeout_s(5 * 10**6, 2.5e6) == 9.0
+    assert timeout_s(0, None, lost=1) == 6.0  # the link may have become slow
+    assert timeout_s(10**9, 2.5e6) == 15.0
+    assert timeout_s(0, None, left_s=8.0) == 3.0  # never less than the other waits
+    assert timeout_s(0, None, left_s=1.0) == 1.0
+    assert timeout_s(0, None, left_s=-1.0) > 0
+
+
+@given(st.integers(0, 2**26), st.floats(1e3, 1e9), st.sampled_from([20.0, 60.0, 600.0]))
+def test_two_lost_answers_leave_half_of_an_exchange(size: int, speed: float, exchange_s: float) -> None:
+    left = exchange_s
+    for lost in range(2):
+        left -= request_timeout_s(size, speed, wait_s=2.0, lost=lost, left_s=left)
+    assert left >= exchange_s / 2
+
+
+def failing_rounds(rounds: int) -> list[int]:
+    """The rounds in which a member fails that fails whenever it is expected."""
+    rests: dict[str, Rest] = {}
+    found = []
+    for number in range(rounds):
+        failed = {"d"} - resting(rests, number)
+        found += [number] * len(failed)
+        rests = rests_after(rests, number, failed=failed, counted="abc")
+    return found
+
+
+def test_who_fails_every_exchange_rests_longer_each_time_up_to_a_bound() -> None:
+    found = failing_rounds(400)
+    pauses = [second - first - 1 for first, second in pairwise(found)]
+    assert pauses[:2] == [0, 2]  # once is no reason
+    assert pauses[2] in (3, 4)
+    assert all(MOST_REST / 2 < pause <= MOST_REST for pause in pauses[4:])
+    assert len(found) <= 45
+    assert len(set(pauses[4:])) > 1  # drawn
+
+
+def test_one_round_that_counts_ends_all_rest() -> None:
+    rests = {"d": Rest(5, 30), "e": Rest(2, 13)}
+    assert rests_after(rests, 10, failed=(), counted="abcd") == {"e": Rest(2, 13)}
+    assert rests_after({}, 10, failed="d", counted="abc") == {"d": Rest(1, 11)}
+    assert resting({"d": Rest(1, 11)}, 11) == set()
+    assert resting(rests, 13) == {"d"}
+
+
+def test_failures_of_one_that_never_came_back_are_forgotten() -> None:
+    assert rests_after({"d": Rest(5, 30)}, 30 + KEPT_RESTS, failed=(), counted="abc") == {}
+
+
+def test_of_two_that_fail_with_each_other_one_takes_part() -> None:
+    """One accuses the other whenever both are there: neither can cost the others many rounds, nor are both kept out."""
+    for start in range(0, 2000, 200):
+        rests: dict[str, Rest] = {}
+        repeated = 0
+        took_part: Counter[str] = Counter()
+        for number in range(start, start + 200):
+            there = {"c", "d"} - resting(rests, number)
+            failed = there if len(there) == 2 else set[str]()
+            repeated += bool(failed)
+            took_part.update(there - failed)
+            rests = rests_after(rests, number, failed=failed, counted={"a", "b", *(there - failed)})
+        assert repeated <= 40
+        assert max(took_part.values()) >= 100
+
+
 def test_reports_are_joined_by_their_median() -> None:
     honest = {"a": (1.0, 0.5), "b": (2.0, 0.6)}
     lie = {"a": (900.0, -1.0), "b": (2.0, 0.6)}
@@ -173,6 +261,43 @@ def test_members_that_send_one_change_twice_are_doubted() -> None:
     assert copied({"a": b"1"}) == {}
 
 
+@pytest.mark.parametrize(
+    ("likeness", "wanted"),
+    [
+        ([0.7, 0.65, 0.72, 1.0], "d"),
+        ([0.7, 0.65, 0.72, 0.99], "d"),  # with some noise
+        ([0.7, 0.65, 1.0, 1.0], "cd"),
+        ([0.96, 0.97, 0.96, 1.0], "d"),
+        ([0.95, 0.97, 0.96, 0.976], ""),  # all learn something simple
+        ([0.7, 0.65, 0.72, 0.98], ""),
+        ([0.7, 0.65, 0.72, -1.0], ""),  # flipped, which the agreement with the others tells
+        ([1.0, 1.0, 1.0, 1.0], ""),
+        ([0.99, 0.99, 0.99, 1.0], ""),  # nobody can tell
+        ([0.7, 1.0], ""),
+    ],
+)
+def test_who_sends_the_last_merged_change_again_is_doubted(likeness: list[float], wanted: str) -> None:
+    assert set(replayed(dict(zip("abcd", likeness, strict=False)))) == set(wanted)
+
+
+@given(st.floats(0.0, 1.0), st.lists(st.floats(1.0, 4.9), min_size=3, max_size=16))
+def test_members_whose_changes_are_about_as_like_the_last_one_are_not_doubted(
+    least: float, factors: list[float]
+) -> None:
+    assert replayed({str(at): 1 - least * factor / 5 for at, factor in enumerate(factors)}) == {}
+
+
+def test_a_replay_is_found_by_most_of_those_who_report() -> None:
+    report = {"a": (1.0, 0.5)}
+    honest, lie = [700, 650, 1000], [1000, 650, 0]
+    assert past_likeness("abc", [report] * 3, [honest, honest, lie]) == {"a": 0.7, "b": 0.65, "c": 1.0}
+    assert past_likeness("abc", [report] * 3, [lie, (), ()]) == {}  # newcomers do not know the last change
+    assert past_likeness("abc", [report, {}, {}], [honest, (), ()]) == {"a": 0.7, "b": 0.65, "c": 1.0}
+    assert past_likeness("abc", [report] * 3, [honest[:2], honest[:2], lie]) == {}
+    assert past_likeness("abc", [report, {}, {}], [(), lie, lie]) == {}  # of a share that they did not merge
+    assert past_likeness("abc", [{}] * 3, [(), (), ()]) == {}
+
+
 def test_one_is_left_out_after_two_doubted_rounds() -> None:
     assert left_out_after([["d"]]) == set()
     assert left_out_after([["d"], []]) == set()
@@ -210,18 +335,36 @@ def test_changes_are_float32_where_the_shortest_round_bears_it(codec: str, overh
     assert next_codec(codec, 1.0, overhead_s, least=10, known=("int8", "f32")) == wanted
 
 
+@pytest.mark.parametrize(
+    ("codec", "overhead_s", "wanted"),
+    [("f32", 50.0, "int8"), ("int8", 0.9, "int4"), ("int8", 0.5, "int8"), ("int8", 0.2, "f32"), ("int4", 0.5, "int4"),
+     ("int4", 0.4, "int8"), ("int4", 50.0, "int4")],
+)  # fmt: skip
+def test_changes_are_int4_where_the_shortest_round_bears_no_more(codec: str, overhead_s: float, wanted: str) -> None:
+    assert next_codec(codec, 1.0, overhead_s, least=10, known=("int8", "f32", "int4")) == wanted
+
+
 def test_a_fixed_number_format_stays() -> None:
     assert next_codec("int8", 1.0, 0.0, least=10, known=("int8",)) == "int8"
     assert next_codec("f32", 1.0, 99.0, least=10, known=("f32",)) == "f32"
     assert next_codec("f32", 0.0, 99.0, least=10, known=("int8", "f32")) == "f32"  # nothing was measured yet
 
 
-@given(st.floats(1e-3, 10), st.floats(1e-4, 100), st.floats(0.25, 1.0), st.sampled_from(["int8", "f32"]))
-def test_the_number_format_does_not_swing(step_s: float, f32_s: float, ratio: float, codec: str) -> None:
-    """Whatever share of the overhead int8 saves, the format changes once at most."""
+@given(
+    st.floats(1e-3, 10),
+    st.floats(1e-4, 100),
+    st.floats(0.0, 1.0),
+    st.sampled_from([("int8", "f32"), ("int8", "f32", "int4")]),
+    st.data(),
+)
+def test_the_number_format_does_not_swing(
+    step_s: float, f32_s: float, fixed: float, known: tuple[str, ...], data: st.DataObject
+) -> None:
+    """Whatever share of the overhead depends on the bytes, the format settles after as many rounds as there are."""
+    codec = data.draw(st.sampled_from(known))
     seen = [codec]
-    for _ in range(6):
-        overhead_s = f32_s if codec == "f32" else f32_s * ratio
-        codec = next_codec(codec, step_s, overhead_s, least=20, known=("int8", "f32"))
+    for _ in range(8):
+        overhead_s = f32_s * (fixed + (1 - fixed) * {"f32": 1.0, "int8": 0.25, "int4": 0.133}[codec])
+        codec = next_codec(codec, step_s, overhead_s, least=20, known=known)
         seen.append(codec)
-    assert len(set(seen[1:])) == 1
+    assert len(set(seen[len(known) - 1 :])) == 1

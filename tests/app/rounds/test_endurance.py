@@ -14,20 +14,19 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from app.rounds.island import RoundTiming
-from app.rounds.statements import RESULT
+from app.rounds.decisions import MOST_REST
+from app.rounds.statements import RESULT, MemberList
 from engine.config import ModelConfig, Rope
 from engine.errors import TrainingError
 from engine.training.parameters import drawn_model
 from p2p.memory.fabric import LinkProfile
-from tests.app.rounds.island_swarm import IslandSwarm, Lesson, Text, members_of, open_islands
+from tests.app.rounds.island_swarm import UNHURRIED, IslandSwarm, Lesson, Text, members_of, open_islands
 
 MEMBERS = 4
 SMALL = ModelConfig(
     family="llama", n_blocks=1, hidden_size=16, n_heads=1, n_kv_heads=1, head_dim=16, intermediate_size=16,
     vocab_size=260, context_length=64, norm_eps=1e-5, rope=Rope(), tied_embeddings=True,
 )  # fmt: skip
-UNHURRIED = RoundTiming(hello_s=10.0, alive_s=35.0)
 MiB = 2**20
 
 
@@ -68,6 +67,43 @@ async def check_failures(folder: Path, *, rounds: int, restart_every: int) -> No
         assert last_tasks <= first_tasks + 4 * MEMBERS, sizes
         assert last_kept <= 2 * first_kept + MiB // 4, sizes
         assert last_rss <= first_rss + 20 * MiB + 200 * 1024 * rounds, sizes  # the log of each island grows
+
+
+async def test_who_fails_every_exchange_costs_few_rounds_and_comes_back(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    await check_broken_member(tmp_path, rounds=8, most=3)
+
+
+async def check_broken_member(folder: Path, *, rounds: int, most: int) -> None:
+    """One of the islands cannot merge for some rounds, and fails in a few of them only; then it takes part again."""
+    lesson = Lesson(SMALL, drawn_model(SMALL, 1), Text())
+    async with open_islands(folder, *range(MEMBERS), lesson=lesson, steps=5 * (rounds + MOST_REST + 8)) as swarm:
+        broken: Any = swarm.nodes[MEMBERS - 1]
+        merge, exchanged = broken.model.merge, swarm.nodes[0].island._exchanged
+        tried: set[int] = set()
+
+        def failing(*args: Any) -> Any:
+            raise TrainingError("the device is out of order")
+
+        async def noted(members: MemberList) -> Any:
+            tried.update({members.round} if broken.name in members.members else ())
+            return await exchanged(members)
+
+        broken.model.merge = failing
+        swarm.nodes[0].island._exchanged = noted  # type: ignore[method-assign]
+        island = swarm.nodes[0].island
+        await swarm.until(lambda: island.standing.round >= rounds, within_s=3000)
+        assert 3 <= len(tried) <= most, tried
+        assert members_of(island.log)[-1] == MEMBERS - 1  # the others lose nothing
+        await swarm.until(lambda: "until round" in broken.island.figures.waiting)
+        assert "exchanges in a row" in island.resting[broken.name]
+        broken.model.merge = merge
+        await swarm.until(lambda: broken.name in island.log[-1].list.members, within_s=3000)
+        before = island.standing.round
+        assert before <= rounds + MOST_REST + 1
+        await swarm.until(lambda: island.standing.round >= before + 2, within_s=3000)
+        assert members_of(island.log)[before:] == [MEMBERS] * len(island.log[before:])
 
 
 def let_fail(swarm: IslandSwarm, number: int) -> None:

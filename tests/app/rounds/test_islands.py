@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +19,13 @@ from app.core.errors import RecordError
 from app.rounds import wire
 from app.rounds.island import LeftOut
 from app.rounds.statements import Arrival, sign_arrival
+from app.rounds.train_jobs import figures_of
+from app.snapshot.codec import trainings_from
 from engine.island import LEAF
 from engine.training.codecs import encode
-from p2p.errors import P2PError, RemoteError
+from p2p.errors import DeadlineExceeded, P2PError, RemoteError
 from p2p.memory.fabric import LinkProfile
-from tests.app.rounds.island_swarm import TIMING, IslandSwarm, members_of, open_islands
+from tests.app.rounds.island_swarm import TIMING, UNHURRIED, IslandSwarm, members_of, open_islands
 from tests.app.swarms import identity
 
 
@@ -35,7 +39,7 @@ async def test_a_founder_alone_goes_on_alone(tmp_path: Path, autojump_clock: Moc
         assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("codec", ["f32", "int8"])
+@pytest.mark.parametrize("codec", ["f32", "int8", "int4"])
 async def test_four_islands_end_every_round_alike(tmp_path: Path, codec: str, autojump_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, 3, wire=codec) as swarm:
         await swarm.finished(0, 1, 2, 3)
@@ -154,6 +158,36 @@ async def test_a_slow_island_makes_fewer_steps_and_holds_nobody_up(tmp_path: Pat
         assert took < 9
 
 
+async def test_the_figures_say_who_is_slow_and_for_whom_a_round_waits(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with open_islands(tmp_path, 0, 1, steps=40) as swarm:
+        slow = swarm.add(2, step_s=0.4)
+        island = swarm.nodes[0].island
+        await swarm.until(lambda: 3 in members_of(island.log))
+        (shown,) = trainings_from([json.loads(json.dumps(figures_of(island, "running")))])
+        by_peer = {one.peer: one for one in shown.islands}
+        late, here = by_peer[slow.name], by_peer[island.peer]
+        assert here.here
+        assert here.alive
+        assert not late.here
+        assert late.lag_s is not None
+        assert here.lag_s is not None
+        assert late.lag_s > 1.0 > here.lag_s
+        assert late.tokens_per_s is not None
+        assert here.tokens_per_s is not None
+        assert late.tokens_per_s < here.tokens_per_s
+        assert len(shown.losses) >= 5
+        assert tuple(shown.validation[-1]) == (shown.step, shown.validation_loss)
+        assert shown.left_s is not None
+        assert shown.left_s > 0
+        swarm.kill(1)
+        swarm.kill(2)
+        await swarm.until(lambda: bool(island.figures.waiting))
+        assert slow.name in island.figures.waiting
+        assert figures_of(island, "left")["left_s"] is None
+
+
 async def test_joining_takes_the_state_by_parts_and_enters_at_a_boundary(
     tmp_path: Path, patient_clock: MockClock
 ) -> None:
@@ -196,9 +230,61 @@ async def check_partition(folder: Path, cut: tuple[int, ...]) -> None:
         assert len(large) in members_of(few.log)
 
 
-async def test_lost_messages_cost_time_but_no_agreement(tmp_path: Path, autojump_clock: MockClock) -> None:
-    async with open_islands(tmp_path, 0, 1, 2, profile=LinkProfile(delay_s=0.01, loss=0.03)) as swarm:
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 12))])
+async def test_lost_messages_cost_time_but_no_agreement(tmp_path: Path, seed: int, autojump_clock: MockClock) -> None:
+    profile = LinkProfile(delay_s=0.01, loss=0.03)
+    async with open_islands(tmp_path, 0, 1, 2, profile=profile, timing=UNHURRIED, seed=seed) as swarm:
         await swarm.finished(0, 1, 2, within_s=2000)
+        assert sum(node.island.figures.repeated for node in swarm.nodes.values()) <= 1
+        assert members_of(swarm.nodes[0].island.log)[2:].count(3) >= 2
+
+
+@pytest.mark.parametrize("method", [wire.HASHES, wire.SHARE, wire.SIGNED, wire.MERGED, wire.SAY])
+async def test_an_exchange_survives_two_lost_answers_of_every_member(
+    tmp_path: Path, method: str, autojump_clock: MockClock
+) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, timing=UNHURRIED, steps=15) as swarm:
+        lost: Counter[tuple[str, str]] = Counter()
+        for node in swarm.nodes.values():
+            network = swarm.fabric.nodes[node.name]
+            call = network.call
+
+            async def losing(
+                peer: str, what: str, *args: Any, call: Any = call, name: str = node.name, **more: Any
+            ) -> bytes:
+                answer = bytes(await call(peer, what, *args, **more))
+                if what != method or lost[name, peer] >= 2:
+                    return answer
+                lost[name, peer] += 1
+                await trio.sleep(more["timeout_s"])
+                raise DeadlineExceeded("the answer was lost")
+
+            network.call = losing  # type: ignore[method-assign, assignment]
+        await swarm.finished(0, 1, 2)
+        assert members_of(swarm.nodes[0].island.log) == [1, 3, 3]
+        assert not any(node.island.figures.repeated for node in swarm.nodes.values())
+        assert len(lost) >= 4  # of all, or of those who merge something
+        assert {*lost.values()} == {2}
+
+
+async def test_a_silent_member_costs_a_part_of_an_exchange(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, timing=UNHURRIED, steps=15) as swarm:
+        silent, first = swarm.nodes[2], swarm.nodes[0].island
+        await swarm.until(lambda: len(first.standing.members) == 3)
+        for node in (swarm.nodes[0], swarm.nodes[1]):
+            network = swarm.fabric.nodes[node.name]
+            call = network.call
+
+            async def unanswered(peer: str, what: str, *args: Any, call: Any = call, **more: Any) -> bytes:
+                if peer == silent.name and what == wire.HASHES:
+                    await trio.sleep(more["timeout_s"])
+                    raise DeadlineExceeded("no answer")
+                return bytes(await call(peer, what, *args, **more))
+
+            network.call = unanswered  # type: ignore[method-assign, assignment]
+        began = trio.current_time()
+        await swarm.until(lambda: first.standing.round >= 2)
+        assert trio.current_time() - began < UNHURRIED.exchange_s
 
 
 async def test_statements_that_come_twice_change_nothing(tmp_path: Path, autojump_clock: MockClock) -> None:
@@ -245,11 +331,34 @@ def noise(model: Any) -> None:
     model.change = lie
 
 
-LIES = {"flip": flip(-1.0), "flip10": flip(-10.0), "zeros": flip(0.0), "huge": flip(100.0), "noise": noise}
+def replay(share: float) -> Callable[[Any], None]:
+    """Let an island send what was merged in the last round, with noise of a share of its size."""
+
+    def change(model: Any) -> None:
+        honest = model.change
+
+        def lie() -> list[bytes]:
+            leaves: list[bytes] = honest()
+            if model._past is None:
+                return leaves
+            last = model._joined(model._past, 0, model.leaves)
+            drawn = torch.randn(last.shape, generator=torch.Generator().manual_seed(1))
+            return [encode(leaf, model.codec) for leaf in (last + share * last.std() * drawn).split(LEAF)]
+
+        model.change = lie
+
+    return change
+
+
+LIES = {
+    "flip": flip(-1.0), "flip10": flip(-10.0), "zeros": flip(0.0), "huge": flip(100.0), "noise": noise,
+    "replay": replay(0.0), "replay with noise": replay(0.1),
+}  # fmt: skip
+SHORT_LIES = ("flip10", "noise", "replay")
 
 
 @pytest.mark.parametrize(
-    "lie", [pytest.param(lie, marks=() if lie in ("flip10", "noise") else pytest.mark.soak) for lie in LIES]
+    "lie", [pytest.param(lie, marks=() if lie in SHORT_LIES else pytest.mark.soak) for lie in LIES]
 )
 async def test_a_poisoner_is_left_out_within_three_rounds(tmp_path: Path, lie: str, autojump_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, steps=35) as swarm:

@@ -12,7 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.errors import RecordError
-from app.rounds.log import ENTRY, MAX_LEFT_OUT, RoundEntry, beginning, follow, is_better, make_entry, read_entry, replay
+from app.rounds.log import (
+    ENTRY,
+    MAX_LEFT_OUT,
+    RoundEntry,
+    beginning,
+    codec_of,
+    follow,
+    is_better,
+    make_entry,
+    read_entry,
+    replay,
+    up_to,
+)
 from app.rounds.record import DOMAIN, read_training, sign_training
 from app.rounds.statements import (
     ARRIVAL,
@@ -28,6 +40,7 @@ from app.rounds.statements import (
     sign_result,
     signed,
 )
+from app.rounds.train_jobs import terms_of
 from p2p.envelope import NEVER, parse, seal
 from p2p.identity import PEER_ID_CHARS, Identity
 from tests.app.rounds.statements import (
@@ -113,7 +126,7 @@ def test_a_list_names_arrivals_of_its_round_once() -> None:
 def test_a_result_is_read_as_it_was_signed() -> None:
     found = members(START, PEOPLE[:2])
     peer = PEOPLE[1].peer_id
-    made = Result(found.job, 0, found.hash, b"", {peer: "it does not answer"}, {peer: (0.25, -0.5)})
+    made = Result(found.job, 0, found.hash, b"", {peer: "it does not answer"}, {peer: (0.25, -0.5)}, past=(-12, 998))
     assert replace(sign_result(PEOPLE[0], made, NOW_MS), raw=b"", peer="") == made
 
 
@@ -134,6 +147,14 @@ def test_a_log_is_replayed() -> None:
     assert standing.start == 10 * 4 * (1 + 3 + 3 + 3)
     assert standing.root == entries[-1].root
     assert set(standing.members) == {one.peer_id for one in PEOPLE[:3]}
+
+
+def test_a_log_is_cut_after_the_round_whose_state_there_is() -> None:
+    entries = history(3)
+    assert up_to(entries, entries[2].root) == entries
+    assert up_to(entries, entries[1].root) == entries[:2]
+    assert up_to(entries, b"x" * 32) == []
+    assert up_to([], entries[1].root) == []
 
 
 @pytest.mark.parametrize(
@@ -161,7 +182,16 @@ def test_the_steps_of_a_round_at_most_double() -> None:
 def test_the_number_formats_of_rounds_are_those_of_the_record() -> None:
     assert round_of(START, PEOPLE[:1], codec="f32")[1].codec == "f32"
     assert beginning(replace(RECORD, wire="f32")).codec == "f32"
-    assert [replace(RECORD, wire=wire).codecs for wire in ("f32", "int8")] == [("f32",), ("int8",)]
+    assert [replace(RECORD, wire=wire).codecs for wire in ("f32", "int8", "int4")] == [("f32",), ("int8",), ("int4",)]
+
+
+def test_the_number_format_of_a_round_is_named_by_the_entry_before() -> None:
+    first, standing = round_of(START, PEOPLE[:1], codec="f32")
+    second, _ = round_of(standing, PEOPLE[:1], codec="int8", steps=7)
+    entries = [first, second]
+    assert [codec_of(RECORD, entries, number) for number in range(3)] == ["int8", "f32", "int8"]
+    assert [terms_of(RECORD, entries[:count], 9).wire for count in (1, 2)] == ["int8", "f32"]
+    assert (terms_of(RECORD, entries, 9).every, terms_of(RECORD, entries, 9).held_rows) == (7, 9)
 
 
 def test_entries_of_old_logs_have_the_number_format_of_the_first_round() -> None:
@@ -181,6 +211,27 @@ def test_two_that_send_one_change_are_left_out_after_two_rounds() -> None:
     forged = changed(entries[1].raw, ENTRY, BY_PEER[entries[1].list.leader], doubted={})
     with pytest.raises(RecordError, match="doubts"):
         replay(RECORD, [entries[0], read_entry(forged, NOW_MS)])
+
+
+def test_who_sends_the_last_merged_change_is_left_out_after_two_rounds() -> None:
+    rider = PEOPLE[2].peer_id
+    entries = history(3, rider=rider)
+    assert entries[1].doubted.keys() == {rider}
+    assert "merged one of the last round" in entries[2].left_out[rider]
+    assert rider not in replay(RECORD, entries).members
+    forged = changed(entries[1].raw, ENTRY, BY_PEER[entries[1].list.leader], doubted={})
+    with pytest.raises(RecordError, match="doubts"):
+        replay(RECORD, [entries[0], read_entry(forged, NOW_MS)])
+
+
+@pytest.mark.parametrize("past", [3, [1.5], [2000], [True], [0] * 17, ["a"]])
+def test_a_likeness_that_is_none_is_refused(past: Any) -> None:
+    raw = result(PEOPLE[0], members(START, PEOPLE[:2]), b"r" * 32, {}).raw
+    with pytest.raises(RecordError):
+        read_result(changed(raw, RESULT, past=past), NOW_MS)
+    payload = json.loads(parse(raw).payload)
+    del payload["past"]  # of a version that did not know it
+    assert read_result(signed(PEOPLE[0], RESULT, payload, NOW_MS), NOW_MS).past == ()
 
 
 def test_a_liar_is_left_out_after_two_rounds_and_stays_out() -> None:
@@ -267,7 +318,8 @@ def test_the_largest_round_fits_into_its_entry() -> None:
     )
     found = members(standing, people, tokens=2**40)
     report = {peer: (1.23456e-12, -0.123456) for peer in found.members}
-    results = [result(BY_PEER[peer], found, b"r" * 32, report) for peer in found.members]
+    past = (-1000,) * MAX_MEMBERS
+    results = [result(BY_PEER[peer], found, b"r" * 32, report, past) for peer in found.members]
     fullest = max(len(parse(one.raw).payload) for one in results)
     padded = [
         changed(one.raw, RESULT, BY_PEER[one.peer], more="x" * (MAX_COUNTED_BYTES - fullest - 10)) for one in results

@@ -1,0 +1,163 @@
+"""The log of a training job on disk: appended round by round, whole after crashes, and damage is said."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import trio
+
+import app.rounds.train_store
+from app.config.home import Home
+from app.core.errors import RecordError
+from app.rounds import wire
+from app.rounds.island import hashed
+from app.rounds.log import RoundEntry, replay
+from app.rounds.record import sign_training
+from app.rounds.train_jobs import RunningTraining
+from app.rounds.train_store import StoredTraining, TrainStore
+from p2p.platform import write_private
+from tests.app.rounds.statements import NOW_MS, PEOPLE, RECORD, history, round_of
+from tests.app.rounds.test_own_data import open_nodes, wish_in
+
+ENTRIES = history(4)
+STATES = [b"state"]
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainStore:
+    """An empty store, at the time of the record."""
+    monkeypatch.setattr(app.rounds.train_store, "wall_ms", lambda: NOW_MS)
+    return TrainStore(Home.open(tmp_path))
+
+
+@pytest.fixture
+def job(store: TrainStore) -> StoredTraining:
+    """A job without rounds."""
+    return store.create(sign_training(PEOPLE[0], RECORD), {})
+
+
+def hashes(entries: list[RoundEntry]) -> list[bytes]:
+    return [entry.hash for entry in entries]
+
+
+def reopened(tmp_path: Path) -> TrainStore:
+    """The same folder, as the next run of the node sees it."""
+    return TrainStore(Home.open(tmp_path))
+
+
+def test_rounds_are_appended(
+    store: TrainStore, job: StoredTraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(job, ENTRIES[:1], STATES)
+    rewritten: list[str] = []
+
+    def noted(path: Path, data: bytes, *, durable: bool = True) -> None:
+        rewritten.append(path.name)
+        write_private(path, data, durable=durable)
+
+    monkeypatch.setattr(app.rounds.train_store, "write_private", noted)
+    for count in range(2, 4):
+        before = (job.folder / "log").read_bytes()
+        store.save(job, ENTRIES[:count], STATES)
+        assert (job.folder / "log").read_bytes().startswith(before)
+        assert hashes(reopened(tmp_path).log(job)) == hashes(ENTRIES[:count])
+        store.save(job, ENTRIES[:count], STATES)  # nothing new
+    later = reopened(tmp_path)
+    later.log(job)
+    later.save(job, ENTRIES, STATES)  # after a restart
+    assert hashes(store.log(job)) == hashes(ENTRIES)
+    assert set(rewritten) == {"state"}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there the profile's own rights hold")
+def test_nobody_else_may_read_a_log(store: TrainStore, job: StoredTraining) -> None:
+    for count in (1, 2):
+        store.save(job, ENTRIES[:count], STATES)
+        assert (job.folder / "log").stat().st_mode & 0o077 == 0
+
+
+def test_another_history_replaces_the_log(store: TrainStore, job: StoredTraining, tmp_path: Path) -> None:
+    store.save(job, ENTRIES[:3], STATES)
+    other, _ = round_of(replay(RECORD, ENTRIES[:1]), PEOPLE[:2])
+    for entries in ([ENTRIES[0], other], ENTRIES[:2], ENTRIES[:1], []):
+        store.save(job, entries, STATES)
+        assert hashes(reopened(tmp_path).log(job)) == hashes(entries)
+
+
+def test_a_torn_last_line_is_dropped_and_written_over(store: TrainStore, job: StoredTraining, tmp_path: Path) -> None:
+    store.save(job, ENTRIES[:3], STATES)
+    path = job.folder / "log"
+    whole = path.read_bytes()
+    last = whole.rindex(b"\n", 0, -1) + 1
+    for size in (last + 1, (last + len(whole)) // 2, len(whole) - 1):
+        for rest in (b"", b"\0" * 40):  # a file system may keep the size and lose the bytes
+            path.write_bytes(whole[:size] + rest)
+            again = reopened(tmp_path)
+            assert hashes(again.log(job)) == hashes(ENTRIES[:2])
+            again.save(job, ENTRIES[:3], STATES)
+            assert path.read_bytes() == whole
+    path.write_bytes(whole[: last - 1])  # of the second line, only its end is missing
+    assert hashes(reopened(tmp_path).log(job)) == hashes(ENTRIES[:1])
+
+
+def test_what_a_failed_write_left_is_written_over(store: TrainStore, job: StoredTraining) -> None:
+    store.save(job, ENTRIES[:2], STATES)
+    with (job.folder / "log").open("ab") as file:
+        file.write(b"half a line")  # as if the disk had been full
+    store.save(job, ENTRIES[:3], STATES)
+    assert hashes(store.log(job)) == hashes(ENTRIES[:3])
+
+
+def test_a_log_that_was_removed_is_written_again(store: TrainStore, job: StoredTraining) -> None:
+    store.save(job, ENTRIES[:2], STATES)
+    (job.folder / "log").unlink()
+    store.save(job, ENTRIES[:3], STATES)
+    assert hashes(store.log(job)) == hashes(ENTRIES[:3])
+
+
+@pytest.mark.parametrize("damage", [b"!", b"A", b"\n"])
+def test_damage_before_the_last_line_is_said(store: TrainStore, job: StoredTraining, damage: bytes) -> None:
+    store.save(job, ENTRIES[:4], STATES)
+    path = job.folder / "log"
+    lines = path.read_bytes().split(b"\n")
+    middle = len(lines[1]) // 2
+    assert lines[1][middle : middle + 1] != damage
+    lines[1] = lines[1][:middle] + damage + lines[1][middle + 1 :]
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(RecordError, match="the log of fish is damaged at round 1"):
+        store.log(job)
+
+
+async def test_a_node_that_died_between_entry_and_state_goes_on_from_the_round_before(tmp_path: Path) -> None:
+    async with open_nodes(tmp_path) as nodes:
+        await nodes[0].jobs.found(wish_in(tmp_path, "one"))
+        running = next(iter(nodes[0].jobs.running.values()))
+        folder = running.job.folder
+        await until_round(running, 2)
+        state = (folder / "state").read_bytes()
+        await until_round(running, running.island.standing.round + 2)
+    root, _ = hashed(wire.unpack(state, 100))
+    lines = (folder / "log").read_bytes().split(b"\n")
+    known = reopened(tmp_path / "0" / "home").log(running.job)
+    at = next(index for index, entry in enumerate(known) if entry.root == root)
+    (folder / "state").write_bytes(state)
+    (folder / "log").write_bytes(b"\n".join(lines[: at + 2]) + b"\nhalf a line")
+    async with open_nodes(tmp_path) as nodes:
+        with trio.fail_after(60):
+            while not nodes[0].jobs.running:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+        again = next(iter(nodes[0].jobs.running.values()))
+        assert hashes(again.island.log[: at + 1]) == hashes(known[: at + 1])
+        await until_round(again, at + 4)  # the newest one may not be written yet
+    later = reopened(tmp_path / "0" / "home").log(running.job)
+    assert hashes(later[: at + 1]) == hashes(known[: at + 1])
+    assert replay(running.job.record, later).round == len(later) >= at + 3
+
+
+async def until_round(running: RunningTraining, number: int) -> None:
+    """Wait until a job stands at a round, in real time because it computes in threads."""
+    with trio.fail_after(60):
+        while running.island.standing.round < number:  # noqa: ASYNC110
+            await trio.sleep(0.01)
