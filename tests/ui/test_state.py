@@ -23,10 +23,10 @@ from tests.ui.fixed import HEALTHY, ME, PEERS, Clock
 from ui.draw.reply import NEW_ROUTE_S, Hole, done_words, hole_in, live_rows, lost_hops, prompt_of, readers_words
 from ui.draw.rows import text_of
 from ui.screens.logs import matching
-from ui.state.conversations import FILE, Conversations, ConversationsError, as_markdown
+from ui.state.conversations import FILE, Conversations, ConversationsError, as_markdown, split_thinking
 from ui.state.coverage import coverage_of
 from ui.state.follower import START_AGAIN, EventNote, Follower, Heard, RawSnapshot
-from ui.state.reply_stream import ReplyProgress, Sampling, read_text_file, sampling_value, split_thinking
+from ui.state.reply_stream import ReplyProgress, Sampling, read_text_file, sampling_value
 from ui.state.store import GLOW_S, ConnectionState, LogRow, Store
 
 # --- the store -------------------------------------------------------------------------------------------------------
@@ -333,6 +333,8 @@ def test_who_can_read_a_chat_is_said_by_its_route() -> None:
 
     alone = replace(HEALTHY, state="serving", start=0, stop=HEALTHY.blocks_total, peers=())
     assert readers_words(hops(ME, ME), alone, name_of) == "This chat stays on this machine."
+    assert readers_words((), alone, name_of) == "This chat stays on this machine."  # before the first question, too
+    assert readers_words((), alone, name_of, is_visit=True) == "Hops can read this chat."
     only_so_far = "Only this machine has read this chat; hops can read your next message."
     other = replace(PEERS[0], state="serving")
     for changed in (

@@ -101,9 +101,9 @@ def readers_words(
     if snapshot is None:
         return ""
     others = list(dict.fromkeys(str(hop["peer"]) for hop in hops if hop["peer"] != snapshot.peer_id))
+    if not others and not is_visit and _is_only_host(snapshot):
+        return "This chat stays on this machine."
     if hops and not others:
-        if not is_visit and _is_only_host(snapshot):
-            return "This chat stays on this machine."
         return "Only this machine has read this chat; hops can read your next message."
     if others:
         names = ", ".join(one_line(name_of(peer)) for peer in others[:3])

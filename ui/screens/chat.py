@@ -29,6 +29,8 @@ from ui.state.conversations import (
     export_folder,
     export_to,
     files_of,
+    sent_text,
+    split_thinking,
 )
 from ui.state.reply_stream import (
     Replier,
@@ -38,8 +40,6 @@ from ui.state.reply_stream import (
     Sampling,
     read_text_file,
     repliers,
-    split_thinking,
-    with_files,
 )
 from ui.state.store import Store
 from ui.widgets.ask_box import AskBox, LiveLine
@@ -87,6 +87,7 @@ class Chat(MainScreen):
         self._files: list[dict[str, str]] = []  # attached to the next question
         self._typed = ""
         self._draft_before = ""  # typed before the edit began
+        self._files_before: list[dict[str, str]] = []  # attached before the edit began
         self._new_draft = ""  # typed for a conversation that has not begun
         self._text = ""
         self._route: list[dict[str, Any]] = []
@@ -304,13 +305,13 @@ class Chat(MainScreen):
         if self._conversation is None:
             self._conversation = self._kept.begin(text, self.sampling.system)
             self._new_draft = ""
+        files, self._files = self._files, []
         if (edited := self._edited) is not None:
-            self._edited = None
+            self._edited, self._files = None, self._files_before
             self._type(self._draft_before)
             self._messages = [message for message in self._messages if message.id < edited.id]
             await self.query_one(Transcript).show_messages(self._messages)
         parent = self._messages[-1].id if self._messages else None
-        files, self._files = self._files, []
         question = self._kept.add(self._conversation.id, parent, "user", text, {"files": files} if files else None)
         self._messages.append(question)
         await self._request_reply(question)
@@ -319,7 +320,7 @@ class Chat(MainScreen):
         """Ask the node to reply to the last message, and show the reply as it arrives."""
         await self.query_one(Transcript).ask(question)
         self._asked = question
-        messages = [{"role": m.role, "content": _sent(m)} for m in self._messages if _sent(m)]
+        messages = [{"role": m.role, "content": text} for m in self._messages if (text := sent_text(m))]
         door = self.dashboard.door
         if door is None:
             await self.query_one(Transcript).finish({}, "not connected to a node")
@@ -433,7 +434,7 @@ class Chat(MainScreen):
         asked = [m for m in self._messages if m.role == "user" and (before is None or m.id < before)]
         if asked:
             if self._edited is None:
-                self._draft_before = self.query_one(AskBox).text
+                self._draft_before, self._files_before = self.query_one(AskBox).text, self._files
             self._edited, self._files = asked[-1], files_of(asked[-1])
             self._type(asked[-1].content)
             self.query_one(AskBox).focus()
@@ -442,7 +443,7 @@ class Chat(MainScreen):
 
     def action_keep_question(self) -> None:
         """End the edit and leave the question as it was."""
-        self._edited, self._files = None, []
+        self._edited, self._files = None, self._files_before
         self._type(self._draft_before)
         self._show_sides()
         self.refresh_bindings()
@@ -507,10 +508,3 @@ class Chat(MainScreen):
             self._show_sides()
 
         self.app.push_screen(SamplingForm(self._sampling_here(), is_new=self._conversation is None), chosen)
-
-
-def _sent(message: Message) -> str:
-    """A message as the model gets it: a question with its files, a reply without its thinking."""
-    if message.role == "user":
-        return with_files(message.content, files_of(message))
-    return split_thinking(message.content)[1]
