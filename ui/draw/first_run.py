@@ -44,6 +44,7 @@ class FirstState:
     target: str = ""  # name or invite of the swarm to join
     preview: OfferView | None = None  # what the node found out about `target`
     create: tuple[str, str] | None = None  # name and model of the swarm to create
+    private: bool = False  # the swarm to create takes only those who are invited
     typed: str = ""
     memory_bytes: int | None = None  # None: as much as is free
     pauses: dict[str, bool] = field(default_factory=dict)
@@ -66,6 +67,13 @@ class FirstState:
         offers = {offer.target: offer for offer in self.prospects.offers}
         return {index: offers[target] for index, target in enumerate(self.order[:10]) if target in offers}
 
+    @property
+    def toggles(self) -> list[str]:
+        """What the space key changes in the second step, from top to bottom."""
+        names = [name for name, _, _, _ in PAUSES if name in self.pauses]
+        names += ["private"] if self.create is not None else []
+        return [*names, "public"] if self.public is not None else names
+
     def device(self, known: Snapshot | None) -> DeviceView | None:
         """The device that computes or, before a swarm is joined, the one that would."""
         return (known.hardware if known is not None else None) or self.prospects.device
@@ -76,7 +84,8 @@ class FirstState:
         if self.create is not None:
             name, model = self.create
             offer = next((offer for offer in self.prospects.offers if offer.target == model), None)
-            return one_line(f"{name}, a swarm of {offer.model if offer is not None else PurePath(model).name}")
+            kind = "private swarm" if self.private else "swarm"
+            return one_line(f"{name}, a {kind} of {offer.model if offer is not None else PurePath(model).name}")
         if self.preview is not None:
             return " · ".join(target_words(self.preview))
         return one_line(self.target if not self.target.startswith("shoal:") else "the swarm of an invite")
@@ -195,20 +204,29 @@ def _memory(state: FirstState, known: Snapshot | None, width: int, height: int) 
     else:
         rows = [row(" ", mark, " memory   ", ("as much as is free", "b"))]
     rows.append([])
-    shown = [entry for entry in PAUSES if entry[0] in state.pauses]
-    for index, (name, words, _, _) in enumerate(shown, 1):
-        mark = ("▸", "b mine") if state.cursor == index else (" ", "")
-        box = ("■", "success") if state.pauses[name] else ("□", "dim")
-        line = row(" ", mark, " pause if " if index == 1 else " " * 10, box, f" {words}")
-        rows.append(fit([*line, (_without_effect(name, known), "dim")], width))
-    if state.public is not None:
-        mark = ("▸", "b mine") if state.cursor == len(shown) + 1 else (" ", "")
-        box = ("■", "success") if state.public else ("□", "dim")
-        rows.append(row(" ", mark, " be found ", box, " from anywhere, through the public libp2p directory"))
-        rows.append(row(" " * 14, ("its nodes see this machine's address and hashes of swarm names", "dim")))
+    words_of = {name: words for name, words, _, _ in PAUSES}
+    for name in state.toggles:
+        if name == "private":
+            rows.append(_toggle(state, name, "members", state.private, "only those whom you invite"))
+        elif name == "public":
+            words = "from anywhere, through the public libp2p directory"
+            rows.append(_toggle(state, name, "be found", bool(state.public), words))
+            rows.append(row(" " * 14, ("its nodes see this machine's address and hashes of swarm names", "dim")))
+        else:
+            label = "pause if" if name == state.toggles[0] else ""
+            line = _toggle(state, name, label, state.pauses[name], words_of[name])
+            rows.append(fit([*line, (_without_effect(name, known), "dim")], width))
+    if len(rows) + 2 > height:
+        rows.remove([])
     rows += [[], row("   ", (" ⏎ ", "b background on primary"), " ", ("Fine", "b"))]
     rows[-1] += row(("   ↑ ↓ and space change · later under 6 settings", "dim"))
     return rows
+
+
+def _toggle(state: FirstState, name: str, label: str, is_on: bool, words: str) -> Row:
+    mark = ("▸", "b mine") if state.cursor == state.toggles.index(name) + 1 else (" ", "")
+    box = ("■", "success") if is_on else ("□", "dim")
+    return row(" ", mark, f" {label:<8} ", box, f" {words}")
 
 
 def _without_effect(setting: str, known: Snapshot | None) -> str:
