@@ -411,7 +411,8 @@ def test_the_second_step_of_the_first_run_fits_into_a_small_window() -> None:
     assert "q quit" in text_of(rows[-1])
 
 
-def test_models_of_a_folder_and_of_the_hub_are_listed() -> None:
+@pytest.mark.parametrize("is_by_mouse", [False, True])
+def test_models_of_a_folder_and_of_the_hub_are_listed(is_by_mouse: bool) -> None:
     node = ScriptedNode()
 
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
@@ -422,7 +423,10 @@ def test_models_of_a_folder_and_of_the_hub_are_listed() -> None:
         await until(app, pilot, lambda: "/control/models?folder=/big" in node.asked)
         await pilot.press(*["backspace"] * 4, *"qwen")
         await until(app, pilot, lambda: "search the Hugging Face Hub for “qwen”" in text_of_screen(app))
-        await pilot.press("enter")
+        if is_by_mouse:
+            await pilot.click("#found", offset=(2, 0))
+        else:
+            await pilot.press("enter")
         await until(app, pilot, lambda: "org/qwen" in text_of_screen(app))
         await pilot.press("enter")
         await until(app, pilot, lambda: "Name the swarm" in text_of_screen(app))

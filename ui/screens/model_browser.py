@@ -165,19 +165,24 @@ class ModelBrowser(Dialog[str | None]):
                 self._say("looking")
                 self._load(self._typed)
         elif option is not None and option.id == _HUB:
-            words = self._typed
-            self._say("searching the hub")
-            path = f"/control/models/search?words={quote(words)}"
-            self.query_one("#wanted", Input).value = ""
-            self.dashboard.ask(lambda client: client.get(path, timeout_s=PATIENT_S), self._listed, self._say)
+            self._search_hub()
         elif option is not None and option.id is not None:
             self._choose(option.id)
 
     @on(OptionList.OptionSelected)
     def clicked(self, event: OptionList.OptionSelected) -> None:
-        """Choose a clicked model."""
-        if event.option_id is not None and event.option_id != _HUB:
+        """Choose a clicked model, or search the hub."""
+        if event.option_id == _HUB:
+            self._search_hub()
+        elif event.option_id is not None:
             self._choose(event.option_id)
+
+    def _search_hub(self) -> None:
+        """Replace the list by what the hub has under the typed words."""
+        path = f"/control/models/search?words={quote(self._typed)}"
+        self._say("searching the hub")
+        self.query_one("#wanted", Input).value = ""
+        self.dashboard.ask(lambda client: client.get(path, timeout_s=PATIENT_S), self._listed, self._say)
 
     def _choose(self, name: str) -> None:
         """Close with a model that the node can open; one of the hub is downloaded first."""
