@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -37,6 +38,8 @@ class ScriptedNode(Client):
         self.dead: set[str] = set()  # swarms of which no member answers
         self.chats: list[dict[str, Any]] = []
         self.created: list[dict[str, Any]] = []
+        self.pulling = threading.Event()  # a download waits until it is set
+        self.pulling.set()
         self.jobs: list[JobView] | AppError = []
         self.reply: list[dict[str, Any] | AppError] = [{"text": "Because."}]  # pieces; an `AppError` is raised
 
@@ -77,6 +80,8 @@ class ScriptedNode(Client):
         if path == "/control/join" and body["target"] in self.dead and not body.get("force"):
             text = "birds: no member was found. This node stays in reef; `shoal join --force` moves it anyway"
             raise AppError(text, code="no_member")
+        if path == "/control/pull":
+            assert self.pulling.wait(PATIENCE_S)
         if path == "/control/create":
             self.created.append(body)
         if path in ("/control/join", "/control/create"):

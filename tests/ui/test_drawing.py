@@ -24,6 +24,7 @@ from app.snapshot.views import (
 from tests.ui.fixed import EMPTY, HEALTHY, HOLE, ME, PEERS, ROUTE, five_hundred
 from ui.draw.bars import area, bar, ceiling, resample, spark
 from ui.draw.coverage import strip_rows, weak_sentence
+from ui.draw.first_run import FirstState, first_rows
 from ui.draw.node import courtesy_rows, gauge_rows, session_rows, step_rows
 from ui.draw.numbers import clock, duration, gigabytes, known_rate, many, milliseconds, rate, size
 from ui.draw.peers import SORTS, arranged, columns_for, look_of, peer_row, table_peers
@@ -204,6 +205,20 @@ def test_a_warning_is_shown_whatever_the_state() -> None:
     line = text_of(state_row(ConnectionState("live"), replace(HEALTHY, warning=wrong), 0.0, wide=False))
     assert "▲ mallory has another[2J swarm secret" in line
     assert "▲" not in text_of(state_row(ConnectionState("live"), HEALTHY, 0.0, wide=False))
+
+
+def test_a_model_that_is_downloaded_for_a_new_swarm_is_shown_while_there_is_none() -> None:
+    step = StepView("fetch", "downloading the model", "running", "", 12 * 10**6, 93 * 10**6, 41.0)
+    live, idle = ConnectionState("live"), replace(EMPTY, preparing=step)
+    line = text_of(state_row(live, idle, 0.0, wide=False))
+    assert line.split("  ") == ["", "◐ preparing", "downloading the model: 12 MB of 93 MB · 41 s left"]
+    assert "Not in a swarm" in text_of(state_row(live, EMPTY, 0.0, wide=False))
+    assert "12 MB of 93 MB" in text_of(state_row(live, replace(HEALTHY, preparing=step), 0.0, wide=True))
+    state = FirstState(step=1, create=("home", "starter"), busy="creating home", pauses={"pause_busy": True})
+    text = "\n".join(text_of(line) for line in first_rows(state, idle, 80, 24))
+    assert "downloading the model" in text
+    assert "12 MB of 93 MB · 41 s left" in text
+    assert "another program" not in text  # what was chosen cannot be changed any more
 
 
 def test_a_node_that_is_away_is_said_to_be_tried_again() -> None:

@@ -24,6 +24,7 @@ from app.snapshot.views import (
     ProspectsView,
     RuleView,
     Snapshot,
+    StepView,
     SwarmView,
 )
 from tests.ui.driving import GB, STARTER, DrivenDashboard, ScriptedDoor, ScriptedNode, driven, until
@@ -428,9 +429,15 @@ def test_models_of_a_folder_and_of_the_hub_are_listed(is_by_mouse: bool) -> None
         else:
             await pilot.press("enter")
         await until(app, pilot, lambda: "org/qwen" in text_of_screen(app))
+        node.pulling.clear()
         await pilot.press("enter")
+        await until(app, pilot, lambda: node.asked[-1] == "/control/pull org/qwen")
+        step = StepView("fetch", "downloading the model", "running", "", 12 * 10**6, 93 * 10**6, 41.0)
+        app.store.take(replace(EMPTY, preparing=step))
+        await settle(app, pilot)
+        assert "downloading the model: 12 MB of 93 MB · 41 s left" in text_of_screen(app)
+        node.pulling.set()
         await until(app, pilot, lambda: "Name the swarm" in text_of_screen(app))
-        assert node.asked[-1] == "/control/pull org/qwen"
 
     driven(node, drive)
 

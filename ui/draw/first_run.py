@@ -12,10 +12,10 @@ from pathlib import PurePath
 from typing import Any
 
 from app.core.terminal_text import one_line
-from app.snapshot.views import DeviceView, OfferView, ProspectsView, Snapshot
+from app.snapshot.views import DeviceView, OfferView, ProspectsView, Snapshot, StepView
 from ui.draw.bars import bar
 from ui.draw.first_run_offers import STARTER, choice_rows, ordered, target_words
-from ui.draw.numbers import count, duration, gigabytes, size
+from ui.draw.numbers import count, duration, gigabytes, progress, size
 from ui.draw.rows import Row, fit, row, tidy
 from ui.draw.state_line import pill, running_step
 from ui.state.store import ConnectionState
@@ -123,11 +123,14 @@ def first_rows(state: FirstState, known: Snapshot | None, width: int, height: in
             rows += [
                 row(("▸", "b mine"), (f" {index + 1}  {title}", "b")),
                 [],
-                *parts[index](state, known, width, height - _FRAME_ROWS - (2 if state.problem or state.busy else 0)),
-                [],
             ]
+            if not (index == 1 and state.busy):  # these choices are made
+                room = height - _FRAME_ROWS - (2 if state.problem or state.busy else 0)
+                rows += [*parts[index](state, known, width, room), []]
             rows += [row((f"   × {tidy(one_line(state.problem))}", "error")), []] if state.problem else []
-            rows += [row(("   ◐ ", "primary"), one_line(state.busy)), []] if state.busy else []
+            if state.busy:
+                steps = [_step(known.preparing, width)] if known is not None and known.preparing is not None else []
+                rows += [row(("   ◐ ", "primary"), one_line(state.busy)), *steps, []]
     rows += [[]] if rows[-1] else []
     keys = "q quit, the node keeps running" if state.step == 0 else "esc back · q quit, the node keeps running"
     return [fit(line, width) for line in [*rows, row((keys if state.step < 2 else "esc back", "dim"))]]
@@ -236,15 +239,21 @@ def _without_effect(setting: str, known: Snapshot | None) -> str:
     return "" if rule is None or rule.available else f" · without effect: {one_line(rule.text) or 'no such sensor'}"
 
 
+def _step(step: StepView, width: int) -> Row:
+    """A step that is running: its title, a gauge, how far it is, and the time left."""
+    share = step.done / step.total if step.done is not None and step.total else None
+    gauge = bar(share, max(8, min(30, width - 60)), "primary")
+    line = row(f"   {one_line(step.title):<9} ", *gauge, f"  {progress(step.done, step.total)}")
+    if step.seconds_left is not None and step.done != step.total:
+        line += row((f" · {duration(step.seconds_left)} left", "dim"))
+    return line
+
+
 def _hello(state: FirstState, known: Snapshot | None, width: int, height: int) -> list[Row]:
     rows: list[Row] = []
     step = running_step(known) if known is not None else None
     if step is not None and step.done is not None and step.total:
-        far = f"{size(step.done)} of {size(step.total)}" if step.total > 100_000 else f"{step.done} of {step.total}"
-        is_timed = step.seconds_left is not None and step.done != step.total
-        left = f" · {duration(step.seconds_left)} left" if is_timed else ""
-        gauge = bar(step.done / step.total, max(8, min(30, width - 60)), "primary")
-        rows.append(row(f"   {one_line(step.title):<9} ", *gauge, f"  {far}", (left, "dim")))
+        rows.append(_step(step, width))
     elif known is not None:
         words = pill(ConnectionState("live"), known, 0.0)[0]
         rows.append(row("   ", words, (f"  {one_line(known.reason)}", "dim")))

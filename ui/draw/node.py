@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from app.core.terminal_text import one_line
 from app.snapshot.views import CourtesyView, DeviceView, Snapshot, StepView
 from ui.draw.bars import Samples, bar, spark
-from ui.draw.numbers import clock, count, duration, gigabytes, many, milliseconds, plural, rate, size
+from ui.draw.numbers import clock, count, duration, gigabytes, many, milliseconds, plural, progress, rate, size
 from ui.draw.rows import UNKNOWN, Row, cell, fit, row, tidy, width_of, wrap
 
 _LABEL = 8
@@ -267,7 +267,7 @@ def step_rows(steps: Sequence[StepView], width: int) -> list[Row]:
         line = row((f"{sign} ", style), name)
         if step.state == "running" and step.done is not None and step.total:
             gauge = bar(step.done / step.total, max(8, min(30, width - 44 - room)), "primary")
-            line += row(" ", *gauge, " ", _amount(step))
+            line += row(" ", *gauge, " ", progress(step.done, step.total))
         if step.seconds_left is not None and step.state == "running" and step.done != step.total:
             line += row((f" · {duration(step.seconds_left)} left", "dim"))
         if step.detail:
@@ -275,13 +275,6 @@ def step_rows(steps: Sequence[StepView], width: int) -> list[Row]:
             line += row((f" {detail}", "error" if step.state == "failed" else "dim"))
         rows.append(fit(line, width))
     return rows
-
-
-def _amount(step: StepView) -> str:
-    """Progress of a step: as bytes from 100,000 up, else as a count."""
-    if step.total is not None and step.total >= 100_000:
-        return f"{size(step.done)} of {size(step.total)}"
-    return f"{count(step.done)} of {count(step.total)}"
 
 
 def now_ms() -> int:

@@ -59,6 +59,13 @@ def size(value: int | None) -> str:
     return f"{value} B"
 
 
+def progress(done: int | None, total: int | None) -> str:
+    """How far something is: 12 of 93 MB from 100,000 up, which are bytes; else 5 of 12."""
+    if total is not None and total >= 100_000:
+        return f"{size(done)} of {size(total)}"
+    return f"{count(done)} of {count(total)}"
+
+
 def megabits(bytes_per_s: float | None) -> str:
     """Bytes per second as Mbit/s, without the unit."""
     if bytes_per_s is None:

@@ -23,6 +23,7 @@ from app.core.terminal_text import one_line
 from app.snapshot.codec import models_from, offer_from
 from app.snapshot.views import FitView, ModelView, OfferView
 from ui.draw.numbers import count, plural, rate, size
+from ui.draw.state_line import preparing_words
 from ui.node_app import NodeApp
 from ui.widgets.dialogs import Dialog, key_line
 
@@ -67,6 +68,7 @@ class ModelBrowser(Dialog[str | None]):
         self._models: list[ModelView] = []
         self._folder = ""  # that is listed; empty: the usual places
         self._previewed = ""
+        self._is_downloading = False
 
     @property
     def dashboard(self) -> NodeApp:
@@ -188,6 +190,7 @@ class ModelBrowser(Dialog[str | None]):
         """Close with a model that the node can open; one of the hub is downloaded first."""
         model = next((m for m in self._models if m.name == name), None)
         is_hub = model is not None and not model.here and "/" in name
+        self._is_downloading = is_hub
         self._say(f"downloading {name}: this may take a while" if is_hub else "opening it")
 
         def work(client: Any) -> Any:
@@ -195,7 +198,17 @@ class ModelBrowser(Dialog[str | None]):
                 client.post("/control/pull", {"model": name}, timeout_s=_DOWNLOAD_S)
             return client.post("/control/preview", {"model": name})
 
-        self.dashboard.ask(work, lambda _: self.close(name), self._say)
+        def failed(text: str) -> None:
+            self._is_downloading = False
+            self._say(text)
+
+        self.dashboard.ask(work, lambda _: self.close(name), failed)
+
+    def show(self) -> None:
+        """Redraw the progress of a download."""
+        words = preparing_words(self.dashboard.store.snapshot)
+        if self._is_downloading and words:
+            self._say(words)
 
     def action_move(self, rows: int) -> None:
         """Move the highlight while the field keeps the focus."""
