@@ -72,6 +72,18 @@ def test_changes_of_peers_glow_and_fade() -> None:
     assert store.glowing() == {}
 
 
+def test_the_name_of_a_peer_that_has_gone_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ui.state.store.KEPT_NAMES", len(PEERS))
+    store = live_store(Clock())
+    store.take(replace(HEALTHY, peers=PEERS[1:]))
+    assert store.peer_name(PEERS[0].peer) == PEERS[0].name
+    new = replace(PEERS[1], peer="12D3KooWnewone", name="new")
+    store.take(replace(HEALTHY, peers=(new, *PEERS[1:])))
+    assert store.peer_name(PEERS[0].peer) == PEERS[0].peer[-6:]  # one too many
+    store.take(replace(HEALTHY, peers=(replace(new, name="newer"), *PEERS[1:])))
+    assert store.peer_name(new.peer) == "newer"
+
+
 def test_another_swarm_is_no_change_of_peers() -> None:
     store = live_store(Clock())
     store.take(replace(HEALTHY, swarm="another", peers=()))
