@@ -26,7 +26,7 @@ import app.swarm.saved
 import p2p.discovery.known_peers
 from app.api.server import NoKeys
 from app.cli.status import status_lines
-from app.config.file import load_config
+from app.config.file import load_config, set_value
 from app.config.home import Home, find_node, hold
 from app.config.keys import add_key
 from app.config.settings import Value
@@ -138,6 +138,24 @@ async def test_a_model_that_is_read_for_a_new_swarm_has_its_progress_in_the_snap
 
 def failing(*_: object) -> None:
     raise OSError("no room")
+
+
+async def test_a_swarm_is_joined_with_the_means_of_discovery_that_were_just_set(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(QUIET, "discovery")
+    set_value(Home.open(tmp_path / "a").config_file, "discovery", "invite")
+    async with living(tmp_path / "a", cache) as a:
+        await until(a, lambda: a.snapshot().state == "idle")
+        before = a._network_owner.network
+        assert before is not None
+        await a.set_config("discovery", "invite,remembered")
+        await a.create("home", "tiny-random", private=False)
+        await until(a, lambda: a.snapshot().state == "client")
+        network = a._network_owner.network
+        assert network is not None
+        assert network is not before
+        assert network._config.discovery == {"invite", "remembered"}
 
 
 async def test_an_invite_says_where_it_leads_before_it_is_taken(tmp_path: Path, cache: Path) -> None:
