@@ -14,10 +14,12 @@ from app.core.errors import AppError
 from app.snapshot.views import SwarmView
 from tests.ui.driving import DrivenDashboard, ScriptedNode, driven, until
 from tests.ui.fixed import HEALTHY, ME, PEERS
-from tests.ui.rendering import text_of_screen
+from tests.ui.rendering import settle, text_of_screen
 from ui.draw.rows import text_of
 from ui.screens.chat import Chat
 from ui.state.conversations import Conversations
+from ui.state.follower import START_AGAIN
+from ui.state.store import ConnectionState
 from ui.widgets.ask_box import AskBox
 from ui.widgets.chat_side import ConversationList
 
@@ -317,6 +319,41 @@ def test_a_chat_that_others_have_read_does_not_become_private_again() -> None:
         await say(app, pilot, node, *"three")
         await until(app, pilot, lambda: "tern can read this chat." in text_of_screen(app))
         assert "stays on this machine" not in text_of_screen(app)
+
+    driven(node, drive)
+
+
+def test_a_question_that_others_have_read_stays_so_in_its_other_versions() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(replace(HEALTHY, start=0, stop=80, peers=(PEERS[0],)))
+        await pilot.press("3")
+        node.done = {"route": [{"peer": PEERS[0].peer, "start": 0, "stop": 80}]}
+        await say(app, pilot, node, *"one")
+        await until(app, pilot, lambda: "tern can read this chat." in text_of_screen(app))
+        app.store.take(replace(HEALTHY, start=0, stop=80, peers=()))
+        node.done = {"route": [{"peer": ME, "start": 0, "stop": 80}]}
+        await say(app, pilot, node, "ctrl+r")
+        assert "tern can read this chat." in text_of_screen(app)
+        assert "on this machine ─" in text_of_screen(app)  # the route of this version
+        await pilot.press("ctrl+n")
+        await until(app, pilot, lambda: "This chat stays on this machine." in text_of_screen(app))
+
+    driven(node, drive)
+
+
+def test_a_question_without_a_node_says_which_key_starts_one() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.connected(ConnectionState("away", "the node has ended", next_step=START_AGAIN))
+        await settle(app, pilot)
+        await pilot.press("3", *"why", "enter")
+        words = "× not connected to the node: press F5 to start it · ^r asks again"
+        await until(app, pilot, lambda: words in text_of_screen(app))
+        assert node.chats == []
+        assert "^y copy" not in text_of_screen(app)  # there is no reply
 
     driven(node, drive)
 

@@ -188,7 +188,8 @@ class Chat(MainScreen):
         last = self._messages[-1].figures if self._messages else {}
         route = self._route if self._thread is not None else last.get("route") or ()
         live = self.query_one(LiveLine)
-        side.hops = live.hops = [*(hop for m in self._messages for hop in m.figures.get("route") or ()), *route]
+        read = [] if self._conversation is None else self._kept.hops(self._conversation.id)
+        side.hops = live.hops = [*read, *route]
         live.route = self._route if self._thread is not None else ()
         live.is_visit = self._replier.swarm is not None
         side.show()
@@ -318,13 +319,15 @@ class Chat(MainScreen):
 
     async def _request_reply(self, question: Message) -> None:
         """Ask the node to reply to the last message, and show the reply as it arrives."""
-        await self.query_one(Transcript).ask(question)
+        transcript, door, link = self.query_one(Transcript), self.dashboard.door, self.store.link
+        if door is None or link.kind != "live":
+            cure = f": {link.next_step}" if link.next_step else ""
+            await self._show_messages()
+            await transcript.note(error_words(f"not connected to the node{cure}"), "error")
+            return
+        await transcript.ask(question)
         self._asked = question
         messages = [{"role": m.role, "content": text} for m in self._messages if (text := sent_text(m))]
-        door = self.dashboard.door
-        if door is None:
-            await self.query_one(Transcript).finish({}, "not connected to a node")
-            return
         self._text, self._route = "", []
         request = self._sampling_here().request(messages) | self._replier.request()
         thread = ReplyThread(door.client, request, lambda piece: self._post_piece(thread, piece))
@@ -354,13 +357,15 @@ class Chat(MainScreen):
         self._text += fresh
         await self.query_one(Transcript).add(fresh)
         if "route" in message.piece:
-            await self._route_changed(message.piece["route"], progress.tokens)
+            await self._route_changed(message.piece, progress.tokens)
 
-    async def _route_changed(self, route: list[dict[str, Any]], tokens: int) -> None:
+    async def _route_changed(self, piece: dict[str, Any], tokens: int) -> None:
         """Record the reply's route; if hops left it, say so in the transcript."""
-        before, self._route = self._route, route
-        if words := lost_hops(before, route, self.store.peer_name):
-            await self.query_one(Transcript).note(f"▼ at token {tokens}: {words} · the reply continues")
+        before, self._route = self._route, piece["route"]
+        moved = bool(piece.get("moved"))
+        if words := lost_hops(before, self._route, self.store.peer_name, moved=moved):
+            text = f"{'↷' if moved else '▼'} at token {tokens}: {words} · the reply continues"
+            await self.query_one(Transcript).note(text, "figures" if moved else "warning")
         self._show_sides()
 
     async def _reply_ended(self, piece: dict[str, Any]) -> None:
@@ -406,8 +411,10 @@ class Chat(MainScreen):
             return self._thread is None and bool(self._messages)
         if action == "branches":
             return self._thread is None and any(message.versions > 1 for message in self._messages)
-        if action in ("copy", "export"):
+        if action == "export":
             return bool(self._messages)
+        if action == "copy":
+            return any(message.role == "assistant" for message in self._messages)
         return True
 
     async def action_stop(self) -> None:

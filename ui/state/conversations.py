@@ -206,6 +206,11 @@ class Conversations:
             for key, role, content, at_ms, figures, parent, version, versions in rows
         ]
 
+    def hops(self, conversation: int) -> list[dict[str, Any]]:
+        """Hops of the replies of all branches: each of them has read the conversation up to there."""
+        rows = self._db.execute("select figures from message where conversation = ? order by id", (conversation,))
+        return [hop for (figures,) in rows for hop in json.loads(figures).get("route") or ()]
+
     def add(
         self,
         conversation: int,
