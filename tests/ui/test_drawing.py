@@ -161,6 +161,7 @@ def test_the_route_says_where_the_time_goes() -> None:
     assert said == "Relayed links take 79 of 224 ms. Without them: 6.9 tok/s at most."
     quick = RouteView("s", (HopView("me", 0, 8, None, 0.0, 0.012, 0.0),), 0.0, 0.0, 0.0098)
     assert text_of(sentence(quick, lambda peer: "you")) == "Your blocks take 12 of 12 ms."
+    assert text_of(sentence(quick, lambda peer: "hL59")) == "hL59's blocks take 12 of 12 ms."  # names stay as they are
     slow = RouteView("s", (HopView("me", 0, 8, None, 0.0, 0.01, 0.0),), 0.0, 0.041, 0.192)
     assert text_of(sentence(slow, lambda peer: "you")) == ("Sampling takes 41 of 192 ms. 141 ms are not accounted for.")
 
@@ -205,6 +206,15 @@ def test_a_warning_is_shown_whatever_the_state() -> None:
     line = text_of(state_row(ConnectionState("live"), replace(HEALTHY, warning=wrong), 0.0, wide=False))
     assert "▲ mallory has another[2J swarm secret" in line
     assert "▲" not in text_of(state_row(ConnectionState("live"), HEALTHY, 0.0, wide=False))
+
+
+def test_the_speed_of_a_node_fits_into_a_narrow_panel() -> None:
+    def speed(width: int) -> str:
+        node = replace(HEALTHY, start=0, stop=30, blocks_total=30, tokens_per_s=2.3)
+        return next(text_of(line) for line in gauge_rows(node, width, 12) if text_of(line).startswith("speed"))
+
+    assert speed(41) == "speed   2.3 tok/s alone · 30 of 30 blocks"
+    assert speed(40) == "speed   2.3 tok/s alone · 30 of 30"
 
 
 def test_a_model_that_is_downloaded_for_a_new_swarm_is_shown_while_there_is_none() -> None:

@@ -308,6 +308,24 @@ def test_the_first_run_asks_before_it_uses_the_public_directory() -> None:
     driven(node, drive)
 
 
+def test_the_first_run_says_that_its_node_has_ended_and_starts_it_again() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        first = FirstRun(app.store)
+        await app.push_screen(first)
+        first.state.step = 2
+        app.store.connected(ConnectionState("away", "the node was killed (signal 9)", next_step=START_AGAIN))
+        await settle(app, pilot)
+        assert "× the node was killed (signal 9) · press F5 to start it" in text_of_screen(app)
+        assert "the node is starting" not in text_of_screen(app)
+        app._follower = Follower(cast(Any, app.door), lambda heard: None)
+        await pilot.press("f5")
+        assert cast(ScriptedDoor, app.door).started == 1
+
+    driven(node, drive)
+
+
 def test_a_node_that_cannot_look_around_still_begins() -> None:
     node = ScriptedNode()
     node.prospects = AppError("the device is broken")

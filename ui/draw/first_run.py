@@ -103,12 +103,14 @@ def pauses_from(config: Mapping[str, Any]) -> dict[str, bool]:
     return {name: bool(config[name]) for name, _, _, _ in PAUSES if name in config}
 
 
-def first_rows(state: FirstState, known: Snapshot | None, width: int, height: int) -> list[Row]:
+def first_rows(
+    state: FirstState, known: Snapshot | None, width: int, height: int, link: ConnectionState | None = None
+) -> list[Row]:
     """The whole page: machine, the three steps with the current one open, problems, and keys."""
     rows: list[Row] = [
         row(("≋ shoal", "b primary"), ("   Run a model none of us could hold alone.", "dim")),
         [],
-        *_machine(known, state),
+        *_machine(known, state, link),
         [],
     ]
     parts = (_where, _memory, _hello)
@@ -132,12 +134,16 @@ def first_rows(state: FirstState, known: Snapshot | None, width: int, height: in
                 steps = [_step(known.preparing, width)] if known is not None and known.preparing is not None else []
                 rows += [row(("   ◐ ", "primary"), one_line(state.busy)), *steps, []]
     rows += [[]] if rows[-1] else []
-    keys = "q quit, the node keeps running" if state.step == 0 else "esc back · q quit, the node keeps running"
-    return [fit(line, width) for line in [*rows, row((keys if state.step < 2 else "esc back", "dim"))]]
+    keys = ["esc back"] if state.step > 0 and not state.busy else []
+    keys += ["q quit, the node keeps running"] if state.step < 2 else []
+    return [fit(line, width) for line in [*rows, row((" · ".join(keys), "dim"))]]
 
 
-def _machine(known: Snapshot | None, state: FirstState) -> list[Row]:
+def _machine(known: Snapshot | None, state: FirstState, link: ConnectionState | None) -> list[Row]:
     device, disk = state.device(known), state.prospects.disk_free_bytes
+    if link is not None and link.kind in ("away", "refused"):
+        cure = f" · {link.next_step}" if link.next_step else ""
+        return [row(("×", "b error"), (f" {tidy(one_line(link.text))}{cure}", "error"))]
     if known is None:
         return [row(("◐", "primary"), (" the node is starting", "dim"))]
     parts = [one_line(device.name) or device.id] if device is not None else [one_line(known.device or "")]

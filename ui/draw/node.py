@@ -50,7 +50,7 @@ def gauge_rows(snapshot: Snapshot | None, width: int, height: int) -> list[Row]:
             "heat", device.temperature_c if device else None, 100.0, "°C", one_line(heat.text) if heat else "", room
         ),
         _power(device),
-        _speed(snapshot),
+        _speed(snapshot, width),
         *(_memory(other, room, one_line(other.id)) for other in others),
         *(courtesy_rows(snapshot.courtesy, width) if snapshot is not None else [labelled("pauses", (UNKNOWN, "dim"))]),
     ]
@@ -129,13 +129,16 @@ def _power(device: DeviceView | None) -> Row:
     return labelled("power", (UNKNOWN, "dim") if watts is None else (f"{watts:.0f} W", "b"))
 
 
-def _speed(snapshot: Snapshot | None) -> Row:
+def _speed(snapshot: Snapshot | None, width: int) -> Row:
     if snapshot is None or snapshot.start is None or snapshot.stop is None:
         return labelled("speed", (UNKNOWN, "dim"))
     blocks = f"{snapshot.stop - snapshot.start} of {count(snapshot.blocks_total)} blocks"
     if not snapshot.tokens_per_s:
         return labelled("speed", (f"— · {blocks}", "dim"))
-    return labelled("speed", (f"{rate(snapshot.tokens_per_s)} tok/s", "b"), " alone", (" · ", "dim"), blocks)
+    line = labelled("speed", (f"{rate(snapshot.tokens_per_s)} tok/s", "b"), " alone", (" · ", "dim"), blocks)
+    if width_of(line) > width:
+        line[-1] = (blocks.removesuffix(" blocks"), "")
+    return line
 
 
 def courtesy_rows(courtesy: CourtesyView, width: int) -> list[Row]:

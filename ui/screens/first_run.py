@@ -37,7 +37,7 @@ class FirstPage(RowWidget):
 
     def rows(self, width: int, height: int) -> list[Row]:
         """Draw the page for this size."""
-        return first_rows(self.state, self.store.snapshot, width, height)[:height]
+        return first_rows(self.state, self.store.snapshot, width, height, self.store.link)[:height]
 
 
 class FirstRun(Dialog[None]):
@@ -46,6 +46,7 @@ class FirstRun(Dialog[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "next", "continue"),
         Binding("escape", "back", "back"),
+        Binding("f5", "app.start_node", "start again"),
     ]
 
     def __init__(self, store: Store) -> None:
