@@ -343,6 +343,27 @@ def test_a_question_that_others_have_read_stays_so_in_its_other_versions() -> No
     driven(node, drive)
 
 
+def test_a_hop_that_left_the_route_has_read_the_chat() -> None:
+    node = ScriptedNode()
+    mine = [{"peer": ME, "start": 0, "stop": 80}]
+    node.reply = [{"text": "So", "route": [{"peer": PEERS[0].peer, "start": 0, "stop": 80}]}]
+    node.reply += [{"text": " it", "route": mine}, {"text": " is."}]
+    node.done = {"route": mine}
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        await say(app, pilot, node, *"one")
+        await until(app, pilot, lambda: "tern dropped out · you took 0:80" in text_of_screen(app))
+        assert "tern can read this chat." in text_of_screen(app)
+        await pilot.press("ctrl+n")
+        await until(app, pilot, lambda: "Hops can read this chat." in text_of_screen(app))
+        await pilot.press("ctrl+l")
+        await pilot.press("enter")
+        await until(app, pilot, lambda: "tern can read this chat." in text_of_screen(app))
+
+    driven(node, drive)
+
+
 def test_a_question_without_a_node_says_which_key_starts_one() -> None:
     node = ScriptedNode()
 

@@ -305,6 +305,8 @@ def test_a_reply_that_waits_says_for_what() -> None:
     progress = ReplyProgress(10.0)
     assert "waiting for the first token" in live_words(progress, 11.0)
     assert "waiting for block 12, which nobody hosts now · 3 s" in live_words(progress, 13.0, Hole(12, 13))
+    assert "^p" not in live_words(progress, 13.0, Hole(12, 13))
+    assert "^p Resume hosting" in live_words(progress, 13.0, Hole(12, 13, is_paused=True))
     progress.take({"waiting": {"text": "nobody serves block 12 now"}}, 11.0)
     assert "nobody serves block 12 now · 2 s" in live_words(progress, 12.0)
     progress.take({"waiting": {"text": "\x1b[2Jblock 13"}}, 11.0)

@@ -85,7 +85,7 @@ def live_rows(
     if is_silent and not has_begun and (words := _waiting_words(progress, hole)):
         since_s = silent_s if hole is not None and progress.tokens else waited
         line = row(" ", ("◌", "warning"), (f" {words}", "warning"), (f" · {duration(since_s)}", "dim"))
-        if hole is None or not progress.tokens or hole.is_loading:
+        if hole is None or hole.is_loading or not (progress.tokens or hole.is_paused):
             return [line]
         return [line, row("   ", (_ADVICE_PAUSED if hole.is_paused else _ADVICE, "secondary"))]
     if progress.tokens == 0:

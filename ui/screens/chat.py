@@ -91,6 +91,7 @@ class Chat(MainScreen):
         self._new_draft = ""  # typed for a conversation that has not begun
         self._text = ""
         self._route: list[dict[str, Any]] = []
+        self._left: list[dict[str, Any]] = []  # hops that were in the route before
         self.sampling = Sampling()
         self._replier = Replier()
 
@@ -147,6 +148,7 @@ class Chat(MainScreen):
         if self._thread is not None:
             self._thread.stop()
             await self._reply_ended({"stopped": True})
+        self._left = []
         self._keep_draft(self.query_one(AskBox).text)
         self._files = []
         self._conversation = None if conversation is None else self._kept.get(conversation)
@@ -189,7 +191,7 @@ class Chat(MainScreen):
         route = self._route if self._thread is not None else last.get("route") or ()
         live = self.query_one(LiveLine)
         read = [] if self._conversation is None else self._kept.hops(self._conversation.id)
-        side.hops = live.hops = [*read, *route]
+        side.hops = live.hops = [*read, *self._left, *route]
         live.route = self._route if self._thread is not None else ()
         live.is_visit = self._replier.swarm is not None
         side.show()
@@ -328,7 +330,7 @@ class Chat(MainScreen):
         await transcript.ask(question)
         self._asked = question
         messages = [{"role": m.role, "content": text} for m in self._messages if (text := sent_text(m))]
-        self._text, self._route = "", []
+        self._text, self._route, self._left = "", [], []
         request = self._sampling_here().request(messages) | self._replier.request()
         thread = ReplyThread(door.client, request, lambda piece: self._post_piece(thread, piece))
         self._thread = thread
@@ -362,6 +364,7 @@ class Chat(MainScreen):
     async def _route_changed(self, piece: dict[str, Any], tokens: int) -> None:
         """Record the reply's route; if hops left it, say so in the transcript."""
         before, self._route = self._route, piece["route"]
+        self._left += [hop for hop in before if hop not in self._route]
         moved = bool(piece.get("moved"))
         if words := lost_hops(before, self._route, self.store.peer_name, moved=moved):
             text = f"{'↷' if moved else '▼'} at token {tokens}: {words} · the reply continues"
@@ -382,6 +385,7 @@ class Chat(MainScreen):
         if error or piece.get("stopped"):
             figures = {"token_ids": [0] * tokens, "stopped": bool(piece.get("stopped")), "error": error}
             figures |= {"route": self._route} if self._route else {}
+        figures |= {"left": self._left} if self._left else {}
         if not self._text and len(self._kept.messages(self._conversation.id)) > len(self._messages):
             await self._show_messages()  # nothing came: the reply that was to be replaced stays
             await self.query_one(Transcript).note(error_words(error) or "stopped", "error" if error else "figures")

@@ -207,9 +207,10 @@ class Conversations:
         ]
 
     def hops(self, conversation: int) -> list[dict[str, Any]]:
-        """Hops of the replies of all branches: each of them has read the conversation up to there."""
+        """Hops of the replies of all branches, also those that left a route: each has read the conversation so far."""
         rows = self._db.execute("select figures from message where conversation = ? order by id", (conversation,))
-        return [hop for (figures,) in rows for hop in json.loads(figures).get("route") or ()]
+        replies = [json.loads(figures) for (figures,) in rows]
+        return [hop for reply in replies for hop in (*(reply.get("left") or ()), *(reply.get("route") or ()))]
 
     def add(
         self,
