@@ -56,6 +56,7 @@ def test_figures_are_short() -> None:
     assert [rate(4.51), rate(43.2), rate(1204.0)] == ["4.5", "43", "1 204"]
     assert [size(98 * 10**6), size(5_500_000_000), size(12)] == ["98 MB", "5.5 GB", "12 B"]
     assert [milliseconds(0.0004), milliseconds(0.009), milliseconds(0.224)] == ["0.4", "9", "224"]
+    assert [duration(7 * 86_400), duration(7200), duration(86_400 * 3 + 7200)] == ["7 d", "2 h", "3 d 2 h"]
     assert [clock(19), clock(662), duration(17_460), duration(41.2)] == ["0:19", "11:02", "4 h 51 m", "41 s"]
 
 

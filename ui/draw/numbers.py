@@ -92,7 +92,7 @@ def clock(seconds: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A duration in seconds in its largest units: 41 s, 12 m, 4 h 51 m, 3 d 2 h."""
+    """A duration in seconds in its largest units: 41 s, 12 m, 4 h 51 m, 3 d 2 h, 7 d."""
     if seconds is None:
         return UNKNOWN
     whole = max(0, round(seconds))
@@ -102,7 +102,8 @@ def duration(seconds: float | None) -> str:
     if minutes < 60:
         return f"{minutes} m"
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} m" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+    large, small = (f"{hours} h", f"{minutes} m") if hours < 48 else (f"{hours // 24} d", f"{hours % 24} h")
+    return large if small.startswith("0 ") else f"{large} {small}"
 
 
 def time_of_day(at_ms: int) -> str:
