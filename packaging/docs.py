@@ -99,7 +99,7 @@ def cli_page() -> str:
     text = "# Commands\n\nEvery command takes `--home DIR` (or `SHOAL_HOME`), and `--json` where it prints facts. "
     text += "Exit status: 0 on success, 1 on failure with one line on stderr that says what to do, 2 on bad usage, "
     text += "3 if it is not done yet and the node keeps trying (`shoal join`). "
-    text += "`SHOAL_DEBUG=1` shows the traceback.\n\n"
+    text += re.sub(r"(\w+=1)", r"`\1`", parser.epilog or "") + "\n\n"
     text += "`shoal` alone starts the dashboard, and a node if none runs; without a terminal it is `shoal serve`. "
     text += "`shoal --node URL` shows a node on another machine.\n"
     subparsers = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))

@@ -131,9 +131,9 @@ def join(app: NodeApp) -> None:
 
 
 def create(app: NodeApp) -> None:
-    """Ask for a model and a name, then create a swarm."""
+    """Ask for a model, a name and who may join, then create a swarm."""
     from ui.screens.model_browser import ModelBrowser
-    from ui.widgets.dialogs import TextDialog
+    from ui.widgets.dialogs import Choice, TextDialog
 
     def modelled(model: str | None) -> None:
         if model:
@@ -143,8 +143,15 @@ def create(app: NodeApp) -> None:
             )
 
     def named(name: str, model: str) -> None:
+        options = [("public", "whoever knows its name"), ("private", "only those whom you invite")]
+        app.push_screen(
+            Choice("who may join?", options, "create it"),
+            lambda kind: go(name, model, kind == "private") if kind else None,
+        )
+
+    def go(name: str, model: str, private: bool) -> None:
         app.say(f"creating {name}: the model is read first, which may take a while")
-        body = {"name": name, "model": model, "private": False}
+        body = {"name": name, "model": model, "private": private}
         app.ask(lambda client: client.post("/control/create", body, timeout_s=3600.0), lambda it: _joined(app, it))
 
     app.push_screen(ModelBrowser(), modelled)

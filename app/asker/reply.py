@@ -61,6 +61,22 @@ class ReplyStats:
     adapter_root: str | None = None  # the beginning of its hash
 
 
+class RouteChanges:
+    """Finds the changes of a reply's route from one piece to the next."""
+
+    def __init__(self) -> None:
+        self._route: Route = ()
+        self._recoveries = 0
+
+    def since(self, stats: ReplyStats) -> tuple[Route | None, bool]:
+        """The route if it is another one than at the last call, and True if it changed although no hop had failed."""
+        before, self._route = self._route, stats.route
+        has_failed, self._recoveries = stats.recoveries > self._recoveries, stats.recoveries
+        if before == self._route:
+            return None, False
+        return self._route, before != () and not has_failed
+
+
 @dataclass(frozen=True)
 class ReplyText:
     """A piece of a reply's text; `route` is set on the first piece and whenever the route has changed."""
@@ -70,6 +86,7 @@ class ReplyText:
     notice: str = ""  # that the user should know, from this piece on
     parts: tuple[ReplyPart, ...] | None = None  # the text split into text, thoughts and calls, if that was asked for
     logprob: TokenLogprob | None = None  # of the piece's token, if that was asked for
+    moved: bool = False  # the route has changed although no hop had failed
 
     @property
     def read_parts(self) -> tuple[ReplyPart, ...]:
@@ -81,7 +98,8 @@ class ReplyText:
     def as_json(self) -> dict[str, Any]:
         """The piece as the API sends it."""
         route = {} if self.route is None else {"route": _hops(self.route)}
-        return {"text": self.text, **route, **({"notice": self.notice} if self.notice else {})}
+        moved = {"moved": True} if self.moved else {}
+        return {"text": self.text, **route, **moved, **({"notice": self.notice} if self.notice else {})}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import trio
 
 from app.asker.asker import Asker, AskerOptions
 from app.asker.guessing import Guesser, GuessHistory
-from app.asker.reply import ReplyAdapter, ReplyDone, ReplyEvent, ReplyText
+from app.asker.reply import ReplyAdapter, ReplyDone, ReplyEvent, ReplyText, RouteChanges
 from app.asker.stats import AskedSession, AskerStats
 from app.core.compute import DraftModel
 from app.core.device_thread import DeviceThread
@@ -28,7 +28,7 @@ from app.core.span import Span
 from app.membership import Membership
 from app.planning.replies import replies_of_members
 from app.routing.planner import PrivacyPreferences, RoutePlanner
-from app.routing.route import Hop, Route, RouteRequest
+from app.routing.route import Hop, RouteRequest
 from app.routing.trust import TrustBook
 from app.swarm.coverage import coverage_of
 from app.swarm.records import Announcement
@@ -248,7 +248,7 @@ class ReplyService:
         settings = await self.device.run_apart(_settings, ends, request, prepared)
         reader = prepared.reader if request.is_read else None
         pieces: list[str] = []
-        route: Route = ()
+        changes = RouteChanges()
         noticed = 0
         peers: dict[str, None] = {}  # that took part, in order
         try:
@@ -267,15 +267,14 @@ class ReplyService:
                     yield waiting
                 async for piece in reply:
                     pieces.append(piece.text)
-                    before, route = route, reply.stats.route
-                    peers |= dict.fromkeys(hop.peer for hop in route)
+                    peers |= dict.fromkeys(hop.peer for hop in reply.stats.route)
                     notice = " ".join(reply.stats.notices[noticed:])
                     noticed = len(reply.stats.notices)
                     parts: tuple[ReplyPart, ...] | None = None
                     if reader is not None:
                         parts = tuple(reader.feed(piece.text, last=piece.finish_reason is not None))
-                    changed = None if before == route else route
-                    yield ReplyText(piece.text, changed, notice, parts, piece.logprob)
+                    route, moved = changes.since(reply.stats)
+                    yield ReplyText(piece.text, route, notice, parts, piece.logprob, moved)
                 reply.stats.stop_string = reply.stop_string
                 if reply.stats.finish_reason == "failed":
                     raise reply.problem

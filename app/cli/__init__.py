@@ -18,6 +18,8 @@ from app.cli.parser import Parser
 from app.cli.registry import all_commands
 from app.system import console
 
+ENVIRONMENT = "NO_COLOR=1 shows everything without colours; SHOAL_DEBUG=1 shows the traceback of an error."
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `shoal` with these arguments and return the exit status."""
@@ -56,7 +58,8 @@ def run(commands: Sequence[Command], arguments: argparse.Namespace) -> int:
 
 def build_parser(commands: Sequence[Command]) -> Parser:
     """Build the parser of the whole command line."""
-    parser = Parser(prog="shoal", description="Run large language models together with other machines, peer to peer.")
+    words = "Run large language models together with other machines, peer to peer."
+    parser = Parser(prog="shoal", description=words, epilog=ENVIRONMENT)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     _add_home(parser)
     parser.add_argument("--node", metavar="URL", help="show the dashboard of the node at this URL (token: SHOAL_TOKEN)")

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 def _stop_texts(text: str) -> list[str]:
-    """Parse the value of `/set stop`: one text that ends a reply, or none."""
-    return [text] if text else []
+    """Parse the value of `/set stop`: one text that ends a reply."""
+    return [text]
 
 
 # The sampling settings of the command line and of `/set`, with their parsers.

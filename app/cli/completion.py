@@ -15,19 +15,21 @@ from app.cli.command import Command
 from app.core.errors import UsageError
 
 SHELLS = ("bash", "zsh", "fish", "powershell")
-MODELS = ("starter", "tiny-random")  # `engine.sources.opening.BUILT_IN`, whose import would take a second
 NAMES = ("swarms", "models", "peers")
+_WITH_MODEL = ("create", "chat", "demo", "finetune", "train", "adapters", "bench", "plan", "doctor")
 # The kind of names that an argument takes, by the command's name and the argument's `dest`.
 _KINDS = {
     ("join", "target"): "swarms",
     ("leave", "name"): "swarms",
     ("invite", "name"): "swarms",
     ("serve", "join"): "swarms",
+    ("chat", "swarm"): "swarms",
+    ("plan", "swarm"): "swarms",
     ("ban", "peer"): "peers",
     ("trust", "peer"): "peers",
     ("revoke", "peer"): "peers",
     ("pull", "model"): "models",
-    **{(command, "model"): "models" for command in ("create", "chat", "bench", "doctor", "finetune", "adapters")},
+    **{(command, "model"): "models" for command in _WITH_MODEL},
 }
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _SETTING_ACTIONS = ("get", "set", "unset")
@@ -65,7 +67,12 @@ def names_of(kind: str, home: Path) -> list[str]:
         client = running_client(home)
         peers = [] if client is None else client.get("/control/peers")
         return [safe_name(str(peer["name"]), str(peer["peer"])) for peer in peers]
-    return list(MODELS)
+    from app.config.home import cache_folder
+    from engine.sources.hub import is_hub_name
+    from engine.sources.opening import BUILT_IN, list_cached
+
+    cached = [model.name for model in list_cached(cache_folder()) if is_hub_name(model.name)]
+    return [*BUILT_IN, *cached]
 
 
 def safe_name(name: str, peer: str) -> str:

@@ -30,10 +30,12 @@ HELP = (
     ("/regenerate", "", "ask the last question again"),
     ("/save", "[FILE]", "write the conversation as Markdown, to a new file"),
     ("/system", "[TEXT]", 'show or set the system message; "" removes it'),
-    ("/set", "[NAME VALUE]", "show or change the sampling settings"),
+    ("/set", "[NAME [VALUE]]", 'show or change the sampling settings; "" clears one like seed'),
     ("/model", "[NAME]", "show the model; with --local, load another one"),
     ("/quit", "", "end; Ctrl-D does the same"),
 )
+_NOTHING = ('""', "''")  # how an empty text is written
+_CLEARED: dict[str, Any] = {"seed": None, "stop": [], "private_blocks": None}  # settings that may have no value
 _KEYS = "Ctrl-C stops a reply or clears the line, twice ends. A pasted text is one message."
 
 
@@ -67,15 +69,19 @@ class TerminalChat:
     def set_system(self, text: str | None) -> None:
         """Use this system message from now on; None or an empty one: none."""
         self._system = text or None
+        if self._id is not None:
+            self._store.set_system(self._id, text or "")
 
     def resume(self) -> None:
-        """Continue the conversation used last; its system message is not kept and has to be set again."""
+        """Continue the conversation used last, with its system message and its files."""
+        from ui.state.conversations import sent_text
+
         kept = self._store.all()
         if not kept:
             raise AppError("there is no conversation to resume: start one with `shoal chat`")
-        self._id, self._title = kept[0].id, kept[0].title
+        self._id, self._title, self._system = kept[0].id, kept[0].title, kept[0].system or None
         stored = self._store.messages(kept[0].id)
-        self._messages = [{"role": message.role, "content": message.content} for message in stored if message.content]
+        self._messages = [{"role": message.role, "content": text} for message in stored if (text := sent_text(message))]
         if self._messages and self._messages[-1]["role"] == "user":
             self._messages.pop()  # its reply never came
 
@@ -145,6 +151,8 @@ class TerminalChat:
         commands[word](rest.strip())
 
     def _ask(self, messages: Chat, *, as_json: bool = False, replaces: bool = False) -> None:
+        from ui.state.conversations import split_thinking
+
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         printer = None if as_json else reply_printer()
         pieces: list[str] = []
@@ -168,13 +176,13 @@ class TerminalChat:
             _note("Stopped. Ctrl-C again ends.")
         if is_whole or pieces:
             self._keep(messages[-1]["content"], "".join(pieces), self._answers.facts if is_whole else {}, replaces)
-            self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+            self._messages = [*messages, {"role": "assistant", "content": split_thinking("".join(pieces))[1]}]
         if as_json:
             print_json(self._answers.facts)
 
     def _keep(self, question: str, reply: str, facts: dict[str, Any], replaces: bool) -> None:
         if self._id is None:
-            begun = self._store.begin(question)
+            begun = self._store.begin(question, self._system or "")
             self._id, self._title = begun.id, begun.title
         stored = self._store.messages(self._id)
         if replaces:
@@ -215,7 +223,7 @@ class TerminalChat:
 
     def _show_system(self, rest: str) -> None:
         if rest:
-            self.set_system(None if rest in ('""', "''") else rest)
+            self.set_system(None if rest in _NOTHING else rest)
         _note(f"System message: {self._system or 'none'}")
 
     def _set(self, rest: str) -> None:
@@ -224,14 +232,21 @@ class TerminalChat:
             name = name.replace("-", "_")
             if name not in self._parsers:
                 raise UsageError(followed(f"unknown setting {name!r}{nearest(name, self._parsers)}", "/set lists them"))
-            try:
-                self._answers.settings[name] = self._parsers[name](text.strip())
-            except argparse.ArgumentTypeError as error:
-                raise UsageError(f"{name}: {error}") from None
+            self._change_setting(name, text.strip())
         for one, value in self._answers.settings.items():
             if name in ("", one):
                 shown = ", ".join(map(repr, value)) if isinstance(value, list) else value
                 _note(f"{one} = {'not set' if shown in (None, '') else shown}")
+
+    def _change_setting(self, name: str, text: str) -> None:
+        """Give a setting another value; an empty text leaves it as it is."""
+        if text in _NOTHING and name in _CLEARED:
+            self._answers.settings[name] = _CLEARED[name]
+        elif text:
+            try:
+                self._answers.settings[name] = self._parsers[name](text)
+            except argparse.ArgumentTypeError as error:
+                raise UsageError(f"{name}: {error}") from None
 
     def _model(self, rest: str) -> None:
         if rest:

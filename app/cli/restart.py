@@ -40,7 +40,8 @@ def run_restart(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"state": "started", "how": how})
     else:
-        print(f"restarted {how}; `shoal status` shows it")
+        done = "restarted" if client is not None else "no node was running: started one"
+        print(f"{done} {how}; `shoal status` shows it")
     return 0
 
 

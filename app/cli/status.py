@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from app.cli.command import Command, print_json
+from app.core.terminal_text import without_controls
 
 _DAYS, _PEERS = 7, 10  # number of days and peers in `status --json`
 
@@ -155,6 +156,9 @@ def status_lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
     if status["swarm"] is not None:
         private = ", private" if status["private"] else ""
         lines.append(("swarm", f"{status['swarm']}#{status['manifest'][:8]}{private}"))
+    if status.get("model"):
+        context = f", context {status['context_length']} tokens" if status.get("context_length") else ""
+        lines.append(("model", f"{without_controls(status['model'])}{context}"))
     if (visit := status.get("visit")) is not None:
         lines.append(("asks in", f"{visit['swarm']}#{visit['manifest'][:8]}, {visit['members']} members"))
     if status["blocks_total"] is not None:
@@ -184,7 +188,8 @@ def _reuse(reuse: dict[str, Any]) -> str:
     """Return how much of the prompts was read, and what is kept for the next ones, as one line."""
     total, cached = reuse["prompt_tokens"], reuse["cached_tokens"]
     read = f"{total - cached} of {total} tokens read, {cached / total:.0%} were cached"
-    kept = f"; {reuse['kept_sessions']} conversations kept" if reuse["kept_sessions"] else ""
+    number = reuse["kept_sessions"]
+    kept = f"; {number} conversation{'' if number == 1 else 's'} kept" if number else ""
     return read + kept
 
 

@@ -90,11 +90,7 @@ def _sqlite_files(name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Home:
-    """One node's home folder and the paths of its files.
-
-    Conversations that the user exports from the dashboard are also written here, as `TITLE.md`; they are the user's own
-    and not in the table.
-    """
+    """One node's home folder and the paths of its files."""
 
     folder: Path
 

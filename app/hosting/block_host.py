@@ -424,7 +424,7 @@ class BlockHost:
     async def _serve_part(self, span: Span, move: Move, hosted: Hosted, part: Span) -> None:
         """Serve the loaded part of a span while the rest is downloaded."""
         await self._serve(hosted, part, span)
-        text = f"blocks {part} of {span}, the rest is downloading: {move.why.text}"
+        text = f"blocks {part} of {span}, the rest follows: {move.why.text}"
         self._say("serving", because("growing", text))
 
     async def _serve(self, hosted: Hosted, span: Span, growing: Span | None) -> None:

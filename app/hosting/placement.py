@@ -79,7 +79,7 @@ def decide(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move
     found = coverage_of(others, n_blocks, me.tokens_per_s)
     if me.span is None:
         best = best_window(found, _windows(length, n_blocks), me)
-        words = "the blocks with the fewest hosts" if any(found.holders) else "nobody else hosts any block"
+        words = "the blocks with the fewest hosts" if any(found.holders) else "chosen when nobody else hosted any block"
         return Move(best, _join_delay_s(me.peer, others), because("worst_served", words))
     with_me = found.plus(me.span, me.tokens_per_s)
     if min(with_me.holders) == 0:

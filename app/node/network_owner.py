@@ -49,6 +49,7 @@ class NetworkOwner:
         self.desk: AdmissionDesk | None = None
         self._secret: bytes | None = None
         self._authority: Authority | None = None
+        self._discovery: tuple[str, ...] = ()  # means that the open network finds others by
         self._bound: tuple[str, ...] = ()  # addresses of the last network, to listen there again
         self._switched = Signal()
         self._closing = False
@@ -105,6 +106,7 @@ class NetworkOwner:
         swarm = self.active_swarm.swarm if self.active_swarm is not None else None
         self._secret = swarm.secret if swarm is not None else None
         self._authority = swarm.authority if swarm is not None else None
+        self._discovery = self._context.config().settings.discovery
         network = Libp2pNetwork(
             self._context.identity,
             network_config(self._context.peers_file, self._context.config(), swarm, self._bound),
@@ -146,9 +148,14 @@ class NetworkOwner:
         self.guard, self.desk = guard, desk
 
     async def _run_swarms(self, network: Libp2pNetwork, service: QueryService) -> None:
-        """Run one swarm after another until `close`, or until the next one has another secret."""
+        """Run one swarm after another until `close`, or until the next one needs another network.
+
+        That is one with another secret, or found by other means: the first run changes these just before it joins.
+        """
         while not self._closing:
             active_swarm = self.active_swarm
+            if self._context.config().settings.discovery != self._discovery:
+                return
             if (active_swarm.swarm.secret if active_swarm is not None else None) != self._secret:
                 return
             if (None if active_swarm is None else active_swarm.swarm.authority) != self._authority:

@@ -340,6 +340,7 @@ class Node:
             swarms=self._swarms.views(),
             visit=self._visits.view(),
             requests=self._admissions.requests(),
+            preparing=self._swarms.preparation.view,
         )
 
     async def prospects(self) -> ProspectsView:
@@ -412,7 +413,11 @@ class Node:
         """Download a model of the hub unless it is here, and return it."""
         from engine.sources.opening import fetch_source
 
-        await trio.to_thread.run_sync(fetch_source, model, self._cache)
+        steps = self._swarms.preparation
+        try:
+            await trio.to_thread.run_sync(fetch_source, model, self._cache, steps.fetching)
+        finally:
+            steps.over()
         return ModelView(model, model, here=True)
 
     def network_checks(self) -> Sequence[Check]:

@@ -21,6 +21,7 @@ from app.joining.create import SwarmSpec, create_swarm
 from app.joining.name_lookup import NoMember, require_member, require_member_aside, resolve_aside, resolve_name
 from app.joining.targets import invite_to, named, target_swarm, view_of
 from app.node.network_owner import NetworkOwner
+from app.snapshot.startup import ModelPreparation
 from app.snapshot.views import State, SwarmView
 from app.swarm.invitations import InviteLimits
 from app.swarm.names import SwarmName
@@ -44,6 +45,7 @@ class SwarmSwitcher:
     ) -> None:
         self._home, self._cache, self._config, self._note, self._say = home, cache, config, note, say
         self.known: SavedSwarms = load(home)
+        self.preparation = ModelPreparation()
         self.network_owner: NetworkOwner  # set by `app.node.node`: the owner is built from `known` and `remember`
         self._switching = trio.Lock()
 
@@ -53,9 +55,12 @@ class SwarmSwitcher:
 
     async def create(self, name: str, model: str, *, private: bool) -> Joining:
         """Create a swarm for a model on this machine, and join it."""
-        spec = SwarmSpec(name, model, private)
-        create = partial(create_swarm, self._home, self._cache, spec, _ignore_progress, _ignore_progress)
-        swarm = await trio.to_thread.run_sync(create)
+        spec, steps = SwarmSpec(name, model, private), self.preparation
+        create = partial(create_swarm, self._home, self._cache, spec, steps.fetching, steps.reading)
+        try:
+            swarm = await trio.to_thread.run_sync(create)
+        finally:
+            steps.over()
         await self.remember(swarm)
         return await self.join(f"{swarm.name}#{swarm.model_hash}")
 
@@ -162,7 +167,3 @@ class SwarmSwitcher:
     def _is_active(self, swarm: SavedSwarm) -> bool:
         active_swarm = self.network_owner.active_swarm
         return active_swarm is not None and active_swarm.swarm.id == swarm.id
-
-
-def _ignore_progress(done: int, total: int) -> None:
-    """Progress callback for creating a swarm: the API reports only its end."""

@@ -1,4 +1,4 @@
-"""The startup steps of a node: which are done, running (with progress) or failed."""
+"""The startup steps of a node: which are done, running (with progress) or failed; and a model that is prepared."""
 
 from __future__ import annotations
 
@@ -94,3 +94,32 @@ class StartupSteps:
             log.info("%s: done in %.1f s %s", view.title, took_s, detail)
         self._views[key] = dataclasses.replace(view, state=state, detail=detail, seconds_left=None, took_s=took_s)
         self._changed()
+
+
+class ModelPreparation:
+    """Progress of the model that is downloaded or read before a swarm of it exists; may be set from another thread."""
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._began = (0.0, 0)  # time and bytes of the step's first progress
+        self.view: StepView | None = None
+
+    def fetching(self, done: int, total: int) -> None:
+        """Record how many bytes of the download have arrived."""
+        self._take("fetch", "downloading the model", done, total)
+
+    def reading(self, done: int, total: int) -> None:
+        """Record how many bytes of the model's files were read."""
+        self._take("read", "reading the model", done, total)
+
+    def over(self) -> None:
+        """Forget the model: it is ready, or has failed."""
+        self.view = None
+
+    def _take(self, key: str, title: str, done: int, total: int) -> None:
+        now_s = self._now_s()
+        if self.view is None or self.view.key != key:
+            self._began = (now_s, done)
+        began_s, before = self._began
+        left_s = (now_s - began_s) * (total - done) / (done - before) if done > before else None
+        self.view = StepView(key, title, "running", done=done, total=total, seconds_left=left_s)

@@ -272,9 +272,9 @@ class CourtesyView:
 
 @dataclass(frozen=True)
 class StepView:
-    """One startup step."""
+    """One startup step, or the preparation of a model."""
 
-    key: str  # identity, peers, manifest, weights, load, measure, announce; ends if downloaded
+    key: str  # identity, peers, manifest, weights, load, measure, announce; ends if downloaded; fetch, read
     title: str
     state: str = "pending"  # pending, running, done, failed
     detail: str = ""
@@ -533,3 +533,4 @@ class Snapshot:
     prefill_tokens_per_s: float = 0.0  # of prompts, through its own blocks
     lan_url: str = ""  # where other machines reach the API; empty: nowhere
     lan_fingerprint: str = ""  # SHA-256 of the certificate there
+    preparing: StepView | None = None  # a model that is downloaded or read, to create a swarm of it

@@ -53,6 +53,9 @@ def test_a_node_is_restarted_in_the_background(tmp_path: Path) -> None:
     try:
         assert here.node_file()["pid"] != first
         assert here.shoal("restart").out == "restarted in the background; `shoal status` shows it\n"
+        assert here.shoal("stop").status == 0
+        started = "no node was running: started one in the background; `shoal status` shows it\n"
+        assert here.shoal("restart").out == started
     finally:
         assert here.shoal("stop").status == 0
     assert here.shoal("config", "set", "listen", "/ip4/192.0.2.1/tcp/1").status == 0

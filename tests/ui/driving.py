@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -36,6 +37,9 @@ class ScriptedNode(Client):
         self.done: dict[str, Any] = {}  # further figures of a reply
         self.dead: set[str] = set()  # swarms of which no member answers
         self.chats: list[dict[str, Any]] = []
+        self.created: list[dict[str, Any]] = []
+        self.pulling = threading.Event()  # a download waits until it is set
+        self.pulling.set()
         self.jobs: list[JobView] | AppError = []
         self.trainings: list[TrainingView] = []
         self.reply: list[dict[str, Any] | AppError] = [{"text": "Because."}]  # pieces; an `AppError` is raised
@@ -82,6 +86,10 @@ class ScriptedNode(Client):
         if path == "/control/join" and body["target"] in self.dead and not body.get("force"):
             text = "birds: no member was found. This node stays in reef; `shoal join --force` moves it anyway"
             raise AppError(text, code="no_member")
+        if path == "/control/pull":
+            assert self.pulling.wait(PATIENCE_S)
+        if path == "/control/create":
+            self.created.append(body)
         if path in ("/control/join", "/control/create"):
             return {"swarm": {"name": body.get("name") or body.get("target")}, "state": "joining", "reason": ""}
         self.state = {"/control/pause": "paused", "/control/resume": "serving"}.get(path, self.state)

@@ -14,10 +14,14 @@ from app.core.errors import AppError
 from app.snapshot.views import SwarmView
 from tests.ui.driving import DrivenDashboard, ScriptedNode, driven, until
 from tests.ui.fixed import HEALTHY, ME, PEERS
-from tests.ui.rendering import text_of_screen
+from tests.ui.rendering import settle, text_of_screen
+from ui.draw.rows import text_of
 from ui.screens.chat import Chat
 from ui.state.conversations import Conversations
+from ui.state.follower import START_AGAIN
+from ui.state.store import ConnectionState
 from ui.widgets.ask_box import AskBox
+from ui.widgets.chat_side import ConversationList
 
 
 def box_of(app: DrivenDashboard) -> AskBox:
@@ -239,8 +243,42 @@ def test_a_text_file_is_sent_with_the_question(
         await say(app, pilot, node, *"more")
         assert "herring" in node.chats[-1]["messages"][0]["content"]
         assert node.chats[-1]["messages"][-1]["content"] == "more"
+        await pilot.press("ctrl+f", *"notes.txt", "enter")
+        await until(app, pilot, lambda: "with notes.txt" in text_of_screen(app))
+        await pilot.press("ctrl+e")
+        assert "with notes.txt" not in text_of_screen(app)  # "more" had no file
+        await pilot.press("escape")
+        assert "with notes.txt" in text_of_screen(app)
 
     driven(node, drive, size=size)
+
+
+def test_a_click_opens_the_conversation_under_it_in_a_scrolled_list(tmp_path: Path) -> None:
+    kept = Conversations(tmp_path)
+    for number in range(60):
+        begun = kept.begin(f"question {number}")
+        kept.add(begun.id, None, "user", f"question {number}")
+    kept.close()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        listed = app.screen.query_one(ConversationList)
+        listed.action_move(59)
+        wanted = text_of(listed._rows[2])
+        assert "question 57" not in wanted  # which is in the third row of the list that is not scrolled
+        await pilot.click(listed, offset=(3, 3))  # the third row below the frame
+        await until(app, pilot, lambda: text_of(listed._rows[2]) == f"▌{wanted[1:]}")
+        before = listed.current
+        await pilot.click(listed, offset=(3, listed.size.height))  # the row that names the keys
+        await pilot.pause()
+        assert listed.current == before
+        listed.action_move(59)
+        listed.conversations = listed.conversations[:2]  # the others were forgotten in the dialog
+        listed.show()
+        listed.action_open()
+        await until(app, pilot, lambda: listed.current == listed.conversations[1].id)
+
+    driven(ScriptedNode(), drive, tmp_path)
 
 
 @pytest.mark.parametrize("pieces", [["<th", "ink>I won", "der</think>", "Yes."], ["I won", "der</think>Yes", "."]])
@@ -281,6 +319,62 @@ def test_a_chat_that_others_have_read_does_not_become_private_again() -> None:
         await say(app, pilot, node, *"three")
         await until(app, pilot, lambda: "tern can read this chat." in text_of_screen(app))
         assert "stays on this machine" not in text_of_screen(app)
+
+    driven(node, drive)
+
+
+def test_a_question_that_others_have_read_stays_so_in_its_other_versions() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(replace(HEALTHY, start=0, stop=80, peers=(PEERS[0],)))
+        await pilot.press("3")
+        node.done = {"route": [{"peer": PEERS[0].peer, "start": 0, "stop": 80}]}
+        await say(app, pilot, node, *"one")
+        await until(app, pilot, lambda: "tern can read this chat." in text_of_screen(app))
+        app.store.take(replace(HEALTHY, start=0, stop=80, peers=()))
+        node.done = {"route": [{"peer": ME, "start": 0, "stop": 80}]}
+        await say(app, pilot, node, "ctrl+r")
+        assert "tern can read this chat." in text_of_screen(app)
+        assert "on this machine ─" in text_of_screen(app)  # the route of this version
+        await pilot.press("ctrl+n")
+        await until(app, pilot, lambda: "This chat stays on this machine." in text_of_screen(app))
+
+    driven(node, drive)
+
+
+def test_a_hop_that_left_the_route_has_read_the_chat() -> None:
+    node = ScriptedNode()
+    mine = [{"peer": ME, "start": 0, "stop": 80}]
+    node.reply = [{"text": "So", "route": [{"peer": PEERS[0].peer, "start": 0, "stop": 80}]}]
+    node.reply += [{"text": " it", "route": mine}, {"text": " is."}]
+    node.done = {"route": mine}
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        await say(app, pilot, node, *"one")
+        await until(app, pilot, lambda: "tern dropped out · you took 0:80" in text_of_screen(app))
+        assert "tern can read this chat." in text_of_screen(app)
+        await pilot.press("ctrl+n")
+        await until(app, pilot, lambda: "Hops can read this chat." in text_of_screen(app))
+        await pilot.press("ctrl+l")
+        await pilot.press("enter")
+        await until(app, pilot, lambda: "tern can read this chat." in text_of_screen(app))
+
+    driven(node, drive)
+
+
+def test_a_question_without_a_node_says_which_key_starts_one() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.connected(ConnectionState("away", "the node has ended", next_step=START_AGAIN))
+        await settle(app, pilot)
+        await pilot.press("3", *"why", "enter")
+        words = "× not connected to the node: press F5 to start it · ^r asks again"
+        await until(app, pilot, lambda: words in text_of_screen(app))
+        assert node.chats == []
+        assert "^y copy" not in text_of_screen(app)  # there is no reply
 
     driven(node, drive)
 

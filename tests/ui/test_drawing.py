@@ -24,6 +24,7 @@ from app.snapshot.views import (
 from tests.ui.fixed import EMPTY, HEALTHY, HOLE, ME, PEERS, ROUTE, five_hundred
 from ui.draw.bars import area, bar, ceiling, resample, spark
 from ui.draw.coverage import strip_rows, weak_sentence
+from ui.draw.first_run import FirstState, first_rows
 from ui.draw.node import courtesy_rows, gauge_rows, session_rows, step_rows
 from ui.draw.numbers import clock, duration, gigabytes, known_rate, many, milliseconds, rate, size
 from ui.draw.peers import SORTS, arranged, columns_for, look_of, peer_row, table_peers
@@ -55,6 +56,7 @@ def test_figures_are_short() -> None:
     assert [rate(4.51), rate(43.2), rate(1204.0)] == ["4.5", "43", "1 204"]
     assert [size(98 * 10**6), size(5_500_000_000), size(12)] == ["98 MB", "5.5 GB", "12 B"]
     assert [milliseconds(0.0004), milliseconds(0.009), milliseconds(0.224)] == ["0.4", "9", "224"]
+    assert [duration(7 * 86_400), duration(7200), duration(86_400 * 3 + 7200)] == ["7 d", "2 h", "3 d 2 h"]
     assert [clock(19), clock(662), duration(17_460), duration(41.2)] == ["0:19", "11:02", "4 h 51 m", "41 s"]
 
 
@@ -160,6 +162,7 @@ def test_the_route_says_where_the_time_goes() -> None:
     assert said == "Relayed links take 79 of 224 ms. Without them: 6.9 tok/s at most."
     quick = RouteView("s", (HopView("me", 0, 8, None, 0.0, 0.012, 0.0),), 0.0, 0.0, 0.0098)
     assert text_of(sentence(quick, lambda peer: "you")) == "Your blocks take 12 of 12 ms."
+    assert text_of(sentence(quick, lambda peer: "hL59")) == "hL59's blocks take 12 of 12 ms."  # names stay as they are
     slow = RouteView("s", (HopView("me", 0, 8, None, 0.0, 0.01, 0.0),), 0.0, 0.041, 0.192)
     assert text_of(sentence(slow, lambda peer: "you")) == ("Sampling takes 41 of 192 ms. 141 ms are not accounted for.")
 
@@ -204,6 +207,29 @@ def test_a_warning_is_shown_whatever_the_state() -> None:
     line = text_of(state_row(ConnectionState("live"), replace(HEALTHY, warning=wrong), 0.0, wide=False))
     assert "▲ mallory has another[2J swarm secret" in line
     assert "▲" not in text_of(state_row(ConnectionState("live"), HEALTHY, 0.0, wide=False))
+
+
+def test_the_speed_of_a_node_fits_into_a_narrow_panel() -> None:
+    def speed(width: int) -> str:
+        node = replace(HEALTHY, start=0, stop=30, blocks_total=30, tokens_per_s=2.3)
+        return next(text_of(line) for line in gauge_rows(node, width, 12) if text_of(line).startswith("speed"))
+
+    assert speed(41) == "speed   2.3 tok/s alone · 30 of 30 blocks"
+    assert speed(40) == "speed   2.3 tok/s alone · 30 of 30"
+
+
+def test_a_model_that_is_downloaded_for_a_new_swarm_is_shown_while_there_is_none() -> None:
+    step = StepView("fetch", "downloading the model", "running", "", 12 * 10**6, 93 * 10**6, 41.0)
+    live, idle = ConnectionState("live"), replace(EMPTY, preparing=step)
+    line = text_of(state_row(live, idle, 0.0, wide=False))
+    assert line.split("  ") == ["", "◐ preparing", "downloading the model: 12 MB of 93 MB · 41 s left"]
+    assert "Not in a swarm" in text_of(state_row(live, EMPTY, 0.0, wide=False))
+    assert "12 MB of 93 MB" in text_of(state_row(live, replace(HEALTHY, preparing=step), 0.0, wide=True))
+    state = FirstState(step=1, create=("home", "starter"), busy="creating home", pauses={"pause_busy": True})
+    text = "\n".join(text_of(line) for line in first_rows(state, idle, 80, 24))
+    assert "downloading the model" in text
+    assert "12 MB of 93 MB · 41 s left" in text
+    assert "another program" not in text  # what was chosen cannot be changed any more
 
 
 def test_a_node_that_is_away_is_said_to_be_tried_again() -> None:

@@ -24,13 +24,14 @@ from app.snapshot.views import (
     ProspectsView,
     RuleView,
     Snapshot,
+    StepView,
     SwarmView,
 )
 from tests.ui.driving import GB, STARTER, DrivenDashboard, ScriptedDoor, ScriptedNode, driven, until
 from tests.ui.fixed import EMPTY, HEALTHY, PEERS
 from tests.ui.rendering import settle, text_of_screen
 from ui.app import KEEPS_RUNNING
-from ui.draw.first_run import FirstState, first_rows
+from ui.draw.first_run import PAUSES, FirstState, first_rows
 from ui.draw.first_run_offers import choice_rows, ordered
 from ui.draw.rows import text_of
 from ui.screens.first_run import FirstRun
@@ -307,6 +308,24 @@ def test_the_first_run_asks_before_it_uses_the_public_directory() -> None:
     driven(node, drive)
 
 
+def test_the_first_run_says_that_its_node_has_ended_and_starts_it_again() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        first = FirstRun(app.store)
+        await app.push_screen(first)
+        first.state.step = 2
+        app.store.connected(ConnectionState("away", "the node was killed (signal 9)", next_step=START_AGAIN))
+        await settle(app, pilot)
+        assert "× the node was killed (signal 9) · press F5 to start it" in text_of_screen(app)
+        assert "the node is starting" not in text_of_screen(app)
+        app._follower = Follower(cast(Any, app.door), lambda heard: None)
+        await pilot.press("f5")
+        assert cast(ScriptedDoor, app.door).started == 1
+
+    driven(node, drive)
+
+
 def test_a_node_that_cannot_look_around_still_begins() -> None:
     node = ScriptedNode()
     node.prospects = AppError("the device is broken")
@@ -364,7 +383,55 @@ def test_a_swarm_is_created_from_a_listed_model_under_a_checked_name() -> None:
     driven(node, drive)
 
 
-def test_models_of_a_folder_and_of_the_hub_are_listed() -> None:
+@pytest.mark.parametrize("is_private", [False, True])
+def test_the_first_run_creates_a_private_swarm_if_asked_to(is_private: bool) -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(EMPTY)
+        first = FirstRun(app.store)
+        await app.push_screen(first)
+        await until(app, pilot, lambda: "Begin with the small starter model" in text_of_screen(app))
+        await until(app, pilot, lambda: first.state.pauses)
+        await pilot.press("enter", "up", *["space"] * is_private)
+        assert f"members  {'■' if is_private else '□'} only those whom you invite" in text_of_screen(app)
+        await pilot.press("enter")
+        await until(app, pilot, lambda: first.state.step == 2)
+        assert [body["private"] for body in node.created] == [is_private]
+        assert ("home, a private swarm of" in text_of_screen(app)) == is_private
+
+    driven(node, drive, size=(80, 24))
+
+
+def test_whoever_creates_a_swarm_says_who_may_join() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(EMPTY)
+        await pilot.press("c")
+        await until(app, pilot, lambda: "context 8 192 tokens" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: "Name the swarm" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: "only those whom you invite" in text_of_screen(app))
+        await pilot.press("down", "enter")
+        await until(app, pilot, lambda: node.created)
+        assert node.created == [{"name": "home", "model": "/m/llama.gguf", "private": True}]
+
+    driven(node, drive)
+
+
+def test_the_second_step_of_the_first_run_fits_into_a_small_window() -> None:
+    state = FirstState(step=1, create=("home", "starter"), pauses={name: True for name, _, _, _ in PAUSES}, public=True)
+    state.prospects = ProspectsView((STARTER,), DeviceView("cpu", "CPU", 16 * GB, 9 * GB), 9 * GB)
+    state.memory_bytes = 7 * GB
+    rows = first_rows(state, EMPTY, 80, 24)
+    assert len(rows) <= 24
+    assert "q quit" in text_of(rows[-1])
+
+
+@pytest.mark.parametrize("is_by_mouse", [False, True])
+def test_models_of_a_folder_and_of_the_hub_are_listed(is_by_mouse: bool) -> None:
     node = ScriptedNode()
 
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
@@ -375,11 +442,20 @@ def test_models_of_a_folder_and_of_the_hub_are_listed() -> None:
         await until(app, pilot, lambda: "/control/models?folder=/big" in node.asked)
         await pilot.press(*["backspace"] * 4, *"qwen")
         await until(app, pilot, lambda: "search the Hugging Face Hub for “qwen”" in text_of_screen(app))
-        await pilot.press("enter")
+        if is_by_mouse:
+            await pilot.click("#found", offset=(2, 0))
+        else:
+            await pilot.press("enter")
         await until(app, pilot, lambda: "org/qwen" in text_of_screen(app))
+        node.pulling.clear()
         await pilot.press("enter")
+        await until(app, pilot, lambda: node.asked[-1] == "/control/pull org/qwen")
+        step = StepView("fetch", "downloading the model", "running", "", 12 * 10**6, 93 * 10**6, 41.0)
+        app.store.take(replace(EMPTY, preparing=step))
+        await settle(app, pilot)
+        assert "downloading the model: 12 MB of 93 MB · 41 s left" in text_of_screen(app)
+        node.pulling.set()
         await until(app, pilot, lambda: "Name the swarm" in text_of_screen(app))
-        assert node.asked[-1] == "/control/pull org/qwen"
 
     driven(node, drive)
 

@@ -23,10 +23,10 @@ from tests.ui.fixed import HEALTHY, ME, PEERS, Clock
 from ui.draw.reply import NEW_ROUTE_S, Hole, done_words, hole_in, live_rows, lost_hops, prompt_of, readers_words
 from ui.draw.rows import text_of
 from ui.screens.logs import matching
-from ui.state.conversations import FILE, Conversations, ConversationsError, as_markdown
+from ui.state.conversations import FILE, Conversations, ConversationsError, as_markdown, split_thinking
 from ui.state.coverage import coverage_of
 from ui.state.follower import START_AGAIN, EventNote, Follower, Heard, RawSnapshot
-from ui.state.reply_stream import ReplyProgress, Sampling, read_text_file, sampling_value, split_thinking
+from ui.state.reply_stream import ReplyProgress, Sampling, read_text_file, sampling_value
 from ui.state.store import GLOW_S, ConnectionState, LogRow, Store
 
 # --- the store -------------------------------------------------------------------------------------------------------
@@ -70,6 +70,18 @@ def test_changes_of_peers_glow_and_fade() -> None:
     }
     clock.at += GLOW_S
     assert store.glowing() == {}
+
+
+def test_the_name_of_a_peer_that_has_gone_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ui.state.store.KEPT_NAMES", len(PEERS))
+    store = live_store(Clock())
+    store.take(replace(HEALTHY, peers=PEERS[1:]))
+    assert store.peer_name(PEERS[0].peer) == PEERS[0].name
+    new = replace(PEERS[1], peer="12D3KooWnewone", name="new")
+    store.take(replace(HEALTHY, peers=(new, *PEERS[1:])))
+    assert store.peer_name(PEERS[0].peer) == PEERS[0].peer[-6:]  # one too many
+    store.take(replace(HEALTHY, peers=(replace(new, name="newer"), *PEERS[1:])))
+    assert store.peer_name(new.peer) == "newer"
 
 
 def test_another_swarm_is_no_change_of_peers() -> None:
@@ -241,18 +253,22 @@ def test_a_damaged_file_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_prompt_is_shown_where_it_can_only_be_this_one() -> None:
-    mine, other = SessionView("a", "asking", ME, 512, prompt_done=128), SessionView("b", "asking", ME, 64)
+    mine = SessionView("a", "asking", ME, 512, prompt_done=128, start=0, stop=80)
+    other = SessionView("b", "asking", ME, 64, start=0, stop=80)
     alone = replace(HEALTHY, active_sessions=(mine, other))
     assert prompt_of(alone) == (128, 512)
     assert prompt_of(replace(HEALTHY, active_sessions=(mine, replace(other, prompt_done=3)))) is None
     assert (prompt_of(replace(HEALTHY, active_sessions=(other,))), prompt_of(None)) == (None, None)
     assert "prompt 128 of 512 tokens" in text_of(live_rows(ReplyProgress(10.0), prompt_of(alone), 12.0, "")[0])
+    without_route = replace(mine, prompt_done=0, start=None, stop=None)
+    assert prompt_of(replace(HEALTHY, active_sessions=(without_route,))) is None
 
 
-def test_what_a_reply_waits_for_is_shown_until_its_first_token() -> None:
+def test_what_a_reply_waits_for_is_shown_until_it_has_a_route() -> None:
     progress = ReplyProgress(10.0)
     progress.take({"waiting": {"block": 3, "text": "waiting for a member\x1b[2J"}}, 11.0)
-    assert "waiting for a member[2J" in text_of(live_rows(progress, (0, 64), 12.0, "")[0])
+    assert "waiting for a member[2J" in text_of(live_rows(progress, None, 12.0, "")[0])
+    assert "prompt 0 of 64 tokens" in text_of(live_rows(progress, (0, 64), 12.0, "")[0])  # the member is there
     progress.take({"text": "a"}, 13.0)
     assert "waiting" not in text_of(live_rows(progress, None, 14.0, "")[0])
 
@@ -269,6 +285,7 @@ def test_a_hop_that_left_the_way_is_named() -> None:
     before = [{"peer": "a", "start": 0, "stop": 4}, {"peer": "b", "start": 4, "stop": 8}]
     after = [{"peer": "a", "start": 0, "stop": 4}, {"peer": "c", "start": 4, "stop": 8}]
     assert lost_hops(before, after, str.upper) == "B dropped out · C took 4:8"
+    assert lost_hops(before, after, str.upper, moved=True) == "moved away from B · C took 4:8"
     assert (lost_hops([], after, str), lost_hops(before, before, str)) == ("", "")
 
 
@@ -288,6 +305,8 @@ def test_a_reply_that_waits_says_for_what() -> None:
     progress = ReplyProgress(10.0)
     assert "waiting for the first token" in live_words(progress, 11.0)
     assert "waiting for block 12, which nobody hosts now · 3 s" in live_words(progress, 13.0, Hole(12, 13))
+    assert "^p" not in live_words(progress, 13.0, Hole(12, 13))
+    assert "^p Resume hosting" in live_words(progress, 13.0, Hole(12, 13, is_paused=True))
     progress.take({"waiting": {"text": "nobody serves block 12 now"}}, 11.0)
     assert "nobody serves block 12 now · 2 s" in live_words(progress, 12.0)
     progress.take({"waiting": {"text": "\x1b[2Jblock 13"}}, 11.0)
@@ -304,6 +323,7 @@ def test_a_reply_whose_host_left_says_who_how_long_and_what_can_be_done() -> Non
     words = live_words(progress, 50.0, Hole(0, 8, ("tern",)))
     assert words.startswith(" ◌ tern left: waiting up to 60 s for another host of blocks 0:8 · 30 s\n")
     assert "^p Memory cap" in words
+    assert "^p Resume hosting" in live_words(progress, 50.0, Hole(0, 8, ("tern",), is_paused=True))
     loading = live_words(progress, 50.0, Hole(0, 8, ("tern",), is_loading=True))
     assert loading == " ◌ tern left: waiting up to 60 s for blocks 0:8: this node is loading · 30 s"
 
@@ -321,6 +341,7 @@ def test_a_hole_names_the_hops_that_left_it() -> None:
     assert hole_in(known, coverage_of(known), (), str) == Hole(79, 80)
     assert hole(replace(known, stop=80)) is None
     assert hole(replace(known, state="loading")) == Hole(40, 80, (gone.peer,), is_loading=True)
+    assert hole(replace(known, state="paused")) == Hole(40, 80, (gone.peer,), is_paused=True)
     assert hole(None) is None
 
 
@@ -333,6 +354,8 @@ def test_who_can_read_a_chat_is_said_by_its_route() -> None:
 
     alone = replace(HEALTHY, state="serving", start=0, stop=HEALTHY.blocks_total, peers=())
     assert readers_words(hops(ME, ME), alone, name_of) == "This chat stays on this machine."
+    assert readers_words((), alone, name_of) == "This chat stays on this machine."  # before the first question, too
+    assert readers_words((), alone, name_of, is_visit=True) == "Hops can read this chat."
     only_so_far = "Only this machine has read this chat; hops can read your next message."
     other = replace(PEERS[0], state="serving")
     for changed in (

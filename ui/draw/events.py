@@ -18,6 +18,7 @@ _SIGNS = {
     "setting": ("·", "dim"),
     "problem": ("▲", "warning"),
     "knock": ("▲", "warning"),
+    "request": ("?", "warning"),
 }
 
 

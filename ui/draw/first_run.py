@@ -12,10 +12,10 @@ from pathlib import PurePath
 from typing import Any
 
 from app.core.terminal_text import one_line
-from app.snapshot.views import DeviceView, OfferView, ProspectsView, Snapshot
+from app.snapshot.views import DeviceView, OfferView, ProspectsView, Snapshot, StepView
 from ui.draw.bars import bar
 from ui.draw.first_run_offers import STARTER, choice_rows, ordered, target_words
-from ui.draw.numbers import count, duration, gigabytes, size
+from ui.draw.numbers import count, duration, gigabytes, progress, size
 from ui.draw.rows import Row, fit, row, tidy
 from ui.draw.state_line import pill, running_step
 from ui.state.store import ConnectionState
@@ -44,6 +44,7 @@ class FirstState:
     target: str = ""  # name or invite of the swarm to join
     preview: OfferView | None = None  # what the node found out about `target`
     create: tuple[str, str] | None = None  # name and model of the swarm to create
+    private: bool = False  # the swarm to create takes only those who are invited
     typed: str = ""
     memory_bytes: int | None = None  # None: as much as is free
     pauses: dict[str, bool] = field(default_factory=dict)
@@ -66,6 +67,13 @@ class FirstState:
         offers = {offer.target: offer for offer in self.prospects.offers}
         return {index: offers[target] for index, target in enumerate(self.order[:10]) if target in offers}
 
+    @property
+    def toggles(self) -> list[str]:
+        """What the space key changes in the second step, from top to bottom."""
+        names = [name for name, _, _, _ in PAUSES if name in self.pauses]
+        names += ["private"] if self.create is not None else []
+        return [*names, "public"] if self.public is not None else names
+
     def device(self, known: Snapshot | None) -> DeviceView | None:
         """The device that computes or, before a swarm is joined, the one that would."""
         return (known.hardware if known is not None else None) or self.prospects.device
@@ -76,7 +84,8 @@ class FirstState:
         if self.create is not None:
             name, model = self.create
             offer = next((offer for offer in self.prospects.offers if offer.target == model), None)
-            return one_line(f"{name}, a swarm of {offer.model if offer is not None else PurePath(model).name}")
+            kind = "private swarm" if self.private else "swarm"
+            return one_line(f"{name}, a {kind} of {offer.model if offer is not None else PurePath(model).name}")
         if self.preview is not None:
             return " · ".join(target_words(self.preview))
         return one_line(self.target if not self.target.startswith("shoal:") else "the swarm of an invite")
@@ -94,12 +103,14 @@ def pauses_from(config: Mapping[str, Any]) -> dict[str, bool]:
     return {name: bool(config[name]) for name, _, _, _ in PAUSES if name in config}
 
 
-def first_rows(state: FirstState, known: Snapshot | None, width: int, height: int) -> list[Row]:
+def first_rows(
+    state: FirstState, known: Snapshot | None, width: int, height: int, link: ConnectionState | None = None
+) -> list[Row]:
     """The whole page: machine, the three steps with the current one open, problems, and keys."""
     rows: list[Row] = [
         row(("≋ shoal", "b primary"), ("   Run a model none of us could hold alone.", "dim")),
         [],
-        *_machine(known, state),
+        *_machine(known, state, link),
         [],
     ]
     parts = (_where, _memory, _hello)
@@ -114,18 +125,25 @@ def first_rows(state: FirstState, known: Snapshot | None, width: int, height: in
             rows += [
                 row(("▸", "b mine"), (f" {index + 1}  {title}", "b")),
                 [],
-                *parts[index](state, known, width, height - _FRAME_ROWS - (2 if state.problem or state.busy else 0)),
-                [],
             ]
+            if not (index == 1 and state.busy):  # these choices are made
+                room = height - _FRAME_ROWS - (2 if state.problem or state.busy else 0)
+                rows += [*parts[index](state, known, width, room), []]
             rows += [row((f"   × {tidy(one_line(state.problem))}", "error")), []] if state.problem else []
-            rows += [row(("   ◐ ", "primary"), one_line(state.busy)), []] if state.busy else []
+            if state.busy:
+                steps = [_step(known.preparing, width)] if known is not None and known.preparing is not None else []
+                rows += [row(("   ◐ ", "primary"), one_line(state.busy)), *steps, []]
     rows += [[]] if rows[-1] else []
-    keys = "q quit, the node keeps running" if state.step == 0 else "esc back · q quit, the node keeps running"
-    return [fit(line, width) for line in [*rows, row((keys if state.step < 2 else "esc back", "dim"))]]
+    keys = ["esc back"] if state.step > 0 and not state.busy else []
+    keys += ["q quit, the node keeps running"] if state.step < 2 else []
+    return [fit(line, width) for line in [*rows, row((" · ".join(keys), "dim"))]]
 
 
-def _machine(known: Snapshot | None, state: FirstState) -> list[Row]:
+def _machine(known: Snapshot | None, state: FirstState, link: ConnectionState | None) -> list[Row]:
     device, disk = state.device(known), state.prospects.disk_free_bytes
+    if link is not None and link.kind in ("away", "refused"):
+        cure = f" · {link.next_step}" if link.next_step else ""
+        return [row(("×", "b error"), (f" {tidy(one_line(link.text))}{cure}", "error"))]
     if known is None:
         return [row(("◐", "primary"), (" the node is starting", "dim"))]
     parts = [one_line(device.name) or device.id] if device is not None else [one_line(known.device or "")]
@@ -195,20 +213,29 @@ def _memory(state: FirstState, known: Snapshot | None, width: int, height: int) 
     else:
         rows = [row(" ", mark, " memory   ", ("as much as is free", "b"))]
     rows.append([])
-    shown = [entry for entry in PAUSES if entry[0] in state.pauses]
-    for index, (name, words, _, _) in enumerate(shown, 1):
-        mark = ("▸", "b mine") if state.cursor == index else (" ", "")
-        box = ("■", "success") if state.pauses[name] else ("□", "dim")
-        line = row(" ", mark, " pause if " if index == 1 else " " * 10, box, f" {words}")
-        rows.append(fit([*line, (_without_effect(name, known), "dim")], width))
-    if state.public is not None:
-        mark = ("▸", "b mine") if state.cursor == len(shown) + 1 else (" ", "")
-        box = ("■", "success") if state.public else ("□", "dim")
-        rows.append(row(" ", mark, " be found ", box, " from anywhere, through the public libp2p directory"))
-        rows.append(row(" " * 14, ("its nodes see this machine's address and hashes of swarm names", "dim")))
+    words_of = {name: words for name, words, _, _ in PAUSES}
+    for name in state.toggles:
+        if name == "private":
+            rows.append(_toggle(state, name, "members", state.private, "only those whom you invite; this stays so"))
+        elif name == "public":
+            words = "from anywhere, through the public libp2p directory"
+            rows.append(_toggle(state, name, "be found", bool(state.public), words))
+            rows.append(row(" " * 14, ("its nodes see this machine's address and hashes of swarm names", "dim")))
+        else:
+            label = "pause if" if name == state.toggles[0] else ""
+            line = _toggle(state, name, label, state.pauses[name], words_of[name])
+            rows.append(fit([*line, (_without_effect(name, known), "dim")], width))
+    if len(rows) + 2 > height:
+        rows.remove([])
     rows += [[], row("   ", (" ⏎ ", "b background on primary"), " ", ("Fine", "b"))]
     rows[-1] += row(("   ↑ ↓ and space change · later under 6 settings", "dim"))
     return rows
+
+
+def _toggle(state: FirstState, name: str, label: str, is_on: bool, words: str) -> Row:
+    mark = ("▸", "b mine") if state.cursor == state.toggles.index(name) + 1 else (" ", "")
+    box = ("■", "success") if is_on else ("□", "dim")
+    return row(" ", mark, f" {label:<8} ", box, f" {words}")
 
 
 def _without_effect(setting: str, known: Snapshot | None) -> str:
@@ -218,15 +245,21 @@ def _without_effect(setting: str, known: Snapshot | None) -> str:
     return "" if rule is None or rule.available else f" · without effect: {one_line(rule.text) or 'no such sensor'}"
 
 
+def _step(step: StepView, width: int) -> Row:
+    """A step that is running: its title, a gauge, how far it is, and the time left."""
+    share = step.done / step.total if step.done is not None and step.total else None
+    gauge = bar(share, max(8, min(30, width - 60)), "primary")
+    line = row(f"   {one_line(step.title):<9} ", *gauge, f"  {progress(step.done, step.total)}")
+    if step.seconds_left is not None and step.done != step.total:
+        line += row((f" · {duration(step.seconds_left)} left", "dim"))
+    return line
+
+
 def _hello(state: FirstState, known: Snapshot | None, width: int, height: int) -> list[Row]:
     rows: list[Row] = []
     step = running_step(known) if known is not None else None
     if step is not None and step.done is not None and step.total:
-        far = f"{size(step.done)} of {size(step.total)}" if step.total > 100_000 else f"{step.done} of {step.total}"
-        is_timed = step.seconds_left is not None and step.done != step.total
-        left = f" · {duration(step.seconds_left)} left" if is_timed else ""
-        gauge = bar(step.done / step.total, max(8, min(30, width - 60)), "primary")
-        rows.append(row(f"   {one_line(step.title):<9} ", *gauge, f"  {far}", (left, "dim")))
+        rows.append(_step(step, width))
     elif known is not None:
         words = pill(ConnectionState("live"), known, 0.0)[0]
         rows.append(row("   ", words, (f"  {one_line(known.reason)}", "dim")))

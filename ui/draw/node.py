@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from app.core.terminal_text import one_line
 from app.snapshot.views import CourtesyView, DeviceView, Snapshot, StepView
 from ui.draw.bars import Samples, bar, spark
-from ui.draw.numbers import clock, count, duration, gigabytes, many, milliseconds, plural, rate, size
+from ui.draw.numbers import clock, count, duration, gigabytes, many, milliseconds, plural, progress, rate, size
 from ui.draw.rows import UNKNOWN, Row, cell, fit, row, tidy, width_of, wrap
 
 _LABEL = 8
@@ -50,7 +50,7 @@ def gauge_rows(snapshot: Snapshot | None, width: int, height: int) -> list[Row]:
             "heat", device.temperature_c if device else None, 100.0, "°C", one_line(heat.text) if heat else "", room
         ),
         _power(device),
-        _speed(snapshot),
+        _speed(snapshot, width),
         *(_memory(other, room, one_line(other.id)) for other in others),
         *(courtesy_rows(snapshot.courtesy, width) if snapshot is not None else [labelled("pauses", (UNKNOWN, "dim"))]),
     ]
@@ -129,13 +129,16 @@ def _power(device: DeviceView | None) -> Row:
     return labelled("power", (UNKNOWN, "dim") if watts is None else (f"{watts:.0f} W", "b"))
 
 
-def _speed(snapshot: Snapshot | None) -> Row:
+def _speed(snapshot: Snapshot | None, width: int) -> Row:
     if snapshot is None or snapshot.start is None or snapshot.stop is None:
         return labelled("speed", (UNKNOWN, "dim"))
     blocks = f"{snapshot.stop - snapshot.start} of {count(snapshot.blocks_total)} blocks"
     if not snapshot.tokens_per_s:
         return labelled("speed", (f"— · {blocks}", "dim"))
-    return labelled("speed", (f"{rate(snapshot.tokens_per_s)} tok/s", "b"), " alone", (" · ", "dim"), blocks)
+    line = labelled("speed", (f"{rate(snapshot.tokens_per_s)} tok/s", "b"), " alone", (" · ", "dim"), blocks)
+    if width_of(line) > width:
+        line[-1] = (blocks.removesuffix(" blocks"), "")
+    return line
 
 
 def courtesy_rows(courtesy: CourtesyView, width: int) -> list[Row]:
@@ -267,7 +270,7 @@ def step_rows(steps: Sequence[StepView], width: int) -> list[Row]:
         line = row((f"{sign} ", style), name)
         if step.state == "running" and step.done is not None and step.total:
             gauge = bar(step.done / step.total, max(8, min(30, width - 44 - room)), "primary")
-            line += row(" ", *gauge, " ", _amount(step))
+            line += row(" ", *gauge, " ", progress(step.done, step.total))
         if step.seconds_left is not None and step.state == "running" and step.done != step.total:
             line += row((f" · {duration(step.seconds_left)} left", "dim"))
         if step.detail:
@@ -275,13 +278,6 @@ def step_rows(steps: Sequence[StepView], width: int) -> list[Row]:
             line += row((f" {detail}", "error" if step.state == "failed" else "dim"))
         rows.append(fit(line, width))
     return rows
-
-
-def _amount(step: StepView) -> str:
-    """Progress of a step: as bytes from 100,000 up, else as a count."""
-    if step.total is not None and step.total >= 100_000:
-        return f"{size(step.done)} of {size(step.total)}"
-    return f"{count(step.done)} of {count(step.total)}"
 
 
 def now_ms() -> int:

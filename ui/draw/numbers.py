@@ -59,6 +59,13 @@ def size(value: int | None) -> str:
     return f"{value} B"
 
 
+def progress(done: int | None, total: int | None) -> str:
+    """How far something is: 12 of 93 MB from 100,000 up, which are bytes; else 5 of 12."""
+    if total is not None and total >= 100_000:
+        return f"{size(done)} of {size(total)}"
+    return f"{count(done)} of {count(total)}"
+
+
 def megabits(bytes_per_s: float | None) -> str:
     """Bytes per second as Mbit/s, without the unit."""
     if bytes_per_s is None:
@@ -85,7 +92,7 @@ def clock(seconds: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A duration in seconds in its largest units: 41 s, 12 m, 4 h 51 m, 3 d 2 h."""
+    """A duration in seconds in its largest units: 41 s, 12 m, 4 h 51 m, 3 d 2 h, 7 d."""
     if seconds is None:
         return UNKNOWN
     whole = max(0, round(seconds))
@@ -95,7 +102,8 @@ def duration(seconds: float | None) -> str:
     if minutes < 60:
         return f"{minutes} m"
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} m" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+    large, small = (f"{hours} h", f"{minutes} m") if hours < 48 else (f"{hours // 24} d", f"{hours % 24} h")
+    return large if small.startswith("0 ") else f"{large} {small}"
 
 
 def time_of_day(at_ms: int) -> str:

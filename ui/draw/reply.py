@@ -17,15 +17,19 @@ NameOf = Callable[[str], str]
 
 
 def prompt_of(snapshot: Snapshot | None) -> tuple[int, int] | None:
-    """Prompt tokens processed and in total; None unless exactly one session of this node is in its prompt."""
-    sessions = () if snapshot is None else snapshot.active_sessions
-    found = [(s.prompt_done, s.tokens) for s in sessions if s.role == "asking" and s.prompt_done is not None]
+    """Prompt tokens processed and in total; None unless exactly one session of this node is in its prompt.
+
+    A session without a route (`start` is None) still waits for one.
+    """
+    sessions = [] if snapshot is None else [s for s in snapshot.active_sessions if s.role == "asking"]
+    found = [(s.prompt_done, s.tokens) for s in sessions if s.prompt_done is not None and s.start is not None]
     return found[0] if len(found) == 1 else None
 
 
 _SILENT_S = 2.0  # without a token before the line says what the reply waits for
 NEW_ROUTE_S = 60.0  # the asker's `new_route_s`: a reply that has begun waits that long for another host
 _ADVICE = "^p Memory cap: with a higher one this node may host them · esc stops the reply"
+_ADVICE_PAUSED = "^p Resume hosting: then this node may host them · esc stops the reply"
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Hole:
     stop: int
     left: tuple[str, ...] = ()  # names of the reply's hops that served them
     is_loading: bool = False  # this node fetches or loads blocks now
+    is_paused: bool = False  # this node hosts nothing because it is paused
 
     @property
     def label(self) -> str:
@@ -53,7 +58,7 @@ def hole_in(
     serving = {peer.peer for peer in holders_in(snapshot)}
     left = [hop["peer"] for hop in route if hop["start"] < stop and hop["stop"] > start and hop["peer"] not in serving]
     names = tuple(one_line(name_of(str(peer))) for peer in dict.fromkeys(left) if peer != snapshot.peer_id)
-    return Hole(start, stop, names, snapshot.state in ("fetching", "loading"))
+    return Hole(start, stop, names, snapshot.state in ("fetching", "loading"), snapshot.state == "paused")
 
 
 def _waiting_words(progress: ReplyProgress, hole: Hole | None) -> str:
@@ -76,11 +81,13 @@ def live_rows(
     """The line under the transcript while a reply is received, and what the user can do if a host is missing."""
     waited, silent_s = now - progress.began_at, progress.silent_s(now)
     is_silent = bool(progress.waiting) or silent_s >= _SILENT_S
-    if is_silent and (words := _waiting_words(progress, hole)):
+    has_begun = prompt is not None and not progress.tokens  # whatever it waited for is there
+    if is_silent and not has_begun and (words := _waiting_words(progress, hole)):
         since_s = silent_s if hole is not None and progress.tokens else waited
         line = row(" ", ("◌", "warning"), (f" {words}", "warning"), (f" · {duration(since_s)}", "dim"))
-        is_for_host = hole is not None and progress.tokens and not hole.is_loading
-        return [line, row("   ", (_ADVICE, "secondary"))] if is_for_host else [line]
+        if hole is None or hole.is_loading or not (progress.tokens or hole.is_paused):
+            return [line]
+        return [line, row("   ", (_ADVICE_PAUSED if hole.is_paused else _ADVICE, "secondary"))]
     if progress.tokens == 0:
         read = "waiting for the first token"
         if prompt is not None:
@@ -101,9 +108,9 @@ def readers_words(
     if snapshot is None:
         return ""
     others = list(dict.fromkeys(str(hop["peer"]) for hop in hops if hop["peer"] != snapshot.peer_id))
+    if not others and not is_visit and _is_only_host(snapshot):
+        return "This chat stays on this machine."
     if hops and not others:
-        if not is_visit and _is_only_host(snapshot):
-            return "This chat stays on this machine."
         return "Only this machine has read this chat; hops can read your next message."
     if others:
         names = ", ".join(one_line(name_of(peer)) for peer in others[:3])
@@ -123,6 +130,8 @@ def way_row(route: Sequence[Mapping[str, Any]], snapshot: Snapshot | None, name_
     """The route of a reply: the peers in order, with relayed links marked."""
     if not route:
         return []
+    if snapshot is not None and all(hop["peer"] == snapshot.peer_id for hop in route):
+        return row(("on this machine", "mine"))
     relays = {peer.peer for peer in snapshot.peers if peer.link == "relayed"} if snapshot is not None else set()
     line = row(("you", "mine"))
     for hop in route:
@@ -175,8 +184,17 @@ def error_words(error: str) -> str:
     return f"× {error} · ^r asks again" if error else ""
 
 
-def lost_hops(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], name_of: NameOf) -> str:
-    """Hops that left a reply's route, and the hops that took their blocks; empty if none left."""
+def lost_hops(
+    before: Sequence[Mapping[str, Any]],
+    after: Sequence[Mapping[str, Any]],
+    name_of: NameOf,
+    *,
+    moved: bool = False,
+) -> str:
+    """Hops that left a reply's route, and the hops that took their blocks; empty if none left.
+
+    `moved` says that the reply went over to another route although none had failed.
+    """
     old, new = {hop["peer"] for hop in before}, {hop["peer"] for hop in after}
     gone = [hop for hop in before if hop["peer"] not in new]
     if not gone:
@@ -184,4 +202,6 @@ def lost_hops(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, 
     lost = ", ".join(one_line(name_of(str(hop["peer"]))) for hop in gone)
     took = [hop for hop in after if hop["peer"] not in old]
     replacements = ", ".join(f"{one_line(name_of(str(hop['peer'])))} took {hop['start']}:{hop['stop']}" for hop in took)
+    if moved:
+        return f"moved away from {lost} · {replacements or 'the other hops took over'}"
     return f"{lost} dropped out · {replacements or 'the other hops took over'}"

@@ -168,17 +168,17 @@ def sentence(route: RouteView, name_of: NameOf) -> Row:
     relayed_s = sum(share.seconds for share in shares if share.kind == "relay")
     if relayed_s >= worst_s:
         kind, worst_s = "relay", relayed_s
-    whose = "your" if name == "you" else f"{name}'s"
+    whose = "Your" if name == "you" else f"{name}'s"
     what = {
-        "relay": "relayed links",
-        "link": "the link back" if name == "you" else f"the link to {name}",
-        "queue": f"waiting for {name}",
+        "relay": "Relayed links",
+        "link": "The link back" if name == "you" else f"The link to {name}",
+        "queue": f"Waiting for {name}",
         "compute": f"{whose} blocks",
-        "host": "sending and receiving here" if name == "you" else f"sending on at {name}",
-        "ends": "sampling",
+        "host": "Sending and receiving here" if name == "you" else f"Sending on at {name}",
+        "ends": "Sampling",
     }[kind]
     verb = "take" if kind in ("relay", "compute") else "takes"
-    words = f"{what[0].upper()}{what[1:]} {verb} {milliseconds(worst_s)} of {milliseconds(total)} ms."
+    words = f"{what} {verb} {milliseconds(worst_s)} of {milliseconds(total)} ms."
     style = "warning" if kind in ("relay", "queue") else ""
     rest = total - worst_s
     if kind in ("relay", "queue") and rest > _OVERHEAD * total:

@@ -6,7 +6,7 @@ from math import ceil
 
 from app.core.terminal_text import one_line
 from app.snapshot.views import Snapshot, StepView
-from ui.draw.numbers import duration, plural
+from ui.draw.numbers import duration, plural, progress
 from ui.draw.rows import Row, row, tidy
 from ui.state.store import ConnectionState
 
@@ -49,6 +49,8 @@ def pill(link: ConnectionState, snapshot: Snapshot | None, now: float) -> tuple[
         return f"× node away, retry in {left} s", "error"
     if snapshot is None:
         return "◐ connected", "primary"
+    if snapshot.preparing is not None and _is_without_swarm(snapshot):
+        return "◐ preparing", "primary"
     sign, style = _SIGNS.get(snapshot.state, ("◐", "primary"))
     words: str = snapshot.state
     if snapshot.state == "serving" and snapshot.start is not None:
@@ -78,7 +80,7 @@ def reason(link: ConnectionState, snapshot: Snapshot | None) -> str:
     if snapshot is None:
         return "waiting for the first snapshot"
     if _is_without_swarm(snapshot):
-        return "Not in a swarm. Press j to join, c to create"
+        return preparing_words(snapshot) or "Not in a swarm. Press j to join, c to create"
     words = snapshot.why.text if snapshot.why is not None else snapshot.reason
     return tidy(one_line(words)) or _REASONS[snapshot.state]
 
@@ -86,6 +88,15 @@ def reason(link: ConnectionState, snapshot: Snapshot | None) -> str:
 def next_step(code: str, step: str) -> str:
     """What the user can do about a reason of this code, with the dashboard's key if it has one."""
     return _KEYS.get(code) or one_line(step)
+
+
+def preparing_words(snapshot: Snapshot | None) -> str:
+    """The model that is downloaded or read for a new swarm, with its progress; empty if there is none."""
+    step = None if snapshot is None else snapshot.preparing
+    if step is None:
+        return ""
+    left = f" · {duration(step.seconds_left)} left" if step.seconds_left else ""
+    return f"{one_line(step.title)}: {progress(step.done, step.total)}{left}"
 
 
 def _is_without_swarm(snapshot: Snapshot) -> bool:
@@ -107,6 +118,8 @@ def state_row(link: ConnectionState, snapshot: Snapshot | None, now: float, *, w
     elif why is not None and why.next_step and why.code not in _CHOSEN and not _is_without_swarm(snapshot):
         line.append((f" · {next_step(why.code, why.next_step)}", "secondary"))
     extra = []
+    if snapshot.swarm is not None and snapshot.preparing is not None:
+        extra.append(preparing_words(snapshot))
     if snapshot.sessions:
         extra.append(plural(snapshot.sessions, "session"))
     if snapshot.courtesy.next_text:
@@ -116,8 +129,9 @@ def state_row(link: ConnectionState, snapshot: Snapshot | None, now: float, *, w
     return line
 
 
-def swarm_label(snapshot: Snapshot | None) -> str:
-    """The swarm's name with the first 8 digits of its manifest's hash."""
+def swarm_label(snapshot: Snapshot | None, *, with_hash: bool = True) -> str:
+    """The swarm's name, and the first 8 digits of its manifest's hash."""
     if snapshot is None or not snapshot.swarm:
         return ""
-    return one_line(f"{snapshot.swarm}#{(snapshot.manifest or '')[:8]}" if snapshot.manifest else snapshot.swarm)
+    digits = f"#{snapshot.manifest[:8]}" if snapshot.manifest and with_hash else ""
+    return one_line(f"{snapshot.swarm}{digits}")

@@ -29,6 +29,8 @@ from ui.state.conversations import (
     export_folder,
     export_to,
     files_of,
+    sent_text,
+    split_thinking,
 )
 from ui.state.reply_stream import (
     Replier,
@@ -38,8 +40,6 @@ from ui.state.reply_stream import (
     Sampling,
     read_text_file,
     repliers,
-    split_thinking,
-    with_files,
 )
 from ui.state.store import Store
 from ui.widgets.ask_box import AskBox, LiveLine
@@ -87,9 +87,11 @@ class Chat(MainScreen):
         self._files: list[dict[str, str]] = []  # attached to the next question
         self._typed = ""
         self._draft_before = ""  # typed before the edit began
+        self._files_before: list[dict[str, str]] = []  # attached before the edit began
         self._new_draft = ""  # typed for a conversation that has not begun
         self._text = ""
         self._route: list[dict[str, Any]] = []
+        self._left: list[dict[str, Any]] = []  # hops that were in the route before
         self.sampling = Sampling()
         self._replier = Replier()
 
@@ -146,6 +148,7 @@ class Chat(MainScreen):
         if self._thread is not None:
             self._thread.stop()
             await self._reply_ended({"stopped": True})
+        self._left = []
         self._keep_draft(self.query_one(AskBox).text)
         self._files = []
         self._conversation = None if conversation is None else self._kept.get(conversation)
@@ -187,7 +190,8 @@ class Chat(MainScreen):
         last = self._messages[-1].figures if self._messages else {}
         route = self._route if self._thread is not None else last.get("route") or ()
         live = self.query_one(LiveLine)
-        side.hops = live.hops = [*(hop for m in self._messages for hop in m.figures.get("route") or ()), *route]
+        read = [] if self._conversation is None else self._kept.hops(self._conversation.id)
+        side.hops = live.hops = [*read, *self._left, *route]
         live.route = self._route if self._thread is not None else ()
         live.is_visit = self._replier.swarm is not None
         side.show()
@@ -304,27 +308,29 @@ class Chat(MainScreen):
         if self._conversation is None:
             self._conversation = self._kept.begin(text, self.sampling.system)
             self._new_draft = ""
+        files, self._files = self._files, []
         if (edited := self._edited) is not None:
-            self._edited = None
+            self._edited, self._files = None, self._files_before
             self._type(self._draft_before)
             self._messages = [message for message in self._messages if message.id < edited.id]
             await self.query_one(Transcript).show_messages(self._messages)
         parent = self._messages[-1].id if self._messages else None
-        files, self._files = self._files, []
         question = self._kept.add(self._conversation.id, parent, "user", text, {"files": files} if files else None)
         self._messages.append(question)
         await self._request_reply(question)
 
     async def _request_reply(self, question: Message) -> None:
         """Ask the node to reply to the last message, and show the reply as it arrives."""
-        await self.query_one(Transcript).ask(question)
-        self._asked = question
-        messages = [{"role": m.role, "content": _sent(m)} for m in self._messages if _sent(m)]
-        door = self.dashboard.door
-        if door is None:
-            await self.query_one(Transcript).finish({}, "not connected to a node")
+        transcript, door, link = self.query_one(Transcript), self.dashboard.door, self.store.link
+        if door is None or link.kind != "live":
+            cure = f": {link.next_step}" if link.next_step else ""
+            await self._show_messages()
+            await transcript.note(error_words(f"not connected to the node{cure}"), "error")
             return
-        self._text, self._route = "", []
+        await transcript.ask(question)
+        self._asked = question
+        messages = [{"role": m.role, "content": text} for m in self._messages if (text := sent_text(m))]
+        self._text, self._route, self._left = "", [], []
         request = self._sampling_here().request(messages) | self._replier.request()
         thread = ReplyThread(door.client, request, lambda piece: self._post_piece(thread, piece))
         self._thread = thread
@@ -353,13 +359,16 @@ class Chat(MainScreen):
         self._text += fresh
         await self.query_one(Transcript).add(fresh)
         if "route" in message.piece:
-            await self._route_changed(message.piece["route"], progress.tokens)
+            await self._route_changed(message.piece, progress.tokens)
 
-    async def _route_changed(self, route: list[dict[str, Any]], tokens: int) -> None:
+    async def _route_changed(self, piece: dict[str, Any], tokens: int) -> None:
         """Record the reply's route; if hops left it, say so in the transcript."""
-        before, self._route = self._route, route
-        if words := lost_hops(before, route, self.store.peer_name):
-            await self.query_one(Transcript).note(f"▼ at token {tokens}: {words} · the reply continues")
+        before, self._route = self._route, piece["route"]
+        self._left += [hop for hop in before if hop not in self._route]
+        moved = bool(piece.get("moved"))
+        if words := lost_hops(before, self._route, self.store.peer_name, moved=moved):
+            text = f"{'↷' if moved else '▼'} at token {tokens}: {words} · the reply continues"
+            await self.query_one(Transcript).note(text, "figures" if moved else "warning")
         self._show_sides()
 
     async def _reply_ended(self, piece: dict[str, Any]) -> None:
@@ -376,6 +385,7 @@ class Chat(MainScreen):
         if error or piece.get("stopped"):
             figures = {"token_ids": [0] * tokens, "stopped": bool(piece.get("stopped")), "error": error}
             figures |= {"route": self._route} if self._route else {}
+        figures |= {"left": self._left} if self._left else {}
         if not self._text and len(self._kept.messages(self._conversation.id)) > len(self._messages):
             await self._show_messages()  # nothing came: the reply that was to be replaced stays
             await self.query_one(Transcript).note(error_words(error) or "stopped", "error" if error else "figures")
@@ -405,8 +415,10 @@ class Chat(MainScreen):
             return self._thread is None and bool(self._messages)
         if action == "branches":
             return self._thread is None and any(message.versions > 1 for message in self._messages)
-        if action in ("copy", "export"):
+        if action == "export":
             return bool(self._messages)
+        if action == "copy":
+            return any(message.role == "assistant" for message in self._messages)
         return True
 
     async def action_stop(self) -> None:
@@ -433,7 +445,7 @@ class Chat(MainScreen):
         asked = [m for m in self._messages if m.role == "user" and (before is None or m.id < before)]
         if asked:
             if self._edited is None:
-                self._draft_before = self.query_one(AskBox).text
+                self._draft_before, self._files_before = self.query_one(AskBox).text, self._files
             self._edited, self._files = asked[-1], files_of(asked[-1])
             self._type(asked[-1].content)
             self.query_one(AskBox).focus()
@@ -442,7 +454,7 @@ class Chat(MainScreen):
 
     def action_keep_question(self) -> None:
         """End the edit and leave the question as it was."""
-        self._edited, self._files = None, []
+        self._edited, self._files = None, self._files_before
         self._type(self._draft_before)
         self._show_sides()
         self.refresh_bindings()
@@ -507,10 +519,3 @@ class Chat(MainScreen):
             self._show_sides()
 
         self.app.push_screen(SamplingForm(self._sampling_here(), is_new=self._conversation is None), chosen)
-
-
-def _sent(message: Message) -> str:
-    """A message as the model gets it: a question with its files, a reply without its thinking."""
-    if message.role == "user":
-        return with_files(message.content, files_of(message))
-    return split_thinking(message.content)[1]

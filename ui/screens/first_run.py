@@ -37,7 +37,7 @@ class FirstPage(RowWidget):
 
     def rows(self, width: int, height: int) -> list[Row]:
         """Draw the page for this size."""
-        return first_rows(self.state, self.store.snapshot, width, height)[:height]
+        return first_rows(self.state, self.store.snapshot, width, height, self.store.link)[:height]
 
 
 class FirstRun(Dialog[None]):
@@ -46,6 +46,7 @@ class FirstRun(Dialog[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "next", "continue"),
         Binding("escape", "back", "back"),
+        Binding("f5", "app.start_node", "start again"),
     ]
 
     def __init__(self, store: Store) -> None:
@@ -128,7 +129,7 @@ class FirstRun(Dialog[None]):
 
     def _where_key(self, event: events.Key) -> bool:
         if event.key == "q":
-            self.app.exit()
+            self.dashboard.action_leave()
         elif event.key == "j":
             check = self.dashboard.check("target", self._found)
             dialog = TextDialog("A swarm's name, or an invite", hint="reading-club or shoal:…", check=check)
@@ -179,18 +180,18 @@ class FirstRun(Dialog[None]):
 
     def _memory_key(self, event: events.Key) -> bool:
         state = self.state
-        toggles = [name for name, _, _, _ in PAUSES if name in state.pauses]
-        toggles += ["public"] if state.public is not None else []
         if event.key == "q":
-            self.app.exit()
+            self.dashboard.action_leave()
         elif event.key in ("up", "down", "tab"):
-            state.cursor = (state.cursor + (-1 if event.key == "up" else 1)) % (len(toggles) + 1)
+            state.cursor = (state.cursor + (-1 if event.key == "up" else 1)) % (len(state.toggles) + 1)
         elif event.key in ("left", "right"):
             self._change_memory(-STEP_BYTES if event.key == "left" else STEP_BYTES)
         elif event.key == "space" and state.cursor:
-            name = toggles[state.cursor - 1]
+            name = state.toggles[state.cursor - 1]
             if name == "public":
                 state.public = not state.public
+            elif name == "private":
+                state.private = not state.private
             else:
                 state.pauses[name] = not state.pauses[name]
         else:
@@ -255,6 +256,7 @@ class FirstRun(Dialog[None]):
         state.busy, state.problem = f"{verb} {state.where}", ""
         changes = {name: on if state.pauses[name] else off for name, _, on, off in PAUSES if name in state.pauses}
         memory, target, create, public = state.memory_bytes, state.target, state.create, state.public
+        private = state.private
 
         def work(client: Client) -> Any:
             kept = {entry["name"]: entry["value"] for entry in client.get("/control/config")}
@@ -267,7 +269,7 @@ class FirstRun(Dialog[None]):
             if memory != kept.get("max_vram"):
                 client.set_config("max_vram", None if memory is None else str(memory))
             if create is not None:
-                body = {"name": create[0], "model": create[1], "private": False}
+                body = {"name": create[0], "model": create[1], "private": private}
                 return client.post("/control/create", body, timeout_s=LONGEST_S)
             return client.post("/control/join", {"target": target})
 

@@ -36,12 +36,14 @@ class Head(RowWidget):
         self._active = active
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """One line; where the names of all tabs do not fit beside the swarm, the other tabs shrink to their digits."""
+        """One line; where not all fits, the swarm loses its hash, and then the other tabs shrink to their digits."""
         narrow = width < NARROW
-        right = self._right(narrow)
         left = self._tabs(narrow, named=True)
-        if width_of(left) + min(width_of(right), _LABEL) + 1 > width:
-            left = self._tabs(narrow, named=False)
+        for right in (self._right(narrow), self._right(narrow, with_hash=False)):
+            if width_of(left) + min(width_of(right), _LABEL) + 1 <= width:
+                break
+        else:
+            left, right = self._tabs(narrow, named=False), self._right(narrow)
         return [spread(left, fit(right, max(8, width - width_of(left) - 2)), width)]
 
     def _tabs(self, narrow: bool, *, named: bool) -> Row:
@@ -52,9 +54,9 @@ class Head(RowWidget):
             tabs.append((words, "b background on primary" if active else "dim"))
         return tabs
 
-    def _right(self, narrow: bool) -> Row:
+    def _right(self, narrow: bool, *, with_hash: bool = True) -> Row:
         known = self.store.snapshot
-        label = swarm_label(known)
+        label = swarm_label(known, with_hash=with_hash)
         if known is None or not label:
             return row(("no node" if known is None else "no swarm", "dim"), " ")
         right = row((label, "b"))

@@ -14,7 +14,7 @@ from textual.widgets import Input
 from app.core.terminal_text import one_line
 from ui.draw.events import with_names
 from ui.draw.numbers import plural, time_of_day
-from ui.draw.rows import Row, cut, row, width_of
+from ui.draw.rows import Row, cut, row, tidy, width_of
 from ui.screens.frame import MainScreen
 from ui.state.store import LogRow, Store
 from ui.widgets.following_list import FollowingList
@@ -91,7 +91,7 @@ class LogList(FollowingList):
         self._found = len(found)
         if not found:
             return [row(("Nothing of this level yet." if not self.wanted else "Nothing matches.", "dim"))]
-        named = (replace(kept, text=with_names(kept.text, self.store.peer_name)) for kept in found)
+        named = (replace(kept, text=tidy(with_names(kept.text, self.store.peer_name))) for kept in found)
         return [line for kept in named for line in log_rows(kept, self._room, self.wanted)]
 
     @property

@@ -23,6 +23,7 @@ from app.core.terminal_text import one_line
 from app.snapshot.codec import models_from, offer_from
 from app.snapshot.views import FitView, ModelView, OfferView
 from ui.draw.numbers import count, plural, rate, size
+from ui.draw.state_line import preparing_words
 from ui.node_app import NodeApp
 from ui.widgets.dialogs import Dialog, key_line
 
@@ -67,6 +68,7 @@ class ModelBrowser(Dialog[str | None]):
         self._models: list[ModelView] = []
         self._folder = ""  # that is listed; empty: the usual places
         self._previewed = ""
+        self._is_downloading = False
 
     @property
     def dashboard(self) -> NodeApp:
@@ -165,24 +167,30 @@ class ModelBrowser(Dialog[str | None]):
                 self._say("looking")
                 self._load(self._typed)
         elif option is not None and option.id == _HUB:
-            words = self._typed
-            self._say("searching the hub")
-            path = f"/control/models/search?words={quote(words)}"
-            self.query_one("#wanted", Input).value = ""
-            self.dashboard.ask(lambda client: client.get(path, timeout_s=PATIENT_S), self._listed, self._say)
+            self._search_hub()
         elif option is not None and option.id is not None:
             self._choose(option.id)
 
     @on(OptionList.OptionSelected)
     def clicked(self, event: OptionList.OptionSelected) -> None:
-        """Choose a clicked model."""
-        if event.option_id is not None and event.option_id != _HUB:
+        """Choose a clicked model, or search the hub."""
+        if event.option_id == _HUB:
+            self._search_hub()
+        elif event.option_id is not None:
             self._choose(event.option_id)
+
+    def _search_hub(self) -> None:
+        """Replace the list by what the hub has under the typed words."""
+        path = f"/control/models/search?words={quote(self._typed)}"
+        self._say("searching the hub")
+        self.query_one("#wanted", Input).value = ""
+        self.dashboard.ask(lambda client: client.get(path, timeout_s=PATIENT_S), self._listed, self._say)
 
     def _choose(self, name: str) -> None:
         """Close with a model that the node can open; one of the hub is downloaded first."""
         model = next((m for m in self._models if m.name == name), None)
         is_hub = model is not None and not model.here and "/" in name
+        self._is_downloading = is_hub
         self._say(f"downloading {name}: this may take a while" if is_hub else "opening it")
 
         def work(client: Any) -> Any:
@@ -190,7 +198,17 @@ class ModelBrowser(Dialog[str | None]):
                 client.post("/control/pull", {"model": name}, timeout_s=_DOWNLOAD_S)
             return client.post("/control/preview", {"model": name})
 
-        self.dashboard.ask(work, lambda _: self.close(name), self._say)
+        def failed(text: str) -> None:
+            self._is_downloading = False
+            self._say(text)
+
+        self.dashboard.ask(work, lambda _: self.close(name), failed)
+
+    def show(self) -> None:
+        """Redraw the progress of a download."""
+        words = preparing_words(self.dashboard.store.snapshot)
+        if self._is_downloading and words:
+            self._say(words)
 
     def action_move(self, rows: int) -> None:
         """Move the highlight while the field keeps the focus."""

@@ -11,7 +11,7 @@ import os
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -105,6 +105,33 @@ def files_of(message: Message) -> list[dict[str, str]]:
     return [file for file in message.figures.get("files") or () if isinstance(file, dict)]
 
 
+def split_thinking(text: str) -> tuple[str, str]:
+    """A model's thinking (`<think>…</think>` at the start of its reply) and the rest; the end may be missing so far.
+
+    Some chat templates write the opening tag into the prompt, so that a reply has only the closing one.
+    """
+    head, closed, rest = text.partition("</think>")
+    start = head.lstrip()
+    if closed:
+        return start.removeprefix("<think>").strip(), rest.lstrip()
+    if start.startswith("<think>"):
+        return start.removeprefix("<think>").strip(), ""
+    return "", text
+
+
+def with_files(text: str, files: Sequence[Mapping[str, str]]) -> str:
+    """A question with its attached text files before it, as the model gets it."""
+    parts = [f"File {file['name']}:\n```\n{file['text']}\n```" for file in files]
+    return "\n\n".join([*parts, text])
+
+
+def sent_text(message: Message) -> str:
+    """A message as the model gets it: a question with its files, a reply without its thinking."""
+    if message.role == "user":
+        return with_files(message.content, files_of(message))
+    return split_thinking(message.content)[1]
+
+
 class Conversations:
     """All conversations of a home folder; without a folder they are kept in memory only."""
 
@@ -178,6 +205,12 @@ class Conversations:
             Message(key, role, without_controls(content), at_ms, json.loads(figures), parent, version, versions)
             for key, role, content, at_ms, figures, parent, version, versions in rows
         ]
+
+    def hops(self, conversation: int) -> list[dict[str, Any]]:
+        """Hops of the replies of all branches, also those that left a route: each has read the conversation so far."""
+        rows = self._db.execute("select figures from message where conversation = ? order by id", (conversation,))
+        replies = [json.loads(figures) for (figures,) in rows]
+        return [hop for reply in replies for hop in (*(reply.get("left") or ()), *(reply.get("route") or ()))]
 
     def add(
         self,

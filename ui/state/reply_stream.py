@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def repliers(models: Sequence[str], own: str, others: Sequence[str]) -> list[tup
 
 
 BOUNDS: dict[str, tuple[float, float, str]] = {
-    "temperature": (0, 100, "0 always takes the likeliest token; 0.7 is usual"),
+    "temperature": (0, 2, "0 always takes the likeliest token; 0.7 is usual"),
     "top_p": (0.01, 1, "only the likeliest tokens that together have this probability"),
     "top_k": (0, 10**6, "only this many of the likeliest tokens; 0: all"),
     "min_p": (0, 1, "only tokens with at least this share of the likeliest one's probability"),
@@ -98,26 +98,6 @@ def sampling_value(name: str, text: str) -> float | int | str | None:
     if not low <= value <= high:
         raise ValueError(f"{name} must be from {low:g} to {high:g}")
     return value
-
-
-def split_thinking(text: str) -> tuple[str, str]:
-    """A model's thinking (`<think>…</think>` at the start of its reply) and the rest; the end may be missing so far.
-
-    Some chat templates write the opening tag into the prompt, so that a reply has only the closing one.
-    """
-    head, closed, rest = text.partition("</think>")
-    start = head.lstrip()
-    if closed:
-        return start.removeprefix("<think>").strip(), rest.lstrip()
-    if start.startswith("<think>"):
-        return start.removeprefix("<think>").strip(), ""
-    return "", text
-
-
-def with_files(text: str, files: Sequence[Mapping[str, str]]) -> str:
-    """A question with its attached text files before it, as the model gets it."""
-    parts = [f"File {file['name']}:\n```\n{file['text']}\n```" for file in files]
-    return "\n\n".join([*parts, text])
 
 
 MAX_FILE_BYTES = 200_000

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 from app.snapshot.views import JobView, PeerView, Snapshot, TrainingView
@@ -18,6 +19,7 @@ from ui.state.coverage import Coverage, coverage_of
 KEPT_SAMPLES = 600  # ten minutes at one a second
 KEPT_NOTES = 1000
 KEPT_ROWS = 5000
+KEPT_NAMES = 2000
 GLOW_S = 10.0
 SESSION_SAMPLES = 60
 
@@ -91,6 +93,7 @@ class Store:
         self._seen_notes: deque[tuple[int, int]] = deque(maxlen=KEPT_NOTES)
         self._coverage_cache: tuple[Snapshot | None, Coverage | None] = (None, None)
         self._peers: dict[str, PeerView] | None = None
+        self._names: dict[str, str] = {}  # by peer id, those present first
         self._swarm: tuple[str, str | None] | None = None
 
     # --- writing -----------------------------------------------------------------------------------------------------
@@ -105,6 +108,10 @@ class Store:
     def take(self, snapshot: Snapshot) -> None:
         """Replace the snapshot and record which peers are new, moved or gone."""
         self._record_peer_changes(snapshot)
+        named = {peer.peer: peer.name for peer in snapshot.peers}
+        if not named.items() <= self._names.items():
+            gone = {peer: name for peer, name in self._names.items() if peer not in named}
+            self._names = dict(islice((named | gone).items(), max(KEPT_NAMES, len(named))))
         self.snapshot = snapshot
         self.version += 1
 
@@ -161,12 +168,11 @@ class Store:
         known = self.snapshot
         if known is not None and peer == known.peer_id:
             return "you"
-        found = (self._peers or {}).get(peer)
-        return (found.name if found is not None else "") or peer[-6:]
+        return self._names.get(peer) or peer[-6:]
 
     def names(self) -> frozenset[tuple[str, str]]:
-        """The known peers with their names."""
-        return frozenset((peer.peer, peer.name) for peer in (self._peers or {}).values())
+        """The known peers with their names; those that have gone too, since replies and rows of the log name them."""
+        return frozenset(self._names.items())
 
     def cover(self) -> Coverage | None:
         """Coverage of the current snapshot, computed once per snapshot."""

@@ -58,6 +58,7 @@ class ConversationList(Panel):
         self.conversations: list[Conversation] = []
         self.current: int | None = None
         self._cursor = 0
+        self._top = 0  # the conversation in the first row
 
     def title(self) -> Row:
         """The number of conversations."""
@@ -65,7 +66,8 @@ class ConversationList(Panel):
 
     def rows(self, width: int, height: int) -> list[Row]:
         """Title and time of each conversation, the open one marked; the last row names the keys."""
-        first = max(0, min(self._cursor - height + 2, len(self.conversations) - height + 1))
+        self._cursor = max(0, min(self._cursor, len(self.conversations) - 1))  # some may have been forgotten elsewhere
+        first = self._top = max(self._cursor - height + 2, min(self._top, self._cursor))
         rows: list[Row] = []
         for index, kept in enumerate(self.conversations[first : first + height - 1], first):
             when = day_or_time(kept.used_ms, now_ms())
@@ -115,8 +117,11 @@ class ConversationList(Panel):
     def on_click(self, event: events.Click) -> None:
         """Open the clicked conversation."""
         offset = event.get_content_offset(self)
-        if offset is not None and offset.y < len(self.conversations):
-            self._cursor = offset.y
+        if offset is None or offset.y >= self.size.height - 1:
+            return
+        clicked = self._top + offset.y
+        if clicked < len(self.conversations):
+            self._cursor = clicked
             self.action_open()
 
 

@@ -161,6 +161,7 @@ class Facts(Dialog[None]):
         width = max(20, min(_DIALOG, self.app.size.width - 4) - _DIALOG_FRAME - room)
         with VerticalScroll(classes="dialog") as box:
             box.border_title = plain(self._title).markup
+            box.border_subtitle = "y copies the id · esc closes" if self._copied else "esc closes"
             for name, value in self._facts:
                 lines = f"\n{' ' * room}".join(textwrap.wrap(one_line(value), width))
                 yield Static(Content.assemble((name.ljust(room), "$dim"), lines))
@@ -191,7 +192,7 @@ class Help(Dialog[None]):
     def compose(self) -> ComposeResult:
         """Name of the panel, text, then a row for each key."""
         with VerticalScroll(classes="dialog") as box:
-            box.border_title = "help"
+            box.border_title, box.border_subtitle = "help", "↑ ↓ scroll · esc closes"
             if self._panel:
                 yield Static(Content.assemble((one_line(self._panel), "bold $mine")))
             yield Static(plain(self._about))

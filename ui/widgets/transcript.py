@@ -13,10 +13,9 @@ from textual.widgets.markdown import MarkdownStream
 
 from ui.draw.numbers import plural
 from ui.draw.reply import done_words, error_words, recovery_words
-from ui.state.conversations import Message, files_of
-from ui.state.reply_stream import split_thinking
+from ui.state.conversations import Message, files_of, split_thinking
 
-_EMPTY = "Ask something. Every hop of the route can read your words; only embedding, head and sampling run here."
+_EMPTY = "Ask something. The line above the input says who can read it."
 
 
 class Thought(Collapsible):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import ssl
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,8 @@ def test_status_start_and_doctor_name_the_fingerprint(capsys: pytest.CaptureFixt
     )
     assert ("lan", "https://192.168.7.5:7466, certificate SHA-256 AB:CD") in status_lines(status_facts(shown))
     assert "lan" not in dict(status_lines(status_facts(plain)))
+    named = replace(plain, model="Llama\x1b[2J", context_length=8192)
+    assert dict(status_lines(status_facts(named)))["model"] == "Llama[2J, context 8192 tokens"
     say_ready(shown)
     assert capsys.readouterr().out == (
         "ready serving swarm=none peer=me api=http://127.0.0.1:7465 lan=https://192.168.7.5:7466\n"

@@ -6,15 +6,19 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.cli import main
+from app.cli.chat import SAMPLING
+from app.cli.conversation import TerminalChat
 from app.cli.reply_printer import MarkdownPrinter, finished_blocks, rendered
 from tests.engine.gguf_models import write_gguf
 from tests.engine.models import VARIANT, write_folder
+from ui.state.conversations import Conversations
 
 LOCAL = ["chat", "--local", "--device", "cpu"]
 
@@ -94,6 +98,65 @@ def test_a_conversation_that_cannot_be_kept_goes_on(
     monkeypatch.setattr("sys.stdin", Terminal("hello\n"))
     assert chat("--model", "tiny-random", "--max-tokens", "2", "--home", str(tmp_path)) == 0
     assert "this conversation will not be kept" in capsys.readouterr().err
+
+
+def test_settings_are_shown_changed_and_cleared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lines = ["/set temperature", "/set seed 5", '/set seed ""', "/set stop END", "/set stop ''", '/set top_p ""']
+    monkeypatch.setattr("sys.stdin", Terminal("".join(f"{line}\n" for line in lines)))
+    assert chat("--model", "tiny-random", "--home", str(tmp_path)) == 0
+    said = capsys.readouterr().err.splitlines()[-6:]
+    assert said == [
+        "temperature = 0.7",
+        "seed = 5",
+        "seed = not set",
+        "stop = 'END'",
+        "stop = not set",
+        "shoal: top_p: '\"\"' is not a number",
+    ]
+
+
+class Listener:
+    """Answers always the same, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.settings: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}
+        self.asked: list[list[dict[str, str]]] = []
+
+    def answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        self.asked.append(messages)
+        yield from ("<think>hm", "</think>Yes.")
+
+    def model(self) -> str:
+        return "a listener"
+
+    def use_model(self, name: str) -> None:
+        raise AssertionError(name)
+
+
+def test_a_conversation_keeps_its_system_message_and_its_files_and_sends_no_thinking() -> None:
+    listener, store = Listener(), Conversations(None)
+    begun = TerminalChat(listener, store, SAMPLING)
+    begun.set_system("be brief")
+    begun.say("hello")
+    begun.set_system("be a fish")
+    begun.say("more")
+    fish = {"role": "system", "content": "be a fish"}
+    yes = {"role": "assistant", "content": "Yes."}
+    assert listener.asked[-1] == [fish, {"role": "user", "content": "hello"}, yes, {"role": "user", "content": "more"}]
+    (kept,) = store.all()
+    leaf = store.messages(kept.id)[-1].id
+    asked = store.add(kept.id, leaf, "user", "look", {"files": [{"name": "a.txt", "text": "herring"}]})
+    store.add(kept.id, asked.id, "assistant", "<think>long</think>I see.")
+    resumed = TerminalChat(listener, store, SAMPLING)
+    resumed.resume()
+    resumed.say("again")
+    first, *_, look, seen, again = listener.asked[-1]
+    assert first == fish
+    assert "herring" in look["content"]
+    assert (seen["content"], again["content"]) == ("I see.", "again")
 
 
 def test_resuming_goes_on_with_the_conversation_used_last(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import app.cli
-from app.cli.completion import MODELS, safe_name, script_for
+from app.cli.completion import names_of, safe_name, script_for
 from app.cli.registry import all_commands
 from app.swarm.invite import Invite
 
@@ -119,6 +119,7 @@ def test_bash_completes_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert app.cli.main(["join", str(Invite("reef", "ab" * 32, (), None)), "--home", str(tmp_path / "home")]) == 0
     assert bash_completes("shoal", "leave", "re") == {"reef#abababab"}
     assert bash_completes("shoal", "join", "re") == {"reef#abababab"}
+    assert bash_completes("shoal", "chat", "--swarm", "re") == {"reef#abababab"}
     assert bash_completes("shoal", "join", "bi") == {"bin"}  # or a file with an invite
     assert bash_completes("shoal", "create", "x", "--model", "st") == {"starter"}
     assert bash_completes("shoal", "config", "get", "max_v") == {"max_vram"}
@@ -132,10 +133,16 @@ def test_a_member_cannot_name_itself_so_that_the_shell_runs_it(name: str) -> Non
     assert safe_name("attic-2", "12D3peer") == "attic-2"
 
 
-def test_the_names_of_models_are_those_that_can_be_opened() -> None:
-    from engine.sources.opening import BUILT_IN
-
-    assert MODELS == BUILT_IN
+def test_the_names_of_models_are_the_built_in_and_the_downloaded_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    assert names_of("models", tmp_path) == ["starter", "tiny-random"]
+    for folder in ("org--bird", "org--$(touch owned)"):
+        (tmp_path / "models" / "hub" / folder).mkdir(parents=True)
+        (tmp_path / "models" / "hub" / folder / "shoal-hub.json").write_text("{}")
+    (tmp_path / "models" / "hub" / "org--unfinished").mkdir()
+    assert names_of("models", tmp_path) == ["starter", "tiny-random", "org/bird"]
 
 
 def test_powershell_completes_the_same() -> None:

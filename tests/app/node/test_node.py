@@ -26,21 +26,23 @@ import app.swarm.saved
 import p2p.discovery.known_peers
 from app.api.server import NoKeys
 from app.cli.status import status_lines
-from app.config.file import load_config
+from app.config.file import load_config, set_value
 from app.config.home import Home, find_node, hold
 from app.config.keys import add_key
 from app.config.settings import Value
 from app.core.errors import NameConflict, UnknownSwarm, UsageError
 from app.core.wall_clock import wall_ms
-from app.joining.create import SwarmSpec, create_swarm
+from app.joining.create import Progress, SwarmSpec, create_swarm
 from app.joining.name_lookup import NoMember
 from app.joining.wrong_secret import SecretCheck
 from app.node.node import Node
 from app.rounds.record import sign_training
 from app.rounds.train_store import TrainStore
 from app.snapshot.codec import snapshot_from, status_facts, to_json, trainings_from
+from app.snapshot.views import StepView
 from app.swarm.invite import Invite, new_secret
 from app.swarm.saved import SavedSwarm, load, update
+from app.weights.manifest_store import ManifestStore
 from p2p.errors import WrongSecret
 from p2p.identity import Identity
 from p2p.memory.fabric import open_fabric
@@ -110,6 +112,54 @@ async def test_members_know_the_models_name_and_the_length_of_its_context(tmp_pa
             assert told[0] == told[1]
             assert told[1][0] == "tiny-random"
             assert told[1][1]
+
+
+async def test_a_model_that_is_read_for_a_new_swarm_has_its_progress_in_the_snapshot(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[StepView | None] = []
+    async with living(tmp_path / "a", cache) as a:
+
+        def watched(home: Home, cache: Path, spec: SwarmSpec, fetching: Progress, reading: Progress) -> SavedSwarm:
+            def looked(done: int, total: int) -> None:
+                reading(done, total)
+                seen.append(trio.from_thread.run_sync(a.snapshot).preparing)
+
+            return create_swarm(home, cache, spec, fetching, looked)
+
+        monkeypatch.setattr(app.node.swarm_switcher, "create_swarm", watched)
+        await a.create("home", "tiny-random", private=False)
+        assert (last := seen[-1]) is not None
+        assert (last.key, last.done, last.state) == ("read", last.total, "running")
+        assert a.snapshot().preparing is None
+        seen.clear()
+        monkeypatch.setattr(ManifestStore, "save_survey", failing)
+        with pytest.raises(OSError, match="no room"):
+            await a.create("other", "tiny-random", private=False)
+        assert seen
+        assert a.snapshot().preparing is None
+
+
+def failing(*_: object) -> None:
+    raise OSError("no room")
+
+
+async def test_a_swarm_is_joined_with_the_means_of_discovery_that_were_just_set(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(QUIET, "discovery")
+    set_value(Home.open(tmp_path / "a").config_file, "discovery", "invite")
+    async with living(tmp_path / "a", cache) as a:
+        await until(a, lambda: a.snapshot().state == "idle")
+        before = a._network_owner.network
+        assert before is not None
+        await a.set_config("discovery", "invite,remembered")
+        await a.create("home", "tiny-random", private=False)
+        await until(a, lambda: a.snapshot().state == "client")
+        network = a._network_owner.network
+        assert network is not None
+        assert network is not before
+        assert network._config.discovery == {"invite", "remembered"}
 
 
 async def test_an_invite_says_where_it_leads_before_it_is_taken(tmp_path: Path, cache: Path) -> None:

@@ -187,7 +187,7 @@ async def test_blocks_that_load_one_by_one_are_one_event(tmp_path: Path, cache: 
         swarm = a._network_owner.active_swarm
         assert swarm is not None
         for part in range(1, 30):
-            swarm.say("serving", because("growing", f"blocks 0:{part} of 0:30, the rest is downloading"))
+            swarm.say("serving", because("growing", f"blocks 0:{part} of 0:30, the rest follows"))
         swarm.say("serving", because("worst_served", "the blocks with the fewest hosts"))
         for start, growing in ((1, Span(0, 8)), (2, Span(0, 8)), (3, Span(0, 8)), (8, None)):
             swarm._on_change(Change("moved", _member(start, growing), _member(start - 1, Span(0, 8))))
@@ -195,7 +195,7 @@ async def test_blocks_that_load_one_by_one_are_one_event(tmp_path: Path, cache: 
         assert others == ["friend serves blocks 0:8"]
         told = [note.text for note in a.event_log.notes_after(0) if "serving" in note.text]
         assert told == [
-            "serving: blocks 0:1 of 0:30, the rest is downloading",
+            "serving: blocks 0:1 of 0:30, the rest follows",
             "serving: the blocks with the fewest hosts",
         ]
         assert a.snapshot().reason == "the blocks with the fewest hosts"

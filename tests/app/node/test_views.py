@@ -11,8 +11,8 @@ from app.cli.bench import explained_share, node_facts, node_lines, unexplained_s
 from app.node.rates import WINDOW_S, Counters, RateMeter, RateReading
 from app.node.views import NodeViews, reading_of, route_view
 from app.serving.stats import ServerStats, SessionStats
-from app.snapshot.startup import StartupSteps
-from app.snapshot.views import HopView, RouteView, Snapshot
+from app.snapshot.startup import ModelPreparation, StartupSteps
+from app.snapshot.views import HopView, RouteView, Snapshot, StepView
 from app.weights.manifest_store import model_name
 
 
@@ -122,6 +122,22 @@ def test_steps_are_one_list_in_which_a_failure_stays() -> None:
     steps.begin("weights")
     assert list(states(steps)) == ["identity", "peers", "manifest", "weights", "load", "measure", "announce"]
     assert states(steps)["load"] == "pending"
+
+
+def test_the_time_left_of_a_download_counts_from_what_was_there() -> None:
+    now = [0.0]
+    steps = ModelPreparation(lambda: now[0])
+    steps.fetching(50, 100)  # an interrupted download goes on
+    assert (steps.view and steps.view.seconds_left) is None
+    now[0] = 10.0
+    steps.fetching(75, 100)
+    assert steps.view == StepView("fetch", "downloading the model", "running", "", 75, 100, 10.0)
+    steps.reading(0, 100)
+    now[0] = 12.0
+    steps.reading(20, 100)
+    assert steps.view == StepView("read", "reading the model", "running", "", 20, 100, 8.0)
+    steps.over()
+    assert steps.view is None
 
 
 def test_a_step_beside_the_others_leaves_them_as_they_are() -> None:

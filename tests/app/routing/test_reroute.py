@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from app.asker.asker import Asker
-from app.asker.reply import Reply
+from app.asker.reply import Reply, RouteChanges
 from app.core.span import Span
 from app.routing.reroute import CLEAR_GAIN, RECHECK_S, RerouteTimer, RouteComparison, RunningRoute, is_worth_moving
 from app.routing.route import Hop, KnownCosts, Route, RouteRequest
@@ -134,8 +134,14 @@ async def test_a_session_leaves_a_hop_that_became_slow(autojump_clock: MockClock
             await read(reply, 100)
             slow = reply.stats.route[1].peer
             slow_down(swarm, slow, 8.0, tells=tells)
+            changes = RouteChanges()
+            assert changes.since(reply.stats) == (reply.stats.route, False)  # the first route
+            assert changes.since(reply.stats) == (None, False)
             await finish(swarm, reply, LONG)
         assert reply.stats.moves == 1
+        assert changes.since(reply.stats) == (reply.stats.route, True)
+        failed = replace(reply.stats, recoveries=1, route=reply.stats.route[:1])
+        assert changes.since(failed) == (failed.route, False)
         assert slow not in {hop.peer for hop in reply.stats.route}
         assert reply.stats.longest_gap_s < 1.0
         await no_leaks(swarm)
