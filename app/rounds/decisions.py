@@ -13,7 +13,7 @@ LEAST_AGREEMENT = 0.2  # of the usual agreement of the others, below which a cha
 NORM_FACTOR = 5.0  # a change is doubted if its norm is so many times the median, or a fraction of it
 LEAST_LIKENESS = 0.99  # cosine with the last merged change, from which on a change may be a replay of it
 MOST_LIKENESS = 0.98  # of the others; beyond it a replay cannot be told from an honest change
-REPLAY_FACTOR = 5.0  # a replay is so many times nearer to the last merged change than those of the others are
+REPLAY_FACTOR = 5.0  # a replay is so many times nearer to the last merged change than that of any other member
 REQUEST_S = 2.0  # that the leaves of one request take, at the speed of their link
 UNMEASURED_BYTES_PER_S = 250e3  # speed of a link before it was measured, which soon happens
 SLOWER = 3.0  # a link may be so many times slower than it was, because others use it too
@@ -191,15 +191,16 @@ def past_likeness(
 def replayed(likeness: Mapping[str, float]) -> dict[str, str]:
     """Return the members that sent the last round's merged change, or nearly, and why; with fewer than three, nobody.
 
-    While a model learns something simple, honest changes of two rounds are alike as well, but those of all members.
+    While a model learns something simple, honest changes of two rounds are alike as well, but those of several members:
+    one is doubted only if no other comes near. Two who both send the merged change are found as copies of each other.
     """
     if len(likeness) < 3:
         return {}
     why = {}
     for peer, one in likeness.items():
-        usual = median(other for name, other in likeness.items() if name != peer)
-        if one >= LEAST_LIKENESS and usual <= MOST_LIKENESS and REPLAY_FACTOR * (1 - one) <= 1 - usual:
-            why[peer] = f"its change is like the merged one of the last round by {one:.3f}, usual is {usual:.3f}"
+        next_one = max(other for name, other in likeness.items() if name != peer)
+        if one >= LEAST_LIKENESS and next_one <= MOST_LIKENESS and REPLAY_FACTOR * (1 - one) <= 1 - next_one:
+            why[peer] = f"its change is like the merged one of the last round by {one:.3f}, the next by {next_one:.3f}"
     return why
 
 
