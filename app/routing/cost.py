@@ -49,12 +49,12 @@ def compute_seconds(route: Route, block_s: Mapping[str, float]) -> float:
 
 def entry_seconds(members: Sequence[Announcement], known: KnownCosts, request: RouteRequest) -> dict[str, float]:
     """Seconds per token that each member adds as a hop, besides its link and its blocks."""
-    unknown_s = 2 / ASSUMED_BYTES_PER_S
+    unknown_s, bytes_per_token = 2 / ASSUMED_BYTES_PER_S, request.bytes_per_token
     return {
         m.peer: HOP_S
         + wait_seconds(m)
         + known.penalty_s.get(m.peer, 0.0)
-        + request.bytes_per_token * known.byte_s.get(m.peer, unknown_s)
+        + bytes_per_token * known.byte_s.get(m.peer, unknown_s)
         for m in members
     }
 

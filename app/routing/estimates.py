@@ -109,8 +109,13 @@ class RateEstimates:
         return max(self.claims.get(peer, {}).values(), default=None)
 
     def byte_s(self, peers: Iterable[str]) -> dict[str, float]:
-        """Seconds that each peer takes to receive a byte and to send it on."""
-        return {peer: sum(1 / (one(peer) or ASSUMED_BYTES_PER_S) for one in (self.up, self.down)) for peer in peers}
+        """Seconds that each peer takes to receive a byte and to send it on; without those nothing is known about."""
+        found = {}
+        for peer in peers:
+            up, down = self.up(peer), self.down(peer)
+            if up is not None or down is not None:
+                found[peer] = 1 / (up or ASSUMED_BYTES_PER_S) + 1 / (down or ASSUMED_BYTES_PER_S)
+        return found
 
 
 def link_rates(own_peer: str, links: Iterable[Link], members: Iterable[Announcement]) -> RateEstimates:

@@ -68,7 +68,7 @@ class RoutePlanner:
 
     def avoided(self) -> dict[str, Reason]:
         """Return the peers that are banned or distrusted now, with the reasons."""
-        scores = {m.peer: self.book.standing(m.peer) for m in self.members()}
+        scores = self.book.standings(m.peer for m in self.members())
         distrusted = {peer: because("distrusted", one.why, peer) for peer, one in scores.items() if not one.trusted}
         return self.bans.active(trio.current_time()) | {
             p: w for p, w in distrusted.items() if p not in self.not_accused()
@@ -86,7 +86,7 @@ class RoutePlanner:
     def known(self) -> KnownCosts:
         """Return measured block times, trust penalties, and what bytes cost at each member."""
         not_accused = self.not_accused()
-        scores = {m.peer: self.book.standing(m.peer) for m in self.members() if m.peer not in not_accused}
+        scores = self.book.standings(m.peer for m in self.members() if m.peer not in not_accused)
         penalty_s = {peer: one.penalty_s for peer, one in scores.items() if one.score < 1}
         return KnownCosts(self.measured.block_s, penalty_s, self.rates().byte_s(m.peer for m in self.members()))
 

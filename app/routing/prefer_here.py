@@ -21,9 +21,10 @@ def prefer_here(fastest: Route, here: str, comparison: RouteComparison, avoid: C
     Otherwise, or if that peer cannot take the session, return `fastest`.
     """
     through = None if share <= 0 else _route_through(here, comparison, avoid)
-    fastest_s = comparison.token_s(fastest)
-    through_s = None if through is None else comparison.token_s(through)
-    if through is None or through_s is None or fastest_s is None or fastest_s < (1 - share) * through_s:
+    if through is None:
+        return fastest
+    fastest_s, through_s = comparison.token_s(fastest), comparison.token_s(through)
+    if through_s is None or fastest_s is None or fastest_s < (1 - share) * through_s:
         return fastest
     return through
 

@@ -148,6 +148,11 @@ class TrustBook:
         outcomes = self._outcomes.get(peer)
         return standing(outcomes, self._clock()) if outcomes else TrustScore()
 
+    def standings(self, peers: Iterable[str]) -> dict[str, TrustScore]:
+        """Return the scores now of those peers that there are events about; the others are fully trusted."""
+        now_s = self._clock()
+        return {peer: standing(self._outcomes[peer], now_s) for peer in peers if peer in self._outcomes}
+
     def doubt(self, peer: str) -> float:
         """Number of doubts about a peer that still count; a doubt that several peers share counts in part."""
         return net_doubt(_faded(self._outcomes.get(peer, ()), self._clock()))
