@@ -117,16 +117,16 @@ class IslandModel:
 
     def merge(self, rows: Sequence[Sequence[bytes]], first: int, weights: Sequence[float]) -> Merged:
         """Merge the leaves from number `first` on, one row of leaves for each member; raises `TrainingError`."""
-        sizes = [self._leaf_size(first + index) for index in range(len(rows[0]))]
-        if not sizes:
+        count, codec = len(rows[0]), self.codec
+        if not count:
             return Merged([], [(0.0, 0.0)] * len(rows), [])
-        codec = self.codec
-        changes = torch.stack(
-            [torch.cat([decode(leaf, size, codec) for leaf, size in zip(row, sizes, strict=True)]) for row in rows]
-        )
+        changes = torch.stack([self._joined(_Encoded(row, codec), first, count) for row in rows])
         # whoever sends the largest numbers that `decode` allows must not make this island fail
         whole = bounded(merged(changes, weights, clip=self.terms.robust))
-        past = [] if self._past is None else likeness(changes, self._joined(self._past, first, len(sizes)))
+        past: list[float] = []
+        if self._past is not None:
+            same = self._past._replace(leaves=self._past.leaves[first : first + count])
+            past = likeness(changes, self._joined(same, first, count))
         return Merged([encode(leaf, codec) for leaf in whole.split(LEAF)], agreement(changes), past)
 
     def check(self, leaves: Sequence[bytes], first: int) -> None:
@@ -178,11 +178,10 @@ class IslandModel:
         values, momentum = pairs
         return [_bytes(values[part]) + _bytes(momentum[part]) for part in part_names(self.config)]
 
-    def _joined(self, change: _Encoded, first: int, count: int) -> Tensor:
-        """The numbers in some leaves of a change; raises `TrainingError` if these are none."""
-        leaves = change.leaves[first : first + count]
+    def _joined(self, part: _Encoded, first: int, count: int) -> Tensor:
+        """The numbers in leaves of a change, from number `first` on; raises `TrainingError` if these are none."""
         sizes = map(self._leaf_size, range(first, first + count))
-        return torch.cat([decode(leaf, size, change.codec) for leaf, size in zip(leaves, sizes, strict=True)])
+        return torch.cat([decode(leaf, size, part.codec) for leaf, size in zip(part.leaves, sizes, strict=True)])
 
     def _leaf_size(self, index: int) -> int:
         size = min(LEAF, self._shared.values.numel() - index * LEAF)

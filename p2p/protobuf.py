@@ -8,7 +8,8 @@ lowest first. The module of each protocol names its fields, and says how long a 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from enum import IntEnum
+from typing import Final, TypeVar
 
 from p2p.errors import ProtocolError
 
@@ -19,6 +20,7 @@ _MAX_TAG_BYTES: Final = 5
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 Value = int | bytes | str | Iterable[bytes | str] | None
+T = TypeVar("T", bound=IntEnum)
 
 
 def varint(value: int) -> bytes:
@@ -80,6 +82,13 @@ class Fields:
     def number(self, field: int) -> int:
         """Return a number, or 0 if the field is absent; of several the last one counts."""
         return self._numbers.get(field, 0)
+
+    def type(self, field: int, types: type[T], what: str) -> T:
+        """Return the type of a message, which `what` names for people; raises `ProtocolError` if it is unknown."""
+        try:
+            return types(self.number(field))
+        except ValueError:
+            raise ProtocolError(f"{what} has the unknown type {self.number(field)}") from None
 
     def data(self, field: int) -> bytes:
         """Return bytes, or b"" if the field is absent; of several the last one counts."""

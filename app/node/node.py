@@ -548,8 +548,7 @@ class Node:
             return []
         from app.rounds.train_store import TrainStore
 
-        store = TrainStore(home)
-        return [store.idle_facts(job) for job in await trio.to_thread.run_sync(store.all)]
+        return await trio.to_thread.run_sync(TrainStore(home).all_idle_facts)
 
     async def found_training(self, wish: TrainWish) -> dict[str, Any]:
         """Found a training job in the active swarm and take part in it."""

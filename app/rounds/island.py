@@ -260,11 +260,9 @@ class Island:
     @property
     def resting(self) -> dict[str, str]:
         """Members that are not expected for some rounds, and why."""
-        return {
-            peer: f"failed in {one.failures} exchanges in a row, is expected again in round {one.until}"
-            for peer, one in self._rests.items()
-            if one.until > self.standing.round
-        }
+        rests = {peer: self._rests[peer] for peer in resting(self._rests, self.standing.round)}
+        words = "failed in {0.failures} exchanges in a row, is expected again in round {0.until}"
+        return {peer: words.format(one) for peer, one in rests.items()}
 
     def alive(self) -> set[str]:
         """Other islands of this job that were heard lately."""

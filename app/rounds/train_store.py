@@ -171,6 +171,10 @@ class TrainStore:
         facts = self.facts(job)
         return {**facts, "status": PAUSED, "waiting": "", "left_s": None} if facts["status"] == RUNNING else facts
 
+    def all_idle_facts(self) -> list[dict[str, Any]]:
+        """Return the figures of all jobs, the newest first, while none of them runs in this node."""
+        return [self.idle_facts(job) for job in self.all()]
+
 
 def _lines(entries: list[RoundEntry]) -> bytes:
     """The lines of a log."""

@@ -99,10 +99,7 @@ def decode(body: bytes, at_most: int = MAX_ANSWER_BYTES) -> Message:
     if len(body) > at_most:
         raise ProtocolError(f"a directory message has {len(body)} bytes; at most {at_most} are accepted")
     fields = Fields(body)
-    try:
-        op = Op(fields.number(1))
-    except ValueError:
-        raise ProtocolError(f"a directory message has the unknown type {fields.number(1)}") from None
+    op = fields.type(1, Op, "a directory message")
     key, record, value = fields.data(2), fields.message(3), None
     if len(key) > MAX_KEY_BYTES:
         raise ProtocolError(f"a directory key has {len(key)} bytes; at most {MAX_KEY_BYTES} are accepted")

@@ -59,10 +59,7 @@ class HolePunch:
     def decode(cls, body: bytes) -> Self:
         """Parse a message; raises `ProtocolError` if it is malformed or of another type."""
         fields = Fields(body)
-        try:
-            return cls(PunchType(fields.number(1)), tuple(fields.repeated(2)[:_MAX_ADDRESSES]))
-        except ValueError:
-            raise ProtocolError(f"a hole punching message has the unknown type {fields.number(1)}") from None
+        return cls(fields.type(1, PunchType, "a hole punching message"), tuple(fields.repeated(2)[:_MAX_ADDRESSES]))
 
 
 class HolePuncher:

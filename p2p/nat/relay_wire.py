@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Self, TypeVar
+from typing import Self
 
 from p2p.errors import IdentityError, ProtocolError
 from p2p.identity import peer_id_bytes, peer_id_from_bytes
@@ -26,6 +26,7 @@ from p2p.protobuf import Fields, encode
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
 STOP = "/libp2p/circuit/relay/0.2.0/stop"
+_MESSAGE = "a relay's message"
 
 
 class HopType(IntEnum):
@@ -55,9 +56,6 @@ class Status(IntEnum):
     NO_RESERVATION = 204
     MALFORMED_MESSAGE = 400
     UNEXPECTED_MESSAGE = 401
-
-
-T = TypeVar("T", HopType, StopType)
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,8 @@ class HopMessage:
         fields = Fields(body)
         place = fields.message(3)
         reservation = None if place is None else Reservation(place.number(1), tuple(place.repeated(2)))
-        return cls(_type(HopType, fields), _peer(fields), reservation, _limit(fields, 4), _status(fields, 5))
+        kind = fields.type(1, HopType, _MESSAGE)
+        return cls(kind, _peer(fields), reservation, _limit(fields, 4), _status(fields, 5))
 
 
 @dataclass(frozen=True)
@@ -131,14 +130,8 @@ class StopMessage:
     def decode(cls, body: bytes) -> Self:
         """Parse a message; raises `ProtocolError` if it is malformed, or of an unknown type."""
         fields = Fields(body)
-        return cls(_type(StopType, fields), _peer(fields), _limit(fields, 3), _status(fields, 4))
-
-
-def _type(types: type[T], fields: Fields) -> T:
-    try:
-        return types(fields.number(1))
-    except ValueError:
-        raise ProtocolError(f"a relay's message has the unknown type {fields.number(1)}") from None
+        kind = fields.type(1, StopType, _MESSAGE)
+        return cls(kind, _peer(fields), _limit(fields, 3), _status(fields, 4))
 
 
 def _part_bytes(part: Limit | Reservation | None) -> bytes | None:
@@ -156,7 +149,7 @@ def _peer(fields: Fields) -> str | None:
     try:
         return peer_id_from_bytes(peer.data(1))
     except IdentityError as error:
-        raise ProtocolError(f"a relay's message has no valid peer id: {error}") from None
+        raise ProtocolError(f"{_MESSAGE} has no valid peer id: {error}") from None
 
 
 def _limit(fields: Fields, number: int) -> Limit | None:
