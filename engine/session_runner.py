@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.device.probe import first_line
 from engine.errors import DeviceFull, NotFinite, SessionError, TrainingError
-from engine.model.cuda_graphs import UnderWay
+from engine.model.cuda_graphs import StepUnderWay, UnderWay
 from engine.model.hosted_span import HostedSpan, SessionLease, SessionRows
 from engine.model.span import BlockAdapter
 from engine.training.adapters import AdapterSettings, layout, weight_count
@@ -247,6 +247,25 @@ class SessionRunner:
         self._check_finite(rows, items)
         started = self._span.launch(rows, taken, blocks.pop())
         return None if started is None else started.then(lambda hidden: self._split(hidden, items))
+
+    def launch_ahead(self, work: Sequence[StepInput], rows: Tensor | None) -> StepUnderWay[list[StepResult]] | None:
+        """Start a step of one token for each session whose input the device is about to compute; None: it cannot.
+
+        `rows` come from `SwarmEnds.launch`; the data of `work` is not looked at. No session advances: those that the
+        step turns out to be right for do by `accept`, in order. A second one may be launched behind it; until both are
+        done, nothing else may be called.
+        """
+        blocks = {(item.start, item.stop) for item in work}
+        if rows is None or len(blocks) > 1 or any(item.session in self._adapters for item in work):
+            return None
+        items = list(work)
+        taken = [SessionRows(self._lease(item.session), item.position, 1) for item in items]
+        started = self._span.launch(rows, taken, blocks.pop(), ahead=True)
+        return None if started is None else started.then(lambda hidden: self._split(hidden, items))
+
+    def accept(self, session: bytes, length: int) -> None:
+        """Count a token that a step ahead has written to the cache: the session has `length` tokens now."""
+        self._lease(session).accept(length)
 
     def _lease(self, session: bytes) -> SessionLease:
         lease = self._leases.get(session)

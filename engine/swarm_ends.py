@@ -5,15 +5,17 @@ The blocks run in the swarm, so hidden states leave and arrive as bytes in the f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.errors import EngineError
+from engine.head_graphs import ChosenTokens, HeadGraphs
 from engine.model.block import WeightOptions
-from engine.model.cuda_graphs import BATCHES, UnderWay
+from engine.model.cuda_graphs import BATCHES
 from engine.model.ends import EmbeddingAndHead, load_ends
 from engine.sources.base import ModelSource
 from engine.text.output_form import TokenLogprob
@@ -33,6 +35,16 @@ class Token(NamedTuple):
     logprob: TokenLogprob | None = None
 
 
+@dataclass(frozen=True)
+class ChoiceUnderWay:
+    """Tokens that the device is about to choose."""
+
+    is_done: Callable[[], bool]
+    # The tokens of these replies, once it is done; once for each. Replies with guesses are taken all, in order.
+    take: Callable[[Sequence[int]], list[list[Token]]]
+    next_rows: Tensor | None  # all tokens' embeddings on the device, (N, hidden)
+
+
 class TokenChoice(Protocol):
     """A reply waiting for its next token, with the last block's output for it and for the guesses after it."""
 
@@ -44,6 +56,15 @@ class TokenChoice(Protocol):
     def dtype(self) -> str: ...
     @property
     def guesses(self) -> Sequence[int]: ...
+
+
+class AfterChoice(NamedTuple):
+    """A reply whose token after the next is chosen."""
+
+    reply: Any
+    hidden: memoryview = memoryview(b"")
+    dtype: str = ""
+    guesses: Sequence[int] = ()
 
 
 class HiddenState(Protocol):
@@ -66,6 +87,7 @@ class SwarmEnds:
         self.dtype = wire_name(dtype)
         self.text = ModelText(source)
         self._ends = ends
+        self._graphs: HeadGraphs | None = None  # on CUDA
 
     def prompt_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the token ids of a conversation, ready for the assistant's reply."""
@@ -106,7 +128,7 @@ class SwarmEnds:
         return self._accept(choices, *self._sample(hidden, requests, wanted))
 
     @torch.inference_mode()
-    def launch(self, choices: Sequence[TokenChoice]) -> UnderWay[list[list[Token]]] | None:
+    def launch(self, choices: Sequence[TokenChoice]) -> ChoiceUnderWay | None:
         """Start what `choose` does without waiting for it.
 
         None if it cannot: the head is on the CPU, or a reply wants more than tokens.
@@ -114,8 +136,34 @@ class SwarmEnds:
         ends = self._ends
         if ends.device.type != "cuda" or not all(choice.reply.is_plain for choice in choices):
             return None
-        read = ends.fetch_later(sample_rows(ends.logits(self._rows(choices)), _requests(choices)))
-        return read.then(lambda found: self._accept(choices, *found, [None] * len(found[0])))
+        hidden, requests = self._rows(choices), _requests(choices)
+        captured = None if self._graphs is None else self._graphs.launch(hidden, requests)
+        if captured is None:
+            captured = ChosenTokens(ends.fetch_later(sample_rows(ends.logits(hidden), requests)), None)
+        return self._under_way(choices, captured)
+
+    def launch_ahead(self, choices: Sequence[TokenChoice], rows: Any) -> ChoiceUnderWay | None:
+        """Start to choose the tokens after those that are being chosen now, one for each reply; None if it cannot.
+
+        `rows` are the outputs for those on the device, which need not be computed yet (`StepUnderWay.rows`). The result
+        may be taken once that of `choices` was, for the replies that go on with just these rows.
+        """
+        requests = [request for choice in choices if (request := choice.reply.request_after()) is not None]
+        if self._graphs is None or rows is None or len(requests) < len(choices):
+            return None
+        captured = self._graphs.launch(rows, requests)
+        after = [AfterChoice(choice.reply) for choice in choices]
+        return None if captured is None else self._under_way(after, captured)
+
+    def _under_way(self, choices: Sequence[TokenChoice], captured: ChosenTokens) -> ChoiceUnderWay:
+        def take(indices: Sequence[int]) -> list[list[Token]]:
+            found, embedded = captured.read.result()
+            if any(choice.guesses for choice in choices):  # the only ones with several rows; all are taken together
+                return self._accept(choices, found, embedded, [None] * len(found))
+            tokens = [found[index] for index in indices]
+            return self._accept([choices[i] for i in indices], tokens, embedded[list(indices)], [None] * len(tokens))
+
+        return ChoiceUnderWay(captured.read.is_done, take, captured.embedded)
 
     def _rows(self, choices: Sequence[TokenChoice]) -> Tensor:
         """The hidden states to choose from: the last of each reply, and one for each guess after it."""
@@ -186,10 +234,10 @@ class SwarmEnds:
         Raises `EngineError` if the device has no room for it.
         """
         try:
-            self._ends = self._ends.moved(how)  # replaced, not changed: a pass may be under way
+            self._ends, self._graphs = self._ends.moved(how), None  # replaced, not changed: a pass may be under way
             self.warm_up()
         except torch.OutOfMemoryError as error:
-            self._ends = self._ends.moved(WeightOptions(torch.device("cpu"), torch.float32))
+            self._ends, self._graphs = self._ends.moved(WeightOptions(torch.device("cpu"), torch.float32)), None
             raise EngineError("the device has no room for the head") from error
 
     @property
@@ -205,6 +253,9 @@ class SwarmEnds:
     def warm_up(self) -> None:
         """Run head and sampler once for each batch size, so that no reply waits for kernels to load; only for CUDA."""
         if self._ends.device.type == "cuda":
+            self._ends.share_embedding()
+            self._graphs = HeadGraphs(self._ends)
+            self._graphs.capture()
             for rows in BATCHES:
                 for sampling in (Sampling(temperature=0), Sampling(top_p=0.9, min_p=0.1)):
                     self._sample(torch.zeros(rows, self.hidden_size), [SampleRequest((), sampling, 0)] * rows)

@@ -25,7 +25,7 @@ from app.asker.drafting import Draft
 from app.asker.evidence import Deviation, precisions
 from app.asker.fair_queue import FairQueue, Turn
 from app.asker.guessing import MAX_GUESSES, Guesser, GuessHistory
-from app.asker.head_batcher import HeadBatcher
+from app.asker.head_batcher import GoAhead, HeadBatcher
 from app.asker.kept_sessions import (
     KEEP_S,
     CachedSession,
@@ -45,6 +45,7 @@ from app.asker.route_session import (
     SessionShape,
 )
 from app.asker.stats import AskedSession, AskerStats
+from app.core.awake import may_stay_awake
 from app.core.compute import Device, DraftModel, ReplyEnds, TokenChoice
 from app.core.errors import AppError, NoAdapter
 from app.core.network import FrameStream, Network
@@ -88,6 +89,8 @@ class AskerOptions:
     guesser: Callable[[Sequence[int], GuessHistory], Guesser | None] = Guesser
     draft: Callable[[], DraftModel | None] = lambda: None
     loading: Callable[[], int] = lambda: 0  # a number that grows as long as this node gets on with loading blocks
+    # Use a core while a card chooses tokens, instead of sleeping.
+    stays_awake: bool = field(default_factory=may_stay_awake)
 
 
 SWEEP_S = 30.0  # between two looks for kept sessions that are too old
@@ -106,11 +109,12 @@ class Asker:
         members: Members,
         *,
         own_server: Callable[[FrameStream], Awaitable[None]] | None = None,
+        go_ahead: GoAhead | None = None,
         options: AskerOptions | None = None,
     ) -> None:
         options = options or AskerOptions()
         self._network, self._ends, self._device, self._own_server = network, ends, device, own_server
-        self._head_batcher = HeadBatcher(ends, device)
+        self._head_batcher = HeadBatcher(ends, device, go_ahead, stays_awake=options.stays_awake)
         self._settings, self._rng, self._loading = options.session, options.rng, options.loading
         self._guesser, self._draft_model, self._history = options.guesser, options.draft, GuessHistory()
         self.planner = RoutePlanner(network, members, options.preferences, options.book)

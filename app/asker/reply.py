@@ -204,7 +204,9 @@ class Reply:
         frame = await self._session.advance(token_ids, embedded, guesses)
         answered = trio.current_time()
         guesses = guesses[: frame.position + frame.rows - fed]  # a repaired route drops them
-        pieces = await self._head_batcher.choose(TokenChoice(self._text, frame.body, DTYPE_NAMES[frame.dtype], guesses))
+        next_step = self._session.next_step if not guesses and fed + 1 < self._room else None
+        choice = TokenChoice(self._text, frame.body, DTYPE_NAMES[frame.dtype], guesses, next_step)
+        pieces = await self._head_batcher.choose(choice)
         for state in hidden_states(frame)[: len(pieces)]:
             self.sampler.note(state, self._session.routes, rounded=bool(self._session.wires))
         if len(pieces) <= len(guesses):

@@ -17,6 +17,7 @@ import trio
 
 from app.asker.asker import Asker, AskerOptions
 from app.asker.guessing import Guesser, GuessHistory
+from app.asker.head_batcher import GoAhead
 from app.asker.reply import ReplyAdapter, ReplyDone, ReplyEvent, ReplyText, RouteChanges
 from app.asker.stats import AskedSession, AskerStats
 from app.core.compute import DraftModel
@@ -115,6 +116,7 @@ class ReplyService:
         describe: Callable[[], str],
         own_server: Callable[[FrameStream], Awaitable[None]] | None = None,
         *,
+        go_ahead: GoAhead | None = None,
         preferences: Callable[[], PrivacyPreferences] = PrivacyPreferences,
         drafts: DraftSource | None = None,
         book: TrustBook | None = None,
@@ -140,7 +142,7 @@ class ReplyService:
         self._source: ModelSource | None = None
         self._problem = ""
         self._arrived = trio.Event()
-        self._own_server = own_server
+        self._own_server, self._go_ahead = own_server, go_ahead
         self._count = count  # called at the end of each reply, with its tokens and the peers that took part
         self.device = DeviceThread()  # that computes head and samples
         self._lock, self._loading = trio.Lock(), trio.Lock()
@@ -359,6 +361,7 @@ class ReplyService:
                     self.device,
                     self._members,
                     own_server=self._own_server,
+                    go_ahead=self._go_ahead,
                     options=self._options,
                 )
                 assert self._nursery is not None, "replies need a running node"

@@ -21,6 +21,7 @@ from typing import Protocol
 import trio
 
 from app.asker.recovery import HopFailed, HopLoss, HopProgress, HopState, ResumePlan, cache_sources, plan_resume
+from app.core.compute import NextStep
 from app.core.errors import AppError, RecordError, reason_of
 from app.core.network import FrameStream, Network, Priority
 from app.core.reasons import Reason, because
@@ -799,6 +800,16 @@ class RouteSession:
     def paces(self) -> Mapping[str, HopPace]:
         """The usual times of a token at each hop that reported them."""
         return self._hops.paces
+
+    @property
+    def next_step(self) -> NextStep | None:
+        """The step that the next token will be, if this node's own blocks are the first hop and nothing is wrong."""
+        hops = self._hops
+        if not self._flowing or hops.trouble is not None or hops.leaving or self._better or self._cut_to != KEEP:
+            return None
+        if self.route[0].peer != self._links.peer_id or hops.feed_wire:
+            return None
+        return NextStep(self.id, len(self._history), len(self.route) == 1)
 
     async def missing_block(self) -> NoRoute | None:
         """Wait for the first route, and return early with a block that nobody serves, so that the user can be told.

@@ -39,6 +39,11 @@ def may_stay_awake() -> bool:
 
 async def result_of(started: UnderWay[T]) -> T:
     """Wait for a result; a cancelled caller waits too, because the device cannot be stopped."""
-    while not started.is_done():
-        await trio.lowlevel.cancel_shielded_checkpoint()
+    await until(started.is_done)
     return started.result()
+
+
+async def until(is_done: Callable[[], bool]) -> None:
+    """Wait for a device; a cancelled caller waits too."""
+    while not is_done():
+        await trio.lowlevel.cancel_shielded_checkpoint()

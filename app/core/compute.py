@@ -37,6 +37,17 @@ class StepOutput(Protocol):
     def dtype(self) -> str: ...
 
 
+class StepUnderWay(UnderWay[Sequence[StepOutput]], Protocol):
+    """A step under way with whose output the device can go on."""
+
+    @property
+    def rows(self) -> Any:
+        """The output on the device, for `ReplyEnds.launch_ahead`; None: not there."""
+
+
+MAX_AHEAD = 2  # steps that may be under way before the tokens of the first are known
+
+
 class BlockRunner(Protocol):
     """Hosted blocks on one device with the KV cache of their sessions; never call it from two threads at once."""
 
@@ -111,6 +122,16 @@ class BlockRunner(Protocol):
         Raises as `step` does. Until its result is taken, nothing else of this runner may be called.
         """
 
+    def launch_ahead(self, work: Sequence[StepWork], rows: Any) -> StepUnderWay | None:
+        """Start a step of one token for each session whose input, `ChoiceUnderWay.next_rows`, the device is to compute.
+
+        The data of `work` is not looked at. No session advances but by `accept`. None: nothing was started. Raises as
+        `step` does. `MAX_AHEAD` such steps may be under way; until all are done, nothing else may be called.
+        """
+
+    def accept(self, session: bytes, length: int) -> None:
+        """Count the token that a step ahead computed for a session, which has `length` tokens now."""
+
     def prepare(self) -> bool:
         """Make one kind of step faster before it is needed (CUDA: capture a graph); False if none is left."""
 
@@ -130,6 +151,14 @@ class TextPiece(Protocol):
     def logprob(self) -> Any: ...
 
 
+class NextStep(NamedTuple):
+    """A step of this node's own blocks that follows once a token is chosen: the session's id, the token's position."""
+
+    session: bytes
+    position: int
+    is_whole: bool  # its outputs are those of the last block
+
+
 class TokenChoice(NamedTuple):
     """A reply whose next token is to be sampled, with the last block's output for its latest token and for guesses."""
 
@@ -137,6 +166,23 @@ class TokenChoice(NamedTuple):
     hidden: memoryview  # (rows, hidden_size); only the last row, and one for each guess after it, are used
     dtype: str
     guesses: Sequence[int] = ()  # the tokens that were fed after the latest
+    next_step: NextStep | None = None  # None: not known, or not here
+
+
+class ChoiceUnderWay(Protocol):
+    """Tokens that a device is about to choose."""
+
+    @property
+    def is_done(self) -> Callable[[], bool]:
+        """Returns within microseconds; raises what the device did."""
+
+    @property
+    def take(self) -> Callable[[Sequence[int]], Sequence[Sequence[TextPiece]]]:
+        """Returns the tokens of these choices, by their indices, once it is done; once for each."""
+
+    @property
+    def next_rows(self) -> Any:
+        """Embeddings of all tokens, those after guesses too, on the device; None: not there. See `launch_ahead`."""
 
 
 class ReplyEnds(Protocol):
@@ -162,10 +208,16 @@ class ReplyEnds(Protocol):
         One token for each reply, and one more for each guess that equals the token sampled in its place.
         """
 
-    def launch(self, choices: Sequence[TokenChoice]) -> UnderWay[Sequence[Sequence[TextPiece]]] | None:
+    def launch(self, choices: Sequence[TokenChoice]) -> ChoiceUnderWay | None:
         """Start what `choose` does without waiting for it; None: nothing was started, use `choose`.
 
         Until its result is taken, nothing else may be called for these replies.
+        """
+
+    def launch_ahead(self, choices: Sequence[TokenChoice], rows: Any) -> ChoiceUnderWay | None:
+        """Start to choose the tokens after those that are being chosen now, from `StepUnderWay.rows`, one for each.
+
+        None: nothing was started. What it chose may be taken after the tokens of `choices`.
         """
 
     def deviation(self, one: Sequence[Any], other: Sequence[Any]) -> tuple[float, float]:

@@ -8,13 +8,15 @@ replies and hosting run until the swarm is left. `app.node.swarm_switcher` decid
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import trio
 
 from app.asker.reply_service import DraftSource, ReplyService, UsableMembers
+from app.core.compute import NextStep
 from app.core.errors import AppError, HomeError, UnknownSwarm, first_error, reason_of
 from app.core.network import FrameStream, Network
 from app.core.reasons import Reason, because
@@ -44,6 +46,7 @@ from app.planning.machines import MachineSpec
 from app.rounds.train_jobs import TrainJobs, TrainPlace
 from app.routing.estimates import route_neighbours
 from app.routing.planner import PrivacyPreferences
+from app.serving.step_ahead import StepAhead
 from app.snapshot.startup import StartupSteps
 from app.snapshot.views import PeerView, State
 from app.swarm.names import SwarmName
@@ -327,6 +330,7 @@ class ActiveSwarm:
                 partial(obtain_ends, self.weights, self.steps),
                 partial(fetching_text, self.weights, ENDS),
                 self._serve_self,
+                go_ahead=self._go_ahead,
                 preferences=self._privacy,
                 drafts=DraftSource(
                     lambda: context.config().settings.draft, partial(find_draft, context.manifests.cache)
@@ -379,6 +383,10 @@ class ActiveSwarm:
         """Serve a session that this node's own reply opens to its own blocks."""
         if self.block_host is not None:
             await self.block_host.server.attend(stream)
+
+    def _go_ahead(self, steps: Sequence[NextStep], rows: Any) -> StepAhead | None:
+        """Begin a step of this node's own replies at its own blocks before its input is known."""
+        return None if self.block_host is None else self.block_host.server.go_ahead(steps, rows)
 
     async def _train_self(self, stream: FrameStream) -> None:
         """Serve a job of this node at its own blocks."""

@@ -93,6 +93,16 @@ class BatchQueue:
         """Number of sessions that wait."""
         return len(self._queues)
 
+    @property
+    def heads(self) -> list[QueuedTokens]:
+        """The next tokens of each session."""
+        return [queue[0] for queue in self._queues.values()]
+
+    def remove(self, work: QueuedTokens) -> None:
+        """Take the next tokens of a session out of the queue: they are computed already."""
+        assert self._queues[work.session][0] is work, "a session's tokens are computed in order"
+        self._take_rows(work, work.rows)
+
     def put(self, work: QueuedTokens) -> None:
         """Queue tokens after those of the same session."""
         self._queues.setdefault(work.session, deque()).append(work)

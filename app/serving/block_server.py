@@ -16,6 +16,9 @@ while steps go on (`_on_adapted_turn`).
 A new session whose order names another hop as the source of its cache takes it from there before it says READY
 (`_begin`); the hop that leaves gives it, both in `app.serving.handover`.
 
+A reply of this node itself may have its next step begun before its frame has come (`go_ahead`,
+`app.serving.step_ahead`).
+
 The rules of one session are in `app.serving.hop_session`, the choice of a batch in `app.serving.batching`, the frames
 in `app.session.wire`.
 """
@@ -27,13 +30,13 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import outcome
 import trio
 
 from app.core.awake import may_stay_awake, result_of
-from app.core.compute import BlockRunner, Device, StepOutput, StepWork
+from app.core.compute import MAX_AHEAD, BlockRunner, Device, NextStep, StepOutput, StepWork
 from app.core.errors import RecordError
 from app.core.network import FrameStream, Network, Priority
 from app.core.signal import Signal
@@ -53,6 +56,7 @@ from app.serving.hop_session import (
     session_key,
 )
 from app.serving.stats import ServerStats, SessionStats
+from app.serving.step_ahead import StepAhead, may_go_ahead
 from app.session.adapter_index import AdapterRef
 from app.session.cache_wire import PROTOCOL as CACHE_PROTOCOL
 from app.session.cache_wire import CacheChunk
@@ -242,6 +246,7 @@ IDLE_STREAM_S = 60.0  # a stream without sessions and frames for so long is clos
 _REMEMBERED_CLOSED = 4096
 _REMEMBERED_ASKERS = 4096
 _CHECK_KEPT_EVERY = 32  # steps
+NO_DATA = memoryview(b"")
 _PROMPT_ROWS = 64  # shorter steps do not tell how fast a prompt is read
 _LEAVES = "this node is about to leave; move to another one"
 _GIVES_BACK = "this node gives some of these blocks back; move to another one"
@@ -384,7 +389,10 @@ class BlockServer:
         self._stepped_at = 0.0
         self._awake_until = 0.0
         self._awake = False  # `_stay_awake` runs
-        self._work = Signal()  # the queue or `_between_steps` has something new
+        self._work = Signal()  # the queue, `_between_steps` or `_aheads` has something new
+        self._occupied = False  # the step loop runs a step or carries out an action
+        self._aheads: list[StepAhead] = []  # in order; under way, or with outputs that were not asked for yet
+        self._latest_ahead: StepAhead | None = None  # the device still has its output
         self._left = Signal()  # a session has ended or rests
         self.device_full = Signal()  # a step failed because the device's memory is full
         self._nursery: trio.Nursery | None = None
@@ -486,6 +494,8 @@ class BlockServer:
         return [s for s in self._sessions.values() if span is None or not span.covers(s.turn.span)]
 
     async def _end_outside(self, span: Span | None) -> None:
+        self._aheads = []
+        self._overwrite_rows()
         for session in self._outside(span):
             await self._sender.report_error(session, "closed", "this node now hosts other blocks")
             self._end(session, session.epoch)
@@ -1001,6 +1011,8 @@ class BlockServer:
     async def _step_forever(self) -> None:
         """The step loop: actions that wait for a step's end, then the next batch, and so on."""
         while True:
+            if self._aheads and await self._attend_aheads():
+                continue
             while self._between_steps:
                 await self._carry_out(self._between_steps.popleft())
             batch = self._queue.take(trio.current_time())
@@ -1015,10 +1027,14 @@ class BlockServer:
 
     async def _carry_out(self, action: Action) -> None:
         """Carry out one action; a failure costs nobody but the peer that caused it."""
+        self._occupied = True
+        self._overwrite_rows()
         try:
             await action()
         except Exception:
             log.exception("an order of a peer could not be carried out")
+        finally:
+            self._occupied = False
 
     async def _prepare_when_quiet(self) -> None:
         """Once no step has run for `PREPARE_AFTER_S`, have the step loop prepare later ones, until nothing is left.
@@ -1058,6 +1074,8 @@ class BlockServer:
             self._preparing = True
             self._nursery.start_soon(self._prepare_when_quiet)
         work = [self._step_work(item) for item in batch]
+        self._occupied = True
+        self._overwrite_rows()
         try:
             outputs = await self._run_step(self._runner, work)
         except Exception as error:  # torch raises errors of every kind; they must cost no other session
@@ -1065,13 +1083,20 @@ class BlockServer:
                 log.exception("a device step failed")
             await self._step_failed(batch, error)
             return
-        now = trio.current_time()
+        finally:
+            self._occupied = False
+        await self._deliver_all(batch, outputs, started_at, trio.current_time())
+
+    async def _deliver_all(
+        self, batch: list[QueuedTokens], outputs: Sequence[StepOutput], started_at: float, ended_at: float
+    ) -> None:
+        """Send the outputs of a step on, and count it."""
         sent_at: list[float] = []
         for item, output in zip(batch, outputs, strict=True):
             await self._deliver(item, output)
             sent_at.append(trio.current_time())
-        self._queue.done(batch, now - started_at, now)
-        self._count(batch, started_at, now, sent_at)
+        self._queue.done(batch, ended_at - started_at, ended_at)
+        self._count(batch, started_at, ended_at, sent_at)
         if not batch[0].urgent or self._counters.steps % _CHECK_KEPT_EVERY == 0:
             await self._evict_kept_outputs()
 
@@ -1081,17 +1106,100 @@ class BlockServer:
         if started is None:
             return await self._device.run(runner.step, work)
         outputs = await result_of(started)
+        self._keep_awake()
+        return outputs
+
+    def _keep_awake(self) -> None:
         self._awake_until = trio.current_time() + AWAKE_S
         if not self._awake and self._nursery is not None:
             self._awake = True
             self._nursery.start_soon(self._stay_awake)
-        return outputs
 
     async def _stay_awake(self) -> None:
         """Keep the event loop from sleeping until `AWAKE_S` after the last step: the next token is on its way."""
         while trio.current_time() < self._awake_until:
             await trio.lowlevel.checkpoint()
         self._awake = False
+
+    def go_ahead(self, steps: Sequence[NextStep], rows: Any) -> StepAhead | None:
+        """Begin a step of this node's own replies with the embeddings `rows` that the device is about to know.
+
+        Only while nothing else waits, and if all sessions take part: others would have to wait for a step that they
+        could have shared. None: nothing was begun.
+        """
+        runner, sessions = self._runner, [self._by_id.get(step.session) for step in steps]
+        self._aheads = [ahead for ahead in self._aheads if self._is_awaited(ahead)]
+        if runner is None or self._occupied or self._between_steps or len(self._aheads) >= MAX_AHEAD:
+            return None
+        ready = [
+            session
+            for session, step in zip(sessions, steps, strict=True)
+            if session is not None and may_go_ahead(session, step, self._aheads)
+        ]
+        if len(ready) < len(steps) or len(steps) != self.sessions:
+            return None
+        work = [
+            StepWork(one.key, one.turn.span.start, one.turn.span.stop, step.position, 1, NO_DATA, "", one.turn.wire)
+            for one, step in zip(ready, steps, strict=True)
+        ]
+        self._overwrite_rows()
+        try:
+            started = runner.launch_ahead(work, rows)
+        except EngineError as error:
+            log.info("a step could not begin ahead: %s", error)
+            return None
+        if started is None:
+            return None
+        self._stepped_at = trio.current_time()
+        self._latest_ahead = ahead = StepAhead(started, ready, steps, self._stepped_at)
+        self._aheads.append(ahead)
+        self._work.notify()
+        return ahead
+
+    def _overwrite_rows(self) -> None:
+        """Note that another step is about to begin: nobody may go on with the device's output of an earlier one."""
+        if self._latest_ahead is not None:
+            self._latest_ahead.rows = None
+            self._latest_ahead = None
+
+    def _is_awaited(self, ahead: StepAhead) -> bool:
+        """True if a step ahead is under way, or a session may still ask for what it computed."""
+        return ahead.is_under_way or any(ahead.is_for(session) for session in self._sessions.values())
+
+    async def _attend_aheads(self) -> bool:
+        """Look whether steps ahead are done, and send the outputs that tokens in the queue ask for.
+
+        False if there is nothing to wait for or to send: the step loop may do something else.
+        """
+        for ahead in self._aheads:
+            try:
+                ahead.look(trio.current_time())
+            except Exception as error:  # torch raises errors of every kind; the tokens are computed when they come
+                log.warning("a step ahead failed: %s", error)
+        for ahead in self._aheads:
+            if not ahead.is_under_way and await self._deliver_ahead(ahead):
+                self._keep_awake()
+                return True
+        if not any(ahead.is_under_way for ahead in self._aheads):
+            return False
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        return True
+
+    async def _deliver_ahead(self, ahead: StepAhead) -> bool:
+        """Send the outputs of a step ahead that tokens in the queue ask for; False if there are none."""
+        assert self._runner is not None, "no session outlives its runner"
+        batch: list[QueuedTokens] = []
+        outputs: list[StepOutput] = []
+        for item in self._queue.heads:
+            output = ahead.take(item, self._sessions[item.session])
+            if output is not None:
+                self._queue.remove(item)
+                self._runner.accept(item.session, item.position + 1)
+                batch.append(item)
+                outputs.append(output)
+        if batch:
+            await self._deliver_all(batch, outputs, ahead.begun_at, ahead.ended_at)
+        return bool(batch)
 
     def _step_work(self, item: QueuedTokens) -> StepWork:
         turn = self._sessions[item.session].turn
@@ -1151,7 +1259,9 @@ class BlockServer:
         self._counters.stepped(sum(item.rows for item in batch), seconds, urgent=batch[0].urgent)
         for item, sent in zip(batch, sent_at, strict=True):
             session = self._sessions[item.session]
-            pace = HopPace(seconds, started_at - item.arrived_at, sent - ended_at)
+            arrived_at = max(item.arrived_at, started_at)  # later than that only after a step ahead
+            step_s = max(ended_at - arrived_at, 0.0)
+            pace = HopPace(step_s, arrived_at - item.arrived_at, sent - arrived_at - step_s)
             session.counters.stepped(item.rows, pace, urgent=item.urgent)
             self._counters.served(session.asker, item.rows)
 

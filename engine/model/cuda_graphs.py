@@ -2,7 +2,8 @@
 
 A step runs on Triton's fused kernels or, where Triton or its compiler is missing, on torch's own operations over
 gathered pages. Both read positions and pages from fixed buffers, so that a captured step serves any session; a batch is
-padded to the next captured size. The copies from and to the host are captured too: a step is one launch and one wait.
+padded to the next captured size. A step's input may come from the host, or from what the device has yet to compute, so
+that it can go on without the host (`DecodeGraphs.launch`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MAX_RUN = 16  # rows of one session, a token and its guesses: each of them reads the session's past again
 MAX_CAPTURED = 64  # each graph holds some memory for its intermediate results
 MAX_PENDING = 16  # steps that wait to be captured
+MAX_AHEAD = 2  # steps that may be launched before the first of them has ended
 SMALLEST_PAGES = 16  # 1024 tokens: `plain_step` reads every page it is given, so longer contexts use separate graphs
 
 
@@ -88,15 +90,24 @@ class SpanParts:
 
 
 @dataclass
-class StepBuffers:
-    """Fixed memory of all steps of one batch size, on the host (pinned) and on the device."""
+class HostBuffers:
+    """Pinned host memory of one step that is under way."""
 
-    host_x: Tensor  # (rows, hidden)
-    host_where: Tensor  # (rows, 1 + max_pages) int32: position, then pages
-    host_out: Tensor  # (rows, hidden)
+    x: Tensor  # (rows, hidden)
+    where: Tensor  # (rows, 1 + max_pages) int32: position, then pages
+    out: Tensor  # (rows, hidden)
+    staged_pages: list[list[int] | None]  # page list that each row of `where` holds now
+    event: Any = None  # set by the device once `out` is written
+
+
+@dataclass
+class StepBuffers:
+    """Fixed memory of all steps of one batch size: on the device, and on the host for each that may be under way."""
+
     x: Tensor
     where: Tensor
-    staged_pages: list[list[int] | None]  # page list that each row of `host_where` holds now
+    out: Tensor
+    hosts: list[HostBuffers]  # taken in turn, the first next
 
 
 class ShapeKey(NamedTuple):
@@ -124,7 +135,18 @@ class UnderWay(Generic[T]):
         return UnderWay(self.is_done, lambda: convert(self.result()))
 
 
-Replay = Callable[[], None]  # runs a captured step from `StepBuffers.host_x` to `host_out`; does not wait for its end
+@dataclass(frozen=True)
+class StepUnderWay(UnderWay[T]):
+    """A step under way whose output the device can go on with."""
+
+    rows: Tensor | None = None  # (N, hidden) on the device; the next step overwrites it
+
+    def then(self, convert: Callable[[T], U]) -> StepUnderWay[U]:
+        """The same step with its result converted."""
+        return StepUnderWay(self.is_done, lambda: convert(self.result()), self.rows)
+
+
+Replay = Callable[[], None]  # runs a captured step from `StepBuffers.x` to `out`; does not wait for its end
 
 
 class DecodeGraphs:
@@ -141,7 +163,6 @@ class DecodeGraphs:
         self._pending: dict[ShapeKey, None] = {}
         self._memory: Any = None  # memory pool shared by all graphs
         self._stream: Any = None  # for captures; torch's own belongs to whichever card captured first
-        self._event: Any = None  # set by the device at the end of a launched step
         self._max_pages = max(1, min(-(-parts.config.context_length // PAGE_TOKENS), parts.pool.scratch_page))
         in_grids = any(isinstance(linear, GridLinear) for block in parts.blocks for linear in block.linears)
         works = triton_grids_work() if in_grids else triton_works()
@@ -157,44 +178,59 @@ class DecodeGraphs:
         """Run tokens of each session through blocks `part` of the span: (N, hidden) -> (N, hidden) on the host."""
         places = row_places(segments)
         key = self._key(places, part)
-        buffers = self._staged(key, hidden, places)
-        replay = self._captured.get(key)
-        if replay is not None:
-            replay()
-        else:
-            if len(self._pending) < MAX_PENDING:
-                self._pending[key] = None
-            self._run(buffers, key)
+        with on_device(self._parts.pool.device):
+            buffers, host = self._staged(key, hidden, places)
+            replay = self._captured.get(key)
+            if replay is not None:
+                replay()
+            else:
+                if len(self._pending) < MAX_PENDING:
+                    self._pending[key] = None
+                self._run(buffers, key)
+            host.out.copy_(buffers.out, non_blocking=True)
         self._wait()
-        return buffers.host_out[: len(places)].clone()
+        return host.out[: len(places)].clone()
 
-    def launch(self, hidden: Tensor, segments: Sequence[Segment], part: slice) -> UnderWay[Tensor] | None:
-        """Start a captured step without waiting; None if it is not captured. No other may start before its end."""
+    def launch(self, hidden: Tensor, segments: Sequence[Segment], part: slice) -> StepUnderWay[Tensor] | None:
+        """Start a captured step without waiting; None if it is not captured.
+
+        `hidden` may be on the device, and need not be computed yet. At most `MAX_AHEAD` steps may be under way.
+        """
         places = row_places(segments)
         key = self._key(places, part)
         replay = self._captured.get(key)
         if replay is None:
             return None
-        buffers = self._staged(key, hidden, places)
         with on_device(self._parts.pool.device):
+            buffers, host = self._staged(key, hidden, places)
             replay()
-            event = self._event = self._event or torch.cuda.Event()
+            host.out.copy_(buffers.out, non_blocking=True)
+            event = host.event = host.event or torch.cuda.Event()
             event.record()
-        return UnderWay(event.query, lambda: buffers.host_out[: len(places)].clone())
+        used = len(places)
+        return StepUnderWay(event.query, lambda: host.out[:used].clone(), buffers.out[:used])
 
     def _key(self, places: Sequence[tuple[KVLease, int]], part: slice) -> ShapeKey:
         rows = next(size for size in BATCHES if size >= len(places))
         pages = self._pages(max(len(lease.pages) for lease, _ in places))
         return ShapeKey(rows, pages, part.start, part.stop)
 
-    def _staged(self, key: ShapeKey, hidden: Tensor, places: Sequence[tuple[KVLease, int]]) -> StepBuffers:
-        """Write a step's input to the host's buffers."""
+    def _staged(
+        self, key: ShapeKey, hidden: Tensor, places: Sequence[tuple[KVLease, int]]
+    ) -> tuple[StepBuffers, HostBuffers]:
+        """Have a step's input written to the device's buffers, rows, positions and pages."""
         buffers, used = self._buffers_of(key.rows), len(places)
-        buffers.host_x[:used].copy_(hidden)
+        host = buffers.hosts.pop(0)
+        buffers.hosts.append(host)
+        rows = buffers.x if hidden.device == buffers.x.device else host.x
+        rows[:used].copy_(hidden)
         if used < key.rows:  # a padding row writes to the scratch page, which other rows read behind their mask
-            buffers.host_x[used:].zero_()
-        self._stage_positions(buffers, places)
-        return buffers
+            rows[used:].zero_()
+        if rows is host.x:
+            buffers.x.copy_(rows, non_blocking=True)
+        self._stage_positions(host, places)
+        buffers.where.copy_(host.where, non_blocking=True)
+        return buffers, host
 
     def capture(self, part: slice) -> None:
         """Capture the steps of every batch size through these blocks: the shortest contexts, or all if fused."""
@@ -228,38 +264,42 @@ class DecodeGraphs:
         if rows not in self._buffers:
             pool, hidden = self._parts.pool, self._parts.config.hidden_size
             dtype, device = pool.blocks[0].keys.dtype, pool.device
-            where = page_table(rows, self._max_pages, [], pool.scratch_page)
+            blank = page_table(rows, self._max_pages, [], pool.scratch_page)
             self._buffers[rows] = StepBuffers(
-                host_x=pinned(torch.zeros(rows, hidden, dtype=dtype), device),
-                host_where=pinned(where, device),
-                host_out=pinned(torch.zeros(rows, hidden, dtype=dtype), device),
                 x=torch.zeros(rows, hidden, dtype=dtype, device=device),
-                where=where.to(device, copy=True),
-                staged_pages=[None] * rows,
+                where=blank.to(device, copy=True),
+                out=torch.zeros(rows, hidden, dtype=dtype, device=device),
+                hosts=[
+                    HostBuffers(
+                        x=pinned(torch.zeros(rows, hidden, dtype=dtype), device),
+                        where=pinned(blank.clone(), device),
+                        out=pinned(torch.zeros(rows, hidden, dtype=dtype), device),
+                        staged_pages=[None] * rows,
+                    )
+                    for _ in range(MAX_AHEAD + 1)
+                ],
             )
         return self._buffers[rows]
 
-    def _stage_positions(self, buffers: StepBuffers, places: Sequence[tuple[KVLease, int]]) -> None:
+    def _stage_positions(self, host: HostBuffers, places: Sequence[tuple[KVLease, int]]) -> None:
         """Write positions and pages to the host's table; rewrites only the rows whose pages changed."""
-        table = buffers.host_where.numpy()
-        for row in range(len(buffers.staged_pages)):
+        table = host.where.numpy()
+        for row in range(len(host.staged_pages)):
             lease, position = places[row] if row < len(places) else (None, 0)
             pages = None if lease is None else lease.pages
             table[row, 0] = position
-            if buffers.staged_pages[row] is not pages:  # a lease replaces its list and never changes it in place
+            if host.staged_pages[row] is not pages:  # a lease replaces its list and never changes it in place
                 used = 1 + len(pages or ())
                 table[row, 1:used] = pages or ()
                 table[row, used:] = self._parts.pool.scratch_page
-                buffers.staged_pages[row] = pages
+                host.staged_pages[row] = pages
 
     def _run(self, buffers: StepBuffers, key: ShapeKey) -> None:
-        """The step itself, from host memory to host memory: what a graph captures."""
+        """The step itself, from `StepBuffers.x` to `out`: what a graph captures."""
         with on_device(self._parts.pool.device):
-            buffers.x.copy_(buffers.host_x, non_blocking=True)
-            buffers.where.copy_(buffers.host_where, non_blocking=True)
             step = fused_step if self.fused else plain_step
             out = step(self._parts, slice(key.start, key.stop), buffers.x, buffers.where[:, : 1 + key.pages])
-            buffers.host_out.copy_(out, non_blocking=True)
+            buffers.out.copy_(out)
 
     def _wait(self) -> None:
         """Wait until the device has written a step's output."""
@@ -275,8 +315,7 @@ class DecodeGraphs:
     def _capture(self, key: ShapeKey) -> Replay:
         """Run the step once to warm up, then capture it as a graph."""
         device, buffers = self._parts.pool.device, self._buffers_of(key.rows)
-        buffers.host_where.copy_(page_table(key.rows, self._max_pages, [], self._parts.pool.scratch_page))
-        buffers.staged_pages = [None] * key.rows
+        buffers.where.copy_(page_table(key.rows, self._max_pages, [], self._parts.pool.scratch_page))
         stream = self._stream = self._stream or torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):  # warm-up: kernels and library handles cannot be built during capture

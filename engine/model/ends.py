@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.model.block import WeightOptions
-from engine.model.cuda_graphs import UnderWay
+from engine.model.cuda_graphs import UnderWay, on_device, pinned, triton_works
 from engine.model.linear import DenseLinear, packed
 from engine.model.onnx_graph import GridProduct, grids_pay
 from engine.sources.base import EMBEDDING_PART, HEAD_PART, ModelSource
 from engine.sources.grid import GRID_KINDS
 from engine.sources.tensors import PartReader, load_part
+
+log = logging.getLogger("shoal.engine.ends")
 
 
 class EmbeddingAndHead:
@@ -41,6 +44,7 @@ class EmbeddingAndHead:
         self.final_norm = final_norm
         self.output = output
         self._fast_output = fast_output
+        self._is_shared = False  # the card can read the embedding in host memory
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int]) -> Tensor:
@@ -69,6 +73,34 @@ class EmbeddingAndHead:
             return ids.tolist(), F.embedding(ids, self.embedding) if moved is None else moved
 
         return UnderWay(event.query, read)
+
+    def share_embedding(self) -> None:
+        """Let the card that computes the logits read an embedding that lies in host memory, for `look_up`."""
+        if self.embedding.device.type != "cpu" or not triton_works():
+            return
+        try:
+            if not self.embedding.is_pinned():
+                pinned(self.embedding, self.device)
+            self._is_shared = True
+        except RuntimeError as error:
+            log.info("the embedding stays out of the card's reach: %s", error)
+
+    @property
+    def reaches_embedding(self) -> bool:
+        """True if the card that computes the logits can embed tokens too."""
+        return self._is_shared or self.embedding.device == self.device
+
+    @torch.inference_mode()
+    def look_up(self, tokens: Tensor, out: Tensor) -> None:
+        """Start to embed tokens (N,) that the card is about to know, into `out` (N, hidden) there."""
+        assert self.reaches_embedding, "the embedding is out of the card's reach"
+        if self.embedding.device == tokens.device:
+            torch.index_select(self.embedding, 0, tokens, out=out)
+            return
+        from engine.model import triton_kernels as kernels
+
+        with on_device(tokens.device):
+            kernels.look_up(tokens, self.embedding, out)
 
     @property
     def device(self) -> torch.device:

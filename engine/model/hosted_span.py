@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.errors import SessionError
-from engine.model.cuda_graphs import UnderWay
+from engine.model.cuda_graphs import StepUnderWay
 from engine.model.kv_cache import KVLease, KVPool, Segment
 from engine.model.span import BlockAdapter, SpanOptions, SpanRunner
 from engine.sources.base import ModelSource
@@ -27,6 +27,13 @@ class SessionLease:
     def __init__(self, parts: dict[KVPool, KVLease]) -> None:
         self.parts = parts
         self.length = 0  # tokens cached, on the devices whose blocks the session uses
+        self.ahead: KVLease | None = None  # where the latest step ahead wrote its token
+
+    def accept(self, length: int) -> None:
+        """Count the token that a step ahead wrote to the cache; the session has `length` tokens now."""
+        assert self.ahead is not None, "a step ahead comes first"
+        assert length == self.length + 1, "a step ahead writes the next token"
+        self.length = self.ahead.length = length
 
     def truncate(self, length: int) -> None:
         """Drop all tokens from position `length` on; raises `SessionError` if there are fewer."""
@@ -232,24 +239,35 @@ class HostedSpan:
             rows.lease.length = rows.start + rows.count
         return hidden
 
-    def launch(self, hidden: Tensor, work: Sequence[SessionRows], blocks: tuple[int, int]) -> UnderWay[Tensor] | None:
+    def launch(
+        self, hidden: Tensor, work: Sequence[SessionRows], blocks: tuple[int, int], *, ahead: bool = False
+    ) -> StepUnderWay[Tensor] | None:
         """Start a captured step on the one device that has the blocks, without waiting for it; None if there is none.
 
-        Sessions advance when its result is taken; until then nothing else may use the span. Raises as `step` does.
+        Sessions advance when its result is taken; until then nothing else may use the span. With `ahead`, `hidden` must
+        be on that device, no session advances but by `SessionLease.accept`, and a second one may be launched behind it.
+        Raises as `step` does.
         """
         self._check_loaded(*blocks)
         part = next(part for part in self.parts if blocks[0] < part.stop)
         if part.stop < blocks[1]:
             return None
+        cache = part.pool.blocks[0].keys
+        if ahead and (hidden.device, hidden.dtype) != (cache.device, cache.dtype):
+            return None
         segments = [Segment(rows.lease.parts[part.pool], rows.start, rows.count) for rows in work]
-        started = part.launch(hidden, segments, blocks)
+        started = part.launch(hidden, segments, blocks, ahead=ahead)
 
         def advance(output: Tensor) -> Tensor:
             for rows, segment in zip(work, segments, strict=True):
                 rows.lease.length = segment.lease.length = segment.stop
             return output
 
-        return None if started is None else started.then(advance)
+        if started is None or not ahead:
+            return None if started is None else started.then(advance)
+        for rows, segment in zip(work, segments, strict=True):
+            rows.lease.ahead = segment.lease
+        return started
 
     def _check_loaded(self, start: int, stop: int) -> None:
         if not self.start <= start < stop <= self.stop:

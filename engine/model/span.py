@@ -16,7 +16,7 @@ from engine.device.kinds import kind_of
 from engine.errors import EngineError, SessionError
 from engine.model.attention import Plans, StepPlan, attend_cached, write_cache
 from engine.model.block import Attend, Block, Multiply, WeightOptions, block_forward, build_block
-from engine.model.cuda_graphs import DecodeGraphs, SpanParts, UnderWay, triton_grids_work
+from engine.model.cuda_graphs import MAX_AHEAD, DecodeGraphs, SpanParts, StepUnderWay, triton_grids_work
 from engine.model.kv_cache import BlockCache, KVLease, KVPool, Segment
 from engine.model.linear import GridLinear
 from engine.model.onnx_block import SpanGraphs
@@ -177,23 +177,27 @@ class SpanRunner:
         return x
 
     @torch.inference_mode()
-    def launch(self, hidden: Tensor, segments: Sequence[Segment], blocks: tuple[int, int]) -> UnderWay[Tensor] | None:
+    def launch(
+        self, hidden: Tensor, segments: Sequence[Segment], blocks: tuple[int, int], *, ahead: bool = False
+    ) -> StepUnderWay[Tensor] | None:
         """Start a step without waiting for it, if it is captured; the caller sets the leases' lengths at its end.
 
-        Raises as `step` does. None: nothing was started.
+        With `ahead`, other steps ahead may be under way that write the tokens before. Raises as `step` does. None:
+        nothing was started.
         """
         if self._graphs is None or not self._graphs.covers(segments):
             return None
-        self._admit(hidden, segments)
+        self._admit(hidden, segments, ahead=ahead)
         return self._graphs.launch(hidden, segments, slice(blocks[0] - self.start, blocks[1] - self.start))
 
-    def _admit(self, hidden: Tensor, segments: Sequence[Segment]) -> None:
+    def _admit(self, hidden: Tensor, segments: Sequence[Segment], *, ahead: bool = False) -> None:
         """Check the input of a step and reserve cache for it; raises before any session has changed its length."""
         rows = sum(segment.count for segment in segments)
         if hidden.shape != (rows, self.config.hidden_size):
             raise SessionError(f"a step needs ({rows}, {self.config.hidden_size}) numbers, not {tuple(hidden.shape)}")
         for segment in segments:
-            if segment.count < 1 or segment.start != segment.lease.length:
+            missing = segment.start - segment.lease.length
+            if segment.count < 1 or not 0 <= missing <= (MAX_AHEAD - 1 if ahead else 0):
                 raise SessionError(
                     f"a step at position {segment.start} does not continue a session of {segment.lease.length} tokens"
                 )

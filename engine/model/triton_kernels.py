@@ -57,6 +57,15 @@ def _norm_kernel(x_ptr, norm_ptr, out_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
+def _look_up_kernel(token_ptr, table_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(token_ptr + row).to(tl.int64)
+    x = tl.load(table_ptr + token * SIZE + k, mask=k < SIZE, other=0.0)
+    tl.store(out_ptr + row * SIZE + k, x, mask=k < SIZE)
+
+
+@triton.jit
 def _product_kernel(
     x_ptr, w_ptr, out_ptr, scale_ptr, bias_ptr, residual_ptr, rows, n_out,
     K_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
@@ -484,6 +493,12 @@ def _attend_kernel(
             acc += its_acc * share[:, None]
         tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=in_group[:, None])
         tl.store(counter_ptr + task, 0)  # reset for the next replay of the graph
+
+
+def look_up(tokens: Tensor, table: Tensor, out: Tensor) -> None:
+    """Copy row `tokens[i]` of a table, on the device or in pinned host memory, to row i of `out`."""
+    size = table.shape[1]
+    _look_up_kernel[len(tokens), triton.cdiv(size, 1024)](tokens, table, out, size, 1024)
 
 
 @dataclass(frozen=True)

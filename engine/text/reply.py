@@ -73,6 +73,13 @@ class ReplyWriter:
             for before, place, mask in zip(known, places, masks, strict=True)
         ]
 
+    def request_after(self) -> SampleRequest | None:
+        """The request to sample the token after the next; None if it depends on the next, or the next is the last."""
+        sampling = self._settings.sampling
+        if sampling.looks_back or not self.is_plain or len(self.token_ids) + 1 >= self._settings.max_tokens:
+            return None
+        return SampleRequest((), sampling, len(self._history) + 1)
+
     def accept_run(self, sampled: Sequence[int], guesses: Sequence[int]) -> list[str]:
         """Append sampled tokens, the first and those after guesses that were right; return the text of each.
 

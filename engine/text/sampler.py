@@ -132,16 +132,35 @@ def _allowed(requests: Sequence[SampleRequest], logits: Tensor) -> Tensor:
     return torch.from_numpy(allowed).to(logits.device)
 
 
-def _draw(logits: Tensor, requests: Sequence[SampleRequest], head: int = HEAD) -> Tensor:
-    """Draw a token for each row (N, vocab) by its request's random number: (N,)."""
-    settings = [request.settings for request in requests]
-    columns = torch.tensor(
+def is_plain(request: SampleRequest) -> bool:
+    """True if logits are taken as they are: nothing is forbidden, biased or penalised."""
+    return request.allowed is None and not request.settings.logit_bias and not request.settings.looks_back
+
+
+def draw_columns(requests: Sequence[SampleRequest], vocab: int) -> Tensor:
+    """Return what `draw` needs of each request: (N, 5), in one tensor because it is uploaded at once."""
+    return torch.tensor(
         [
-            (s.temperature, s.top_k or logits.shape[1], s.top_p, s.min_p, uniform(s.seed, request.position))
-            for s, request in zip(settings, requests, strict=True)
+            (s.temperature, s.top_k or vocab, s.top_p, s.min_p, uniform(s.seed, position))
+            for s, position in ((request.settings, request.position) for request in requests)
         ],
         dtype=torch.float64,
-    ).to(logits.device, non_blocking=True)  # (N, 5), in one upload
+    )
+
+
+def _draw(logits: Tensor, requests: Sequence[SampleRequest], head: int = HEAD) -> Tensor:
+    """Draw a token for each row (N, vocab) by its request's random number: (N,)."""
+    columns = draw_columns(requests, logits.shape[1]).to(logits.device, non_blocking=True)
+    filters = any(s.top_p < 1 or s.min_p > 0 for s in (request.settings for request in requests))
+    masked = any(request.allowed is not None for request in requests)
+    return draw(logits, columns, filters=filters, masked=masked, head=head)
+
+
+def draw(logits: Tensor, columns: Tensor, *, filters: bool, masked: bool = False, head: int = HEAD) -> Tensor:
+    """Draw a token for each row (N, vocab) by its columns (N, 5): (N,).
+
+    Without `filters` no row has top-p or min-p; with `masked` some tokens may not be drawn.
+    """
     temperature, top_k, top_p, min_p, number = columns.split(1, dim=1)
     probabilities = torch.softmax(logits / temperature.float(), dim=-1)
     likeliest = _likeliest(probabilities, columns, head) if logits.device.type == "cpu" else None
@@ -150,14 +169,13 @@ def _draw(logits: Tensor, requests: Sequence[SampleRequest], head: int = HEAD) -
     # Each filter is applied to the full distribution: the first top_k, the smallest head whose mass reaches top_p, and
     # those of at least min_p times the highest.
     count = top_k.long()
-    if any(s.top_p < 1 for s in settings):
+    if filters:
         before = mass - probabilities.double()
         within = (before < top_p).sum(-1, keepdim=True)
         count = torch.where(top_p < 1, torch.minimum(count, within), count)
-    if any(s.min_p > 0 for s in settings):
         likely = (probabilities >= min_p.float() * probabilities[:, :1]).sum(-1, keepdim=True)
         count = torch.minimum(count, likely)
-    if any(request.allowed is not None for request in requests):  # no rounding may reach a token that is not allowed
+    if masked:  # no rounding may reach a token that is not allowed
         count = torch.minimum(count, (probabilities > 0).sum(-1, keepdim=True))
     last = count.clamp(1, probabilities.shape[1]) - 1
     draw = number * mass.gather(1, last)

@@ -40,6 +40,14 @@ class Launched(NamedTuple):
     result: Callable[[], list[Output]]
 
 
+class LaunchedStep(NamedTuple):
+    """A step under way that others may follow."""
+
+    is_done: Callable[[], bool]
+    result: Callable[[], list[Output]]
+    rows: Any
+
+
 class Token(NamedTuple):
     """One more token."""
 
@@ -48,6 +56,14 @@ class Token(NamedTuple):
     finish_reason: str | None
     embedding: bytes
     logprob: None = None
+
+
+class LaunchedChoice(NamedTuple):
+    """A choice under way."""
+
+    is_done: Callable[[], bool]
+    take: Callable[[Sequence[int]], list[list[Token]]]
+    next_rows: list[bytes]
 
 
 FINITE = int.from_bytes(b"\xff\xff\xff\xbf" * WIDTH, "little")
@@ -72,6 +88,9 @@ class HashRunner:
         self.launches = 0  # looks until a launched step is done; 0: steps cannot be launched
         self.adapters: dict[bytes, dict[int, bytes]] = {}  # session -> what its adapter adds to each block
         self.exported = self.imported = 0  # tokens whose cache went to other runners, or came from them
+        self.aheads: list[list[tuple[bytes, int]]] = []  # the steps that began ahead: sessions and positions
+        self.accepted = 0  # tokens of theirs that were asked for
+        self._written: dict[bytes, list[tuple[int, dict[int, bytes]]]] = {}  # by them: position, hash by block
 
     def adapter_bytes(self, rank: int, targets: tuple[str, ...]) -> int:
         return ADAPTER_BYTES * rank
@@ -166,6 +185,32 @@ class HashRunner:
         looks = iter([False] * self.launches)
         return Launched(lambda: next(looks, True), lambda: self.step(work))
 
+    def launch_ahead(self, work: Sequence[StepWork], rows: Any) -> LaunchedStep | None:
+        if not self.launches:
+            return None
+        self.aheads.append([(item.session, item.position) for item in work])
+        outputs: list[Output] = []
+        for item, row in zip(work, rows, strict=True):
+            assert not item.data, "what the device is about to know is not sent"
+            real = {block: self.caches.get((item.session, block), []) for block in range(item.start, item.stop)}
+            before = self._written.setdefault(item.session, [])
+            for block, cache in real.items():  # behind those that other steps ahead wrote
+                known = [made[block] for position, made in before if len(cache) <= position < item.position]
+                self.caches[item.session, block] = [*cache, *known]
+            outputs.append(self._advance(item._replace(data=memoryview(row), dtype="f32")))
+            made = {block: self.caches[item.session, block][-1] for block in real}
+            before[:] = [*(one for one in before if one[0] < item.position), (item.position, made)]
+            self.caches.update({(item.session, block): cache for block, cache in real.items()})
+        looks = iter([False] * self.launches)
+        return LaunchedStep(lambda: next(looks, True), lambda: outputs, [output.data for output in outputs])
+
+    def accept(self, session: bytes, length: int) -> None:
+        made = next(made for position, made in self._written[session] if position == length - 1)
+        for block, hash_ in made.items():
+            assert len(self.caches[session, block]) == length - 1
+            self.caches[session, block].append(hash_)
+        self.accepted += 1
+
     def step(self, work: Sequence[StepWork]) -> list[Output]:
         self.batches.append([(item.session, item.position, item.rows) for item in work])
         return [self._advance(item) for item in work]
@@ -212,6 +257,7 @@ class HashEnds:
     context_length: int = 4096
     hidden_size: int = WIDTH
     dtype: str = "f32"
+    launches: int = 0  # looks until a launched choice is done; 0: choices cannot be launched
 
     def embed(self, token_ids: Sequence[int], wire: str = "") -> bytes:
         return b"".join(_on_wire(digest(b"embed", token), wire) for token in token_ids)
@@ -234,8 +280,22 @@ class HashEnds:
                 break
         return tokens
 
-    def launch(self, choices: Sequence[TokenChoice]) -> None:
-        return None
+    def launch(self, choices: Sequence[TokenChoice]) -> LaunchedChoice | None:
+        if not self.launches:
+            return None
+        rows = [bytes(choice.hidden)[-ROW_BYTES:] for choice in choices]
+        return self._under_way(rows, lambda index: self._choose(choices[index]))
+
+    def launch_ahead(self, choices: Sequence[TokenChoice], rows: Any) -> LaunchedChoice | None:
+        if not self.launches or rows is None or any(choice.reply.left < 2 for choice in choices):
+            return None
+        after = [TokenChoice(one.reply, memoryview(row), "f32") for one, row in zip(choices, rows, strict=True)]
+        return self._under_way(rows, lambda index: self._choose(after[index]))
+
+    def _under_way(self, rows: Sequence[bytes], choose: Callable[[int], list[Token]]) -> LaunchedChoice:
+        looks = iter([False] * self.launches)
+        embedded = [self.embed([token_of(row)]) for row in rows]
+        return LaunchedChoice(lambda: next(looks, True), lambda indices: list(map(choose, indices)), embedded)
 
     def deviation(self, one: Sequence[Any], other: Sequence[Any]) -> tuple[float, float]:
         return (0.0, 0.0) if [state.data for state in one] == [state.data for state in other] else (1.0, 1.0)

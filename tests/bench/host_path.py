@@ -84,6 +84,11 @@ class NoBlocks:
     def launch(self, work: Sequence[StepWork]) -> None:
         return None
 
+    def launch_ahead(self, work: Sequence[StepWork], rows: Any) -> None:
+        return None
+
+    def accept(self, session: bytes, length: int) -> None: ...
+
     def step(self, work: Sequence[StepWork]) -> list[Result]:
         return [Result(ROW * item.rows, "bf16") for item in work]
 
@@ -103,6 +108,9 @@ class NoEnds:
         return [[Piece(0, "x", None, ROW)] for _ in choices]
 
     def launch(self, choices: Sequence[TokenChoice]) -> None:
+        return None
+
+    def launch_ahead(self, choices: Sequence[TokenChoice], rows: Any) -> None:
         return None
 
     def deviation(self, one: Sequence[Any], other: Sequence[Any]) -> tuple[float, float]:

@@ -7,19 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from app.core.compute import StepWork, TokenChoice
 from engine.benchmark import Throughput
 from engine.errors import DeviceFull
 from engine.hosting import Hosted
 from engine.model.block import Quantisation, WeightOptions
+from engine.model.ends import EmbeddingAndHead
 from engine.model.hosted_span import HostedSpan, SessionRows
 from engine.model.kv_cache import Segment
-from engine.model.span import SpanRunner
+from engine.model.linear import DenseLinear
+from engine.model.span import SpanOptions, SpanRunner, load_span
 from engine.session_runner import SessionRunner
 from engine.sources.opening import open_source
 from engine.swarm_ends import load_swarm_ends
-from engine.text.reply import ReplySettings
+from engine.text.reply import ReplySettings, ReplyWriter
 from engine.text.sampler import Sampling
 from tests.engine.random_spans import CASES, random_span, small_config
 
@@ -184,6 +187,115 @@ def test_a_launched_step_gives_the_bytes_of_one_that_is_waited_for(sessions: int
     runner.step(work(24, 1))  # and nothing has changed
 
 
+@pytest.mark.parametrize("sessions", [1, 3])
+def test_a_step_ahead_gives_the_bytes_of_one_that_was_asked_for(sessions: int) -> None:
+    torch.manual_seed(0)
+    span = HostedSpan([random_span(WIDE, "cuda", torch.bfloat16)])
+    span.warm_up()
+    runner, other = SessionRunner(span), SessionRunner(span)
+    names = [bytes([number]) * 16 for number in range(sessions)]
+
+    def work(position: int, rows: Tensor) -> list[StepWork]:
+        data = [memoryview(own.contiguous().view(torch.uint8).numpy()).cast("B") for own in rows]
+        count = rows.shape[1]
+        return [StepWork(n, 0, 4, position, count, own, "bf16", "") for n, own in zip(names, data, strict=True)]
+
+    for name in names:
+        runner.open(name, 64)
+        other.open(name, 64)
+    prompt = torch.randn(sessions, 20, WIDE.hidden_size).bfloat16()
+    assert runner.step(work(0, prompt)) == other.step(work(0, prompt))
+    for position in range(20, 26):
+        rows = torch.randn(sessions, 1, WIDE.hidden_size).bfloat16()
+        expected = other.step(work(position, rows))
+        blank = [item._replace(data=memoryview(b"")) for item in work(position, rows)]
+        started = runner.launch_ahead(blank, rows[:, 0].cuda())
+        assert started is not None
+        while not started.is_done():
+            pass
+        assert started.result() == expected
+        if position % 2:  # another frame came instead: the step is computed as if nothing had been
+            assert runner.step(work(position, rows)) == expected
+        else:
+            for name in names:
+                runner.accept(name, position + 1)
+    assert runner.launch_ahead(blank, None) is None
+    assert runner.launch_ahead(blank, rows[:, 0].cuda().float()) is None
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(top_p=0.9, min_p=0.05, seed=3)])
+@pytest.mark.parametrize("replies", [1, 3])
+def test_a_card_that_goes_round_by_itself_writes_the_same_tokens(
+    sampling: Sampling, replies: int, tmp_path: Path
+) -> None:
+    source, how = open_source("tiny-random", tmp_path), WeightOptions(torch.device("cuda"), torch.bfloat16)
+    ends, blocks = load_swarm_ends(source, how), source.config.n_blocks
+    span = HostedSpan([load_span(source, 0, blocks, SpanOptions(how.device, how.dtype, kv_bytes=1 << 26))])
+    span.warm_up()
+    runner, prompts = SessionRunner(span), [[5, 6, 7 + number] for number in range(replies)]
+
+    def begin(session: bytes) -> tuple[list[StepWork], list[ReplyWriter], list[memoryview]]:
+        names = [session + bytes([number]) for number in range(replies)]
+        for name in names:
+            runner.open(name, 64)
+        work = [
+            StepWork(name, 0, blocks, 0, 3, memoryview(ends.embed(prompt)), "bf16", "")
+            for name, prompt in zip(names, prompts, strict=True)
+        ]
+        outputs = [memoryview(output.data)[-2 * ends.hidden_size :] for output in runner.step(work)]
+        return (
+            work,
+            [ends.begin(prompt, ReplySettings(sampling=sampling, max_tokens=20)) for prompt in prompts],
+            outputs,
+        )
+
+    work, writers, outputs = begin(b"a")
+    for position in range(3, 13):
+        pieces = ends.choose([TokenChoice(*one, "bf16") for one in zip(writers, outputs, strict=True)])
+        fed = [memoryview(one[-1].embedding) for one in pieces]
+        steps = [item._replace(position=position, rows=1, data=data) for item, data in zip(work, fed, strict=True)]
+        outputs = [memoryview(output.data) for output in runner.step(steps)]
+    expected = [writer.token_ids for writer in writers]
+
+    work, writers, outputs = begin(b"b")
+    choices = [TokenChoice(*one, "bf16") for one in zip(writers, outputs, strict=True)]
+    chosen = ends.launch(choices)
+    assert chosen is not None
+    step = runner.launch_ahead([i._replace(position=3, rows=1, data=memoryview(b"")) for i in work], chosen.next_rows)
+    for position in range(4, 13):
+        assert step is not None
+        after = ends.launch_ahead(choices, step.rows)
+        assert after is not None
+        ahead = [item._replace(position=position, rows=1, data=memoryview(b"")) for item in work]
+        step_after = runner.launch_ahead(ahead, after.next_rows)
+        while not (chosen.is_done() and step.is_done()):
+            pass
+        chosen.take(range(replies))
+        step.result()
+        for item in work:
+            runner.accept(item.session, position)
+        chosen, step = after, step_after
+    torch.cuda.synchronize()
+    chosen.take(range(replies))
+    assert [writer.token_ids for writer in writers] == expected
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tokens_are_embedded_where_they_are_chosen(tied: bool) -> None:
+    weight = torch.randn(300, 192).bfloat16()
+    output = DenseLinear(weight.cuda())
+    embedding = output.weight if tied else torch.randn(300, 192).bfloat16()
+    ends = EmbeddingAndHead(WIDE, embedding, torch.ones(192, dtype=torch.bfloat16, device="cuda"), output)
+    if not tied:
+        assert not ends.reaches_embedding
+    ends.share_embedding()
+    ends.share_embedding()
+    assert ends.reaches_embedding
+    rows = torch.empty(4, 192, dtype=torch.bfloat16, device="cuda")
+    ends.look_up(torch.tensor([3, 299, 0, 3], device="cuda"), rows)
+    assert torch.equal(rows.cpu(), embedding.cpu()[[3, 299, 0, 3]])
+
+
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(top_p=0.9, min_p=0.05, seed=3)])
 def test_a_launched_choice_gives_the_tokens_of_one_that_is_waited_for(sampling: Sampling, tmp_path: Path) -> None:
     ends = load_swarm_ends(open_source("tiny-random", tmp_path), WeightOptions(torch.device("cuda"), torch.bfloat16))
@@ -199,6 +311,12 @@ def test_a_launched_choice_gives_the_tokens_of_one_that_is_waited_for(sampling: 
         assert started is not None
         while not started.is_done():
             pass
-        assert started.result() == expected
+        assert started.take([1, 0]) == [expected[1], expected[0]]
+    guessing = [TokenChoice(writer, memoryview(bytes(rows[0]) * 2), "bf16", (9,)) for writer in (*waited, *launched)]
+    expected = ends.choose(guessing[:2])
+    started = ends.launch(guessing[2:])
+    assert started is not None
+    torch.cuda.synchronize()
+    assert started.take([0, 1]) == expected
     picky = ends.begin([1], ReplySettings(sampling=sampling, logprobs=2))
     assert ends.launch([TokenChoice(picky, rows[0], "bf16")]) is None
