@@ -368,13 +368,17 @@ def kv_bytes_per_token(config: ModelConfig, precision: Precision) -> int:
     return 2 * config.n_kv_heads * config.head_dim * precision.compute_bytes
 
 
+# For each token of the vocabulary, in captured passes: logits of 32 rows, or of 8 with their sorted probabilities.
+LOGIT_BYTES = 640
+
+
 def workspace_bytes(config: ModelConfig, precision: Precision, rows: int, *, head: bool) -> int:
     """Bytes for the activations of one prefill chunk, shared by all blocks, and for the logits if `head`."""
     c = config
     q_size, kv_size = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     # Residual, normed input and output; q, k, v and the attention's output; gate, up and their product.
     per_row = 3 * c.hidden_size + 2 * q_size + 2 * kv_size + 3 * c.intermediate_size
-    logits = c.vocab_size * 4 if head else 0  # one float32 row: only the last position needs logits
+    logits = c.vocab_size * LOGIT_BYTES if head else 0
     return rows * per_row * precision.compute_bytes + logits
 
 

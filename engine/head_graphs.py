@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.cuda_graphs import BATCHES, MAX_AHEAD, UnderWay, on_device, pinned
+from engine.model.cuda_graphs import BATCHES, MAX_AHEAD, UnderWay, capture_stream, on_device, pinned
 from engine.model.ends import EmbeddingAndHead
 from engine.text.sampler import SampleRequest, draw, draw_columns, is_plain
 
@@ -121,7 +121,7 @@ class HeadGraphs:
         """Run a pass once to warm up, then capture it."""
         device, buffers = self._ends.device, self._buffers_of(rows)
         with on_device(device):
-            stream = torch.cuda.Stream(device)
+            stream = capture_stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 self._run(buffers, drawn)

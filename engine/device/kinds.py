@@ -55,7 +55,7 @@ _CUDA = DeviceKind(
     runs_head=True,
     context_bytes=700 << 20,  # 612 MiB on an H200, less on consumer cards
     library_bytes=288 << 20,  # 244 MiB were seen on an H200
-    scratch_bytes=192 << 20,
+    scratch_bytes=224 << 20,
 )
 _ROCM = DeviceKind(
     torch_type="cuda",  # torch uses CUDA's names

@@ -162,7 +162,6 @@ class DecodeGraphs:
         self._captured: dict[ShapeKey, Replay] = {}
         self._pending: dict[ShapeKey, None] = {}
         self._memory: Any = None  # memory pool shared by all graphs
-        self._stream: Any = None  # for captures; torch's own belongs to whichever card captured first
         self._max_pages = max(1, min(-(-parts.config.context_length // PAGE_TOKENS), parts.pool.scratch_page))
         in_grids = any(isinstance(linear, GridLinear) for block in parts.blocks for linear in block.linears)
         works = triton_grids_work() if in_grids else triton_works()
@@ -316,7 +315,7 @@ class DecodeGraphs:
         """Run the step once to warm up, then capture it as a graph."""
         device, buffers = self._parts.pool.device, self._buffers_of(key.rows)
         buffers.where.copy_(page_table(key.rows, self._max_pages, [], self._parts.pool.scratch_page))
-        stream = self._stream = self._stream or torch.cuda.Stream(device)
+        stream = capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):  # warm-up: kernels and library handles cannot be built during capture
             self._run(buffers, key)
@@ -326,6 +325,15 @@ class DecodeGraphs:
             self._run(buffers, key)
         self._memory = self._memory or graph.pool()
         return graph.replay
+
+
+@functools.cache
+def capture_stream(device: torch.device) -> Any:
+    """The stream of a card on which graphs are captured; torch's own belongs to whichever card captured first.
+
+    One for all graphs of a card: on each stream that ever multiplied, cuBLAS keeps up to 32 MiB.
+    """
+    return torch.cuda.Stream(device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
