@@ -809,7 +809,7 @@ class RouteSession:
             return None
         if self.route[0].peer != self._links.peer_id or hops.feed_wire:
             return None
-        return NextStep(self.id, len(self._history), len(self.route) == 1)
+        return NextStep(self.id, len(self._history), len(self.route) == 1 and not self.wires)
 
     async def missing_block(self) -> NoRoute | None:
         """Wait for the first route, and return early with a block that nobody serves, so that the user can be told.

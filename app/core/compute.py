@@ -156,7 +156,7 @@ class NextStep(NamedTuple):
 
     session: bytes
     position: int
-    is_whole: bool  # its outputs are those of the last block
+    is_whole: bool  # its outputs are those of the last block, and come back as they are
 
 
 class TokenChoice(NamedTuple):
