@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median_high
 
+from app.core.pieces import Pieces, at_once, by_chunks
 from app.routing.route import KnownCosts, LinkSeconds, Route, RouteRequest
 from app.swarm.records import Announcement
 
@@ -75,14 +76,25 @@ def wait_seconds(member: Announcement) -> float:
 
 def believed_seconds(members: Sequence[Announcement], request: RouteRequest, known: KnownCosts) -> dict[str, float]:
     """Seconds per token and block of each member: measured if known, else its claim, limited by `BELIEVED_TIMES`."""
-    reply_tokens = max(request.tokens - request.prompt_tokens, 1)
-    claimed = {m.peer: block_seconds(m, request.prompt_tokens, reply_tokens) for m in members}
+    return at_once(believed_in_pieces(members, request, known))
+
+
+def believed_in_pieces(
+    members: Sequence[Announcement], request: RouteRequest, known: KnownCosts
+) -> Pieces[dict[str, float]]:
+    """Compute `believed_seconds` in pieces."""
+    prompt_tokens, reply_tokens = request.prompt_tokens, max(request.tokens - request.prompt_tokens, 1)
+    claimed = yield from by_chunks(
+        lambda some: {m.peer: block_seconds(m, prompt_tokens, reply_tokens) for m in some}, members
+    )
     believed = limited(claimed)
-    for member in members:
-        measured_s = known.block_s.get(member.peer)
-        if measured_s is not None:
-            # Only decode steps are measured; the prompt's share is scaled by the same factor.
-            believed[member.peer] = measured_s * claimed[member.peer] / block_seconds(member)
+    yield
+    if known.block_s:
+        for member in members:
+            measured_s = known.block_s.get(member.peer)
+            if measured_s is not None:
+                # Only decode steps are measured; the prompt's share is scaled by the same factor.
+                believed[member.peer] = measured_s * claimed[member.peer] / block_seconds(member)
     return believed
 
 

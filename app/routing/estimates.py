@@ -12,6 +12,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.core.network import Link
+from app.core.pieces import CHUNK, Pieces, at_once, by_chunks
 from app.core.span import Span
 from app.routing.cost import (
     ASSUMED_BYTES_PER_S,
@@ -68,7 +69,7 @@ class LinkEstimates:
 
 def link_seconds(own_peer: str, rtt_s: Mapping[str, float], members: Iterable[Announcement]) -> LinkEstimates:
     """Return the link estimates from this node's measured round-trip times and the members' claims."""
-    return LinkEstimates(own_peer, rtt_s, {member.peer: dict(member.rtts) for member in members if member.rtts})
+    return LinkEstimates(own_peer, rtt_s, {member.peer: member.rtt_by_tail for member in members if member.rtts})
 
 
 @dataclass(frozen=True)
@@ -118,19 +119,31 @@ class RateEstimates:
         return found
 
 
-def link_rates(own_peer: str, links: Iterable[Link], members: Iterable[Announcement]) -> RateEstimates:
+def link_rates(own_peer: str, links: Iterable[Link], members: Sequence[Announcement]) -> RateEstimates:
     """Return the estimated speeds from this node's own links and the members' claims."""
+    return at_once(link_rates_in_pieces(own_peer, links, members))
+
+
+def link_rates_in_pieces(
+    own_peer: str, links: Iterable[Link], members: Sequence[Announcement]
+) -> Pieces[RateEstimates]:
+    """Compute `link_rates` in pieces."""
     measured = _measured_rates(links)
-    claims: dict[str, dict[str, float]] = {}
+    claims = yield from by_chunks(
+        lambda some: {m.peer: said for m in some if m.rates and (said := _believed_rates(m))}, members
+    )
     sent: dict[str, float] = {}
-    for member in members:
-        own = tail(member.peer)
-        said = {who: min(rate, MOST_BELIEVED_BYTES_PER_S) for who, rate in member.rates if who != own}
-        if said:
-            claims[member.peer] = said
+    for number, said in enumerate(claims.values()):
         for who, rate in said.items():
             sent[who] = max(rate, sent.get(who, 0.0))
+        if number % CHUNK == 0:
+            yield
     return RateEstimates(own_peer, measured, claims, sent)
+
+
+def _believed_rates(member: Announcement) -> dict[str, float]:
+    own = tail(member.peer)
+    return {who: min(rate, MOST_BELIEVED_BYTES_PER_S) for who, rate in member.rates if who != own}
 
 
 def _measured_rates(links: Iterable[Link]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 Gives routes of the same cost as trying each pair, and needs link times from `app.routing.estimates`: without claims,
 the link between two peers takes as long as the way to the farther one. With members in the order of their distance, the
 cheapest way into each of them is thus a running minimum over the nearer ones and another over the farther ones. The few
-links that members made claims about are tried one by one.
+links that members made claims about are tried one by one. Computed in pieces (`app.core.pieces`), of a block each.
 
 Loads numpy, so it is imported only when a route is searched.
 """
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from app.core.pieces import CHUNK, Pieces
 from app.routing.estimates import LinkEstimates
 from app.routing.route import RouteRequest, Visit, no_route
 from app.swarm.records import Announcement, tail
@@ -33,24 +34,28 @@ def cheapest_visits(
     links: LinkEstimates,
     block_s: Mapping[str, float],
     entry_s: Mapping[str, float],
-) -> list[Visit]:
+) -> Pieces[list[Visit]]:
     """Return the visits of the cheapest path, the last one first; raises `NoRoute` at a block nobody may run."""
     hosts = _Hosts(members, request, links)
-    entering_s = hosts.array(entry_s)
-    compute_s = np.where(hosts.may_run, hosts.array(block_s), np.inf)  # (blocks, members)
-    ways = _Ways(hosts, _ClaimedLinks(hosts, links), entering_s)
+    yield
+    entering_s, block_row_s = hosts.array(entry_s), hosts.array(block_s)
+    claimed = yield from _claimed_links(hosts, links)
+    ways = _Ways(hosts, claimed, entering_s)
     entered_s = [hosts.links_s(0, lambda peer: links(request.origin, peer)) + entering_s]  # for each block, (members,)
-    costs_s = [entered_s[0] + compute_s[0]]  # of the cheapest path up to each block with this member as the last
+    costs_s = [entered_s[0] + hosts.compute_s(0, block_row_s)]  # of the cheapest path up to each block, by last member
     for index in range(1, len(request.wanted)):
+        yield
         entered_s.append(ways.into(costs_s[-1], index) + entering_s)
-        costs_s.append(np.minimum(costs_s[-1], entered_s[-1]) + compute_s[index])
+        costs_s.append(np.minimum(costs_s[-1], entered_s[-1]) + hosts.compute_s(index, block_row_s))
 
+    yield
     last = int(np.argmin(costs_s[-1] + hosts.links_s(-1, lambda peer: links(peer, request.target))))
     visits: list[Visit] = []
     for index in range(len(request.wanted) - 1, 0, -1):
         if entered_s[index][last] < costs_s[index - 1][last]:
             visits.append((hosts.peers[last], request.wanted.start + index))
             last = int(np.argmin(costs_s[index - 1] + ways.links_to(last)))
+            yield
     return [*visits, (hosts.peers[last], request.wanted.start)]
 
 
@@ -82,6 +87,10 @@ class _Hosts:
         """Return each member's value."""
         return np.array([by_peer[peer] for peer in self.peers], np.float64)
 
+    def compute_s(self, index: int, block_s: Floats) -> Floats:
+        """Return the time of a block at each member that may run it, infinity for the others."""
+        return np.where(self.may_run[index], block_s, np.inf)
+
     def links_s(self, index: int, link_s: Callable[[str], float]) -> Floats:
         """Return the link time of each member that may run a block, infinity for the others."""
         able = np.flatnonzero(self.may_run[index])
@@ -104,9 +113,8 @@ class _ClaimedLinks:
     `into` has all of them, sorted by target: those into member i are the rows `begin[i]` to `begin[i + 1] - 1`.
     """
 
-    def __init__(self, hosts: _Hosts, links: LinkEstimates) -> None:
+    def __init__(self, hosts: _Hosts, low: Indices, high: Indices, link_s: Floats) -> None:
         count = len(hosts.peers)
-        low, high, link_s = _claimed_pairs(hosts, links)
         order = np.argsort(np.concatenate([high * count + low, low * count + high]))
         source, target = np.concatenate([low, high])[order], np.concatenate([high, low])[order]
         self.into = _Links(source, target, np.concatenate([link_s, link_s])[order])
@@ -136,34 +144,46 @@ class _ClaimedLinks:
         return _Links(*(c[shorter_rows] for c in self._least)), _Links(*(c[longer_rows] for c in self._least))
 
 
-def _claims(hosts: _Hosts, links: LinkEstimates) -> _Links:
-    """Return each claim of a host, as the source, about another host; its time is one way."""
+def _claimed_links(hosts: _Hosts, links: LinkEstimates) -> Pieces[_ClaimedLinks]:
+    source, target, claim_s = yield from _claims(hosts, links)
+    low, high, link_s = _claimed_pairs(hosts, links, _Links(source, target, claim_s))
+    yield
+    claimed = _ClaimedLinks(hosts, low, high, link_s)
+    yield
+    return claimed
+
+
+def _claims(hosts: _Hosts, links: LinkEstimates) -> Pieces[_Links]:
+    """Return the claims of hosts, as the source, about others that a route can join to them; times are one way."""
     numbers: dict[str, int] = {}  # of the tails of peer ids, which several peers can share
     number = np.array([numbers.setdefault(tail(peer), len(numbers)) for peer in hosts.peers], np.int64)
-    sharing = np.bincount(number)  # (tails,) how many peers have each
+    sharing = np.bincount(number, minlength=1)  # (tails,) how many peers have each
     by_number, begin = np.argsort(number, kind="stable"), np.cumsum(sharing) - sharing
-
-    claims = [links.claims.get(peer, {}) for peer in hosts.peers]
-    sizes = np.array([len(claim) for claim in claims], np.int64)
-    named = np.fromiter(map(numbers.get, chain.from_iterable(claims), repeat(-1)), np.int64, sizes.sum())
-    rtt_s = np.fromiter(chain.from_iterable(claim.values() for claim in claims), np.float64, sizes.sum())
-    source, known = np.repeat(np.arange(len(claims)), sizes), named >= 0
-    source, named, rtt_s = source[known], named[known], rtt_s[known]
-
-    copies = sharing[named]
-    nth = np.arange(copies.sum()) - np.repeat(np.cumsum(copies) - copies, copies)
-    target = by_number[np.repeat(begin[named], copies) + nth]
-    return _Links(np.repeat(source, copies), target, np.repeat(rtt_s / 2, copies))
-
-
-def _claimed_pairs(hosts: _Hosts, links: LinkEstimates) -> tuple[Indices, Indices, Floats]:
-    """Return the pairs of hosts that a route can join and that have a claim: nearer one, farther one, link time."""
-    source, target, claim_s = _claims(hosts, links)
     here = hosts.peers.index(links.own_peer) if links.own_peer in hosts.peers else -1
-    useful = (hosts.start[source] <= hosts.stop[target]) & (hosts.start[target] <= hosts.stop[source])
-    useful &= (source != target) & (source != here) & (target != here)
-    source, target, claim_s = source[useful], target[useful], claim_s[useful]
+    found = [_Links(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))]
+    for first in range(0, len(hosts.peers), CHUNK):
+        yield
+        claims = [links.claims.get(peer, {}) for peer in hosts.peers[first : first + CHUNK]]
+        sizes = np.array([len(claim) for claim in claims], np.int64)
+        named = np.fromiter(map(numbers.get, chain.from_iterable(claims), repeat(-1)), np.int64, sizes.sum())
+        rtt_s = np.fromiter(chain.from_iterable(claim.values() for claim in claims), np.float64, sizes.sum())
+        source, known = np.repeat(np.arange(first, first + len(claims)), sizes), named >= 0
+        source, named, rtt_s = source[known], named[known], rtt_s[known]
 
+        copies = sharing[named]
+        nth = np.arange(copies.sum()) - np.repeat(np.cumsum(copies) - copies, copies)
+        target = by_number[np.repeat(begin[named], copies) + nth]
+        source, rtt_s = np.repeat(source, copies), np.repeat(rtt_s, copies)
+        useful = (hosts.start[source] <= hosts.stop[target]) & (hosts.start[target] <= hosts.stop[source])
+        useful &= (source != target) & (source != here) & (target != here)
+        found.append(_Links(source[useful], target[useful], rtt_s[useful] / 2))
+    yield
+    return _Links(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
+
+
+def _claimed_pairs(hosts: _Hosts, links: LinkEstimates, claims: _Links) -> tuple[Indices, Indices, Floats]:
+    """Return the pairs of hosts that have a claim: nearer one, farther one, link time."""
+    source, target, claim_s = claims
     count = len(hosts.peers)
     key = np.minimum(source, target) * count + np.maximum(source, target)
     order = np.argsort(key, kind="stable")

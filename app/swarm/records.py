@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from app.core.canonical_json import Fields, canonical, check_version, decode_object
@@ -134,6 +135,11 @@ class Announcement:
     def serves(self) -> bool:
         """True if new sessions may be routed through it."""
         return self.state == "serving" and self.span is not None
+
+    @cached_property
+    def rtt_by_tail(self) -> Mapping[str, float]:
+        """The round-trip times that it measured, by the `tail` of the other peer."""
+        return dict(self.rtts)
 
     @property
     def number_format(self) -> str:

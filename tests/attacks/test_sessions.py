@@ -286,12 +286,12 @@ class FixedRoutes:
     def __init__(self, first: Route, then: Route) -> None:
         self._first, self._then = first, then
 
-    def route(self, current: Route, avoid: Sequence[str]) -> Route:
+    async def route(self, current: Route, avoid: Sequence[str]) -> Route:
         return self._then if current else self._first
 
     def failed(self, peer: str, why: Reason, *, busy: bool) -> None: ...
     def worked(self, peer: str) -> None: ...
-    def better(self, standing: RunningRoute) -> Route | None:
+    async def better(self, standing: RunningRoute) -> Route | None:
         return None
 
     def wires(self, route: Route, before: Wires | None) -> Wires:

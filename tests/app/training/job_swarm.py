@@ -171,7 +171,7 @@ class JobSwarm:
 
         self.nodes[name].changes.append(change)
 
-    def route(self, avoid: frozenset[str]) -> Route:
+    async def route(self, avoid: frozenset[str]) -> Route:
         """The first nodes, by name, that follow each other; those that died are still known."""
         hops: list[Hop] = []
         while (block := hops[-1].span.stop if hops else 0) < self.source.config.n_blocks:
