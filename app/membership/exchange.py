@@ -102,6 +102,7 @@ class MembershipExchange:
         self._list_limit = PeerRateLimit(burst=64, per_s=1)  # revocation lists
         self._suspicion_limit = PeerRateLimit(SUSPICIONS_AT_ONCE, SUSPICIONS_PER_S)
         self._table_limit = PeerRateLimit(TABLES_AT_ONCE, TABLES_PER_S)
+        self._piggyback_limit = PeerRateLimit(burst=4, per_s=1)  # answers to probes that take news along
         self._urgent_limit = PeerRateLimit(burst=5, per_s=0.5)  # pushes about one member
         self._invalid_limit = PeerRateLimit(INVALID_AT_ONCE, INVALID_PER_S)
         self._unpublished: set[str] = set()  # strangers to pass on once this node has contacted them
@@ -211,7 +212,9 @@ class MembershipExchange:
         is_known = self.table.seen_at(peer) is not None
         await self._receive_all(request.statements, peer)
         self._record_contact(peer)
-        piggyback = self.gossip_queue.take_piggyback() if is_known else []
+        # News is given a few times only: a member that probes all the time must not use it up.
+        takes_news = is_known and self._piggyback_limit.take(peer, trio.current_time())
+        piggyback = self.gossip_queue.take_piggyback() if takes_news else []
         return wire.pack(wire.fitting([self._own().raw, *piggyback], wire.MAX_BATCH_BYTES))
 
     async def _on_table(self, peer: str, body: bytes) -> bytes:

@@ -183,3 +183,17 @@ async def test_a_suspicion_that_is_sent_again_and_again_costs_little(
         most = exchange.SUSPICIONS_AT_ONCE + exchange.SUSPICIONS_PER_S * (trio.current_time() - began)
         assert 0 < checked <= most + 10  # and those among the members themselves
         assert victim.knows() == {mate.peer, accused.peer}
+
+
+async def test_a_member_that_probes_all_the_time_does_not_use_up_the_news_for_others(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_sim() as sim:
+        victim, hostile, *_ = await sim.grow(3)
+        await trio.sleep(60)
+        victim.swarm.announce(kv_free_tokens=7)
+        body = wire.ProbeRequest(bytes.fromhex(sim.record.id), 0, []).encode()
+        for _ in range(50):
+            await hostile.network.call(victim.peer, wire.PROBE, body, timeout_s=5)
+        news = victim.swarm._exchange.gossip_queue.take_piggyback()
+        assert victim.swarm.own.raw in news
