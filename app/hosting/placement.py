@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from app.core.reasons import Reason, because
@@ -127,9 +128,9 @@ def _windows(length: int, n_blocks: int, over: int | None = None) -> list[Span]:
 
 def _join_delay_s(peer: str, others: Sequence[Announcement]) -> float:
     """Seconds before a newcomer chooses, by its place among joining peers; at once, all would pick the same span."""
-    rivals, turn = [other.peer for other in others if other.state == "joining" and other.span is None], "turn"
-    mine = _hash_fraction(peer, turn)
-    before_me = sum(_hash_fraction(rival, turn) < mine for rival in rivals)
+    rivals = [other.peer for other in others if other.state == "joining" and other.span is None]
+    mine = _turn(peer)
+    before_me = sum(turn < mine for turn in map(_turn, rivals))
     return before_me * min(JOIN_STAGGER_S, JOIN_STAGGER_TOTAL_S / (1 + len(rivals)))
 
 
@@ -269,6 +270,11 @@ def _holders(others: Iterable[Announcement], block: int) -> list[str]:
     """List the other peers that hold a block or are loading it."""
     spans = ((other.peer, other.growing or other.span) for other in others if other.state in COMING)
     return [peer for peer, span in spans if span is not None and block in span]
+
+
+@lru_cache(maxsize=4096)
+def _turn(peer: str) -> float:
+    return _hash_fraction(peer, "turn")
 
 
 def _hash_fraction(peer: str, about: str) -> float:

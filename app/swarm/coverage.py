@@ -25,6 +25,7 @@ MEDIANS = 4.0
 LEVEL_SHARE = 0.25
 UNMEASURED_TOKENS_PER_S = 1.0  # assumed if no member has measured its speed yet
 _UNITS = 2**20  # of one token/s
+_FASTEST_TOKENS_PER_S = 1e9  # that a claim can stand for in the sums; far beyond every cap
 THIN = 1e-6  # factor on the speed of a block with a single holder, against one with two
 
 
@@ -85,6 +86,7 @@ class CoverageTally:
     def __init__(self, n_blocks: int, members: Iterable[Announcement] = ()) -> None:
         self._n_blocks = n_blocks
         self._units, self._unmeasured, self._holders, self._serving = ([0] * (n_blocks + 1) for _ in range(4))
+        self._work = self._unmeasured_blocks = 0  # blocks x units of those measured, and blocks of the others
         self._measured: list[_Place] = []  # the slowest first
         for member in members:
             place = self._place(member)
@@ -114,10 +116,14 @@ class CoverageTally:
         """Compute the coverage; `own` tokens/s of this node count in the median only."""
         usual = self._median(own)
         modest = MEDIANS * usual
-        units = [known + _units(usual) * unknown for known, unknown in zip(self._units, self._unmeasured, strict=True)]
         # Blocks x tokens/s of all members, none of them faster than `modest`.
-        work = sum(accumulate(units[:-1])) - sum((p.stop - p.start) * _excess(p, modest) for p in self._faster(modest))
+        work = self._work + self._unmeasured_blocks * _units(usual)
+        work -= sum((place.stop - place.start) * _excess(place, modest) for place in self._faster(modest))
         cap = max(modest, LEVEL_SHARE * work / _UNITS / self._n_blocks)
+        units = self._units.copy()
+        if self._unmeasured_blocks:
+            each = _units(usual)
+            units = [known + each * unknown for known, unknown in zip(units, self._unmeasured, strict=True)]
         for place in self._faster(cap):
             units[place.start] -= _excess(place, cap)
             units[place.stop] += _excess(place, cap)
@@ -131,7 +137,8 @@ class CoverageTally:
             return None
         # A span that is still being loaded counts as held, but not as serving: others must not leave its blocks yet.
         serves = state in SERVES and member.growing is None
-        return _Place(max(member.decode_tokens_per_s, 0.0), span.start, min(span.stop, self._n_blocks), serves)
+        speed = min(max(member.decode_tokens_per_s, 0.0), _FASTEST_TOKENS_PER_S)
+        return _Place(speed, span.start, min(span.stop, self._n_blocks), serves)
 
     def _count(self, place: _Place, sign: int) -> None:
         tokens_per_s, start, stop, serves = place
@@ -139,9 +146,11 @@ class CoverageTally:
             units = sign * _units(tokens_per_s)
             self._units[start] += units
             self._units[stop] -= units
+            self._work += units * (stop - start)
         else:
             self._unmeasured[start] += sign
             self._unmeasured[stop] -= sign
+            self._unmeasured_blocks += sign * (stop - start)
         self._holders[start] += sign
         self._holders[stop] -= sign
         if serves:
