@@ -26,7 +26,7 @@ from app.routing.cost import (
     links_seconds,
     overhead_seconds,
 )
-from app.routing.estimates import MeasuredSpeeds, RateEstimates, link_rates, link_rates_in_pieces, link_seconds
+from app.routing.estimates import MeasuredSpeeds, RateClaims, RateEstimates, link_seconds
 from app.routing.prefer_here import prefer_here
 from app.routing.reroute import RouteComparison, RunningRoute, is_worth_moving
 from app.routing.route import KnownCosts, LinkSeconds, NoRoute, Privacy, Route, RouteRequest
@@ -66,6 +66,7 @@ class RoutePlanner:
         self.book = book or TrustBook(clock=time.time)
         self.bans = Bans()
         self.measured = MeasuredSpeeds()
+        self._rates = RateClaims()
         self._worked: dict[str, None] = {}  # peers that did their part before, the latest last; an ordered set
         self._trials: dict[str, float] = {}  # peers that a session uses for the first time -> until when
         self._searching = trio.Lock()  # one search at a time: the next one sees whom this one tries for the first time
@@ -103,7 +104,8 @@ class RoutePlanner:
     def _known(self, members: Sequence[Announcement], scores: Mapping[str, TrustScore]) -> Pieces[KnownCosts]:
         """Return measured block times, trust penalties, and what bytes cost at each member."""
         penalty_s = {peer: one.penalty_s for peer, one in scores.items() if one.score < 1}
-        rates = yield from link_rates_in_pieces(self._network.peer_id, self._network.links(), members)
+        yield from self._rates.update(members)
+        rates = self._rates.estimates(self._network.peer_id, self._network.links())
         byte_s = yield from by_chunks(lambda some: rates.byte_s(m.peer for m in some), members)
         return KnownCosts(dict(self.measured.block_s), penalty_s, byte_s)
 
@@ -114,7 +116,8 @@ class RoutePlanner:
 
     def rates(self) -> RateEstimates:
         """Return a function for the estimated bytes a second from one peer to another; "" is this node."""
-        return link_rates(self._network.peer_id, self._network.links(), self.members())
+        at_once(self._rates.update(self.members()))
+        return self._rates.estimates(self._network.peer_id, self._network.links())
 
     def record_token_time(self, route: Route, token_s: float, request: RouteRequest) -> None:
         """Update the per-peer estimates from a reply's typical seconds per token over this route."""
@@ -177,6 +180,8 @@ class RoutePlanner:
         spans = {hop.peer: hop.span for hop in route}
         if not spans.keys().isdisjoint(self.bans.active(trio.current_time())):
             return True
+        if members is self.members():
+            return False
         served, serves = (
             {
                 m.peer

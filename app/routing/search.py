@@ -58,6 +58,7 @@ def search_route(
     known: KnownCosts | None = None,
 ) -> Pieces[Route]:
     """Return the cheapest route; members without room are used only if there is no other. Raises `NoRoute`."""
+    avoid = frozenset(avoid)
     by_peer = yield from by_chunks(lambda some: {m.peer: m for m in some if m.peer not in avoid}, members)
     unused = yield from by_chunks(
         lambda some: {m.peer: why for m in some if (why := why_unused(m, request)) is not None}, [*by_peer.values()]
@@ -73,7 +74,7 @@ def search_route(
 def why_unused(member: Announcement, request: RouteRequest) -> Reason | None:
     """Return why no session with this request uses a member, from its announcement alone; None if one may."""
     peer, span = member.peer, member.span
-    if not member.serves or span is None:
+    if member.state != "serving" or span is None:
         code, text = _NOT_SERVING.get(member.state, ("peer_client", "it hosts no blocks"))
         return because(code, text, peer)
     if request.privacy.edge and not any(request.privacy.allows(peer, block) for block in span.blocks()):

@@ -11,13 +11,14 @@ Loads numpy, so it is imported only when a route is searched.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.core.pieces import CHUNK, Pieces
+from app.core.span import MAX_BLOCKS, Span
 from app.routing.estimates import LinkEstimates
 from app.routing.route import RouteRequest, Visit, no_route
 from app.swarm.records import Announcement, tail
@@ -25,6 +26,7 @@ from app.swarm.records import Announcement, tail
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+_NOWHERE = Span(MAX_BLOCKS - 1, MAX_BLOCKS)  # of a member that hosts nothing; no model has so many blocks
 _FEW = 8  # targets for which a look at every source takes less time than a table of minima
 
 
@@ -67,13 +69,14 @@ class _Hosts:
 
     def __init__(self, members: Sequence[Announcement], request: RouteRequest, links: LinkEstimates) -> None:
         wanted, privacy = request.wanted, request.privacy
-        away_s = np.array([links.away_s(m.peer) for m in members], np.float64)
+        away_s = np.array(links.all_away_s([m.peer for m in members]), np.float64)
         order = np.argsort(away_s, kind="stable")
         self.away_s: Floats = away_s[order]
         by_distance = [members[index] for index in order.tolist()]
         self.peers = [m.peer for m in by_distance]
-        spans = [(m.span.start, m.span.stop) if m.span else (0, 0) for m in by_distance]
-        self.start, self.stop = np.array(spans, np.int64).reshape(-1, 2).T - wanted.start
+        spans = [m.span or _NOWHERE for m in by_distance]
+        self.start = np.array([span.start for span in spans], np.int64) - wanted.start
+        self.stop = np.array([span.stop for span in spans], np.int64) - wanted.start
         block = np.arange(len(wanted))[:, None]
         self.may_run: Flags = (self.start <= block) & (block < self.stop)  # (blocks, members)
         private = [index for index, number in enumerate(wanted.blocks()) if privacy.is_private(number)]
@@ -155,8 +158,9 @@ def _claimed_links(hosts: _Hosts, links: LinkEstimates) -> Pieces[_ClaimedLinks]
 
 def _claims(hosts: _Hosts, links: LinkEstimates) -> Pieces[_Links]:
     """Return the claims of hosts, as the source, about others that a route can join to them; times are one way."""
-    numbers: dict[str, int] = {}  # of the tails of peer ids, which several peers can share
-    number = np.array([numbers.setdefault(tail(peer), len(numbers)) for peer in hosts.peers], np.int64)
+    tails = [tail(peer) for peer in hosts.peers]
+    numbers = dict(zip(dict.fromkeys(tails), count(), strict=False))  # of the tails, which several peers can share
+    number = np.array([numbers[name] for name in tails], np.int64)
     sharing = np.bincount(number, minlength=1)  # (tails,) how many peers have each
     by_number, begin = np.argsort(number, kind="stable"), np.cumsum(sharing) - sharing
     here = hosts.peers.index(links.own_peer) if links.own_peer in hosts.peers else -1
@@ -170,10 +174,12 @@ def _claims(hosts: _Hosts, links: LinkEstimates) -> Pieces[_Links]:
         source, known = np.repeat(np.arange(first, first + len(claims)), sizes), named >= 0
         source, named, rtt_s = source[known], named[known], rtt_s[known]
 
-        copies = sharing[named]
-        nth = np.arange(copies.sum()) - np.repeat(np.cumsum(copies) - copies, copies)
-        target = by_number[np.repeat(begin[named], copies) + nth]
-        source, rtt_s = np.repeat(source, copies), np.repeat(rtt_s, copies)
+        target = named
+        if len(numbers) < len(tails):
+            copies = sharing[named]
+            nth = np.arange(copies.sum()) - np.repeat(np.cumsum(copies) - copies, copies)
+            target = by_number[np.repeat(begin[named], copies) + nth]
+            source, rtt_s = np.repeat(source, copies), np.repeat(rtt_s, copies)
         useful = (hosts.start[source] <= hosts.stop[target]) & (hosts.start[target] <= hosts.stop[source])
         useful &= (source != target) & (source != here) & (target != here)
         found.append(_Links(source[useful], target[useful], rtt_s[useful] / 2))
