@@ -165,6 +165,7 @@ async def test_a_neighbour_cannot_keep_the_owners_orders_out(
             body = bytes(4 * width)
             head = pass_header(Kind.BACK, run, 1, Pass(0, 0, 0), dtype="f32", rows=1, width=width, length=len(body))
             for _ in range(100):
+                await neighbour.wait_room()
                 await neighbour.send(head + body)
             await neighbour.send(plain(Kind.PROBE, run, 1))
             await neighbour.receive()
@@ -184,6 +185,7 @@ async def test_the_owner_is_told_of_some_rejected_passes_and_not_of_thousands(
         body = bytes(4 * 65)
         head = pass_header(Kind.BACK, run, 1, Pass(0, 0, 0), dtype="f32", rows=65, width=1, length=len(body))
         for _ in range(3 * hop.MAX_REJECTIONS):
+            await neighbour.wait_room()
             await neighbour.send(head + body)
         await neighbour.send(plain(Kind.PROBE, run, 1))
         await neighbour.receive()

@@ -56,7 +56,7 @@ def finder(fabric: MemoryFabric, members: Sequence[Announcement], private: int =
 async def test_who_refuses_is_never_asked() -> None:
     async with open_fabric() as fabric:
         members = [member("a", 0, 4, "never"), member("b", 0, 2, "members"), member("c", 2, 4, "trusted")]
-        assert [hop.peer for hop in finder(fabric, members)(frozenset())] == ["b", "c"]
+        assert [hop.peer for hop in await finder(fabric, members)(frozenset())] == ["b", "c"]
 
 
 async def test_this_nodes_own_blocks_need_no_consent() -> None:
