@@ -152,8 +152,8 @@ class ValueStore:
         """
         values = self._keys.setdefault(key, {})
         network = network or publisher
-        for earlier, kept in [*values.items()]:
-            if kept.publisher == publisher and earlier != value and len(kept.networks) == 1:
+        for earlier, one in [*values.items()]:
+            if one.publisher == publisher and earlier != value and len(one.networks) == 1:
                 self._remove(key, earlier)
         values = self._keys.setdefault(key, values)
         kept = values.get(value)
