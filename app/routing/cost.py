@@ -80,9 +80,7 @@ def believed_in_pieces(
     members: Sequence[Announcement], request: RouteRequest, known: KnownCosts
 ) -> Pieces[dict[str, float]]:
     """Compute `believed_seconds` in pieces."""
-    prompt = request.prompt_tokens / max(
-        request.tokens - request.prompt_tokens, 1
-    )  # for each token of the reply
+    prompt = request.prompt_tokens / max(request.tokens - request.prompt_tokens, 1)  # for each token of the reply
     claimed = yield from by_chunks(
         lambda some: {m.peer: m.decode_block_s + prompt * m.prefill_block_s for m in some}, members
     )

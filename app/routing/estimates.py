@@ -106,8 +106,11 @@ class RateEstimates:
 
     def up(self, peer: str) -> float | None:
         """Bytes a second that a peer can send, as this node has seen, or else as others say if that is much."""
+        measured = self.measured.get(peer)
+        if measured is not None:
+            return measured
         said = self.sent.get(tail(peer))
-        return self.measured.get(peer, None if said is None else max(said, ASSUMED_BYTES_PER_S))
+        return ASSUMED_BYTES_PER_S if said is not None and said < ASSUMED_BYTES_PER_S else said
 
     def down(self, peer: str) -> float | None:
         """Bytes a second that a peer can receive, as it says itself; this node's own come from its measurements."""
@@ -119,10 +122,10 @@ class RateEstimates:
         """Seconds that each peer takes to receive a byte and to send it on; without those nothing is known about."""
         found = {}
         for peer in peers:
-            if peer in self.measured or peer in self.received or tail(peer) in self.sent or peer == self.own_peer:
-                up, down = self.up(peer), self.down(peer)
-                if up is not None or down is not None:
-                    found[peer] = 1 / (up or ASSUMED_BYTES_PER_S) + 1 / (down or ASSUMED_BYTES_PER_S)
+            up = self.up(peer) if peer in self.measured or tail(peer) in self.sent else None
+            down = self.down(peer) if peer == self.own_peer else self.received.get(peer)
+            if up is not None or down is not None:
+                found[peer] = 1 / (up or ASSUMED_BYTES_PER_S) + 1 / (down or ASSUMED_BYTES_PER_S)
         return found
 
 

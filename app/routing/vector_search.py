@@ -221,8 +221,8 @@ class _Ways:
         np.minimum(least_s, np.minimum.accumulate(farther_s[::-1])[::-1], out=least_s)
         shorter, longer = self._claimed.changing(cost_s, least_s, index)
         if len(longer.target):
-            targets = np.unique(longer.target)
-            targets = targets[least_s[targets] + self._entry_s[targets] < cost_s[targets]]
+            targets = longer.target
+            targets = np.unique(targets[least_s[targets] + self._entry_s[targets] < cost_s[targets]])
             if len(targets) <= _FEW:
                 for target in targets.tolist():
                     least_s[target] = (cost_s + self.links_to(target)).min()

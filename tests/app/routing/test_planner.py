@@ -40,7 +40,7 @@ def breaks_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "LONGEST_S", -1.0)
 
 
-async def found_during(planner: RoutePlanner, change: Callable[[], None]) -> list[str]:
+async def found_during(planner: RoutePlanner, change: Callable[[], object]) -> list[str]:
     """The peers of a route during whose search something changes."""
     route: list[Route] = []
 
