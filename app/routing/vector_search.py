@@ -27,6 +27,7 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 _NOWHERE = Span(MAX_BLOCKS - 1, MAX_BLOCKS)  # of a member that hosts nothing; no model has so many blocks
+_ROWS_AT_ONCE = 16  # of the table of who may run which block
 _FEW = 8  # targets for which a look at every source takes less time than a table of minima
 
 
@@ -38,7 +39,7 @@ def cheapest_visits(
     entry_s: Mapping[str, float],
 ) -> Pieces[list[Visit]]:
     """Return the visits of the cheapest path, the last one first; raises `NoRoute` at a block nobody may run."""
-    hosts = _Hosts(members, request, links)
+    hosts = yield from _hosts_of(members, request, links)
     yield
     entering_s, block_row_s = hosts.array(entry_s), hosts.array(block_s)
     claimed = yield from _claimed_links(hosts, links)
@@ -67,24 +68,9 @@ class _Hosts:
     Blocks are counted from the first wanted one.
     """
 
-    def __init__(self, members: Sequence[Announcement], request: RouteRequest, links: LinkEstimates) -> None:
-        wanted, privacy = request.wanted, request.privacy
-        away_s = np.array(links.all_away_s([m.peer for m in members]), np.float64)
-        order = np.argsort(away_s, kind="stable")
-        self.away_s: Floats = away_s[order]
-        by_distance = [members[index] for index in order.tolist()]
-        self.peers = [m.peer for m in by_distance]
-        spans = [m.span or _NOWHERE for m in by_distance]
-        self.start = np.array([span.start for span in spans], np.int64) - wanted.start
-        self.stop = np.array([span.stop for span in spans], np.int64) - wanted.start
-        block = np.arange(len(wanted))[:, None]
-        self.may_run: Flags = (self.start <= block) & (block < self.stop)  # (blocks, members)
-        private = [index for index, number in enumerate(wanted.blocks()) if privacy.is_private(number)]
-        if private:
-            self.may_run[private] &= np.array([peer in privacy.trusted for peer in self.peers], np.bool_)
-        missing = np.flatnonzero(~self.may_run.any(axis=1))
-        if len(missing):
-            raise no_route(wanted.start + int(missing[0]), privacy)
+    def __init__(self, peers: list[str], away_s: Floats, start: Indices, stop: Indices, may_run: Flags) -> None:
+        self.peers, self.away_s, self.start, self.stop = peers, away_s, start, stop
+        self.may_run = may_run  # (blocks, members)
 
     def array(self, by_peer: Mapping[str, float]) -> Floats:
         """Return each member's value."""
@@ -100,6 +86,37 @@ class _Hosts:
         links_s = np.full(len(self.peers), np.inf)
         links_s[able] = [link_s(self.peers[member]) for member in able.tolist()]
         return links_s
+
+
+def _hosts_of(members: Sequence[Announcement], request: RouteRequest, links: LinkEstimates) -> Pieces[_Hosts]:
+    """Return the usable members; raises `NoRoute` at a block nobody may run."""
+    wanted, privacy = request.wanted, request.privacy
+    away: list[float] = []
+    starts: list[int] = []
+    stops: list[int] = []
+    for first in range(0, len(members), CHUNK):
+        some = members[first : first + CHUNK]
+        away += links.all_away_s([m.peer for m in some])
+        spans = [m.span or _NOWHERE for m in some]
+        starts += [span.start for span in spans]
+        stops += [span.stop for span in spans]
+        yield
+    away_s = np.array(away, np.float64)
+    order = np.argsort(away_s, kind="stable")
+    peers = [members[index].peer for index in order.tolist()]
+    start, stop = (np.array(bounds, np.int64)[order] - wanted.start for bounds in (starts, stops))
+    yield
+    may_run = np.empty((len(wanted), len(peers)), np.bool_)
+    trusted = np.array([peer in privacy.trusted for peer in peers], np.bool_) if privacy.edge else None
+    for index, number in enumerate(wanted.blocks()):
+        np.logical_and(start <= index, index < stop, out=may_run[index])
+        if trusted is not None and privacy.is_private(number):
+            may_run[index] &= trusted
+        if not may_run[index].any():
+            raise no_route(number, privacy)
+        if index % _ROWS_AT_ONCE == 0:
+            yield
+    return _Hosts(peers, away_s[order], start, stop, may_run)
 
 
 class _Links(NamedTuple):
@@ -148,9 +165,8 @@ class _ClaimedLinks:
 
 
 def _claimed_links(hosts: _Hosts, links: LinkEstimates) -> Pieces[_ClaimedLinks]:
-    source, target, claim_s = yield from _claims(hosts, links)
-    low, high, link_s = _claimed_pairs(hosts, links, _Links(source, target, claim_s))
-    yield
+    claims = yield from _claims(hosts, links)
+    low, high, link_s = yield from _claimed_pairs(hosts, links, claims)
     claimed = _ClaimedLinks(hosts, low, high, link_s)
     yield
     return claimed
@@ -187,17 +203,19 @@ def _claims(hosts: _Hosts, links: LinkEstimates) -> Pieces[_Links]:
     return _Links(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
 
 
-def _claimed_pairs(hosts: _Hosts, links: LinkEstimates, claims: _Links) -> tuple[Indices, Indices, Floats]:
+def _claimed_pairs(hosts: _Hosts, links: LinkEstimates, claims: _Links) -> Pieces[tuple[Indices, Indices, Floats]]:
     """Return the pairs of hosts that have a claim: nearer one, farther one, link time."""
     source, target, claim_s = claims
     count = len(hosts.peers)
     key = np.minimum(source, target) * count + np.maximum(source, target)
     order = np.argsort(key, kind="stable")
+    yield
     key, claim_s = key[order], claim_s[order]
     begin = np.flatnonzero(np.diff(key, prepend=-1))
     claimants = np.diff(begin, append=len(key))  # one or both
     claimed_s = np.maximum.reduceat(claim_s, begin) if len(begin) else claim_s
     low, high = key[begin] // count, key[begin] % count
+    yield
     # The same limits as in `LinkEstimates`.
     measured = np.array([peer in links.rtt_s for peer in hosts.peers], np.bool_)
     least_s = np.where(measured[low] & measured[high], hosts.away_s[high] - hosts.away_s[low], 0.0)
