@@ -45,11 +45,12 @@ from app.asker.reply import AuditSample, HiddenState, ReplyAdapter
 from app.asker.route_session import RouteSession
 from app.asker.stats import AuditCounts
 from app.core.errors import AppError
+from app.core.pieces import in_pieces
 from app.core.signal import Signal
 from app.core.span import Span
 from app.routing.estimates import link_seconds
 from app.routing.route import KnownCosts, NoRoute, Route, RouteRequest
-from app.routing.search import find_route
+from app.routing.search import search_route
 from app.routing.trust import TrustBook
 from app.swarm.records import Announcement
 from p2p.errors import P2PError
@@ -211,31 +212,31 @@ class Auditor:
     async def _next_route(self, run: _AuditRun) -> Route | None:
         """Return the route whose answer would tell most, or None if no route would tell anything more."""
         if len(run.answered) == 1:
-            route = self._random_route(run.sample, avoid=run.sample.peers)
+            route = await self._random_route(run.sample, avoid=run.sample.peers)
             others = frozenset() if route is None else frozenset(hop.peer for hop in route)
             return route if others - run.sample.peers else None
         stories, _ = minimal_liar_sets(run.seen, self._context.not_accused())
         if self._is_settled(run) or len(run.answered) >= MOST_ROUTES:
             return None
         if len(stories) == 1:
-            return self._route_with(run.sample, stories[0])
+            return await self._route_with(run.sample, stories[0])
         suspects = sorted(blame(stories))
         best: tuple[int, Route | None] = (len(stories), None)
         for _ in range(TRIES):
             avoid = self._rng.sample(suspects, self._rng.randint(0, len(suspects)))
-            route = self._random_route(run.sample, avoid)
+            route = await self._random_route(run.sample, avoid)
             if route is not None:
                 left = worst_case_remaining([hop.peer for hop in route], stories, run.seen)
                 best = min(best, (left, route), key=lambda one: one[0])
             await trio.lowlevel.checkpoint()
         return best[1]
 
-    def _route_with(self, sample: AuditSample, peers: frozenset[str]) -> Route | None:
+    async def _route_with(self, sample: AuditSample, peers: frozenset[str]) -> Route | None:
         """Return a route in which one of these peers takes part and as few others of the reply as possible."""
-        route = self._random_route(sample, sample.peers - peers, prefer=peers)
+        route = await self._random_route(sample, sample.peers - peers, prefer=peers)
         return route if route is not None and not peers.isdisjoint(hop.peer for hop in route) else None
 
-    def _random_route(
+    async def _random_route(
         self, sample: AuditSample, avoid: Sequence[str] | frozenset[str], prefer: frozenset[str] = frozenset()
     ) -> Route | None:
         """Return a random route; the peers to avoid are used only if there are no others."""
@@ -245,9 +246,8 @@ class Auditor:
         request = RouteRequest(Span(0, len(sample.precisions)), sample.room, privacy=sample.privacy)
         try:
             no_links = link_seconds("", dict.fromkeys(costs, 0.0), ())  # distances do not matter
-            return find_route(
-                members, request, no_links, avoid=self._context.avoided(), known=KnownCosts(penalty_s=costs)
-            )
+            avoided, known = self._context.avoided(), KnownCosts(penalty_s=costs)
+            return await in_pieces(search_route(members, request, no_links, avoid=avoided, known=known))
         except NoRoute:
             return None
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from functools import reduce
+from itertools import chain, combinations, combinations_with_replacement, product
 from math import prod
+from operator import or_
 from typing import NamedTuple
 
 from app.routing.route import Route
@@ -105,10 +107,10 @@ Explanation = frozenset[str]
 
 def minimal_liar_sets(seen: Sequence[Observation], not_accused: Collection[str]) -> tuple[list[Explanation], bool]:
     """Return the smallest sets of liars that explain all answers, and whether they then lied every time."""
-    peers = sorted(frozenset[str]().union(*(one.peers for one in seen)) - set(not_accused))
+    evidence = _Evidence(seen, not_accused)
     for size in range(1, _MOST_LIARS + 1):
         for always in (True, False):
-            found = [frozenset(liars) for liars in combinations(peers, size) if _explains(liars, seen, always)]
+            found = evidence.explanations(size, always=always)
             if found:
                 return found, always
     return [], False
@@ -124,19 +126,46 @@ def is_confirmed(liars: Explanation, seen: Sequence[Observation]) -> bool:
 
 def occasional_liar_sets(seen: Sequence[Observation], not_accused: Collection[str]) -> list[Explanation]:
     """Return the smallest sets of liars that explain all answers if they may have lied only sometimes."""
-    peers = sorted(frozenset[str]().union(*(one.peers for one in seen)) - set(not_accused))
+    evidence = _Evidence(seen, not_accused)
     for size in range(1, _MOST_LIARS + 1):
-        found = [frozenset(liars) for liars in combinations(peers, size) if _explains(liars, seen, always=False)]
+        found = evidence.explanations(size, always=False)
         if found:
             return found
     return []
 
 
-def _explains(liars: Collection[str], seen: Sequence[Observation], always: bool) -> bool:
-    clean = {one.group for one in seen if one.peers.isdisjoint(liars)}
-    if len(clean) > 1:
-        return False
-    return not (always and any(one.group in clean for one in seen if not one.peers.isdisjoint(liars)))
+class _Evidence:
+    """Who took part in which answers, as sets of bits: peers of the same answers are judged together.
+
+    With long routes there are tens of thousands of pairs of peers, but few kinds of them.
+    """
+
+    def __init__(self, seen: Sequence[Observation], not_accused: Collection[str]) -> None:
+        self._all = (1 << len(seen)) - 1
+        self._groups: dict[int, int] = {}  # group -> its answers
+        answers: dict[str, int] = {}  # peer -> answers in which it took part
+        for number, one in enumerate(seen):
+            self._groups[one.group] = self._groups.get(one.group, 0) | 1 << number
+            for peer in one.peers - set(not_accused):
+                answers[peer] = answers.get(peer, 0) | 1 << number
+        self._alike: dict[int, list[str]] = {}  # answers -> peers that took part in exactly these
+        for peer in sorted(answers):
+            self._alike.setdefault(answers[peer], []).append(peer)
+
+    def explanations(self, size: int, *, always: bool) -> list[Explanation]:
+        """Return all sets of so many peers that explain the answers."""
+        found: list[Explanation] = []
+        for kinds in combinations_with_replacement(self._alike, size):
+            if self._explains(reduce(or_, kinds), always):
+                times = Counter(kinds)
+                chosen = product(*(combinations(self._alike[kind], count) for kind, count in times.items()))
+                found += [frozenset(chain.from_iterable(liars)) for liars in chosen]
+        return sorted(found, key=sorted)
+
+    def _explains(self, involved: int, always: bool) -> bool:
+        """True if all answers without the liars agree and, with `always`, no other one agrees with them."""
+        clean = [answers for answers in self._groups.values() if answers & ~involved & self._all]
+        return len(clean) < 2 and not (always and clean and clean[0] & involved)
 
 
 def worst_case_remaining(peers: Collection[str], stories: Sequence[Explanation], seen: Sequence[Observation]) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import trio
@@ -68,6 +69,7 @@ from app.session.wire import (
 )
 from p2p.errors import P2PError
 from p2p.rate_limit import LogLimit, backoff_s
+from p2p.supervise import guarded
 
 log = logging.getLogger("shoal.asker")
 log.addFilter(LogLimit())  # hops can cause these lines
@@ -159,6 +161,10 @@ class HopLinks:
         if not self.is_open(peer):
             self._nursery.start_soon(self._prepare, peer, timeout_s)
 
+    def in_background(self, what: str, task: Callable[[], Awaitable[None]]) -> None:
+        """Run a task that no session waits for; if it fails, that is only logged."""
+        self._nursery.start_soon(guarded, what, task)
+
     async def _close_idle(self) -> None:
         """Close streams that no session has used for a while: an open stream keeps its link from being pruned."""
         while True:
@@ -239,7 +245,7 @@ class OwnNode:
 class RouteSource(Protocol):
     """Proposes routes, and learns how hops did."""
 
-    def route(self, current: Route, avoid: Sequence[str]) -> Route:
+    async def route(self, current: Route, avoid: Sequence[str]) -> Route:
         """Return a route that keeps as much of the current one as possible; raises `NoRoute`."""
 
     def failed(self, peer: str, why: Reason, *, busy: bool) -> None:
@@ -248,7 +254,7 @@ class RouteSource(Protocol):
     def worked(self, peer: str) -> None:
         """Record that a hop did its part."""
 
-    def better(self, running: RunningRoute) -> Route | None:
+    async def better(self, running: RunningRoute) -> Route | None:
         """Return a route that is worth moving a healthy session to, if there is one."""
 
     def wires(self, route: Route, before: Wires | None) -> Wires:
@@ -820,7 +826,7 @@ class RouteSession:
         """
         while not self._settled:
             try:
-                self._first = self._guide.route((), [])
+                self._first = await self._guide.route((), [])
                 return None
             except NoRoute as error:
                 if self._is_over(error, self._begun_at):
@@ -865,7 +871,7 @@ class RouteSession:
         if self._cut_to != KEEP and not hops.can_revise:
             self._flowing = False
         begin = trio.current_time()
-        if hops.leaving and self._can_leave():
+        if hops.leaving and await self._can_leave():
             self._flowing = False
         if self._flowing and hops.trouble is None and self._finds_better():
             await self._move()
@@ -916,6 +922,7 @@ class RouteSession:
     async def close(self, rest_s: int = 0) -> None:
         """Close the session at all hops, without waiting for them; they may keep its cache for `rest_s` seconds."""
         self.first_answer.set()
+        self._flowing = False
         with trio.CancelScope(shield=True):
             await self._hops.close(rest_s)
 
@@ -984,7 +991,7 @@ class RouteSession:
         while True:
             await trio.sleep(self._note_failure())
             try:
-                await self._set_up(self._next_route(), hops.leaving - self._unsound)
+                await self._set_up(await self._next_route(), hops.leaving - self._unsound)
                 return
             except NoRoute as error:
                 if self._is_over(error, begin):
@@ -998,19 +1005,19 @@ class RouteSession:
                     raise SessionLost(f"no route worked for {self._settings.repair_s:g} s: {failure}") from failure
                 hops.trouble = failure
 
-    def _next_route(self) -> Route:
+    async def _next_route(self) -> Route:
         """Return a route without the hops that are leaving, or with them if there is no other yet."""
         first, self._first = self._first, ()
         if first:
             return first
         leaving, unable = self._hops.leaving, self._hops.unable
         try:
-            return self._guide.route(self._settled, sorted({*leaving, *unable}))
+            return await self._guide.route(self._settled, sorted({*leaving, *unable}))
         except NoRoute as error:
             if not leaving:
                 raise self._explained(error) from None
         try:
-            return self._guide.route(self._settled, sorted(unable))
+            return await self._guide.route(self._settled, sorted(unable))
         except NoRoute as error:
             raise self._explained(error) from None
 
@@ -1028,20 +1035,20 @@ class RouteSession:
             peers=unable,
         )
 
-    def _can_leave(self) -> bool:
+    async def _can_leave(self) -> bool:
         """True if hops of the route are leaving and others could take over; looked up once a second at most."""
         now, leaving = trio.current_time(), self._hops.leaving
         if now < self._look_again_at or not any(hop.peer in leaving for hop in self.route):
             return False
         self._look_again_at = now + LOOK_AGAIN_S
         try:
-            self._guide.route(self._settled, sorted({*leaving, *self._hops.unable}))
+            await self._guide.route(self._settled, sorted({*leaving, *self._hops.unable}))
         except NoRoute:
             return False
         return True
 
     def _finds_better(self) -> bool:
-        """True if a better route was found earlier and its links are open by now."""
+        """True if a better route was found earlier and its links are open by now; looks for one now and then."""
         now = trio.current_time()
         if self._better:
             if all(self._links.is_open(hop.peer) for hop in self._better):
@@ -1050,12 +1057,17 @@ class RouteSession:
                 self._better = ()
         elif self._step_s and self._recheck.is_due(now):
             running = RunningRoute(self.route, self._step_s.value, len(self._history))
-            better = self._guide.better(running) or ()
-            self._better = () if any(hop.peer in self._hops.unable for hop in better) else better
-            self._better_until = now + self._settings.open_s
-            for hop in self._better:
-                self._links.prepare(hop.peer, timeout_s=self._settings.open_s)
+            self._links.in_background("looking for a better route", partial(self._look_for_better, running))
         return False
+
+    async def _look_for_better(self, running: RunningRoute) -> None:
+        """Search for a better route and begin to open its links, while tokens go on over the present one."""
+        better = await self._guide.better(running) or ()
+        if self.route != running.route or not self._flowing or any(hop.peer in self._hops.unable for hop in better):
+            return
+        self._better, self._better_until = better, trio.current_time() + self._settings.open_s
+        for hop in better:
+            self._links.prepare(hop.peer, timeout_s=self._settings.open_s)
 
     async def _move(self) -> None:
         """Move to the better route; if that fails, the next `advance` repairs the old one."""

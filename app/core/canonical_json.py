@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from app.core.errors import RecordError
 
 _ABSENT: Any = object()
+_SHOWN_CHARS = 60
+# A peer chooses the value: Python's own `repr` fails on deep nesting, and takes long for a long list.
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 2 * _SHOWN_CHARS
 
 
 def canonical(value: Any) -> bytes:
@@ -86,8 +91,8 @@ class Fields:
 
     def refuse(self, name: str, expected: str) -> NoReturn:
         """Raise `RecordError` for one field, naming its value and what was expected."""
-        shown = repr(self.values.get(name))
-        raise RecordError(f"{self.what}: {name!r} is {shown[:60]}, expected {expected}")
+        shown = _SHORT.repr(self.values.get(name))
+        raise RecordError(f"{self.what}: {name!r} is {shown[:_SHOWN_CHARS]}, expected {expected}")
 
     def integer(self, name: str, low: int, high: int, default: int = _ABSENT) -> int:
         """Read an integer in `low..high`, both included."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from app.core.reasons import Reason, because
@@ -73,10 +74,15 @@ def due(waiting: MoveTimer | None, move: Move | None, now: float) -> MoveTimer |
 
 def decide(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move | None:
     """Return the move that this node should make, or None if it should stay or can host nothing."""
+    return decide_by(coverage_of(others, n_blocks, me.tokens_per_s), me, others)
+
+
+def decide_by(found: Coverage, me: Candidate, others: Sequence[Announcement]) -> Move | None:
+    """Decide like `decide`, from the coverage by the other members, with this node's own speed in the median."""
+    n_blocks = len(found.speeds)
     length = min(me.blocks, n_blocks)
     if length < 1:
         return None
-    found = coverage_of(others, n_blocks, me.tokens_per_s)
     if me.span is None:
         best = best_window(found, _windows(length, n_blocks), me)
         words = "the blocks with the fewest hosts" if any(found.holders) else "chosen when nobody else hosted any block"
@@ -123,7 +129,8 @@ def _windows(length: int, n_blocks: int, over: int | None = None) -> list[Span]:
 def _join_delay_s(peer: str, others: Sequence[Announcement]) -> float:
     """Seconds before a newcomer chooses, by its place among joining peers; at once, all would pick the same span."""
     rivals = [other.peer for other in others if other.state == "joining" and other.span is None]
-    before_me = sum(_hash_fraction(rival, "turn") < _hash_fraction(peer, "turn") for rival in rivals)
+    mine = _turn(peer)
+    before_me = sum(turn < mine for turn in map(_turn, rivals))
     return before_me * min(JOIN_STAGGER_S, JOIN_STAGGER_TOTAL_S / (1 + len(rivals)))
 
 
@@ -263,6 +270,11 @@ def _holders(others: Iterable[Announcement], block: int) -> list[str]:
     """List the other peers that hold a block or are loading it."""
     spans = ((other.peer, other.growing or other.span) for other in others if other.state in COMING)
     return [peer for peer, span in spans if span is not None and block in span]
+
+
+@lru_cache(maxsize=4096)
+def _turn(peer: str) -> float:
+    return _hash_fraction(peer, "turn")
 
 
 def _hash_fraction(peer: str, about: str) -> float:

@@ -32,6 +32,7 @@ MAX_ASKED = 32
 MAX_SWARMS = 8
 MAX_MEMBERS = 512
 TOKENS = 256  # of a usual reply: hops with less KV-cache room are used only if there are no others
+_STATEMENTS_AT_ONCE = 8
 _NEAREST = ("lan", "direct", "relayed")
 
 
@@ -96,8 +97,10 @@ class NearbySwarms:
     async def _ask(self, network: Network, link: Link, reports: dict[str, _Report]) -> None:
         try:
             answer = await network.call(link.peer, wire.FIND, b"", timeout_s=ASK_TIMEOUT_S)
-            for raw in wire.unpack(answer, wire.MAX_BATCH_BYTES):
+            for count, raw in enumerate(wire.unpack(answer, wire.MAX_BATCH_BYTES), 1):
                 self._take(raw, link, reports)
+                if count % _STATEMENTS_AT_ONCE == 0:
+                    await trio.lowlevel.checkpoint()  # checking signatures takes CPU time
         except P2PError as error:
             log.debug("%s did not say which swarm it is in: %s", link.peer, error)
 

@@ -42,6 +42,11 @@ TABLE_TIMEOUT_S = 5.0
 FRESH_S = 1.0  # a suspicion of a member that was contacted within this time is ignored
 # Changes that other members may not know yet. Deaths are not among them: suspicions report those.
 _NEWS = ("joined", "moved", "draining", "updated", "left")
+# What one peer may send or ask for: signatures are checked, and each table is compared as a whole.
+ANNOUNCEMENTS_AT_ONCE, ANNOUNCEMENTS_PER_S = 2 * 2048, 64.0  # two whole tables at once
+SUSPICIONS_AT_ONCE, SUSPICIONS_PER_S = 512, 32.0
+INVALID_AT_ONCE, INVALID_PER_S = 512, 8.0  # statements; beyond it a peer misbehaves
+TABLES_AT_ONCE, TABLES_PER_S = 16, 0.5
 _MISSING_CHECKED = 16  # members that a received vector lacks; a newcomer's vector lacks almost all
 _STATEMENTS_AT_ONCE = 32  # processed between two checkpoints, as verifying takes CPU time
 
@@ -93,11 +98,13 @@ class MembershipExchange:
         self._id = bytes.fromhex(terms.swarm)
         self.listening = False
         self.urgent_added = Signal()
-        # Two whole tables (2048 members each) at once.
-        self._announcement_limit = PeerRateLimit(burst=2 * 2048, per_s=64)
+        self._announcement_limit = PeerRateLimit(ANNOUNCEMENTS_AT_ONCE, ANNOUNCEMENTS_PER_S)
         self._list_limit = PeerRateLimit(burst=64, per_s=1)  # revocation lists
+        self._suspicion_limit = PeerRateLimit(SUSPICIONS_AT_ONCE, SUSPICIONS_PER_S)
+        self._table_limit = PeerRateLimit(TABLES_AT_ONCE, TABLES_PER_S)
+        self._piggyback_limit = PeerRateLimit(burst=4, per_s=1)  # answers to probes that take news along
         self._urgent_limit = PeerRateLimit(burst=5, per_s=0.5)  # pushes about one member
-        self._invalid_limit = PeerRateLimit(burst=512, per_s=8)  # invalid statements; beyond it a peer misbehaves
+        self._invalid_limit = PeerRateLimit(INVALID_AT_ONCE, INVALID_PER_S)
         self._unpublished: set[str] = set()  # strangers to pass on once this node has contacted them
 
     def serve(self) -> None:
@@ -205,10 +212,14 @@ class MembershipExchange:
         is_known = self.table.seen_at(peer) is not None
         await self._receive_all(request.statements, peer)
         self._record_contact(peer)
-        piggyback = self.gossip_queue.take_piggyback() if is_known else []
+        # News is given a few times only: a member that probes all the time must not use it up.
+        takes_news = is_known and self._piggyback_limit.take(peer, trio.current_time())
+        piggyback = self.gossip_queue.take_piggyback() if takes_news else []
         return wire.pack(wire.fitting([self._own().raw, *piggyback], wire.MAX_BATCH_BYTES))
 
     async def _on_table(self, peer: str, body: bytes) -> bytes:
+        if not self._table_limit.take(peer, trio.current_time()):
+            raise Refused("too many requests for the table of members; ask again later")
         request = self._admit(peer, body, wire.TableRequest.decode)
         await self._receive_all(request.statements, peer)
         self._record_contact(peer)
@@ -256,7 +267,8 @@ class MembershipExchange:
             if envelope.domain == ANNOUNCEMENT_DOMAIN:
                 self._receive_announcement(envelope, sender, now, asked)
             elif envelope.domain == SUSPICION_DOMAIN:
-                self._receive_suspicion(envelope, now)
+                if self._suspicion_limit.take(sender, now):
+                    self._receive_suspicion(envelope, now)
             elif envelope.domain == REVOCATIONS_DOMAIN and self._guard is not None:
                 if self._list_limit.take(sender, now):
                     self._guard.keep(envelope)
@@ -349,6 +361,7 @@ class MembershipExchange:
     def expire(self) -> None:
         """Remove expired and long-gone members from the table."""
         for change in self.table.expire(trio.current_time(), self._now_ms()):
+            self._unpublished.discard(change.member.peer)
             self._events.changed(change)
 
     def queue_own(self, *, urgent: bool) -> None:

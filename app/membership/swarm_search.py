@@ -35,6 +35,8 @@ MANIFEST_TIMEOUT_S = 30.0
 QUIET_S = 1.5  # from the first answer to a bare name until the search ends
 _ASKS_AT_ONCE = 64
 _POLL_S = 0.25
+_MAX_STATEMENTS = 64  # of one answer; honest peers send up to 25
+_STATEMENTS_AT_ONCE = 8
 _MAX_ASKED = 512
 _PATIENCE_S = 2.0  # for a manifest, before the next peer is asked as well
 _MAX_FAILURES_SHOWN = 3  # in the error, of peers that did not answer
@@ -102,22 +104,24 @@ class _Search:
             except P2PError as error:
                 self.failures[peer] = str(error)
                 raise
-            self.take(peer, wire.unpack(answer, wire.MAX_BATCH_BYTES))
+            await self.take(peer, wire.unpack(answer, wire.MAX_BATCH_BYTES))
 
     async def ask_record(self, key: bytes) -> None:
         """Ask the DHT for the swarm's record."""
         value = await self.network.get_value(key, timeout_s=ASK_TIMEOUT_S)
         if value:
-            self.take(DIRECTORY, [value])
+            await self.take(DIRECTORY, [value])
 
     async def ask_rendezvous(self, nursery: trio.Nursery, key: bytes) -> None:
         """Ask the DHT for providers of a rendezvous key, and then those."""
         found = await self.network.find_providers(key, timeout_s=self.look_up_s)
         self.start(nursery, found)
 
-    def take(self, peer: str, statements: list[bytes]) -> None:
+    async def take(self, peer: str, statements: list[bytes]) -> None:
         """Keep the matching records and the members that the statements name; invalid statements are skipped."""
-        for raw in statements:
+        for count, raw in enumerate(statements[:_MAX_STATEMENTS], 1):
+            if count % _STATEMENTS_AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()  # checking signatures takes CPU time
             try:
                 said = read_record_or_announcement(raw, now_ms=self.now_ms)
                 if not isinstance(said, SwarmRecord):

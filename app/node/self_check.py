@@ -33,7 +33,7 @@ class _OwnBlocks:
         self.why = ""
         self.busy = False
 
-    def route(self, current: Route, avoid: Sequence[str]) -> Route:
+    async def route(self, current: Route, avoid: Sequence[str]) -> Route:
         if self.why:
             raise NoRoute(self._hop.span.start, f": {self.why}")
         return (self._hop,)
@@ -44,7 +44,7 @@ class _OwnBlocks:
     def worked(self, peer: str) -> None:
         self.why = ""
 
-    def better(self, standing: RunningRoute) -> Route | None:
+    async def better(self, standing: RunningRoute) -> Route | None:
         return None
 
     def wires(self, route: Route, before: Wires | None) -> Wires:

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median_high
 
+from app.core.pieces import Pieces, at_once, by_chunks
 from app.routing.route import KnownCosts, LinkSeconds, Route, RouteRequest
-from app.swarm.records import Announcement
+from app.swarm.records import SLOWEST_TOKENS_PER_S, Announcement
 
 HOP_S = 0.001  # fixed overhead of a hop, besides its link and its blocks
 UNKNOWN_LINK_S = 0.05  # one way, assumed until measured
-SLOWEST_TOKENS_PER_S = 0.1  # assumed for members that announce no speed
 BELIEVED_TIMES = 8.0  # an unmeasured claim counts for at most this multiple of the median speed
 ASSUMED_BYTES_PER_S = 12.5e6  # of a connection that nobody measured: 100 Mbit/s
 MOST_BELIEVED_BYTES_PER_S = 125e6  # a claim counts for at most this: faster links make no difference to a route
@@ -50,21 +50,19 @@ def compute_seconds(route: Route, block_s: Mapping[str, float]) -> float:
 def entry_seconds(members: Sequence[Announcement], known: KnownCosts, request: RouteRequest) -> dict[str, float]:
     """Seconds per token that each member adds as a hop, besides its link and its blocks."""
     unknown_s, bytes_per_token = 2 / ASSUMED_BYTES_PER_S, request.bytes_per_token
+    penalty_s, byte_s = known.penalty_s.get, known.byte_s.get
     return {
         m.peer: HOP_S
-        + wait_seconds(m)
-        + known.penalty_s.get(m.peer, 0.0)
-        + bytes_per_token * known.byte_s.get(m.peer, unknown_s)
+        + (wait_seconds(m) if m.busy else 0.0)
+        + penalty_s(m.peer, 0.0)
+        + bytes_per_token * byte_s(m.peer, unknown_s)
         for m in members
     }
 
 
 def block_seconds(member: Announcement, prompt_tokens: int = 0, reply_tokens: int = 1) -> float:
     """Seconds that one token of a reply takes in one block of this member, including its share of the prompt."""
-    assert member.span is not None
-    decode_s = 1 / max(member.decode_tokens_per_s, SLOWEST_TOKENS_PER_S)
-    prompt_s = prompt_tokens / max(member.prefill_tokens_per_s, member.decode_tokens_per_s, SLOWEST_TOKENS_PER_S)
-    return (decode_s + prompt_s / max(reply_tokens, 1)) / len(member.span)
+    return member.decode_block_s + prompt_tokens / max(reply_tokens, 1) * member.prefill_block_s
 
 
 def wait_seconds(member: Announcement) -> float:
@@ -75,14 +73,25 @@ def wait_seconds(member: Announcement) -> float:
 
 def believed_seconds(members: Sequence[Announcement], request: RouteRequest, known: KnownCosts) -> dict[str, float]:
     """Seconds per token and block of each member: measured if known, else its claim, limited by `BELIEVED_TIMES`."""
-    reply_tokens = max(request.tokens - request.prompt_tokens, 1)
-    claimed = {m.peer: block_seconds(m, request.prompt_tokens, reply_tokens) for m in members}
+    return at_once(believed_in_pieces(members, request, known))
+
+
+def believed_in_pieces(
+    members: Sequence[Announcement], request: RouteRequest, known: KnownCosts
+) -> Pieces[dict[str, float]]:
+    """Compute `believed_seconds` in pieces."""
+    prompt = request.prompt_tokens / max(request.tokens - request.prompt_tokens, 1)  # for each token of the reply
+    claimed = yield from by_chunks(
+        lambda some: {m.peer: m.decode_block_s + prompt * m.prefill_block_s for m in some}, members
+    )
     believed = limited(claimed)
-    for member in members:
-        measured_s = known.block_s.get(member.peer)
-        if measured_s is not None:
-            # Only decode steps are measured; the prompt's share is scaled by the same factor.
-            believed[member.peer] = measured_s * claimed[member.peer] / block_seconds(member)
+    yield
+    if known.block_s:
+        for member in members:
+            measured_s = known.block_s.get(member.peer)
+            if measured_s is not None:
+                # Only decode steps are measured; the prompt's share is scaled by the same factor.
+                believed[member.peer] = measured_s * claimed[member.peer] / block_seconds(member)
     return believed
 
 
@@ -91,8 +100,7 @@ def believed_prompt_seconds(members: Sequence[Announcement], known: KnownCosts) 
 
     Who was measured to be slower or faster with single tokens than it claims is so with prompts too.
     """
-    speeds = {m.peer: max(m.prefill_tokens_per_s, m.decode_tokens_per_s, SLOWEST_TOKENS_PER_S) for m in members}
-    believed = limited({m.peer: 1 / speeds[m.peer] / len(m.span) for m in members if m.span is not None})
+    believed = limited({m.peer: m.prefill_block_s for m in members if m.span is not None})
     for member in members:
         measured_s = known.block_s.get(member.peer)
         if measured_s is not None and member.peer in believed:

@@ -12,6 +12,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.core.network import Link
+from app.core.pieces import CHUNK, Pieces, at_once
 from app.core.span import Span
 from app.routing.cost import (
     ASSUMED_BYTES_PER_S,
@@ -46,6 +47,11 @@ class LinkEstimates:
         """One-way seconds between this node and a peer."""
         return 0.0 if self.is_here(peer) else self.rtt_s.get(peer, 2 * UNKNOWN_LINK_S) / 2
 
+    def all_away_s(self, peers: Iterable[str]) -> list[float]:
+        """One-way seconds between this node and each of these peers."""
+        known, unknown_s = self.rtt_s.get, 2 * UNKNOWN_LINK_S
+        return [0.0 if peer == self.own_peer else known(peer, unknown_s) / 2 for peer in peers]
+
     def __call__(self, a: str, b: str) -> float:
         """One-way seconds between two peers."""
         if a == b:
@@ -68,7 +74,7 @@ class LinkEstimates:
 
 def link_seconds(own_peer: str, rtt_s: Mapping[str, float], members: Iterable[Announcement]) -> LinkEstimates:
     """Return the link estimates from this node's measured round-trip times and the members' claims."""
-    return LinkEstimates(own_peer, rtt_s, {member.peer: dict(member.rtts) for member in members if member.rtts})
+    return LinkEstimates(own_peer, rtt_s, {member.peer: member.rtt_by_tail for member in members if member.rtts})
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,7 @@ class RateEstimates:
     measured: Mapping[str, float]  # peer -> bytes a second that come here from it
     claims: Mapping[str, Mapping[str, float]]  # peer -> `tail` of another -> bytes a second from there, it says
     sent: Mapping[str, float]  # `tail` of a peer -> the most that others say comes from it
+    received: Mapping[str, float]  # peer -> the most that it says comes to it
 
     def __call__(self, a: str, b: str) -> float | None:
         """Bytes a second from peer `a` to peer `b`; None if nothing is known about either."""
@@ -99,38 +106,85 @@ class RateEstimates:
 
     def up(self, peer: str) -> float | None:
         """Bytes a second that a peer can send, as this node has seen, or else as others say if that is much."""
+        measured = self.measured.get(peer)
+        if measured is not None:
+            return measured
         said = self.sent.get(tail(peer))
-        return self.measured.get(peer, None if said is None else max(said, ASSUMED_BYTES_PER_S))
+        return ASSUMED_BYTES_PER_S if said is not None and said < ASSUMED_BYTES_PER_S else said
 
     def down(self, peer: str) -> float | None:
         """Bytes a second that a peer can receive, as it says itself; this node's own come from its measurements."""
         if peer == self.own_peer:
             return max(self.measured.values(), default=None)
-        return max(self.claims.get(peer, {}).values(), default=None)
+        return self.received.get(peer)
 
     def byte_s(self, peers: Iterable[str]) -> dict[str, float]:
         """Seconds that each peer takes to receive a byte and to send it on; without those nothing is known about."""
         found = {}
         for peer in peers:
-            up, down = self.up(peer), self.down(peer)
+            up = self.up(peer) if peer in self.measured or tail(peer) in self.sent else None
+            down = self.down(peer) if peer == self.own_peer else self.received.get(peer)
             if up is not None or down is not None:
                 found[peer] = 1 / (up or ASSUMED_BYTES_PER_S) + 1 / (down or ASSUMED_BYTES_PER_S)
         return found
 
 
-def link_rates(own_peer: str, links: Iterable[Link], members: Iterable[Announcement]) -> RateEstimates:
+def link_rates(own_peer: str, links: Iterable[Link], members: Sequence[Announcement]) -> RateEstimates:
     """Return the estimated speeds from this node's own links and the members' claims."""
-    measured = _measured_rates(links)
-    claims: dict[str, dict[str, float]] = {}
-    sent: dict[str, float] = {}
-    for member in members:
-        own = tail(member.peer)
-        said = {who: min(rate, MOST_BELIEVED_BYTES_PER_S) for who, rate in member.rates if who != own}
-        if said:
-            claims[member.peer] = said
-        for who, rate in said.items():
-            sent[who] = max(rate, sent.get(who, 0.0))
-    return RateEstimates(own_peer, measured, claims, sent)
+    claims = RateClaims()
+    at_once(claims.update(members))
+    return claims.estimates(own_peer, links)
+
+
+class RateClaims:
+    """What members say of the speeds of links, kept from one search to the next: only who changed is read again."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, Announcement] = {}
+        self._claims: dict[str, dict[str, float]] = {}  # as in `RateEstimates`
+        self._said: dict[str, dict[str, float]] = {}  # `tail` of a peer -> who says it -> bytes a second from there
+        self._sent: dict[str, float] = {}  # the largest of them
+        self._received: dict[str, float] = {}
+
+    def update(self, members: Sequence[Announcement]) -> Pieces[None]:
+        """Take over what these members say, and forget what others said."""
+        for start in range(0, len(members), CHUNK):
+            for member in members[start : start + CHUNK]:
+                if self._read.get(member.peer) is not member:
+                    self._take(member)
+            yield
+        if len(self._read) > len(members):
+            present = {member.peer for member in members}
+            for peer in self._read.keys() - present:
+                self._forget(peer)
+
+    def estimates(self, own_peer: str, links: Iterable[Link]) -> RateEstimates:
+        """Return the estimates, which follow later updates."""
+        return RateEstimates(own_peer, _measured_rates(links), self._claims, self._sent, self._received)
+
+    def _take(self, member: Announcement) -> None:
+        peer, own = member.peer, tail(member.peer)
+        before = self._read.get(peer)
+        if before is None or before.rates != member.rates:
+            self._forget(peer)
+            claims = {who: min(rate, MOST_BELIEVED_BYTES_PER_S) for who, rate in member.rates if who != own}
+            if claims:
+                self._claims[peer], self._received[peer] = claims, max(claims.values())
+            for who, rate in claims.items():
+                self._said.setdefault(who, {})[peer] = rate
+                self._sent[who] = max(rate, self._sent.get(who, 0.0))
+        self._read[peer] = member
+
+    def _forget(self, peer: str) -> None:
+        self._read.pop(peer, None)
+        self._received.pop(peer, None)
+        for who in self._claims.pop(peer, ()):
+            said = self._said[who]
+            del said[peer]
+            if said:
+                self._sent[who] = max(said.values())
+            else:
+                del self._said[who], self._sent[who]
 
 
 def _measured_rates(links: Iterable[Link]) -> dict[str, float]:

@@ -1,6 +1,8 @@
 """Plans the routes of an asker's sessions from announcements, measurements, bans and trust.
 
-The search itself is in `app.routing.search`, moving a running session in `app.routing.reroute`.
+The search itself is in `app.routing.search`, moving a running session in `app.routing.reroute`. A search lets other
+tasks run in between, so members and bans can change while it runs. A route through a peer that was banned or left
+meanwhile is searched again; what changes later, the session finds out when it uses the route, and has it repaired.
 """
 
 from __future__ import annotations
@@ -8,20 +10,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import trio
 
 from app.core.network import Network
+from app.core.pieces import Pieces, at_once, by_chunks, in_pieces
 from app.core.reasons import Reason, because
 from app.core.span import Span
 from app.routing.bans import Bans
-from app.routing.cost import believed_seconds, entry_seconds, links_seconds, overhead_seconds
-from app.routing.estimates import MeasuredSpeeds, RateEstimates, link_rates, link_seconds
+from app.routing.cost import (
+    believed_in_pieces,
+    believed_seconds,
+    entry_seconds,
+    links_seconds,
+    overhead_seconds,
+)
+from app.routing.estimates import MeasuredSpeeds, RateClaims, RateEstimates, link_seconds
 from app.routing.prefer_here import prefer_here
 from app.routing.reroute import RouteComparison, RunningRoute, is_worth_moving
 from app.routing.route import KnownCosts, LinkSeconds, NoRoute, Privacy, Route, RouteRequest
-from app.routing.search import find_route, repair_route, why_unused
-from app.routing.trust import TrustBook
+from app.routing.search import repair_route, search_route, why_unused
+from app.routing.trust import TrustBook, TrustScore
 from app.routing.wire_choice import Wires, choose_wires, keep_wires
 from app.session.frame import INT8
 from app.swarm.records import Announcement
@@ -30,6 +40,7 @@ Members = Callable[[], Sequence[Announcement]]
 
 TRIAL_S = 6.0  # a first use of a peer ends sooner: by its first answer, or because it did not open the session
 _REMEMBERED_WORKED = 1024
+_SEARCHES = 3  # for one route, if those found are out of date at once
 
 
 @dataclass(frozen=True)
@@ -55,8 +66,10 @@ class RoutePlanner:
         self.book = book or TrustBook(clock=time.time)
         self.bans = Bans()
         self.measured = MeasuredSpeeds()
+        self._rates = RateClaims()
         self._worked: dict[str, None] = {}  # peers that did their part before, the latest last; an ordered set
         self._trials: dict[str, float] = {}  # peers that a session uses for the first time -> until when
+        self._searching = trio.Lock()  # one search at a time: the next one sees whom this one tries for the first time
 
     def not_accused(self) -> frozenset[str]:
         """Peers that are never distrusted: this node and those that the user trusts."""
@@ -68,11 +81,16 @@ class RoutePlanner:
 
     def avoided(self) -> dict[str, Reason]:
         """Return the peers that are banned or distrusted now, with the reasons."""
-        scores = self.book.standings(m.peer for m in self.members())
+        return self._avoided(at_once(self._standings(self.members())))
+
+    def _avoided(self, scores: Mapping[str, TrustScore]) -> dict[str, Reason]:
         distrusted = {peer: because("distrusted", one.why, peer) for peer, one in scores.items() if not one.trusted}
-        return self.bans.active(trio.current_time()) | {
-            p: w for p, w in distrusted.items() if p not in self.not_accused()
-        }
+        return self.bans.active(trio.current_time()) | distrusted
+
+    def _standings(self, members: Sequence[Announcement]) -> Pieces[dict[str, TrustScore]]:
+        """Return the scores of those members that can be accused and that there are events about."""
+        not_accused = self.not_accused()
+        return by_chunks(lambda some: self.book.standings(m.peer for m in some if m.peer not in not_accused), members)
 
     def unused(self, blocks: int) -> dict[str, Reason]:
         """Return the peers that no new session of this node uses now, with the reasons.
@@ -83,12 +101,13 @@ class RoutePlanner:
         by_announcement = {m.peer: why for m in self.members() if (why := why_unused(m, request)) is not None}
         return by_announcement | self.avoided()
 
-    def known(self) -> KnownCosts:
+    def _known(self, members: Sequence[Announcement], scores: Mapping[str, TrustScore]) -> Pieces[KnownCosts]:
         """Return measured block times, trust penalties, and what bytes cost at each member."""
-        not_accused = self.not_accused()
-        scores = self.book.standings(m.peer for m in self.members() if m.peer not in not_accused)
         penalty_s = {peer: one.penalty_s for peer, one in scores.items() if one.score < 1}
-        return KnownCosts(self.measured.block_s, penalty_s, self.rates().byte_s(m.peer for m in self.members()))
+        yield from self._rates.update(members)
+        rates = self._rates.estimates(self._network.peer_id, self._network.links())
+        byte_s = yield from by_chunks(lambda some: rates.byte_s(m.peer for m in some), members)
+        return KnownCosts(dict(self.measured.block_s), penalty_s, byte_s)
 
     def link_s(self) -> LinkSeconds:
         """Return a function for the estimated one-way seconds between two peers; "" is this node."""
@@ -97,7 +116,8 @@ class RoutePlanner:
 
     def rates(self) -> RateEstimates:
         """Return a function for the estimated bytes a second from one peer to another; "" is this node."""
-        return link_rates(self._network.peer_id, self._network.links(), self.members())
+        at_once(self._rates.update(self.members()))
+        return self._rates.estimates(self._network.peer_id, self._network.links())
 
     def record_token_time(self, route: Route, token_s: float, request: RouteRequest) -> None:
         """Update the per-peer estimates from a reply's typical seconds per token over this route."""
@@ -105,53 +125,114 @@ class RoutePlanner:
         expected = believed_seconds(serving, replace(request, prompt_tokens=0), KnownCosts())
         self.measured.note(route, token_s, links_seconds(route, self.link_s()), expected)
 
-    def find(
+    async def find(
         self, current: Route, request: RouteRequest, avoid: Sequence[str], formats: Mapping[str, str] | None = None
     ) -> Route:
         """Find a route, keeping as much of the current one as possible; raises `NoRoute` with the reasons.
 
         `formats` has the number formats of the current route's peers, which their successors should have too.
         """
-        members, link_s, avoided, known = self.members(), self.link_s(), self.avoided(), self.known()
-        excluded = {*avoid, *avoided}
+        async with self._searching:
+            return await in_pieces(self._search(current, request, avoid, formats))
 
-        def search(excluded: Collection[str]) -> Route:
-            if current:
-                return repair_route(current, members, request, link_s, avoid=excluded, known=known, formats=formats)
-            found = find_route(members, request, link_s, avoid=excluded, known=known)
-            return self._preferring_here(found, RouteComparison(members, request, link_s, known), excluded)
+    def _search(
+        self, current: Route, request: RouteRequest, avoid: Sequence[str], formats: Mapping[str, str] | None = None
+    ) -> Pieces[Route]:
+        for _ in range(_SEARCHES):
+            members = self.members()
+            route = yield from self._search_among(members, current, request, avoid, formats)
+            if not self._is_outdated(route, members):
+                break
+        self._begin_trials(route, current)
+        return route
 
+    def _search_among(
+        self,
+        members: Sequence[Announcement],
+        current: Route,
+        request: RouteRequest,
+        avoid: Sequence[str],
+        formats: Mapping[str, str] | None,
+    ) -> Pieces[Route]:
+        scores = yield from self._standings(members)
+        avoided = self._avoided(scores)
+        known = yield from self._known(members, scores)
+        comparison = RouteComparison(members, request, self.link_s(), known)
+
+        def repair(excluded: Collection[str]) -> Pieces[Route]:
+            return repair_route(
+                current, members, request, comparison.link_s, avoid=excluded, known=known, formats=formats
+            )
+
+        search = repair if current else partial(self._search_new, comparison)
         try:
-            return self._without_trials(search, excluded, current)
+            return (yield from self._without_trials(search, {*avoid, *avoided}, current))
         except NoRoute as error:
             raise self._explained(error, members, avoided, request) from None
 
-    def find_first(self, held: Route, unread: int, request: RouteRequest, avoid: Sequence[str]) -> Route:
+    def _search_new(self, among: RouteComparison, excluded: Collection[str]) -> Pieces[Route]:
+        found = yield from search_route(among.members, among.request, among.link_s, avoid=excluded, known=among.known)
+        own, share = self._network.peer_id, self._preferences().prefer_here
+        return (yield from prefer_here(found, own, among, excluded, share))
+
+    def _is_outdated(self, route: Route, members: Sequence[Announcement]) -> bool:
+        """True if a hop was banned, left or gave up its blocks since a search among these members began."""
+        spans = {hop.peer: hop.span for hop in route}
+        if not spans.keys().isdisjoint(self.bans.active(trio.current_time())):
+            return True
+        if members is self.members():
+            return False
+        served, serves = (
+            {
+                m.peer
+                for m in some
+                if m.peer in spans and m.serves and m.span is not None and m.span.covers(spans[m.peer])
+            }
+            for some in (members, self.members())
+        )
+        return not served <= serves
+
+    async def find_first(self, held: Route, unread: int, request: RouteRequest, avoid: Sequence[str]) -> Route:
         """Find a route for a prompt of which the hops of `held` have cached all but `unread` tokens.
 
         Keeps these hops, unless a route that reads the whole prompt anew is faster even so. Raises `NoRoute`.
         """
         serving = {m.peer: m.span for m in self.members() if m.serves and m.span is not None}
         gone = [hop.peer for hop in held if hop.peer not in serving or not serving[hop.peer].covers(hop.span)]
-        try:
-            kept = self.find(held, request, [*avoid, *gone])
-        except NoRoute:  # a hop that is needed serves other blocks by now
-            return self.find((), request, avoid)
-        if kept == held and 2 * unread <= request.prompt_tokens:
-            return kept
-        fresh = self.find((), request, avoid)
-        return min(kept, fresh, key=lambda route: self._seconds_with(held, unread, route, request))
+        async with self._searching:
+            try:
+                kept = await in_pieces(self._search(held, request, [*avoid, *gone]))
+            except NoRoute:  # a hop that is needed serves other blocks by now
+                return await in_pieces(self._search((), request, avoid))
+            if kept == held and 2 * unread <= request.prompt_tokens:
+                return kept
+            fresh = await in_pieces(self._search((), request, avoid))
+            seconds_of = await in_pieces(self._seconds_with(held, unread, request))
+        return min(kept, fresh, key=seconds_of)
 
-    def _seconds_with(self, held: Route, unread: int, route: Route, request: RouteRequest) -> float:
-        """Seconds per token of a reply over a route, the prompt included, where hops of `held` read `unread` of it."""
-        members, known = [m for m in self.members() if m.serves], self.known()
+    def _seconds_with(self, held: Route, unread: int, request: RouteRequest) -> Pieces[Callable[[Route], float]]:
+        """Return a function for the seconds per token of a reply over a route, the prompt included.
+
+        Hops of `held` read `unread` tokens of the prompt, the others all of it. Infinity if a hop has left.
+        """
+        members, link_s = [m for m in self.members() if m.serves], self.link_s()
+        known = yield from self._known(members, (yield from self._standings(members)))
         rest = replace(request, prompt_tokens=unread, tokens=request.tokens - request.prompt_tokens + unread)
-        whole_s, rest_s = (believed_seconds(members, asked, known) for asked in (request, rest))
-        entry_s = entry_seconds(members, known, rest)
-        overhead_s = overhead_seconds(route, links_seconds(route, self.link_s()), entry_s)
-        return overhead_s + sum(len(hop.span) * (rest_s if hop in held else whole_s)[hop.peer] for hop in route)
+        whole_s = yield from believed_in_pieces(members, request, known)
+        rest_s = yield from believed_in_pieces(members, rest, known)
+        entry_s = yield from by_chunks(lambda some: entry_seconds(some, known, rest), members)
 
-    def _without_trials(self, search: Callable[[Collection[str]], Route], excluded: set[str], current: Route) -> Route:
+        def seconds(route: Route) -> float:
+            if any(hop.peer not in entry_s for hop in route):
+                return float("inf")
+            overhead_s = overhead_seconds(route, links_seconds(route, link_s), entry_s)
+            return overhead_s + sum(len(hop.span) * (rest_s if hop in held else whole_s)[hop.peer] for hop in route)
+
+        return seconds
+
+    def _without_trials(
+        self, search: Callable[[Collection[str]], Pieces[Route]], excluded: set[str], current: Route
+    ) -> Pieces[Route]:
         """Search for a route without peers that another session tries for the first time, if there is one.
 
         A stranger that claims to be the fastest and does nothing then costs one session its time, and not all.
@@ -160,15 +241,19 @@ class RoutePlanner:
         self._trials = {peer: until for peer, until in self._trials.items() if now < until}
         tried = self._trials.keys() - own if self._worked else set()
         try:
-            route = search(excluded | tried)
+            route = yield from search(excluded | tried)
         except NoRoute:
             if not tried - excluded:
                 raise
-            route = search(excluded)
+            route = yield from search(excluded)
+        return route
+
+    def _begin_trials(self, route: Route, current: Route) -> None:
+        """Note the peers that a session is about to use for the first time."""
+        until, own = trio.current_time() + TRIAL_S, {self._network.peer_id, *(hop.peer for hop in current)}
         for hop in route:
             if hop.peer not in self._worked and hop.peer not in own:
-                self._trials.setdefault(hop.peer, now + TRIAL_S)
-        return route
+                self._trials.setdefault(hop.peer, until)
 
     def worked(self, peer: str) -> None:
         """Record that a peer did its part in a session."""
@@ -179,25 +264,27 @@ class RoutePlanner:
         if len(self._worked) > _REMEMBERED_WORKED:
             del self._worked[next(iter(self._worked))]
 
-    def better(self, standing: RunningRoute, request: RouteRequest) -> Route | None:
+    async def better(self, standing: RunningRoute, request: RouteRequest) -> Route | None:
         """Return a route that is worth moving a running session to, or None."""
-        self.record_token_time(standing.route, standing.token_s, request)
-        comparison = RouteComparison(self.members(), request, self.link_s(), self.known())
+        async with self._searching:
+            self.record_token_time(standing.route, standing.token_s, request)
+            return await in_pieces(self._search_better(standing, request))
+
+    def _search_better(self, standing: RunningRoute, request: RouteRequest) -> Pieces[Route | None]:
+        members = self.members()
+        scores = yield from self._standings(members)
+        avoided = self._avoided(scores)
+        known = yield from self._known(members, scores)
+        # The prompt has been processed, so only single tokens count.
+        ahead = RouteComparison(members, replace(request, prompt_tokens=0), self.link_s(), known)
         try:
-            # The prompt has been processed, so only single tokens count.
-            ahead = replace(request, prompt_tokens=0)
-
-            def search(excluded: Collection[str]) -> Route:
-                found = find_route(comparison.members, ahead, comparison.link_s, avoid=excluded, known=comparison.known)
-                return self._preferring_here(found, replace(comparison, request=ahead), excluded)
-
-            new = self._without_trials(search, set(self.avoided()), standing.route)
+            new = yield from self._without_trials(partial(self._search_new, ahead), set(avoided), standing.route)
         except NoRoute:
             return None
-        return new if is_worth_moving(standing, new, comparison) else None
-
-    def _preferring_here(self, fastest: Route, comparison: RouteComparison, avoid: Collection[str]) -> Route:
-        return prefer_here(fastest, self._network.peer_id, comparison, avoid, self._preferences().prefer_here)
+        if not is_worth_moving(standing, new, replace(ahead, request=request)):
+            return None
+        self._begin_trials(new, standing.route)
+        return new
 
     def _explained(
         self, error: NoRoute, members: Sequence[Announcement], avoided: dict[str, Reason], request: RouteRequest
@@ -230,10 +317,10 @@ class SessionRoutes:
         self._able: set[str] = set()  # members met so far that understand rows of int8
         self.notices: list[str] = []  # for the user
 
-    def route(self, current: Route, avoid: Sequence[str]) -> Route:
+    async def route(self, current: Route, avoid: Sequence[str]) -> Route:
         """Find a route, keeping as much of `current` as possible; raises `NoRoute`."""
         self._formats |= {member.peer: member.number_format for member in self._planner.members()}
-        return self._propose(self._planner.find(current, self._request, avoid, self._formats))
+        return self._propose(await self._planner.find(current, self._request, avoid, self._formats))
 
     def _propose(self, route: Route) -> Route:
         self._proposed = {hop.peer: hop.span for hop in route}
@@ -273,10 +360,10 @@ class SessionRoutes:
             )
         self._computed |= dict.fromkeys(span.blocks(), now)
 
-    def better(self, standing: RunningRoute) -> Route | None:
+    async def better(self, standing: RunningRoute) -> Route | None:
         """Return a route that is worth moving the session to, or None."""
         self._formats |= {member.peer: member.number_format for member in self._planner.members()}
-        better = self._planner.better(standing, self._request)
+        better = await self._planner.better(standing, self._request)
         return None if better is None else self._propose(better)
 
 
@@ -287,11 +374,11 @@ class PrefixRoutes(SessionRoutes):
         super().__init__(planner, request)
         self._held, self._unread = held, unread
 
-    def route(self, current: Route, avoid: Sequence[str]) -> Route:
+    async def route(self, current: Route, avoid: Sequence[str]) -> Route:
         """Find a route, the first one with the hops that have the cache unless that is slower; raises `NoRoute`."""
         if current:
-            return super().route(current, avoid)
-        return self._planner.find_first(self._held, self._unread, self._request, avoid)
+            return await super().route(current, avoid)
+        return await self._planner.find_first(self._held, self._unread, self._request, avoid)
 
 
 class PinnedRoute(SessionRoutes):
@@ -301,13 +388,13 @@ class PinnedRoute(SessionRoutes):
         super().__init__(planner, request)
         self._route = route
 
-    def route(self, current: Route, avoid: Sequence[str]) -> Route:
+    async def route(self, current: Route, avoid: Sequence[str]) -> Route:
         """Return the route; raises `NoRoute` after a failure or while one of its hops is banned or to be avoided."""
         unusable = {*avoid, *self._planner.bans.active(trio.current_time())}
         if current or any(hop.peer in unusable for hop in self._route):
             raise NoRoute(self._route[0].span.start)
         return self._route
 
-    def better(self, standing: RunningRoute) -> Route | None:
+    async def better(self, standing: RunningRoute) -> Route | None:
         """Return None: the route is fixed."""
         return None

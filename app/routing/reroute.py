@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from app.core.span import Span
-from app.routing.cost import route_seconds
+from app.routing.cost import believed_seconds, compute_seconds, entry_seconds, links_seconds, overhead_seconds
 from app.routing.route import Hop, KnownCosts, LinkSeconds, Route, RouteRequest
 from app.swarm.records import Announcement
 from p2p.rate_limit import backoff_s
@@ -40,13 +41,26 @@ class RouteComparison:
     link_s: LinkSeconds
     known: KnownCosts
 
+    @cached_property
+    def _serving(self) -> dict[str, Announcement]:
+        return {member.peer: member for member in self.members if member.serves}
+
+    @cached_property
+    def _ahead(self) -> RouteRequest:
+        return replace(self.request, prompt_tokens=0)  # the prompt has been processed
+
+    @cached_property
+    def _block_s(self) -> dict[str, float]:
+        return believed_seconds([*self._serving.values()], self._ahead, self.known)
+
     def token_s(self, route: Route) -> float | None:
         """Expected seconds per token; None if a hop no longer serves its blocks."""
-        serving = {member.peer: member for member in self.members if member.serves}
+        serving = self._serving
         if not all(hop.peer in serving and _covers(serving[hop.peer].span, hop.span) for hop in route):
             return None
-        ahead = replace(self.request, prompt_tokens=0)  # the prompt has been processed
-        return route_seconds(route, list(serving.values()), ahead, self.link_s, self.known)
+        entry_s = entry_seconds([serving[hop.peer] for hop in route], self.known, self._ahead)
+        links_s = links_seconds(route, self.link_s, self._ahead.origin, self._ahead.target)
+        return overhead_seconds(route, links_s, entry_s) + compute_seconds(route, self._block_s)
 
     def move_s(self, current: Route, new: Route, fed: int) -> float:
         """Seconds until the new hops have cached all tokens so far."""

@@ -1,7 +1,8 @@
 """Finds the cheapest route over what members announce and what was measured. Pure.
 
 The cost is that of `app.routing.cost.route_seconds`, added up block by block from the same terms. Private blocks go
-only to trusted peers. The caller decides which peers to avoid (`app.routing.bans`, `app.routing.trust`).
+only to trusted peers. The caller decides which peers to avoid (`app.routing.bans`, `app.routing.trust`). In a large
+swarm a search takes long, so it is computed in pieces (`app.core.pieces`).
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
+from app.core.pieces import Pieces, at_once, by_chunks
 from app.core.reasons import Reason, because
 from app.core.span import Span
-from app.routing.cost import believed_seconds, entry_seconds
+from app.routing.cost import believed_in_pieces, entry_seconds
 from app.routing.estimates import LinkEstimates
 from app.routing.route import Hop, KnownCosts, LinkSeconds, NoRoute, Route, RouteRequest, Visit, no_route
 from app.swarm.records import Announcement
@@ -36,27 +38,43 @@ class _Path(NamedTuple):
 
 
 def find_route(
-    members: Iterable[Announcement],
+    members: Sequence[Announcement],
     request: RouteRequest,
     link_s: LinkSeconds,
     *,
     avoid: Collection[str] = (),
     known: KnownCosts | None = None,
 ) -> Route:
+    """Return what `search_route` does, computed without a break."""
+    return at_once(search_route(members, request, link_s, avoid=avoid, known=known))
+
+
+def search_route(
+    members: Sequence[Announcement],
+    request: RouteRequest,
+    link_s: LinkSeconds,
+    *,
+    avoid: Collection[str] = (),
+    known: KnownCosts | None = None,
+) -> Pieces[Route]:
     """Return the cheapest route; members without room are used only if there is no other. Raises `NoRoute`."""
-    judged = [(m, why_unused(m, request)) for m in members if m.peer not in avoid]
+    avoid = frozenset(avoid)
+    by_peer = yield from by_chunks(lambda some: {m.peer: m for m in some if m.peer not in avoid}, members)
+    unused = yield from by_chunks(
+        lambda some: {m.peer: why for m in some if (why := why_unused(m, request)) is not None}, [*by_peer.values()]
+    )
     known = known or KnownCosts()
     try:
-        return _cheapest([m for m, why in judged if why is None], request, link_s, known)
+        return (yield from _cheapest([m for p, m in by_peer.items() if p not in unused], request, link_s, known))
     except NoRoute:
-        usable = [m for m, why in judged if why is None or why.code == FULL]
-        return _cheapest(usable, request, link_s, known)
+        usable = [m for p, m in by_peer.items() if p not in unused or unused[p].code == FULL]
+        return (yield from _cheapest(usable, request, link_s, known))
 
 
 def why_unused(member: Announcement, request: RouteRequest) -> Reason | None:
     """Return why no session with this request uses a member, from its announcement alone; None if one may."""
     peer, span = member.peer, member.span
-    if not member.serves or span is None:
+    if member.state != "serving" or span is None:
         code, text = _NOT_SERVING.get(member.state, ("peer_client", "it hosts no blocks"))
         return because(code, text, peer)
     if request.privacy.edge and not any(request.privacy.allows(peer, block) for block in span.blocks()):
@@ -66,13 +84,16 @@ def why_unused(member: Announcement, request: RouteRequest) -> Reason | None:
     return None
 
 
-def _cheapest(members: Sequence[Announcement], request: RouteRequest, link_s: LinkSeconds, known: KnownCosts) -> Route:
+def _cheapest(
+    members: Sequence[Announcement], request: RouteRequest, link_s: LinkSeconds, known: KnownCosts
+) -> Pieces[Route]:
     """Return the cheapest route over these members; raises `NoRoute` at a block nobody may run."""
-    block_s, entry_s = believed_seconds(members, request, known), entry_seconds(members, known, request)
+    block_s = yield from believed_in_pieces(members, request, known)
+    entry_s = yield from by_chunks(lambda some: entry_seconds(some, known, request), members)
     if isinstance(link_s, LinkEstimates):
         from app.routing.vector_search import cheapest_visits  # loads numpy, which light starts do without
 
-        visits = cheapest_visits(members, request, link_s, block_s, entry_s)
+        visits = yield from cheapest_visits(members, request, link_s, block_s, entry_s)
     else:
         visits = _try_each_pair(members, request, link_s, block_s, entry_s)
     return _as_route(visits, request.wanted.stop)
@@ -156,7 +177,7 @@ def repair_route(
     avoid: Collection[str],
     known: KnownCosts | None = None,
     formats: Mapping[str, str] | None = None,
-) -> Route:
+) -> Pieces[Route]:
     """Replace the hops in `avoid` and keep the others if possible; else find a new route. Raises `NoRoute`.
 
     A hop that announces that it serves other blocks now is replaced too. `formats` has the number formats of the
@@ -164,13 +185,13 @@ def repair_route(
     """
     formats = formats or {}
 
-    def find(part: RouteRequest, lost: Iterable[Hop], avoid: Collection[str]) -> Route:
+    def find(part: RouteRequest, lost: Iterable[Hop], avoid: Collection[str]) -> Pieces[Route]:
         wanted = {formats[hop.peer] for hop in lost if hop.peer in formats}
         alike = [member for member in members if member.number_format in wanted]
         if alike and len(alike) < len(members):
             with suppress(NoRoute):
-                return find_route(alike, part, link_s, avoid=avoid, known=known)
-        return find_route(members, part, link_s, avoid=avoid, known=known)
+                return (yield from search_route(alike, part, link_s, avoid=avoid, known=known))
+        return (yield from search_route(members, part, link_s, avoid=avoid, known=known))
 
     serving = {member.peer: member.span for member in members if member.serves}
     kept = {hop.peer for hop in route if hop.peer not in avoid and _still_serves(serving.get(hop.peer), hop.span)}
@@ -190,7 +211,7 @@ def repair_route(
             target = route[index].peer if index < len(route) else ""
             part = replace(request, wanted=span, origin=origin, target=target)
             others = {hop.peer for hop in repaired} | kept | set(avoid)
-            repaired += find(part, route[gap:index], others)
+            repaired += yield from find(part, route[gap:index], others)
         return tuple(repaired)
     except NoRoute:
-        return find(request, route, avoid)
+        return (yield from find(request, route, avoid))

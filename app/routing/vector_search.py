@@ -3,7 +3,7 @@
 Gives routes of the same cost as trying each pair, and needs link times from `app.routing.estimates`: without claims,
 the link between two peers takes as long as the way to the farther one. With members in the order of their distance, the
 cheapest way into each of them is thus a running minimum over the nearer ones and another over the farther ones. The few
-links that members made claims about are tried one by one.
+links that members made claims about are tried one by one. Computed in pieces (`app.core.pieces`), of a block each.
 
 Loads numpy, so it is imported only when a route is searched.
 """
@@ -11,12 +11,14 @@ Loads numpy, so it is imported only when a route is searched.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from app.core.pieces import CHUNK, Pieces
+from app.core.span import MAX_BLOCKS, Span
 from app.routing.estimates import LinkEstimates
 from app.routing.route import RouteRequest, Visit, no_route
 from app.swarm.records import Announcement, tail
@@ -24,6 +26,8 @@ from app.swarm.records import Announcement, tail
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+_NOWHERE = Span(MAX_BLOCKS - 1, MAX_BLOCKS)  # of a member that hosts nothing; no model has so many blocks
+_ROWS_AT_ONCE = 16  # of the table of who may run which block
 _FEW = 8  # targets for which a look at every source takes less time than a table of minima
 
 
@@ -33,24 +37,28 @@ def cheapest_visits(
     links: LinkEstimates,
     block_s: Mapping[str, float],
     entry_s: Mapping[str, float],
-) -> list[Visit]:
+) -> Pieces[list[Visit]]:
     """Return the visits of the cheapest path, the last one first; raises `NoRoute` at a block nobody may run."""
-    hosts = _Hosts(members, request, links)
-    entering_s = hosts.array(entry_s)
-    compute_s = np.where(hosts.may_run, hosts.array(block_s), np.inf)  # (blocks, members)
-    ways = _Ways(hosts, _ClaimedLinks(hosts, links), entering_s)
+    hosts = yield from _hosts_of(members, request, links)
+    yield
+    entering_s, block_row_s = hosts.array(entry_s), hosts.array(block_s)
+    claimed = yield from _claimed_links(hosts, links)
+    ways = _Ways(hosts, claimed, entering_s)
     entered_s = [hosts.links_s(0, lambda peer: links(request.origin, peer)) + entering_s]  # for each block, (members,)
-    costs_s = [entered_s[0] + compute_s[0]]  # of the cheapest path up to each block with this member as the last
+    costs_s = [entered_s[0] + hosts.compute_s(0, block_row_s)]  # of the cheapest path up to each block, by last member
     for index in range(1, len(request.wanted)):
+        yield
         entered_s.append(ways.into(costs_s[-1], index) + entering_s)
-        costs_s.append(np.minimum(costs_s[-1], entered_s[-1]) + compute_s[index])
+        costs_s.append(np.minimum(costs_s[-1], entered_s[-1]) + hosts.compute_s(index, block_row_s))
 
+    yield
     last = int(np.argmin(costs_s[-1] + hosts.links_s(-1, lambda peer: links(peer, request.target))))
     visits: list[Visit] = []
     for index in range(len(request.wanted) - 1, 0, -1):
         if entered_s[index][last] < costs_s[index - 1][last]:
             visits.append((hosts.peers[last], request.wanted.start + index))
             last = int(np.argmin(costs_s[index - 1] + ways.links_to(last)))
+            yield
     return [*visits, (hosts.peers[last], request.wanted.start)]
 
 
@@ -60,27 +68,17 @@ class _Hosts:
     Blocks are counted from the first wanted one.
     """
 
-    def __init__(self, members: Sequence[Announcement], request: RouteRequest, links: LinkEstimates) -> None:
-        wanted, privacy = request.wanted, request.privacy
-        away_s = np.array([links.away_s(m.peer) for m in members], np.float64)
-        order = np.argsort(away_s, kind="stable")
-        self.away_s: Floats = away_s[order]
-        by_distance = [members[index] for index in order.tolist()]
-        self.peers = [m.peer for m in by_distance]
-        spans = [(m.span.start, m.span.stop) if m.span else (0, 0) for m in by_distance]
-        self.start, self.stop = np.array(spans, np.int64).reshape(-1, 2).T - wanted.start
-        block = np.arange(len(wanted))[:, None]
-        self.may_run: Flags = (self.start <= block) & (block < self.stop)  # (blocks, members)
-        private = [index for index, number in enumerate(wanted.blocks()) if privacy.is_private(number)]
-        if private:
-            self.may_run[private] &= np.array([peer in privacy.trusted for peer in self.peers], np.bool_)
-        missing = np.flatnonzero(~self.may_run.any(axis=1))
-        if len(missing):
-            raise no_route(wanted.start + int(missing[0]), privacy)
+    def __init__(self, peers: list[str], away_s: Floats, start: Indices, stop: Indices, may_run: Flags) -> None:
+        self.peers, self.away_s, self.start, self.stop = peers, away_s, start, stop
+        self.may_run = may_run  # (blocks, members)
 
     def array(self, by_peer: Mapping[str, float]) -> Floats:
         """Return each member's value."""
         return np.array([by_peer[peer] for peer in self.peers], np.float64)
+
+    def compute_s(self, index: int, block_s: Floats) -> Floats:
+        """Return the time of a block at each member that may run it, infinity for the others."""
+        return np.where(self.may_run[index], block_s, np.inf)
 
     def links_s(self, index: int, link_s: Callable[[str], float]) -> Floats:
         """Return the link time of each member that may run a block, infinity for the others."""
@@ -88,6 +86,37 @@ class _Hosts:
         links_s = np.full(len(self.peers), np.inf)
         links_s[able] = [link_s(self.peers[member]) for member in able.tolist()]
         return links_s
+
+
+def _hosts_of(members: Sequence[Announcement], request: RouteRequest, links: LinkEstimates) -> Pieces[_Hosts]:
+    """Return the usable members; raises `NoRoute` at a block nobody may run."""
+    wanted, privacy = request.wanted, request.privacy
+    away: list[float] = []
+    starts: list[int] = []
+    stops: list[int] = []
+    for first in range(0, len(members), CHUNK):
+        some = members[first : first + CHUNK]
+        away += links.all_away_s([m.peer for m in some])
+        spans = [m.span or _NOWHERE for m in some]
+        starts += [span.start for span in spans]
+        stops += [span.stop for span in spans]
+        yield
+    away_s = np.array(away, np.float64)
+    order = np.argsort(away_s, kind="stable")
+    peers = [members[index].peer for index in order.tolist()]
+    start, stop = (np.array(bounds, np.int64)[order] - wanted.start for bounds in (starts, stops))
+    yield
+    may_run = np.empty((len(wanted), len(peers)), np.bool_)
+    trusted = np.array([peer in privacy.trusted for peer in peers], np.bool_) if privacy.edge else None
+    for index, number in enumerate(wanted.blocks()):
+        np.logical_and(start <= index, index < stop, out=may_run[index])
+        if trusted is not None and privacy.is_private(number):
+            may_run[index] &= trusted
+        if not may_run[index].any():
+            raise no_route(number, privacy)
+        if index % _ROWS_AT_ONCE == 0:
+            yield
+    return _Hosts(peers, away_s[order], start, stop, may_run)
 
 
 class _Links(NamedTuple):
@@ -104,9 +133,8 @@ class _ClaimedLinks:
     `into` has all of them, sorted by target: those into member i are the rows `begin[i]` to `begin[i + 1] - 1`.
     """
 
-    def __init__(self, hosts: _Hosts, links: LinkEstimates) -> None:
+    def __init__(self, hosts: _Hosts, low: Indices, high: Indices, link_s: Floats) -> None:
         count = len(hosts.peers)
-        low, high, link_s = _claimed_pairs(hosts, links)
         order = np.argsort(np.concatenate([high * count + low, low * count + high]))
         source, target = np.concatenate([low, high])[order], np.concatenate([high, low])[order]
         self.into = _Links(source, target, np.concatenate([link_s, link_s])[order])
@@ -136,42 +164,58 @@ class _ClaimedLinks:
         return _Links(*(c[shorter_rows] for c in self._least)), _Links(*(c[longer_rows] for c in self._least))
 
 
-def _claims(hosts: _Hosts, links: LinkEstimates) -> _Links:
-    """Return each claim of a host, as the source, about another host; its time is one way."""
-    numbers: dict[str, int] = {}  # of the tails of peer ids, which several peers can share
-    number = np.array([numbers.setdefault(tail(peer), len(numbers)) for peer in hosts.peers], np.int64)
-    sharing = np.bincount(number)  # (tails,) how many peers have each
+def _claimed_links(hosts: _Hosts, links: LinkEstimates) -> Pieces[_ClaimedLinks]:
+    claims = yield from _claims(hosts, links)
+    low, high, link_s = yield from _claimed_pairs(hosts, links, claims)
+    claimed = _ClaimedLinks(hosts, low, high, link_s)
+    yield
+    return claimed
+
+
+def _claims(hosts: _Hosts, links: LinkEstimates) -> Pieces[_Links]:
+    """Return the claims of hosts, as the source, about others that a route can join to them; times are one way."""
+    tails = [tail(peer) for peer in hosts.peers]
+    numbers = dict(zip(dict.fromkeys(tails), count(), strict=False))  # of the tails, which several peers can share
+    number = np.array([numbers[name] for name in tails], np.int64)
+    sharing = np.bincount(number, minlength=1)  # (tails,) how many peers have each
     by_number, begin = np.argsort(number, kind="stable"), np.cumsum(sharing) - sharing
-
-    claims = [links.claims.get(peer, {}) for peer in hosts.peers]
-    sizes = np.array([len(claim) for claim in claims], np.int64)
-    named = np.fromiter(map(numbers.get, chain.from_iterable(claims), repeat(-1)), np.int64, sizes.sum())
-    rtt_s = np.fromiter(chain.from_iterable(claim.values() for claim in claims), np.float64, sizes.sum())
-    source, known = np.repeat(np.arange(len(claims)), sizes), named >= 0
-    source, named, rtt_s = source[known], named[known], rtt_s[known]
-
-    copies = sharing[named]
-    nth = np.arange(copies.sum()) - np.repeat(np.cumsum(copies) - copies, copies)
-    target = by_number[np.repeat(begin[named], copies) + nth]
-    return _Links(np.repeat(source, copies), target, np.repeat(rtt_s / 2, copies))
-
-
-def _claimed_pairs(hosts: _Hosts, links: LinkEstimates) -> tuple[Indices, Indices, Floats]:
-    """Return the pairs of hosts that a route can join and that have a claim: nearer one, farther one, link time."""
-    source, target, claim_s = _claims(hosts, links)
     here = hosts.peers.index(links.own_peer) if links.own_peer in hosts.peers else -1
-    useful = (hosts.start[source] <= hosts.stop[target]) & (hosts.start[target] <= hosts.stop[source])
-    useful &= (source != target) & (source != here) & (target != here)
-    source, target, claim_s = source[useful], target[useful], claim_s[useful]
+    found = [_Links(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))]
+    for first in range(0, len(hosts.peers), CHUNK):
+        yield
+        claims = [links.claims.get(peer, {}) for peer in hosts.peers[first : first + CHUNK]]
+        sizes = np.array([len(claim) for claim in claims], np.int64)
+        named = np.fromiter(map(numbers.get, chain.from_iterable(claims), repeat(-1)), np.int64, sizes.sum())
+        rtt_s = np.fromiter(chain.from_iterable(claim.values() for claim in claims), np.float64, sizes.sum())
+        source, known = np.repeat(np.arange(first, first + len(claims)), sizes), named >= 0
+        source, named, rtt_s = source[known], named[known], rtt_s[known]
 
+        target = named
+        if len(numbers) < len(tails):
+            copies = sharing[named]
+            nth = np.arange(copies.sum()) - np.repeat(np.cumsum(copies) - copies, copies)
+            target = by_number[np.repeat(begin[named], copies) + nth]
+            source, rtt_s = np.repeat(source, copies), np.repeat(rtt_s, copies)
+        useful = (hosts.start[source] <= hosts.stop[target]) & (hosts.start[target] <= hosts.stop[source])
+        useful &= (source != target) & (source != here) & (target != here)
+        found.append(_Links(source[useful], target[useful], rtt_s[useful] / 2))
+    yield
+    return _Links(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
+
+
+def _claimed_pairs(hosts: _Hosts, links: LinkEstimates, claims: _Links) -> Pieces[tuple[Indices, Indices, Floats]]:
+    """Return the pairs of hosts that have a claim: nearer one, farther one, link time."""
+    source, target, claim_s = claims
     count = len(hosts.peers)
     key = np.minimum(source, target) * count + np.maximum(source, target)
     order = np.argsort(key, kind="stable")
+    yield
     key, claim_s = key[order], claim_s[order]
     begin = np.flatnonzero(np.diff(key, prepend=-1))
     claimants = np.diff(begin, append=len(key))  # one or both
     claimed_s = np.maximum.reduceat(claim_s, begin) if len(begin) else claim_s
     low, high = key[begin] // count, key[begin] % count
+    yield
     # The same limits as in `LinkEstimates`.
     measured = np.array([peer in links.rtt_s for peer in hosts.peers], np.bool_)
     least_s = np.where(measured[low] & measured[high], hosts.away_s[high] - hosts.away_s[low], 0.0)
@@ -195,8 +239,8 @@ class _Ways:
         np.minimum(least_s, np.minimum.accumulate(farther_s[::-1])[::-1], out=least_s)
         shorter, longer = self._claimed.changing(cost_s, least_s, index)
         if len(longer.target):
-            targets = np.unique(longer.target)
-            targets = targets[least_s[targets] + self._entry_s[targets] < cost_s[targets]]
+            targets = longer.target
+            targets = np.unique(targets[least_s[targets] + self._entry_s[targets] < cost_s[targets]])
             if len(targets) <= _FEW:
                 for target in targets.tolist():
                     least_s[target] = (cost_s + self.links_to(target)).min()

@@ -116,6 +116,7 @@ class HopSender:
         )
         self._sessions: dict[bytes, HopSession] = {}  # by `HopSession.key`, as below
         self._answers: dict[bytes, PeerOutbox] = {}  # the stream on which a session's asker gave its last order
+        self._successors: dict[bytes, str] = {}  # that the last order named
         self.width = 0
 
     def begin(self, session: HopSession, answers: PeerOutbox) -> None:
@@ -123,14 +124,19 @@ class HopSender:
         before = self._answers.get(session.key)
         if before is not None and before is not answers:
             before.drop(_of_session(session))  # an asker that moves must not leave copies behind
+        if self._successors.get(session.key, "") != session.turn.successor:
+            self._drop_for_successor(session)  # nor one that names another successor
         self._sessions[session.key], self._answers[session.key] = session, answers
+        self._successors[session.key] = session.turn.successor
         if session.turn.successor and not session.turn.relay:
             self._outboxes.prepare(session.turn.successor, session.asker)
 
     def end(self, session: HopSession) -> None:
         """Send nothing more for a session."""
+        self._drop_for_successor(session)
         self._sessions.pop(session.key, None)
         self._answers.pop(session.key, None)
+        self._successors.pop(session.key, None)
 
     def ordered_on(self, answers: PeerOutbox) -> list[bytes]:
         """Keys of the sessions whose asker uses this stream."""
@@ -200,7 +206,10 @@ class HopSender:
 
     def _drop_waiting(self, session: HopSession) -> None:
         self._answers[session.key].drop(_of_session(session))
-        self._outboxes.drop(session.turn.successor, _of_session(session))
+        self._drop_for_successor(session)
+
+    def _drop_for_successor(self, session: HopSession) -> None:
+        self._outboxes.drop(self._successors.get(session.key, ""), _of_session(session))
 
     async def _relay(self, session: HopSession, frame: HopFrame) -> None:
         """Send a successor's frame through the asker, unless the session is in another epoch or revision by now."""

@@ -5,9 +5,12 @@ A single member's claimed speed counts only up to a cap. `app.hosting.placement`
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import itemgetter
+from typing import NamedTuple
 
 from app.core.span import Span
 from app.swarm.records import Announcement
@@ -21,6 +24,8 @@ COMING = frozenset({"serving", "loading", "fetching", "joining"})
 MEDIANS = 4.0
 LEVEL_SHARE = 0.25
 UNMEASURED_TOKENS_PER_S = 1.0  # assumed if no member has measured its speed yet
+_UNITS = 2**20  # of one token/s
+_FASTEST_TOKENS_PER_S = 1e9  # that a claim can stand for in the sums; far beyond every cap
 THIN = 1e-6  # factor on the speed of a block with a single holder, against one with two
 
 
@@ -57,40 +62,120 @@ class Coverage:
         ]
 
 
-def coverage_of(members: Iterable[Announcement], n_blocks: int, *own: float) -> Coverage:
+def coverage_of(members: Iterable[Announcement], n_blocks: int, own: float = 0.0) -> Coverage:
     """Compute the coverage by the members; `own` tokens/s of this node count in the median only."""
-    placed: list[tuple[int, int, float, bool]] = []
-    speeds = [speed for speed in own if speed > 0]
-    for member in members:
-        span, state, speed = member.growing or member.span, member.state, member.decode_tokens_per_s
-        if span is None or state not in COMING or span.start >= n_blocks:
-            continue
+    return CoverageTally(n_blocks, members).coverage(own)
+
+
+class _Place(NamedTuple):
+    """One member's part of the coverage."""
+
+    tokens_per_s: float  # 0: not measured yet
+    start: int
+    stop: int
+    serves: bool
+
+
+class CoverageTally:
+    """Sums over announcements from which the coverage is computed; kept up to date, no sum over all is needed again.
+
+    Sums are kept as the differences between a block and the one before, so that a member's span may be of any length,
+    and in whole numbers, which give the same sums in any order.
+    """
+
+    def __init__(self, n_blocks: int, members: Iterable[Announcement] = ()) -> None:
+        self._n_blocks = n_blocks
+        self._units, self._unmeasured, self._holders, self._serving = ([0] * (n_blocks + 1) for _ in range(4))
+        self._work = self._unmeasured_blocks = 0  # blocks x units of those measured, and blocks of the others
+        self._measured: list[_Place] = []  # the slowest first
+        for member in members:
+            place = self._place(member)
+            if place is not None:
+                self._count(place, 1)
+                if place.tokens_per_s:
+                    self._measured.append(place)
+        self._measured.sort()
+
+    def add(self, member: Announcement) -> None:
+        """Count a member."""
+        place = self._place(member)
+        if place is not None:
+            self._count(place, 1)
+            if place.tokens_per_s:
+                insort(self._measured, place)
+
+    def remove(self, member: Announcement) -> None:
+        """Count a member no longer; it must have been added with the same announcement."""
+        place = self._place(member)
+        if place is not None:
+            self._count(place, -1)
+            if place.tokens_per_s:
+                del self._measured[bisect_left(self._measured, place)]
+
+    def coverage(self, own: float = 0.0) -> Coverage:
+        """Compute the coverage; `own` tokens/s of this node count in the median only."""
+        usual = self._median(own)
+        modest = MEDIANS * usual
+        # Blocks x tokens/s of all members, none of them faster than `modest`.
+        work = self._work + self._unmeasured_blocks * _units(usual)
+        work -= sum((place.stop - place.start) * _excess(place, modest) for place in self._faster(modest))
+        cap = max(modest, LEVEL_SHARE * work / _UNITS / self._n_blocks)
+        units = self._units.copy()
+        if self._unmeasured_blocks:
+            each = _units(usual)
+            units = [known + each * unknown for known, unknown in zip(units, self._unmeasured, strict=True)]
+        for place in self._faster(cap):
+            units[place.start] -= _excess(place, cap)
+            units[place.stop] += _excess(place, cap)
+        speeds = [block / _UNITS for block in accumulate(units[:-1])]
+        holders, serving = (list(accumulate(counts[:-1])) for counts in (self._holders, self._serving))
+        return Coverage(speeds, holders, serving, cap, usual)
+
+    def _place(self, member: Announcement) -> _Place | None:
+        span, state = member.growing or member.span, member.state
+        if span is None or state not in COMING or span.start >= self._n_blocks:
+            return None
         # A span that is still being loaded counts as held, but not as serving: others must not leave its blocks yet.
-        placed.append((span.start, min(span.stop, n_blocks), speed, state in SERVES and member.growing is None))
-        if speed > 0:
-            speeds.append(speed)
-    speeds.sort()
-    usual = speeds[len(speeds) // 2] if speeds else UNMEASURED_TOKENS_PER_S
-    modest = MEDIANS * usual
-    work = 0.0
-    for start, stop, speed, _ in placed:
-        work += (stop - start) * (usual if speed <= 0 else modest if speed > modest else speed)
-    return _sum_up(placed, n_blocks, max(modest, LEVEL_SHARE * work / n_blocks), usual)
+        serves = state in SERVES and member.growing is None
+        speed = min(max(member.decode_tokens_per_s, 0.0), _FASTEST_TOKENS_PER_S)
+        return _Place(speed, span.start, min(span.stop, self._n_blocks), serves)
 
-
-def _sum_up(placed: Iterable[tuple[int, int, float, bool]], n_blocks: int, cap: float, usual: float) -> Coverage:
-    """Sum up (start, stop, tokens/s, serves) by prefix sums, so that the cost does not depend on the spans' lengths."""
-    speeds, holders, serving = [0.0] * (n_blocks + 1), [0] * (n_blocks + 1), [0] * (n_blocks + 1)
-    for start, stop, speed, serves in placed:
-        counts = usual if speed <= 0 else cap if speed > cap else speed
-        speeds[start] += counts
-        speeds[stop] -= counts
-        holders[start] += 1
-        holders[stop] -= 1
+    def _count(self, place: _Place, sign: int) -> None:
+        tokens_per_s, start, stop, serves = place
+        if tokens_per_s:
+            units = sign * _units(tokens_per_s)
+            self._units[start] += units
+            self._units[stop] -= units
+            self._work += units * (stop - start)
+        else:
+            self._unmeasured[start] += sign
+            self._unmeasured[stop] -= sign
+            self._unmeasured_blocks += sign * (stop - start)
+        self._holders[start] += sign
+        self._holders[stop] -= sign
         if serves:
-            serving[start] += 1
-            serving[stop] -= 1
-    held = list(accumulate(holders))[:n_blocks]
-    # Prefix sums leave rounding errors where a block has no holder.
-    offered = [speed if count else 0.0 for speed, count in zip(accumulate(speeds), held, strict=False)]
-    return Coverage(offered, held, list(accumulate(serving))[:n_blocks], cap, usual)
+            self._serving[start] += sign
+            self._serving[stop] -= sign
+
+    def _median(self, own: float) -> float:
+        measured, middle = self._measured, (len(self._measured) + (own > 0)) // 2
+        if own > 0:
+            place = bisect_left(measured, own, key=_speed_of)
+            if place == middle:
+                return own
+            middle -= place < middle
+        return measured[middle].tokens_per_s if measured else UNMEASURED_TOKENS_PER_S
+
+    def _faster(self, tokens_per_s: float) -> Sequence[_Place]:
+        return self._measured[bisect_right(self._measured, tokens_per_s, key=_speed_of) :]
+
+
+_speed_of = itemgetter(0)
+
+
+def _units(tokens_per_s: float) -> int:
+    return round(_UNITS * tokens_per_s)
+
+
+def _excess(place: _Place, cap: float) -> int:
+    return _units(place.tokens_per_s) - _units(cap)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from app.core.canonical_json import Fields, canonical, check_version, decode_object
@@ -44,6 +45,8 @@ MAX_WIRES = 8
 
 MODEL_NAME = "model_name"  # key of `SwarmRecord.settings`
 MAX_MODEL_NAME_CHARS = 64
+
+SLOWEST_TOKENS_PER_S = 0.1  # assumed for members that announce no speed
 
 _TAIL_CHARS = 8
 _RTT_UNITS_PER_S = 10_000
@@ -134,6 +137,24 @@ class Announcement:
     def serves(self) -> bool:
         """True if new sessions may be routed through it."""
         return self.state == "serving" and self.span is not None
+
+    @cached_property
+    def decode_block_s(self) -> float:
+        """Seconds that one token takes in one of its blocks, by its own word; it must have a span."""
+        assert self.span is not None
+        return 1 / max(self.decode_tokens_per_s, SLOWEST_TOKENS_PER_S) / len(self.span)
+
+    @cached_property
+    def prefill_block_s(self) -> float:
+        """Seconds that one token of a prompt takes in one of its blocks, by its own word; it must have a span."""
+        assert self.span is not None
+        fastest = max(self.prefill_tokens_per_s, self.decode_tokens_per_s, SLOWEST_TOKENS_PER_S)
+        return 1 / fastest / len(self.span)
+
+    @cached_property
+    def rtt_by_tail(self) -> Mapping[str, float]:
+        """The round-trip times that it measured, by the `tail` of the other peer."""
+        return dict(self.rtts)
 
     @property
     def number_format(self) -> str:

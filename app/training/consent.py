@@ -60,10 +60,10 @@ def job_routes(
 
     planner = RoutePlanner(network, lambda: [member for member in members() if willing(member)], preferences, book)
 
-    def find(avoid: frozenset[str]) -> Route:
+    async def find(avoid: frozenset[str]) -> Route:
         request = RouteRequest(Span(0, n_blocks), 1, privacy=planner.privacy(n_blocks))
         try:
-            return planner.find((), request, sorted(avoid))
+            return await planner.find((), request, sorted(avoid))
         except NoRoute as error:
             block = error.block
             holders = [m.peer for m in members() if m.serves and m.span is not None and block in m.span]

@@ -71,6 +71,8 @@ IDLE_S = 180.0  # a job whose owner is silent for so long is ended
 MAX_PARKED = 4
 MAX_KEPT_BYTES = 8 * 2**30  # of states on disk, of all jobs
 MAX_WAITING_BYTES = 2**28  # of frames that wait, of one job
+SENDER_SHARE, NEIGHBOURS_SHARE = 0.5, 0.75  # of it: of one sender, and of all but the owner
+MAX_REJECTIONS = 64  # passes in an epoch about which the owner is told that they were rejected
 _REMEMBERED_ENDED = 1024
 
 
@@ -131,7 +133,8 @@ class HopJob:
     ordered: int  # the latest epoch that its owner has ordered; the ledger's once it is carried out
     blocks: JobBlocks | None = None
     waiting: deque[tuple[str, Frame]] = field(default_factory=deque)  # (sender, frame)
-    waiting_bytes: int = 0
+    waiting_bytes: Counter[str] = field(default_factory=Counter)  # sender -> bytes of its frames that wait
+    waiting_frames: Counter[str] = field(default_factory=Counter)  # sender -> number of its frames that wait
     is_busy: bool = False
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     fetching: trio.CancelScope = field(default_factory=trio.CancelScope)
@@ -141,24 +144,40 @@ class HopJob:
     dropped: Counter[str] = field(default_factory=Counter)  # verdict -> frames
     handed_over: bytes = b""  # sums of the last round
     sums: SumsBuffer | None = None  # those of all holders, on their way here
+    rejections: Counter[int] = field(default_factory=Counter)  # epoch -> passes that were rejected
     sent: Counter[str] = field(default_factory=Counter)  # neighbour ("": the owner) -> bytes in this epoch
 
     def put(self, sender: str, frame: Frame) -> None:
         """Leave a frame to the job's task."""
         self.waiting.append((sender, frame))
-        self.waiting_bytes += len(frame.body)
+        self.waiting_bytes[sender] += len(frame.body)
+        self.waiting_frames[sender] += 1
         self.news.notify()
+
+    def has_room(self, sender: str, frame: Frame) -> bool:
+        """True if a frame may wait; one sender's frames never keep out those of another, least of all the owner's."""
+        if self.waiting_frames[sender] > 2 * self.ledger.order.under_way + 8 + len(self.handed_over) // SLICE_BYTES:
+            return False
+        size, owner = len(frame.body), self.ledger.owner
+        if sender == owner:
+            return self.waiting_bytes.total() + size <= MAX_WAITING_BYTES
+        others = self.waiting_bytes.total() - self.waiting_bytes[owner]
+        return (
+            self.waiting_bytes[sender] + size <= SENDER_SHARE * MAX_WAITING_BYTES
+            and others + size <= NEIGHBOURS_SHARE * MAX_WAITING_BYTES
+        )
 
     def take(self) -> tuple[str, Frame]:
         """Return the sender and the frame that waited longest."""
         sender, frame = self.waiting.popleft()
-        self.waiting_bytes -= len(frame.body)
+        self.waiting_bytes[sender] -= len(frame.body)
+        self.waiting_frames[sender] -= 1
         return sender, frame
 
     def drop_waiting(self) -> None:
         """Forget the frames that wait."""
-        self.waiting.clear()
-        self.waiting_bytes = 0
+        for counter in (self.waiting, self.waiting_bytes, self.waiting_frames):
+            counter.clear()
 
     @property
     def kept_bytes(self) -> int:
@@ -279,9 +298,7 @@ class TrainingServer:
             job.dropped["foreign"] += 1
         elif frame.kind in PASSES and length_of(frame) * sequences_of(frame) > job.ledger.order.rows:
             await self._reject(job, frame, _Rejected("more rows than were agreed", "shape"))
-        elif len(job.waiting) > 2 * job.ledger.order.under_way + 8 + len(job.handed_over) // SLICE_BYTES:
-            job.dropped["queue"] += 1
-        elif job.waiting_bytes + len(frame.body) > MAX_WAITING_BYTES:
+        elif not job.has_room(peer, frame):
             job.dropped["queue"] += 1
         else:
             job.heard_at = trio.current_time()
@@ -495,6 +512,10 @@ class TrainingServer:
 
     async def _reject(self, job: HopJob, frame: Frame, rejected: _Rejected) -> None:
         job.dropped[rejected.why] += 1
+        epoch = job.ledger.epoch
+        job.rejections = Counter({epoch: job.rejections[epoch] + 1})
+        if job.rejections[epoch] > MAX_REJECTIONS:
+            return  # what the owner does not read would fill its stream
         direction, way = "back" if frame.kind == Kind.BACK else "forward", pass_of(frame).way
         await self._trouble(job, HopError("input", str(rejected), f"{direction} {way}" if way else direction))
 

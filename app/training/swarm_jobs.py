@@ -163,7 +163,7 @@ class SwarmJobs:
 
         material = await self._material(wish)
         record = new_record(wish, material)
-        route = self._place.routes(material.source.config.n_blocks, wish.source.wire)(frozenset())
+        route = await self._place.routes(material.source.config.n_blocks, wish.source.wire)(frozenset())
         trained = material.trained
         wire = await self._wire(wish.source.wire, route)
         step_s, factor = await self._expected(record, material, route, wire)
@@ -188,7 +188,7 @@ class SwarmJobs:
         async with self._starting:
             material = await self._material(wish)
             # Raises if nobody trains a block.
-            route = self._place.routes(material.source.config.n_blocks, wish.source.wire)(frozenset())
+            route = await self._place.routes(material.source.config.n_blocks, wish.source.wire)(frozenset())
             wire = await self._wire(wish.source.wire, route)
             source = replace(wish.source, swarm=self._place.swarm, model=material.source.label, wire=wire)
             wish = replace(wish, source=source)
@@ -272,7 +272,7 @@ class SwarmJobs:
         progress = back_at(trainer.version, job, material)
         running = RunningJob(job, progress, trainer, material)
         try:
-            route = place.routes(config.n_blocks, wire)(frozenset(peer for peer, _ in job.progress.left_out))
+            route = await place.routes(config.n_blocks, wire)(frozenset(peer for peer, _ in job.progress.left_out))
             running.expected_step_s, running.correction = await self._expected(record, material, route, wire)
         except AppError as error:  # nobody trains a block now: the job waits for somebody
             log.info("job %s has no forecast: %s", record.id, error)

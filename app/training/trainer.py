@@ -198,7 +198,7 @@ class HopLost(Exception):
         self.peer, self.refused, self.welcome = peer, refused, welcome
 
 
-RouteFinder = Callable[[frozenset[str]], Route]  # peers not to use -> a route; raises `NoRoute`
+RouteFinder = Callable[[frozenset[str]], Awaitable[Route]]  # peers not to use -> a route; raises `NoRoute`
 HolderFinder = Callable[[Route, frozenset[str]], Sequence[Hop]]  # who else may train, all of its blocks; best first
 
 
@@ -402,9 +402,9 @@ class SwarmTrainer:
         deadline = trio.current_time() + self._patience.route_s
         while True:
             with suppress(AppError):
-                return self._routes(frozenset(self._refused | recent))
+                return await self._routes(frozenset(self._refused | recent))
             try:
-                return self._routes(frozenset(self._refused))
+                return await self._routes(frozenset(self._refused))
             except AppError as error:
                 # Waiting helps against a death, but not if all that host the block refuse.
                 refused = bool(error.peers) and set(error.peers) <= self._refused

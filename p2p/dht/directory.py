@@ -16,7 +16,7 @@ from typing import Protocol
 
 import trio
 
-from p2p.addresses import Address, Scope
+from p2p.addresses import Address
 from p2p.dht.lookup import lookup
 from p2p.dht.routing_table import BUCKET_SIZE, RoutingTable, position
 from p2p.dht.store import PROVIDER_TTL_S, ProviderStore, ValueStore
@@ -61,6 +61,7 @@ class HostView(Protocol):
 
     def addresses(self) -> Sequence[Address]: ...
     def addresses_of(self, peer: str) -> Sequence[Address]: ...
+    def network_of(self, peer: str) -> str | None: ...
     def learn(self, contact: Contact) -> None: ...
     def is_connected(self, peer: str) -> bool: ...
     def is_server(self, peer: str) -> bool: ...
@@ -133,8 +134,7 @@ class Directory:
         key = key_of_value(request.key)
         if key is None or request.value is None or not self._is_valid(key, request.value):
             raise Refused(f"{peer} sent a value that is not valid under its key")
-        network = _network_of(self._host.addresses_of(peer)) or ""
-        if not self.values.put(request.key, peer, request.value, now, network):
+        if not self.values.put(request.key, peer, request.value, now, self._host.network_of(peer) or ""):
             raise Refused(f"there is no room for another value of {peer}")
 
     def meet(self, peer: str) -> None:
@@ -156,7 +156,7 @@ class Directory:
     def saw(self, peer: str) -> None:
         """Record that `peer` takes part in the directory and is alive."""
         newcomer = peer not in self.table
-        self.table.saw(peer, _network_of(self._host.addresses_of(peer)))
+        self.table.saw(peer, self._host.network_of(peer))
         self.providers.alive(peer, trio.current_time())
         if newcomer and len(self.table) <= _SMALL_TABLE:
             self._refresh_wanted.set()
@@ -363,15 +363,6 @@ class Directory:
                     self.providers.alive(peer, trio.current_time())
                 else:
                     self.providers.dead(peer)
-
-
-def _network_of(addresses: Sequence[Address]) -> str | None:
-    """Return the /24 (IPv4) or /48 (IPv6) of the first public address as hex; None for peers on a LAN."""
-    for address in addresses:
-        if address.scope is Scope.PUBLIC and address.ip is not None:
-            packed = address.ip.packed
-            return packed[: 3 if address.ip.version == 4 else 6].hex()
-    return None
 
 
 def _check_key(key: bytes) -> None:

@@ -1,4 +1,7 @@
-"""Adapts a running `Host` to the small interface that the directory uses."""
+"""Adapts a running `Host` to the small interface that the directory uses.
+
+The network of a peer is taken from its connection: addresses that it only claims could be of any network.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,25 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from p2p.addresses import Address
+from p2p.addresses import Address, Scope, scope_of
 from p2p.dht.wire import Contact
 from p2p.host.host import Host
+
+NOT_CONNECTED = "not connected"  # the network of all peers that have no connection
+
+
+def network_of(host: Host, peer: str) -> str | None:
+    """Return the /24 (IPv4) or /48 (IPv6) from which a peer is connected, as hex, or that of its relay.
+
+    None for peers on a LAN.
+    """
+    connection = host.connection(peer)
+    if connection is None:
+        return NOT_CONNECTED
+    ip = connection.address.ip
+    if ip is None or scope_of(ip) is not Scope.PUBLIC:
+        return None
+    return ip.packed[: 3 if ip.version == 4 else 6].hex()
 
 
 class LiveHostView:
@@ -25,6 +44,10 @@ class LiveHostView:
     def addresses_of(self, peer: str) -> Sequence[Address]:
         """Return the known addresses of `peer`, the most promising first."""
         return self._host.book.addresses(peer)
+
+    def network_of(self, peer: str) -> str | None:
+        """Return the network from which `peer` is connected; None for peers on a LAN."""
+        return network_of(self._host, peer)
 
     def learn(self, contact: Contact) -> None:
         """Add a contact's addresses to the address book."""

@@ -22,6 +22,7 @@ import trio
 from p2p.addresses import Address, Scope, scope_of
 from p2p.channel.upgrade import public_channel_of
 from p2p.dht.directory import Directory
+from p2p.dht.host_view import network_of
 from p2p.dht.streams import ask
 from p2p.dht.wire import Contact, Message
 from p2p.dnsaddr import LookUp, resolve
@@ -186,6 +187,10 @@ class PublicDirectory:
     def addresses_of(self, peer: str) -> Sequence[Address]:
         """Return the known addresses of a directory node."""
         return self._host.book.addresses(peer)
+
+    def network_of(self, peer: str) -> str | None:
+        """Return the network in which a directory node was dialled."""
+        return network_of(self._host, peer)
 
     def learn(self, contact: Contact) -> None:
         """Remember the usable addresses of a peer that a directory node named."""

@@ -146,14 +146,15 @@ class ValueStore:
         return self._count
 
     def put(self, key: bytes, publisher: str, value: bytes, now: float, network: str = "") -> bool:
-        """Store a value in place of the publisher's earlier one under `key`.
+        """Store a value in place of the publisher's earlier one under `key`, unless others publish that too.
 
         False if the publisher has `MAX_VALUES_PER_PUBLISHER` values, or the key is full and none may be evicted.
         """
         values = self._keys.setdefault(key, {})
         network = network or publisher
-        for earlier in [text for text, kept in values.items() if kept.publisher == publisher and text != value]:
-            self._remove(key, earlier)
+        for earlier, one in [*values.items()]:
+            if one.publisher == publisher and earlier != value and len(one.networks) == 1:
+                self._remove(key, earlier)
         values = self._keys.setdefault(key, values)
         kept = values.get(value)
         if kept is None:

@@ -22,6 +22,7 @@ from p2p.host.messages import receive_message, send_message
 from p2p.nat.relay_wire import HOP, STOP, HopMessage, HopType, Status, StopMessage, StopType
 
 PLACES = 3  # reservations that a node holds at a time, at relays of different networks if it can
+MAX_RELAYS = 64
 MAX_CIRCUITS_A_RELAY = 32  # so that one relay cannot use up all connections of this node
 _ASK_TIMEOUT_S = 8.0
 _CHECK_S = 5.0
@@ -99,14 +100,25 @@ class RelayClient:
         self._wake.set()
 
     def heard_of(self, peer: str, address: Address) -> None:
-        """Record that `peer` offers relaying and listens at `address`; at most 64 relays are remembered."""
-        if address.scope is not Scope.RELAY and len(self._offering) < 64:
-            self._offering[peer] = address.of(peer)
-            self._wake.set()
+        """Record that `peer` offers relaying and listens at `address`.
+
+        At most `MAX_RELAYS` are remembered; if there are more, one that is no longer connected is forgotten.
+        """
+        if address.scope is Scope.RELAY:
+            return
+        if peer not in self._offering and len(self._offering) >= MAX_RELAYS:
+            gone = next((relay for relay in self._offering if self._host.connection(relay) is None), None)
+            if gone is None:
+                return
+            del self._offering[gone]
+            self._refused_until.pop(gone, None)
+        self._offering[peer] = address.of(peer)
+        self._wake.set()
 
     def withdrawn(self, peer: str) -> None:
         """Record that `peer` no longer offers relaying."""
         self._offering.pop(peer, None)
+        self._refused_until.pop(peer, None)
 
     async def run(self) -> None:
         """Make and renew reservations while they are needed, until cancelled."""
@@ -190,10 +202,7 @@ class RelayClient:
 
     async def _reserve(self, relay: str) -> None:
         try:
-            stream = await self._host.open_stream(relay, HOP)
-            with trio.fail_after(_ASK_TIMEOUT_S):
-                await send_message(stream, HopMessage(HopType.RESERVE))
-                answer = await receive_message(stream, HopMessage)
+            answer = await self._ask_for_place(relay)
             if answer.status is not Status.OK or answer.reservation is None:
                 raise Refused(f"the relay refused the reservation: {answer.status.name}")
         except (P2PError, trio.TooSlowError) as error:
@@ -205,6 +214,15 @@ class RelayClient:
         self._places[relay] = min(float(answer.reservation.expires_at), time.time() + 7200)
         log.info("reachable through the relay %s", relay)
         self._publish()
+
+    async def _ask_for_place(self, relay: str) -> HopMessage:
+        stream = await self._host.open_stream(relay, HOP)
+        try:
+            with trio.fail_after(_ASK_TIMEOUT_S):
+                await send_message(stream, HopMessage(HopType.RESERVE))
+                return await receive_message(stream, HopMessage)
+        finally:
+            await stream.reset()  # a relay that does not close it would use up the streams of the connection
 
     def _drop_lost(self) -> None:
         now = time.time()

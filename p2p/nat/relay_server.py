@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 import trio
 
+from p2p.addresses import IPAddress
 from p2p.errors import P2PError, ProtocolError
-from p2p.host.connection import Stream
+from p2p.host.admission import source_of
+from p2p.host.connection import Connection, Stream
 from p2p.host.host import Host
 from p2p.host.messages import address_bytes, receive_message, send_message
 from p2p.nat.relay_wire import HOP, STOP, HopMessage, HopType, Limit, Reservation, Status, StopMessage, StopType
@@ -31,9 +33,11 @@ class RelayLimits:
     """Upper bounds on reservations, circuits and bytes that a node relays for others."""
 
     reservations: int = 64
+    reservations_per_address: int = 16  # of peers that come from one address
     reservation_s: float = 3600.0
     circuits: int = 32
     circuits_per_peer: int = 4
+    circuits_per_address: int = 8  # that peers of one address ask for
     circuit_s: float = 1800.0
     circuit_bytes: int = 256 << 20
     bytes_per_s: float = 4 << 20  # all circuits together
@@ -47,6 +51,7 @@ class RelayServer:
         self._limits = limits or RelayLimits()
         self._reserved: dict[str, float] = {}  # peer -> expiry, trio's clock
         self._circuits: Counter[str] = Counter()
+        self._circuits_from: Counter[IPAddress | None] = Counter()
         self._budget_at = 0.0
         self.enabled = False
         self.carried_bytes = 0
@@ -87,7 +92,7 @@ class RelayServer:
     async def _reserve(self, stream: Stream) -> None:
         now = trio.current_time()
         self._drop_lost(now)
-        if stream.peer not in self._reserved and len(self._reserved) >= self._limits.reservations:
+        if stream.peer not in self._reserved and not self._has_place(stream.connection):
             await self._answer(stream, Status.RESERVATION_REFUSED)
             return
         self._reserved[stream.peer] = now + self._limits.reservation_s
@@ -108,11 +113,13 @@ class RelayServer:
             await self._answer(stream, Status.NO_RESERVATION)
             return
         busy = max(self._circuits[stream.peer], self._circuits[target]) >= self._limits.circuits_per_peer
-        if busy or self._circuits.total() >= 2 * self._limits.circuits:
+        source = _counted(stream.connection)
+        busy = busy or self._circuits_from[source] >= self._limits.circuits_per_address
+        if busy or self._circuits_from.total() >= self._limits.circuits:
             await self._answer(stream, Status.RESOURCE_LIMIT_EXCEEDED)
             return
-        for peer in (stream.peer, target):
-            self._circuits[peer] += 1
+        self._circuits.update((stream.peer, target))
+        self._circuits_from[source] += 1
         try:
             onward = await self._open_onward(connection.open_stream(STOP), stream.peer)
             if onward is None:
@@ -122,10 +129,8 @@ class RelayServer:
             log.info("relaying between %s and %s", stream.peer, target)
             await self._relay(stream, onward)
         finally:
-            for peer in (stream.peer, target):
-                self._circuits[peer] -= 1
-                if not self._circuits[peer]:
-                    del self._circuits[peer]
+            self._circuits = self._circuits - Counter((stream.peer, target))
+            self._circuits_from = self._circuits_from - Counter((source,))
 
     async def _open_onward(self, opening: object, source: str) -> Stream | None:
         onward: Stream | None = None
@@ -178,6 +183,13 @@ class RelayServer:
         if self._budget_at > now:
             await trio.sleep(self._budget_at - now)
 
+    def _has_place(self, connection: Connection) -> bool:
+        """True if a place is free for a new peer, and peers from its address do not have too many already."""
+        address = _counted(connection)
+        held = [self._host.connection(peer) for peer in self._reserved]
+        alike = sum(other is not None and _counted(other) == address for other in held)
+        return len(held) < self._limits.reservations and alike < self._limits.reservations_per_address
+
     def _drop_lost(self, now: float) -> None:
         for peer, until in list(self._reserved.items()):
             if until <= now or self._host.connection(peer) is None:
@@ -190,3 +202,8 @@ class RelayServer:
     async def _answer(stream: Stream, status: Status) -> None:
         await send_message(stream, HopMessage(HopType.STATUS, status=status))
         await stream.close()
+
+
+def _counted(connection: Connection) -> IPAddress | None:
+    ip = connection.address.ip
+    return None if ip is None else source_of(ip)

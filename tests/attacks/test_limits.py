@@ -11,7 +11,7 @@ from pathlib import Path
 from app.api import response_store
 from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
-from app.membership import guard
+from app.membership import exchange, guard
 from app.membership.table import TableLimits
 from app.rounds import island, statements
 from app.serving import handover
@@ -134,10 +134,22 @@ ROWS: dict[str, tuple[float, ...]] = {
         TABLE.vain_strangers,
         1 / TABLE.vain_strangers_per_s,
     ),
+    "statements of one peer": (
+        exchange.ANNOUNCEMENTS_AT_ONCE,
+        exchange.ANNOUNCEMENTS_PER_S,
+        exchange.SUSPICIONS_AT_ONCE,
+        exchange.SUSPICIONS_PER_S,
+        exchange.INVALID_AT_ONCE,
+        exchange.INVALID_PER_S,
+        exchange.TABLES_AT_ONCE,
+        1 / exchange.TABLES_PER_S,
+    ),
     "addresses": (MAX_PEERS, MAX_ADDRESSES_PER_PEER, MAX_REMEMBERED, MAX_UNREACHED),
     "relaying": (
         RELAY.reservations,
+        RELAY.reservations_per_address,
         RELAY.circuits,
+        RELAY.circuits_per_address,
         RELAY.circuit_bytes / MIB,
         RELAY.circuit_s / 60,
         RELAY.bytes_per_s / MIB,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import trio
+import trio.testing
 from trio.testing import MockClock
 
 from app.asker.route_session import SessionSettings
@@ -158,6 +159,41 @@ async def test_an_asker_that_never_reads_cannot_fill_a_hops_memory(autojump_cloc
         assert await scene.still_serves()
 
 
+async def test_an_asker_that_names_one_silent_successor_after_the_other_leaves_no_copies(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """Each order has the same outputs sent to another successor; those for the earlier ones are not needed any more."""
+
+    async def open_nobody(peer: str, protocol: str, *, timeout_s: float = 10.0) -> MemoryStream:
+        await trio.sleep(timeout_s)
+        raise PeerUnreachable(f"{peer} does not answer")
+
+    rows, runner = 256, WideRunner()  # the outputs of these tokens take 1 MiB
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        server = BlockServer(fabric.node("victim"), runner, InlineDevice())
+        await nursery.start(server.run)
+        monkeypatch.setattr(fabric.nodes["victim"], "open", open_nobody)
+        stream, id = await fabric.node("attacker").open("victim", PROTOCOL), new_session_id("attacker")
+        await stream.send(encode_turn(id, 1, KEEP, EpochOrder(Span(0, 4), "", "nobody1", rows, 0)))
+        await stream.send(zeros(id, 1, 0, rows, runner.hidden_size))
+        await next_frame(stream, Kind.READY)
+
+        def waiting() -> list[int]:
+            return [backlog.bytes for backlog in server._sender._outboxes._opening.values() if backlog.bytes]
+
+        for epoch in range(2, 5):
+            order = EpochOrder(Span(0, 4), "", f"nobody{epoch}", rows, 0, send_from=0)
+            await stream.send(encode_turn(id, epoch, KEEP, order))
+            await next_frame(stream, Kind.READY)
+            await trio.testing.wait_all_tasks_blocked()
+            assert len(waiting()) == 1
+            assert 1 << 20 <= waiting()[0] < 2 << 20
+        await stream.send(plain(Kind.CLOSE, id, 4))
+        await trio.sleep(1)  # simulated: less than a dial takes
+        assert not waiting()
+        nursery.cancel_scope.cancel()
+
+
 async def test_turns_cannot_make_a_hop_dial_without_bound(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
@@ -286,12 +322,12 @@ class FixedRoutes:
     def __init__(self, first: Route, then: Route) -> None:
         self._first, self._then = first, then
 
-    def route(self, current: Route, avoid: Sequence[str]) -> Route:
+    async def route(self, current: Route, avoid: Sequence[str]) -> Route:
         return self._then if current else self._first
 
     def failed(self, peer: str, why: Reason, *, busy: bool) -> None: ...
     def worked(self, peer: str) -> None: ...
-    def better(self, standing: RunningRoute) -> Route | None:
+    async def better(self, standing: RunningRoute) -> Route | None:
         return None
 
     def wires(self, route: Route, before: Wires | None) -> Wires:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     return open_tiny(tmp_path_factory.mktemp("model"))
 
 
-async def opened(swarm: JobSwarm, name: str) -> tuple[FrameStream, bytes]:
+async def opened(swarm: JobSwarm, name: str, order: JobOrder = ORDER) -> tuple[FrameStream, bytes]:
     """A job of `name` at `n0`, which is ready."""
     stream = await swarm.fabric.node(name).open("n0", PROTOCOL)
     run = new_session_id(name)
-    await stream.send(encode_open(run, 1, 0, ORDER))
+    await stream.send(encode_open(run, 1, 0, order))
     assert decode(await stream.receive()).kind == Kind.READY
     return stream, run
 
@@ -133,11 +134,66 @@ async def test_frames_that_wait_for_a_job_have_a_bound(
             await owner.send(head + body)
         await owner.send(plain(Kind.PROBE, run, 1))
         await owner.receive()
-        assert job.waiting_bytes <= 1 << 20
+        assert job.waiting_bytes.total() <= 1 << 20
         assert job.dropped["queue"] == 4
         goes_on.set()
         await trio.testing.wait_all_tasks_blocked()
-        assert job.waiting_bytes == 0
+        assert job.waiting_bytes.total() == 0
+
+
+async def test_a_neighbour_cannot_keep_the_owners_orders_out(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hop would seem silent, and the owner would blame it."""
+    monkeypatch.setattr(hop, "MAX_WAITING_BYTES", 1 << 20)
+    async with open_job_swarm(source, tmp_path, (0, 8)) as swarm:
+        owner, run = await opened(swarm, "owner", replace(ORDER, predecessor="before", successor="after"))
+        server: Any = swarm.nodes["n0"].server
+        (job,) = server._jobs.values()
+        begun, goes_on, tally = trio.Event(), trio.Event(), server._tally
+
+        async def slow(job: HopJob, sender: str, frame: Any) -> None:
+            begun.set()
+            await goes_on.wait()
+            await tally(job, sender, frame)
+
+        server._tally = slow
+        await owner.send(plain(Kind.TALLY, run, 1))
+        await begun.wait()
+        for name, width in (("before", 64), ("after", 65536)):
+            neighbour = await swarm.fabric.node(name).open("n0", PROTOCOL)
+            body = bytes(4 * width)
+            head = pass_header(Kind.BACK, run, 1, Pass(0, 0, 0), dtype="f32", rows=1, width=width, length=len(body))
+            for _ in range(100):
+                await neighbour.wait_room()
+                await neighbour.send(head + body)
+            await neighbour.send(plain(Kind.PROBE, run, 1))
+            await neighbour.receive()
+        await owner.send(plain(Kind.TALLY, run, 1))
+        goes_on.set()
+        with trio.fail_after(5):
+            assert [decode(await owner.receive()).kind for _ in range(2)] == [Kind.TALLY] * 2
+        assert job.dropped["queue"] > 100
+
+
+async def test_the_owner_is_told_of_some_rejected_passes_and_not_of_thousands(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    async with open_job_swarm(source, tmp_path, (0, 8)) as swarm:
+        owner, run = await opened(swarm, "owner", replace(ORDER, successor="after"))
+        neighbour = await swarm.fabric.node("after").open("n0", PROTOCOL)
+        body = bytes(4 * 65)
+        head = pass_header(Kind.BACK, run, 1, Pass(0, 0, 0), dtype="f32", rows=65, width=1, length=len(body))
+        for _ in range(3 * hop.MAX_REJECTIONS):
+            await neighbour.wait_room()
+            await neighbour.send(head + body)
+        await neighbour.send(plain(Kind.PROBE, run, 1))
+        await neighbour.receive()
+        await owner.send(plain(Kind.PROBE, run, 1))
+        kinds = []
+        while Kind.STATE not in kinds:
+            kinds.append(Kind(decode(await owner.receive()).kind))
+        assert kinds == [Kind.TROUBLE] * hop.MAX_REJECTIONS + [Kind.STATE]
 
 
 # --- a hop against the owner ------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import trio
@@ -16,6 +18,7 @@ from p2p.addresses import MAX_ADDRESSES_PER_PEER, Address
 from p2p.dht import directory as dht
 from p2p.dht import store as dht_store
 from p2p.dht.directory import Directory
+from p2p.dht.host_view import NOT_CONNECTED, LiveHostView
 from p2p.dht.routing_table import BUCKET_SIZE, RoutingTable, peer_position, position
 from p2p.dht.store import MAX_KEYS_PER_PROVIDER, MAX_PROVIDERS_PER_KEY, PROVIDER_TTL_S, ProviderStore, ValueStore
 from p2p.dht.wire import (
@@ -33,6 +36,8 @@ from p2p.dht.wire import (
     value_key,
 )
 from p2p.errors import DeadlineExceeded, PeerUnreachable, ProtocolError, Refused
+from p2p.host.address_book import AddressBook
+from p2p.host.host import Host
 from p2p.host.messages import address_bytes
 from p2p.identity import peer_id_bytes, peer_id_of
 from p2p.protobuf import varint
@@ -99,6 +104,9 @@ class Surroundings:
 
     def addresses_of(self, peer: str) -> Sequence[Address]:
         return [PLACE.of(peer)]
+
+    def network_of(self, peer: str) -> str | None:
+        return None
 
     def learn(self, contact: Contact) -> None:
         pass
@@ -413,6 +421,33 @@ def test_a_full_key_keeps_what_many_networks_publish_and_locks_nobody_out() -> N
         assert honest in store.get(KEY, 60.0 * number)
     assert len(store.get(KEY, 60.0 * 120)) == MAX_VALUES
     assert store.put(KEY, peer_named(200), b"yet another's", now=60.0 * 120, network="a third one's")
+
+
+def test_whoever_publishes_a_value_first_cannot_take_it_from_the_others() -> None:
+    """A liar is the first to publish the members' record, and then publishes another one of its own."""
+    store, honest = ValueStore(random.Random(5)), b"what the members publish"
+    store.put(KEY, peer_named(1), honest, now=0, network="the liar's")
+    store.put(KEY, peer_named(2), honest, now=1, network="a member's")
+    assert store.put(KEY, peer_named(1), b"lie", now=2, network="the liar's")
+    assert store.put(KEY, peer_named(1), b"another lie", now=3, network="the liar's")
+    assert store.get(KEY, 4) == [honest, b"another lie"]
+
+
+def test_a_peers_network_is_where_it_is_connected_from_and_not_what_it_claims() -> None:
+    """One machine with many names claims addresses all over the internet."""
+    book = AddressBook()
+    places = {
+        peer_named(1): Address("ip4", "8.8.4.4", 1000),
+        peer_named(2): Address("ip4", "8.8.4.5", 1001),
+        peer_named(3): Address("ip4", "8.8.4.6", 7464, peer_named(3), relay=peer_named(9)),
+        peer_named(4): Address("ip4", "10.0.0.4", 1002),
+    }
+    for number, name in enumerate(places):
+        book.add(name, [Address("ip4", f"{number + 1}.2.3.4", 7464)], 0.0)
+    connections = {name: SimpleNamespace(address=place) for name, place in places.items()}
+    view = LiveHostView(cast(Host, SimpleNamespace(book=book, connection=connections.get)), lambda peer: True)
+    assert [view.network_of(peer_named(number)) for number in range(1, 5)] == ["080804", "080804", "080804", None]
+    assert view.network_of(peer_named(5)) == view.network_of(peer_named(6)) == NOT_CONNECTED
 
 
 def test_one_network_drives_out_one_value_a_minute() -> None:

@@ -195,6 +195,9 @@ class Alone:
     def addresses_of(self, peer: str) -> list[object]:
         return []
 
+    def network_of(self, peer: str) -> str | None:
+        return None
+
     def learn(self, contact: Contact) -> None:
         pass
 

@@ -13,6 +13,7 @@ import trio
 from p2p.addresses import Address, parse_address
 from p2p.errors import P2PError, PeerUnreachable, ProtocolError, Refused
 from p2p.host.messages import address_bytes, address_from_bytes, receive_message, send_message
+from p2p.nat import relay_client
 from p2p.nat.hole_punching import PROTOCOL as DCUTR
 from p2p.nat.hole_punching import HolePunch, PunchType, _addresses
 from p2p.nat.reachability import Reach, Reachability
@@ -113,6 +114,50 @@ async def test_places_and_circuits_are_bounded() -> None:
         await until(lambda: relay.connection(hosts[0].peer_id) is None)
         await clients[2]._reserve(relay.peer_id)
         assert clients[2].places == [relay.peer_id]
+
+
+async def test_one_address_takes_neither_all_places_nor_all_circuits() -> None:
+    """A machine with many names would otherwise keep a relay for itself."""
+    relay = make_host()
+    server = RelayServer(relay, RelayLimits(reservations=8, reservations_per_address=2, circuits_per_address=1))
+    server.enable()
+    hosts, callers = [make_host() for _ in range(3)], [make_host() for _ in range(2)]
+    clients = [RelayClient(host) for host in hosts]
+    for caller in callers:
+        RelayClient(caller)
+    async with running(relay, *callers, *hosts):
+        for host, client in zip(hosts, clients, strict=True):
+            connection = await host.connect(relay.peer_id, relay.addresses)
+            client.heard_of(relay.peer_id, connection.address)
+            await client._reserve(relay.peer_id)
+        assert [bool(client.places) for client in clients] == [True, True, False]
+        ways = [relay.addresses[0].through(host.peer_id) for host in hosts]
+        await callers[0].dial(ways[0], hosts[0].peer_id)
+        with pytest.raises(Refused, match="RESOURCE_LIMIT"):
+            await callers[1].dial(ways[1], hosts[1].peer_id)
+        await callers[0].disconnect(relay.peer_id)
+        await until(lambda: not server.served - {host.peer_id for host in hosts})
+        await callers[1].dial(ways[1], hosts[1].peer_id)
+
+
+async def test_relays_that_are_gone_make_way_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over weeks a node meets more relays than it remembers."""
+    monkeypatch.setattr(relay_client, "MAX_RELAYS", 2)
+    host, relays = make_host(), [make_host() for _ in range(3)]
+    client = RelayClient(host)
+    for relay in relays:
+        RelayServer(relay).enable()
+    async with running(host, *relays):
+        for relay in relays:
+            connection = await host.connect(relay.peer_id, relay.addresses)
+            client.heard_of(relay.peer_id, connection.address)
+        assert set(client._offering) == {relay.peer_id for relay in relays[:2]}, "those that are here stay"
+        await host.disconnect(relays[0].peer_id)
+        client.heard_of(relays[2].peer_id, relays[2].addresses[0])
+        client.needed = True
+        await client._reserve(relays[2].peer_id)
+        assert client.places == [relays[2].peer_id]
+        assert host.extra_addresses
 
 
 async def test_only_a_relay_with_a_place_may_bring_visitors() -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from app.core.span import Span
-from app.hosting.placement import Candidate, MoveTimer, decide, due
-from app.swarm.coverage import COMING
+from app.hosting.placement import Candidate, MoveTimer, decide_by, due
+from app.swarm.coverage import COMING, CoverageTally
 from app.swarm.records import Announcement
 from tests.sim.judge import Judge, Verdict
 from tests.sim.world import NodeSpec, World
@@ -32,6 +32,7 @@ class Node:
     spec: NodeSpec
     peer: str
     said: Announcement
+    tally: CoverageTally  # of its view
     view: dict[str, Announcement] = field(default_factory=dict)
     serving: Span | None = None
     settled_at: float = 0.0
@@ -74,11 +75,12 @@ class Model:
 
     def _join(self, spec: NodeSpec, _: str) -> None:
         peer = f"peer{spec.number}"
-        node = Node(spec, peer, Announcement(peer, 0, 0, "", "joining"))
+        node = Node(spec, peer, Announcement(peer, 0, 0, "", "joining"), CoverageTally(self.world.n_blocks))
         if self.nodes:
             teacher = self._rng.choice(list(self.nodes.values()))
             node.view = {name: said for name, said in teacher.view.items() if name in self.nodes}
             node.view[teacher.peer] = teacher.said
+            node.tally = CoverageTally(self.world.n_blocks, node.view.values())
         self.nodes[peer] = node
         self.judge.came(self.now, spec.blocks, spec.tokens_per_s)
         self._tell(node, "joining", None)
@@ -116,11 +118,17 @@ class Model:
     def _hear(self, node: Node, said: Announcement) -> None:
         known = node.view.get(said.peer)
         if said.peer in self.nodes and (known is None or known.sequence < said.sequence):
+            if known is not None:
+                node.tally.remove(known)
             node.view[said.peer] = said
+            node.tally.add(said)
             self._consider(node, known, said)
 
     def _forget(self, node: Node, peer: str) -> None:
-        self._consider(node, node.view.pop(peer, None), None)
+        known = node.view.pop(peer, None)
+        if known is not None:
+            node.tally.remove(known)
+        self._consider(node, known, None)
 
     # --- thinking, as `app.hosting.block_host` does
     # --------------------------------------------------------------------
@@ -140,7 +148,8 @@ class Model:
             return
         speed = 0.0 if node.serving is None else node.spec.tokens_per_s
         me = Candidate(node.peer, node.spec.blocks, speed, node.serving, self.now - node.settled_at)
-        node.due = due(node.due, decide(me, list(node.view.values()), self.world.n_blocks), self.now)
+        move = decide_by(node.tally.coverage(speed), me, [*node.view.values()])
+        node.due = due(node.due, move, self.now)
         if node.due is None:
             return
         if node.due.at <= self.now:

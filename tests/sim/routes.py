@@ -55,7 +55,7 @@ class RouteSamples:
         truth = {peer: node.said for peer, node in model.nodes.items() if node.serving is not None}
         try:
             route = find_route(known, demand, known_link_s)
-            best = find_route(truth.values(), demand, true_link_s)
+            best = find_route([*truth.values()], demand, true_link_s)
         except NoRoute:
             self.refused += 1
             return

@@ -177,7 +177,7 @@ async def _find_routes(planner: RoutePlanner, n_blocks: int, found: list[int]) -
     while True:
         await trio.sleep(ROUTE_EVERY_S)
         try:
-            found.append(len(planner.find((), RouteRequest(Span(0, n_blocks), 256, 64), ())))
+            found.append(len(await planner.find((), RouteRequest(Span(0, n_blocks), 256, 64), ())))
         except NoRoute:
             found.append(0)
 

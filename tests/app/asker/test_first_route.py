@@ -106,7 +106,7 @@ async def test_a_block_that_this_node_loads_is_not_waited_for_at_others(autojump
         ]
         newcomer.swarm.announce(state="loading", span=Span(4, N_BLOCKS))  # not the missing block
         with pytest.raises(NoRoute, match="nobody serves block 3 now"):
-            asker.planner.find((), request, ())
+            await asker.planner.find((), request, ())
 
 
 def loads(swarm: SessionSwarm, span: Span) -> None:
@@ -208,7 +208,7 @@ async def test_a_holder_that_missed_one_probe_is_still_used(autojump_clock: Mock
         await sim.until(lambda: newcomer.state_of(holder.peer) == "suspect", 30)
         sim.fabric.set_link(newcomer.peer, holder.peer, QUICK)
         began_at = trio.current_time()
-        route = asker.planner.find((), RouteRequest(Span(0, N_BLOCKS), 64), ())
+        route = await asker.planner.find((), RouteRequest(Span(0, N_BLOCKS), 64), ())
         assert [hop.peer for hop in route] == [holder.peer]
         stats = await ask(asker, PROMPT, 12)
         assert stats.token_ids == greedy(PROMPT, 12, N_BLOCKS)

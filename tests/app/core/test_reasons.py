@@ -200,7 +200,7 @@ async def test_what_an_asker_saw_of_hops_is_why_they_are_not_used(autojump_clock
         assert (unused["liar"].code, unused["liar"].peers) == ("distrusted", ("liar",))
         assert unused["liar"].text.startswith("returned wrong activations")
         with pytest.raises(NoRoute) as refused:
-            RoutePlanner(node, lambda: [said("full")], book=book, preferences=None).find((), DEMAND, ["full"])
+            await RoutePlanner(node, lambda: [said("full")], book=book, preferences=None).find((), DEMAND, ["full"])
         assert refused.value.reason.peers == ("full",)
         await trio.sleep(HOUR_S)
         assert set(planner.unused(4)) == {"liar"}, "who was full is tried again"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
+from typing import Any
 
 import pytest
 import trio
@@ -12,9 +14,9 @@ from trio.testing import MockClock
 
 from app.core.span import Span
 from app.manifest.manifest import Manifest
-from app.membership import QueryService, wire
+from app.membership import QueryService, exchange, wire
 from app.membership.exchange import MembershipExchange
-from app.swarm.records import Announcement, sign_announcement
+from app.swarm.records import Announcement, Suspicion, sign_announcement, sign_suspicion, verify_suspicion
 from p2p.errors import P2PError, Refused, RemoteError
 from p2p.identity import Identity
 from tests.app.swarms import Sim, identity, open_sim, wall_clock
@@ -139,3 +141,59 @@ async def test_what_is_kept_for_others_is_bounded(autojump_clock: MockClock) -> 
             exchange.gossip_queue.add(("suspicion", f"peer {number}"), bytes(100), urgent=True)
         assert len(exchange._announcement_limit) <= 4096
         assert len(exchange.gossip_queue) <= 2048
+
+
+async def test_a_peer_that_asks_for_the_table_all_the_time_is_refused_and_others_are_not(
+    autojump_clock: MockClock,
+) -> None:
+    """Each answer compares whole tables, and may have a mebibyte."""
+    async with open_sim() as sim:
+        victim, mate = await sim.grow(2)
+        stranger = sim.fabric.node("stranger")
+        body = wire.TableRequest(bytes.fromhex(sim.record.id), {}, []).encode()
+        answered = 0
+        for _ in range(10 * exchange.TABLES_AT_ONCE):
+            with suppress(Refused):
+                await stranger.call(victim.peer, wire.TABLE, body, timeout_s=5)
+                answered += 1
+        assert exchange.TABLES_AT_ONCE <= answered <= 2 * exchange.TABLES_AT_ONCE
+        assert await mate.network.call(victim.peer, wire.TABLE, body, timeout_s=5)
+        await trio.sleep(1 / exchange.TABLES_PER_S)
+        assert await stranger.call(victim.peer, wire.TABLE, body, timeout_s=5)
+
+
+async def test_a_suspicion_that_is_sent_again_and_again_costs_little(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = 0
+
+    def counted(*args: Any) -> Suspicion:
+        nonlocal checked
+        checked += 1
+        return verify_suspicion(*args)
+
+    monkeypatch.setattr(exchange, "verify_suspicion", counted)
+    async with open_sim() as sim:
+        victim, mate, accused = await sim.grow(3)
+        now_ms = int(wall_clock() * 1000)
+        raw = sign_suspicion(identity(mate.number), sim.record.id, accused.peer, now_ms, sequence=now_ms)
+        began, stranger = trio.current_time(), sim.fabric.node("stranger")
+        for body in told(sim, [raw] * 3000):
+            await stranger.call(victim.peer, wire.TELL, body, timeout_s=5)
+        most = exchange.SUSPICIONS_AT_ONCE + exchange.SUSPICIONS_PER_S * (trio.current_time() - began)
+        assert 0 < checked <= most + 10  # and those among the members themselves
+        assert victim.knows() == {mate.peer, accused.peer}
+
+
+async def test_a_member_that_probes_all_the_time_does_not_use_up_the_news_for_others(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_sim() as sim:
+        victim, hostile, *_ = await sim.grow(3)
+        await trio.sleep(60)
+        victim.swarm.announce(kv_free_tokens=7)
+        body = wire.ProbeRequest(bytes.fromhex(sim.record.id), 0, []).encode()
+        for _ in range(50):
+            await hostile.network.call(victim.peer, wire.PROBE, body, timeout_s=5)
+        news = victim.swarm._exchange.gossip_queue.take_piggyback()
+        assert victim.swarm.own.raw in news

@@ -218,6 +218,9 @@ class Surroundings:
     def addresses_of(self, peer: str) -> Sequence[Address]:
         return [PLACE.of(peer)]
 
+    def network_of(self, peer: str) -> str | None:
+        return None
+
     def learn(self, contact: Contact) -> None: ...
 
     def is_connected(self, peer: str) -> bool:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import trio
 
+from app.core import pieces
+from app.core.reasons import because
 from app.routing.planner import PrivacyPreferences, RoutePlanner
+from app.routing.route import Route
+from app.swarm.records import Announcement
+from tests.app.routing.test_search import BLOCKS, WHOLE, member
 
 
 @pytest.mark.parametrize(("wanted", "edge"), [(None, 2), (0, 2), (1, 2), (2, 2), (5, 5)])
@@ -16,3 +24,102 @@ def test_a_reply_may_ask_for_more_privacy_than_the_settings_and_never_for_less(w
     planner = RoutePlanner(network, tuple, lambda: PrivacyPreferences(2, frozenset({"friend"})))
     privacy = planner.privacy(30, wanted)
     assert (privacy.edge, privacy.blocks, privacy.trusted) == (edge, 30, frozenset({"me", "friend"}))
+
+
+# --- searches in pieces -----------------------------------------------------------------------------------------------
+
+
+def planner_of(members: list[Announcement]) -> RoutePlanner:
+    network: Any = SimpleNamespace(peer_id="me", links=lambda: ())
+    return RoutePlanner(network, lambda: members)
+
+
+@pytest.fixture
+def breaks_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let other tasks run after every piece, however short."""
+    monkeypatch.setattr(pieces, "LONGEST_S", -1.0)
+
+
+async def found_during(planner: RoutePlanner, change: Callable[[], object]) -> list[str]:
+    """The peers of a route during whose search something changes."""
+    route: list[Route] = []
+
+    async def search() -> None:
+        route.append(await planner.find((), WHOLE, ()))
+        assert changed
+
+    changed: list[bool] = []
+
+    async def disturb() -> None:
+        for _ in range(3):  # the search has begun, after at most two
+            await trio.lowlevel.checkpoint()
+        change()
+        changed.append(True)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(search)
+        nursery.start_soon(disturb)
+    return [hop.peer for hop in route[0]]
+
+
+async def test_a_large_swarm_is_searched_while_other_tasks_run() -> None:
+    rng = random.Random(1)
+    members = [member(f"p{n}", start := rng.randrange(BLOCKS), rng.randint(start + 1, BLOCKS)) for n in range(2000)]
+    turns, ended = 0, False
+
+    async def other() -> None:
+        nonlocal turns
+        while not ended:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(other)
+        assert await planner_of(members).find((), WHOLE, ())
+        ended = True
+    assert turns >= 4, "the search kept the event loop all the time"
+
+
+@pytest.mark.usefixtures("breaks_everywhere")
+async def test_a_peer_that_is_banned_during_a_search_is_not_proposed() -> None:
+    planner = planner_of([member("fast", 0, BLOCKS, 100.0), member("slow", 0, BLOCKS, 1.0)])
+    assert [hop.peer for hop in await planner.find((), WHOLE, ())] == ["fast"]
+    why = because("hop_lost", "its stream broke", "fast")
+    assert await found_during(planner, lambda: planner.bans.ban("fast", trio.current_time(), why)) == ["slow"]
+
+
+@pytest.mark.usefixtures("breaks_everywhere")
+@pytest.mark.parametrize("after", [None, member("fast", 0, 2, 100.0), member("fast", 0, BLOCKS, state="draining")])
+async def test_a_peer_that_gives_up_its_blocks_during_a_search_is_not_proposed(after: Announcement | None) -> None:
+    members = [member("slow", 0, BLOCKS, 1.0), member("fast", 0, BLOCKS, 100.0)]
+    planner = planner_of(members)
+
+    def change() -> None:
+        members[1:] = [] if after is None else [after]
+
+    assert (await found_during(planner, change))[-1] == "slow"
+
+
+@pytest.mark.usefixtures("breaks_everywhere")
+async def test_a_stranger_is_tried_by_one_session_though_two_search_at_the_same_time() -> None:
+    planner = planner_of([member("stranger", 0, BLOCKS, 20.0), member("known", 0, BLOCKS, 10.0)])
+    planner.worked("known")
+    found: list[str] = []
+
+    async def search() -> None:
+        found.append((await planner.find((), WHOLE, ()))[0].peer)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(search)
+        nursery.start_soon(search)
+    assert sorted(found) == ["known", "stranger"]
+
+
+@pytest.mark.usefixtures("breaks_everywhere")
+async def test_a_search_that_is_cancelled_does_not_hold_up_the_next() -> None:
+    planner = planner_of([member("a", 0, BLOCKS)])
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await planner.find((), WHOLE, ())
+    assert scope.cancelled_caught
+    assert [hop.peer for hop in await planner.find((), WHOLE, ())] == ["a"]

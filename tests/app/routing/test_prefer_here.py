@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.core.pieces import at_once
 from app.core.span import Span
 from app.routing.planner import PrivacyPreferences, RoutePlanner
 from app.routing.prefer_here import prefer_here
@@ -29,7 +30,7 @@ def chosen(
 ) -> Route:
     comparison = RouteComparison(members, request, near, KnownCosts())
     fastest = find_route(members, request, near, avoid=avoid)
-    return prefer_here(fastest, "me", comparison, avoid, share)
+    return at_once(prefer_here(fastest, "me", comparison, avoid, share))
 
 
 FAST = member("far", 0, BLOCKS, speed=20.0)
@@ -95,6 +96,6 @@ async def test_the_planner_follows_the_setting_as_it_is_now() -> None:
     preferences = PrivacyPreferences()
     members = [member("me", 0, BLOCKS, speed=3.0), member("far", 0, BLOCKS, speed=20.0)]
     planner = RoutePlanner(network, lambda: members, lambda: preferences)
-    assert shape(planner.find((), WHOLE, ())) == ALL_THERE
+    assert shape(await planner.find((), WHOLE, ())) == ALL_THERE
     preferences = PrivacyPreferences(prefer_here=1.0)
-    assert shape(planner.find((), WHOLE, ())) == ALL_HERE
+    assert shape(await planner.find((), WHOLE, ())) == ALL_HERE

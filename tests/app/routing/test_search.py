@@ -5,20 +5,21 @@ from __future__ import annotations
 import itertools
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.core.pieces import at_once
 from app.core.reasons import because
 from app.core.span import Span
 from app.routing import vector_search
 from app.routing.bans import Bans
 from app.routing.cost import HOP_S, believed_seconds, block_seconds, entry_seconds, route_seconds, wait_seconds
 from app.routing.estimates import LinkEstimates, link_seconds
-from app.routing.route import Hop, KnownCosts, NoRoute, Privacy, Route, RouteRequest
+from app.routing.route import Hop, KnownCosts, LinkSeconds, NoRoute, Privacy, Route, RouteRequest, Visit
 from app.routing.search import _try_each_pair, find_route, repair_route, why_unused
 from app.routing.vector_search import cheapest_visits
 from app.swarm.records import Announcement, tail
@@ -39,6 +40,27 @@ def near(a: str, b: str) -> float:
 
 def shape(route: Route) -> list[tuple[str, int, int]]:
     return [(hop.peer, hop.span.start, hop.span.stop) for hop in route]
+
+
+def repaired(
+    route: Route,
+    members: list[Announcement],
+    request: RouteRequest,
+    link_s: LinkSeconds,
+    avoid: Collection[str],
+    formats: dict[str, str] | None = None,
+) -> Route:
+    return at_once(repair_route(route, members, request, link_s, avoid=avoid, formats=formats))
+
+
+def with_arrays(
+    members: list[Announcement],
+    request: RouteRequest,
+    links: LinkEstimates,
+    block_s: dict[str, float],
+    entry_s: dict[str, float],
+) -> list[Visit]:
+    return at_once(cheapest_visits(members, request, links, block_s, entry_s))
 
 
 def cost_s(route: Route, members: list[Announcement]) -> float:
@@ -123,10 +145,10 @@ def test_a_long_prompt_prefers_who_reads_fast() -> None:
 def test_mending_keeps_the_hops_that_live() -> None:
     members = [member("a", 0, 2), member("b", 2, 4), member("c", 4, 6), member("d", 1, 5), member("e", 0, 6, 1000)]
     route = find_route(members[:3], WHOLE, near)
-    assert shape(repair_route(route, members[:4], WHOLE, near, avoid=["b"])) == [("a", 0, 2), ("d", 2, 4), ("c", 4, 6)]
+    assert shape(repaired(route, members[:4], WHOLE, near, avoid=["b"])) == [("a", 0, 2), ("d", 2, 4), ("c", 4, 6)]
     # Two neighbours that die are one gap, which one node may fill.
-    assert shape(repair_route(route, members, WHOLE, near, avoid=["b", "c"])) == [("a", 0, 2), ("e", 2, 6)]
-    assert shape(repair_route(route, [*members[:3], members[4]], WHOLE, near, avoid=["a", "b", "c"])) == [("e", 0, 6)]
+    assert shape(repaired(route, members, WHOLE, near, avoid=["b", "c"])) == [("a", 0, 2), ("e", 2, 6)]
+    assert shape(repaired(route, [*members[:3], members[4]], WHOLE, near, avoid=["a", "b", "c"])) == [("e", 0, 6)]
 
 
 def test_a_hop_is_replaced_by_one_of_its_number_format_if_there_is_one() -> None:
@@ -134,24 +156,24 @@ def test_a_hop_is_replaced_by_one_of_its_number_format_if_there_is_one() -> None
     first = member("a", 0, 2)
     route = (Hop("a", Span(0, 2)), Hop("b", Span(2, 6)))
     for formats, expected in (({"b": "int8 f32"}, "c"), ({"b": "none f32"}, "d"), ({"b": "int8 bf16"}, "d"), ({}, "d")):
-        found = repair_route(route, [first, slow, fast], WHOLE, near, avoid=["b"], formats=formats)
+        found = repaired(route, [first, slow, fast], WHOLE, near, avoid=["b"], formats=formats)
         assert shape(found) == [("a", 0, 2), (expected, 2, 6)]
-    alone = repair_route(route, [first, fast], WHOLE, near, avoid=["b"], formats={"b": "int8 f32"})
+    alone = repaired(route, [first, fast], WHOLE, near, avoid=["b"], formats={"b": "int8 f32"})
     assert shape(alone) == [("a", 0, 2), ("d", 2, 6)]
 
 
 def test_a_hop_that_serves_other_blocks_now_is_replaced_and_may_still_serve_the_rest() -> None:
     route = (Hop("a", Span(0, 6)),)
     members = [member("a", 0, 4, 100.0), member("b", 0, 6, 1.0), member("c", 4, 6, 100.0)]
-    assert shape(repair_route(route, members, WHOLE, near, avoid=[])) == [("a", 0, 4), ("c", 4, 6)]
-    assert repair_route(route, members[1:], WHOLE, near, avoid=[]) == route, "one that announces nothing may be late"
+    assert shape(repaired(route, members, WHOLE, near, avoid=[])) == [("a", 0, 4), ("c", 4, 6)]
+    assert repaired(route, members[1:], WHOLE, near, avoid=[]) == route, "one that announces nothing may be late"
 
 
 def test_mending_gives_up_the_old_route_where_only_a_new_one_will_do() -> None:
     # b's blocks are held by nobody but a and c, who are in the route already, with other shares.
     members = [member("a", 0, 3), member("b", 2, 4), member("c", 3, 6)]
     route = find_route([member("a", 0, 2), member("b", 2, 4), member("c", 4, 6)], WHOLE, near)
-    assert shape(repair_route(route, members, WHOLE, near, avoid=["b"])) == [("a", 0, 3), ("c", 3, 6)]
+    assert shape(repaired(route, members, WHOLE, near, avoid=["b"])) == [("a", 0, 3), ("c", 3, 6)]
 
 
 def test_bans_grow_and_are_forgiven() -> None:
@@ -239,7 +261,7 @@ def test_no_route_and_no_mended_route_shows_private_blocks_to_strangers(
     try:
         route = find_route(members, demand, near)
         assert all(privacy.allows(hop.peer, block) for hop in route for block in hop.span.blocks())
-        route = repair_route(route, members, demand, near, avoid=dead)
+        route = repaired(route, members, demand, near, avoid=dead)
         assert all(privacy.allows(hop.peer, block) for hop in route for block in hop.span.blocks())
         assert not dead & {hop.peer for hop in route}
     except NoRoute as error:
@@ -334,7 +356,7 @@ def test_the_search_with_arrays_finds_paths_as_cheap_as_trying_each_pair(
     enter_s = {m.peer: HOP_S + wait_seconds(m) + known.penalty_s.get(m.peer, 0.0) for m in usable}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vector_search, "_FEW", few)  # 0: every correction goes by the table of minima
-        found = visits_or_missing_block(lambda: cheapest_visits(usable, request, links, block_s, enter_s))
+        found = visits_or_missing_block(lambda: with_arrays(usable, request, links, block_s, enter_s))
     expected = visits_or_missing_block(lambda: _try_each_pair(usable, request, links, block_s, enter_s))
     if isinstance(found, int) or isinstance(expected, int):
         assert found == expected
@@ -374,7 +396,7 @@ def test_both_searches_find_the_least_route_seconds(
     usable = [m for m in members if why_unused(m, request) is None][:6]
     block_s, entry_s = believed_seconds(usable, request, known), entry_seconds(usable, known, request)
     paths = all_paths(usable, request)
-    for search in (cheapest_visits, _try_each_pair):
+    for search in (with_arrays, _try_each_pair):
         visits = visits_or_missing_block(lambda search=search: search(usable, request, links, block_s, entry_s))  # type: ignore[misc]
         if isinstance(visits, int):
             assert not paths
@@ -420,6 +442,6 @@ def test_a_crowd_with_many_claims_is_routed_as_cheaply_as_by_trying_each_pair(se
     block_s, enter_s = believed_seconds(members, WHOLE, KnownCosts()), dict.fromkeys(names, HOP_S)
     found_s, expected_s = (
         visits_s(search(members, WHOLE, links, block_s, enter_s), members, WHOLE, links, KnownCosts())
-        for search in (cheapest_visits, _try_each_pair)
+        for search in (with_arrays, _try_each_pair)
     )
     assert found_s == pytest.approx(expected_s, rel=1e-12)

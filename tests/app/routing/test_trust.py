@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -175,3 +177,45 @@ def test_elimination_alone_convicts_nobody() -> None:
     assert is_confirmed(frozenset({"a"}), again)
     cleared = (("a l c", 0), ("x y z", 1), ("w l z", 1), ("w y c", 1), ("a y z", 1))
     assert liars(*cleared) == ({"a", "l", "c"}, False)
+
+
+def plain_liar_sets(answers: list[Observation], not_accused: set[str], size: int, always: bool) -> set[frozenset[str]]:
+    """All sets of so many peers that explain the answers, tried one by one."""
+
+    def explains(suspects: tuple[str, ...]) -> bool:
+        clean = {one.group for one in answers if one.peers.isdisjoint(suspects)}
+        lied = {one.group for one in answers if not one.peers.isdisjoint(suspects)}
+        return len(clean) <= 1 and not (always and clean & lied)
+
+    peers = sorted({peer for one in answers for peer in one.peers} - not_accused)
+    return {frozenset(suspects) for suspects in combinations(peers, size) if explains(suspects)}
+
+
+routes = st.frozensets(st.sampled_from("abcdefg"), min_size=1, max_size=4)
+
+
+@given(
+    st.lists(st.builds(Observation, routes, st.integers(0, 2)), min_size=1, max_size=6), st.sets(st.sampled_from("ab"))
+)
+def test_the_smallest_sets_of_liars_are_those_found_by_trying_all(
+    answers: list[Observation], trusted: set[str]
+) -> None:
+    kinds = [(size, always) for size in (1, 2) for always in (True, False)]
+    expected = next(
+        ((sets, kind[1]) for kind in kinds if (sets := plain_liar_sets(answers, trusted, *kind))), (set(), False)
+    )
+    found, always = minimal_liar_sets(answers, trusted)
+    assert (set(found), len(found), always) == (expected[0], len(expected[0]), expected[1])
+    sometimes = next((sets for size in (1, 2) if (sets := plain_liar_sets(answers, trusted, size, False))), set())
+    assert set(occasional_liar_sets(answers, trusted)) == sometimes
+
+
+def test_liars_on_long_routes_are_found_without_trying_all_pairs() -> None:
+    """Nine answers over forty hops each, and two liars in different routes: a few kinds of peers explain them."""
+    answers = [Observation(frozenset(f"{route}-{hop}" for hop in range(40)), 0) for route in range(7)]
+    answers += [Observation(frozenset({"x", *(f"8-{hop}" for hop in range(39))}), 1)]
+    answers += [Observation(frozenset({"y", *(f"9-{hop}" for hop in range(39))}), 2)]
+    began_s = time.process_time()
+    stories, always = minimal_liar_sets(answers, ())
+    assert time.process_time() - began_s < 0.1  # trying all pairs takes half a second
+    assert (len(stories), always) == (1600, True)

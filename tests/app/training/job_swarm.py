@@ -17,7 +17,7 @@ from app.core.span import Span
 from app.routing.route import Hop, NoRoute, Route
 from app.training.hop import TrainingServer, TrainingTerms
 from app.training.states import StateStore
-from app.training.trainer import JobTerms, Patience, StepDone, SwarmTrainer
+from app.training.trainer import JobTerms, Patience, RouteFinder, StepDone, SwarmTrainer
 from app.training.wiring import blocks_of, order_of
 from engine.model.ends import load_ends
 from engine.model.span import load_span
@@ -171,7 +171,7 @@ class JobSwarm:
 
         self.nodes[name].changes.append(change)
 
-    def route(self, avoid: frozenset[str]) -> Route:
+    async def route(self, avoid: frozenset[str]) -> Route:
         """The first nodes, by name, that follow each other; those that died are still known."""
         hops: list[Hop] = []
         while (block := hops[-1].span.stop if hops else 0) < self.source.config.n_blocks:
@@ -218,7 +218,7 @@ class JobSwarm:
         terms = JobTerms(order, rate_of, snapshot_every=every, sums_bytes=sums_bytes(settings, config))
         terms = replace(terms, **more.pop("terms", {}))
         ends = OwnerEnds(TrainingEnds(load_ends(self.source, OPTIONS)), config.hidden_size)
-        routes: Callable[[frozenset[str]], Route] = more.pop("routes", self.route)
+        routes: RouteFinder = more.pop("routes", self.route)
         patience = more.pop("patience", PATIENCE)
         return SwarmTrainer(network, ends, InlineDevice(), states, routes, terms, patience=patience, **more)
 

@@ -56,29 +56,29 @@ def finder(fabric: MemoryFabric, members: Sequence[Announcement], private: int =
 async def test_who_refuses_is_never_asked() -> None:
     async with open_fabric() as fabric:
         members = [member("a", 0, 4, "never"), member("b", 0, 2, "members"), member("c", 2, 4, "trusted")]
-        assert [hop.peer for hop in finder(fabric, members)(frozenset())] == ["b", "c"]
+        assert [hop.peer for hop in await finder(fabric, members)(frozenset())] == ["b", "c"]
 
 
 async def test_this_nodes_own_blocks_need_no_consent() -> None:
     async with open_fabric() as fabric:
-        assert [hop.peer for hop in finder(fabric, [member("me", 0, 4, "never")])(frozenset())] == ["me"]
+        assert [hop.peer for hop in await finder(fabric, [member("me", 0, 4, "never")])(frozenset())] == ["me"]
 
 
 async def test_a_block_that_nobody_trains_is_named_with_who_holds_it() -> None:
     async with open_fabric() as fabric:
         members = [member("b", 0, 2, "members"), member("a", 2, 4, "never")]
         with pytest.raises(NoRoute, match="nobody serves block 2 for this job; it is hosted by a,"):
-            finder(fabric, members)(frozenset())
+            await finder(fabric, members)(frozenset())
 
 
 async def test_private_blocks_hold_for_jobs() -> None:
     async with open_fabric() as fabric:
         members = [member("a", 0, 4, "members"), member("friend", 0, 4, "members")]
-        route = finder(fabric, members, private=1)(frozenset())
+        route = await finder(fabric, members, private=1)(frozenset())
         assert route[0].peer == route[-1].peer == "friend"
         alone = job_routes(fabric.nodes["me"], lambda: members[:1], lambda: PrivacyPreferences(private_blocks=1), 4)
         with pytest.raises(NoRoute, match="trusted peers"):
-            alone(frozenset())
+            await alone(frozenset())
 
 
 async def test_who_may_train_beside_a_route() -> None:
@@ -119,7 +119,7 @@ async def test_a_member_that_trained_wrongly_is_no_hop() -> None:
     members = [member("a", 0, 4, "members"), member("b", 0, 4, "members")]
     async with open_fabric() as fabric:
         routes = job_routes(fabric.node("me"), lambda: members, PrivacyPreferences, 4, book=book)
-        assert [hop.peer for hop in routes(frozenset())] == ["b"]
+        assert [hop.peer for hop in await routes(frozenset())] == ["b"]
 
 
 async def test_a_job_with_rows_of_int8_goes_through_members_that_understand_them() -> None:
@@ -129,9 +129,9 @@ async def test_a_job_with_rows_of_int8_goes_through_members_that_understand_them
         me = fabric.node("me")
         for wire, expected in (("f32", "older"), ("int8", "able")):
             find = job_routes(me, lambda: members, PrivacyPreferences, 4, wire)
-            assert [hop.peer for hop in find(frozenset())] == [expected]
+            assert [hop.peer for hop in await find(frozenset())] == [expected]
         with pytest.raises(NoRoute, match="will not train it"):
-            job_routes(me, lambda: members[:1], PrivacyPreferences, 4, "int8")(frozenset())
+            await job_routes(me, lambda: members[:1], PrivacyPreferences, 4, "int8")(frozenset())
 
 
 async def test_a_job_is_rounded_where_a_link_is_slow_and_all_hops_understand_it() -> None:

@@ -242,10 +242,10 @@ async def test_a_job_that_all_refuse_ends_at_once(
     async with open_job_swarm(source, tmp_path, (0, 4)) as swarm:
         await swarm.train("a", 4, 8, TrainingTerms(refuses=lambda owner: "it trains for members it trusts only"))
 
-        def routes(avoid: frozenset[str]) -> Route:
+        async def routes(avoid: frozenset[str]) -> Route:
             if "a" in avoid:
                 raise NoRoute(4, " for this job", peers=["a"])
-            return swarm.route(avoid)
+            return await swarm.route(avoid)
 
         owner = swarm.owner(routes=routes, patience=Patience())
         begun = trio.current_time()
