@@ -26,9 +26,9 @@ from app.core.network import FrameStream, Network
 from app.core.reasons import Reason
 from app.core.span import Span
 from app.membership import Membership
-from app.planning.replies import replies_of_members
+from app.planning.replies import measured_costs, replies_of_members
 from app.routing.planner import PrivacyPreferences, RoutePlanner
-from app.routing.route import Hop, RouteRequest
+from app.routing.route import Hop, KnownCosts, RouteRequest
 from app.routing.trust import TrustBook
 from app.swarm.coverage import coverage_of
 from app.swarm.records import Announcement
@@ -160,9 +160,10 @@ class ReplyService:
             return AskerStats()
         return replace(self._asker.stats(), draft_model=self._draft_label if self._draft is not None else "")
 
-    def measured_block_s(self) -> Mapping[str, float]:
-        """Seconds of a token in a block of each peer, from the replies that went through it."""
-        return {} if self._asker is None else self._asker.planner.measured.block_s
+    def measured_costs(self) -> KnownCosts:
+        """Return what the hops of the latest reply took, as they say."""
+        latest = self.stats().latest
+        return measured_costs(() if latest is None else latest.route)
 
     def expected_tokens_per_s(self, reply: AskedSession) -> float | None:
         """Return the speed that a forecast gives a reply over its route, with the head as it was measured.

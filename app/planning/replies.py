@@ -6,9 +6,10 @@ The time of a token is that of `app.routing.cost`, whose terms are its parts her
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Protocol
 
 from app.core.span import Span
 from app.planning.cover import StageCandidate, cheapest_cover
@@ -22,6 +23,7 @@ from app.routing.cost import (
     believed_seconds,
     compute_seconds,
     entry_seconds,
+    limited,
     links_seconds,
     route_seconds,
     wait_seconds,
@@ -73,6 +75,31 @@ def token_parts(
         "hops": sum(entry_seconds(members, known, request)[hop.peer] for hop in route),
         "blocks": compute_seconds(route, believed_seconds(members, request, known)),
     }
+
+
+class TimedHop(Protocol):
+    """A hop of a past reply with the seconds of a token there, as the hop reports them; None: not reported."""
+
+    @property
+    def peer(self) -> str: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def compute_s(self) -> float | None: ...
+    @property
+    def queue_s(self) -> float | None: ...
+    @property
+    def host_s(self) -> float | None: ...
+
+
+def measured_costs(hops: Iterable[TimedHop]) -> KnownCosts:
+    """Return what the hops of a reply took: blocks limited as claims are, and no overhead below `HOP_S` believed."""
+    reported = [hop for hop in hops if hop.compute_s]
+    blocks_s = {hop.peer: (hop.compute_s or 0.0) / (hop.stop - hop.start) for hop in reported}
+    hop_s = {hop.peer: max(HOP_S, (hop.queue_s or 0.0) + (hop.host_s or 0.0)) for hop in reported}
+    return KnownCosts(limited(blocks_s), hop_s=hop_s)
 
 
 def replies_over(fleet: Fleet, config: ModelConfig, task: ReplyTask) -> ReplySpeed | None:

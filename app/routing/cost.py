@@ -14,7 +14,7 @@ from statistics import median_high
 from app.routing.route import KnownCosts, LinkSeconds, Route, RouteRequest
 from app.swarm.records import Announcement
 
-HOP_S = 0.001  # fixed overhead of a hop, besides its link and its blocks
+HOP_S = 0.001  # overhead of a hop, besides its link and its blocks, until measured
 UNKNOWN_LINK_S = 0.05  # one way, assumed until measured
 SLOWEST_TOKENS_PER_S = 0.1  # assumed for members that announce no speed
 BELIEVED_TIMES = 8.0  # an unmeasured claim counts for at most this multiple of the median speed
@@ -51,7 +51,7 @@ def entry_seconds(members: Sequence[Announcement], known: KnownCosts, request: R
     """Seconds per token that each member adds as a hop, besides its link and its blocks."""
     unknown_s, bytes_per_token = 2 / ASSUMED_BYTES_PER_S, request.bytes_per_token
     return {
-        m.peer: HOP_S
+        m.peer: known.hop_s.get(m.peer, HOP_S)
         + wait_seconds(m)
         + known.penalty_s.get(m.peer, 0.0)
         + bytes_per_token * known.byte_s.get(m.peer, unknown_s)
