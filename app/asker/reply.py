@@ -175,6 +175,7 @@ class Reply:
         self.rounds: list[tuple[int, ...]] = []  # the guesses that went along with the prompt, then with each token fed
         self._begin = self._last_at = begin
         self._first_at = 0.0
+        self._prompt_s: float | None = None  # the prompt through the hops, with their opening
         self._route_s = Ewma(_SMOOTHING)  # a token through the hops of the present route
         self._ends_s = Ewma(_SMOOTHING)  # and through head, sampler and embedding
         self._host_s = Ewma(_SMOOTHING)  # and in this node's own hands
@@ -233,6 +234,8 @@ class Reply:
         """Count a round and learn from it."""
         stats = self.stats
         smooth = False
+        if not stats.token_ids and not self._session.recoveries:
+            self._prompt_s = times.answered - times.sent
         if stats.route != self._session.route:
             self._route_s = Ewma(_SMOOTHING)
         elif stats.token_ids and self._session.recoveries == stats.recoveries:
@@ -301,6 +304,7 @@ class Reply:
             self._ends_s.value if self._ends_s else None,
             self._host_s.value if self._host_s else None,
             self._token_s.value if self._token_s else None,
+            self._prompt_s,
             self._session.reused,
             stats.guessed_tokens,
             stats.accepted_tokens,

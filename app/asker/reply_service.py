@@ -26,9 +26,9 @@ from app.core.network import FrameStream, Network
 from app.core.reasons import Reason
 from app.core.span import Span
 from app.membership import Membership
-from app.planning.replies import measured_costs, replies_of_members
+from app.planning.replies import PastReply, past_reply, replies_of_members
 from app.routing.planner import PrivacyPreferences, RoutePlanner
-from app.routing.route import Hop, KnownCosts, RouteRequest
+from app.routing.route import Hop, RouteRequest
 from app.routing.trust import TrustBook
 from app.swarm.coverage import coverage_of
 from app.swarm.records import Announcement
@@ -160,10 +160,13 @@ class ReplyService:
             return AskerStats()
         return replace(self._asker.stats(), draft_model=self._draft_label if self._draft is not None else "")
 
-    def measured_costs(self) -> KnownCosts:
-        """Return what the hops of the latest reply took, as they say."""
+    def past_reply(self) -> PastReply:
+        """Return what the latest reply showed of its hops."""
         latest = self.stats().latest
-        return measured_costs(() if latest is None else latest.route)
+        if latest is None:
+            return PastReply()
+        read = latest.prompt_tokens - latest.cached_tokens
+        return past_reply(latest.route, read, latest.prompt_s, latest.return_s)
 
     def expected_tokens_per_s(self, reply: AskedSession) -> float | None:
         """Return the speed that a forecast gives a reply over its route, with the head as it was measured.

@@ -18,7 +18,7 @@ from app.planning.memory import held_for_replies
 from app.planning.replies import (
     MembersPrompt,
     ReplyTask,
-    measured_costs,
+    past_reply,
     replies_of_members,
     replies_over,
     row_bytes,
@@ -29,7 +29,7 @@ from app.routing.cost import ASSUMED_BYTES_PER_S, believed_prompt_seconds, belie
 from app.routing.estimates import link_seconds
 from app.routing.route import Hop, KnownCosts, NoRoute, Route, RouteRequest
 from app.routing.search import find_route
-from app.snapshot.views import Snapshot
+from app.snapshot.views import RouteView, Snapshot
 from app.swarm.records import Announcement
 from engine.budget import block_bytes, block_graph_bytes, block_weights
 from engine.config import ModelConfig
@@ -61,19 +61,21 @@ def forecast_running(
     link_s = link_seconds(snapshot.peer_id, rtt_s, ())
     request = RouteRequest(Span(0, config.n_blocks), 1)
     alone = Fleet(here, (here,))
-    latest = snapshot.route
-    known = measured_costs(() if latest is None else latest.hops)
+    latest = snapshot.route or RouteView("")
+    past = past_reply(latest.hops, latest.prompt_tokens, latest.prompt_s, latest.return_s)
+    known = past.known
     try:
         route = find_route(members, request, link_s, known=known)
     except NoRoute as error:
         said = f"no swarm: this machine alone is forecast ({error})"
         return forecast_replies(replace(alone, assumed=(said,)), config, task, terms)
     head_s = head_time_s(config, here, rows=1)
-    if latest is not None and latest.ends_s is not None:
+    if latest.ends_s is not None:
         head_s = latest.ends_s + (latest.host_s or 0.0)  # and what else this node does for a token
     rates = {peer.peer: peer.down_bytes_per_s for peer in snapshot.peers if peer.down_bytes_per_s is not None}
     hosts = {peer.peer: peer.host for peer in snapshot.peers}
-    prompt = MembersPrompt(task.prompt_tokens, row_bytes(config, here), rates | {snapshot.peer_id: math.inf}, hosts)
+    rates |= {snapshot.peer_id: math.inf}
+    prompt = MembersPrompt(task.prompt_tokens, row_bytes(config, here), rates, hosts, past.prompt)
     speed = replies_of_members(route, members, request, link_s, head_s, prompt, known)
     alone_speed = replies_over(alone, config, task)
     own = next((member for member in members if member.peer == snapshot.peer_id), None)
@@ -141,7 +143,7 @@ def step_of_members(
     hops = {hop.peer: len(hop.span) for hop in route}
     known = [member for member in members if member.peer in hops and member.span is not None]
     token_s = believed_seconds(known, RouteRequest(Span(0, config.n_blocks), 1), measured.known)
-    prompt_s = believed_prompt_seconds(known, measured.known)
+    prompt_s = believed_prompt_seconds(known)
     machines = []
     for member in known:
         kind = "cpu" if member.device.startswith("cpu") else "gpu"
@@ -159,7 +161,7 @@ def step_of_members(
             replace(
                 spec,
                 reading_bytes_per_s=block_bytes(config, spec.precision) / token_s[member.peer],
-                flops_per_s=2 * block_weights(config) / prompt_s[member.peer],
+                flops_per_s=2 * block_weights(config) / (measured.slowdown * prompt_s[member.peer]),
                 up_bytes_per_s=rate,
                 down_bytes_per_s=rate,
             )
@@ -181,3 +183,4 @@ class MeasuredMembers:
     bytes_per_s: Mapping[str, float]
     known: KnownCosts = field(default_factory=KnownCosts)
     hosts: Mapping[str, str] = field(default_factory=dict)  # machine of each member, as far as it is known
+    slowdown: float = 1.0  # times that they take longer for a prompt than they claim

@@ -86,18 +86,10 @@ def believed_seconds(members: Sequence[Announcement], request: RouteRequest, kno
     return believed
 
 
-def believed_prompt_seconds(members: Sequence[Announcement], known: KnownCosts) -> dict[str, float]:
-    """Seconds per token of a prompt and block of each member, by its claim, limited by `BELIEVED_TIMES`.
-
-    Who was measured to be slower or faster with single tokens than it claims is so with prompts too.
-    """
+def believed_prompt_seconds(members: Sequence[Announcement]) -> dict[str, float]:
+    """Seconds per token of a prompt and block of each member, by its claim, limited by `BELIEVED_TIMES`."""
     speeds = {m.peer: max(m.prefill_tokens_per_s, m.decode_tokens_per_s, SLOWEST_TOKENS_PER_S) for m in members}
-    believed = limited({m.peer: 1 / speeds[m.peer] / len(m.span) for m in members if m.span is not None})
-    for member in members:
-        measured_s = known.block_s.get(member.peer)
-        if measured_s is not None and member.peer in believed:
-            believed[member.peer] *= measured_s / block_seconds(member)
-    return believed
+    return limited({m.peer: 1 / speeds[m.peer] / len(m.span) for m in members if m.span is not None})
 
 
 def limited(claimed: Mapping[str, float]) -> dict[str, float]:

@@ -11,10 +11,11 @@ import trio
 
 from app.core.network import Network
 from app.planning.machines import Fleet, MachineSpec
+from app.planning.replies import MembersPrompt, PastReply, row_bytes
 from app.planning.running_swarm import MeasuredMembers, step_of_members
 from app.planning.training_step import StepTask, step_time
 from app.routing.estimates import link_rates, link_seconds
-from app.routing.route import KnownCosts, Route
+from app.routing.route import Route
 from app.swarm.records import Announcement, host_of
 from app.training.dataset import Dataset, step_batches
 from app.training.record import JobRecord
@@ -52,7 +53,7 @@ class SwarmForecaster:
     network: Network
     members: Callable[[], Sequence[Announcement]]
     look: Callable[[], MachineSpec]  # measures this machine, which takes a moment the first time
-    known: Callable[[], KnownCosts]  # of members that the latest reply went through
+    past_reply: Callable[[], PastReply]  # of this node, the latest
 
     async def step_s(self, route: Route, config: ModelConfig, task: StepTask) -> float | None:
         """Seconds of a step over a route; None if one of its hops is gone meanwhile."""
@@ -64,5 +65,7 @@ class SwarmForecaster:
         estimates, rates = link_seconds(here.name, rtt_s, members), link_rates(here.name, links, members)
         speeds = {hop.peer: rate for hop in route if (rate := rates(hop.peer, "")) is not None}
         hosts = {member.peer: host_of(member) for member in members}
-        measured = MeasuredMembers(estimates.away_s, speeds, self.known(), hosts)
+        past = self.past_reply()
+        slowdown = MembersPrompt(1, row_bytes(config, here), speeds, hosts, past.prompt).slowdown(route, members)
+        measured = MeasuredMembers(estimates.away_s, speeds, past.known, hosts, slowdown)
         return step_of_members(route, members, here, measured, config, task).seconds

@@ -10,6 +10,7 @@ from app.config.settings import Settings
 from app.core.span import Span
 from app.planning.devices import trained_head_s
 from app.planning.machines import MachineSpec
+from app.planning.replies import PastPrompt, PastReply
 from app.planning.running_swarm import KEPT_BYTES
 from app.planning.training_step import StepTask
 from app.routing.route import Hop, KnownCosts
@@ -62,8 +63,8 @@ async def test_a_route_whose_hop_is_gone_has_no_forecast() -> None:
     hop = Announcement("hop", 0, 0, "", "serving", Span(0, 30), 50.0, 400.0)
     members = [hop]
     async with open_fabric() as fabric:
-        known: dict[str, float] = {}
-        forecaster = SwarmForecaster(fabric.node("owner"), lambda: members, lambda: HERE, lambda: KnownCosts(known))
+        past = [PastReply()]
+        forecaster = SwarmForecaster(fabric.node("owner"), lambda: members, lambda: HERE, lambda: past[0])
         route, task = (Hop("hop", Span(0, 30)),), StepTask(8, 256, 1)
         first = await forecaster.step_s(route, SHAPE, task)
         assert first is not None
@@ -71,7 +72,10 @@ async def test_a_route_whose_hop_is_gone_has_no_forecast() -> None:
         second = await forecaster.step_s(route, SHAPE, task)
         assert second is not None
         assert first < second < 2 * first
-        known["hop"] = 2 / 50 / 30  # seconds in a block, measured to be twice what it claims
+        # Twice what it claims for tokens says nothing of steps, twice for a prompt does.
+        past[0] = PastReply(KnownCosts({"hop": 2 / 50 / 30}))
+        assert await forecaster.step_s(route, SHAPE, task) == pytest.approx(second, rel=0.01)
+        past[0] = PastReply(prompt=PastPrompt(("hop",), 100, 2 * 100 / 200))
         third = await forecaster.step_s(route, SHAPE, task)
         assert third is not None
         assert second < third < 2 * second
