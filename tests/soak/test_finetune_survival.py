@@ -24,7 +24,7 @@ pytestmark = pytest.mark.soak
 
 SEEDS = 20
 SPANS = ("0:3", "3:6", "6:8")
-RECORDS, BATCH, LENGTH, EPOCHS = 64, 8, 256, 4  # two micro-batches a step
+RECORDS, BATCH, LENGTH, EPOCHS = 64, 8, 256, 4  # each record a sequence, two micro-batches a step
 STEPS = EPOCHS * RECORDS // BATCH
 TOLERANCE = 1e-3  # holders add up in another order than one process
 FINISHED_S = 300.0
@@ -33,7 +33,7 @@ FINISHED_S = 300.0
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path, rng = tmp_path_factory.mktemp("data") / "texts.jsonl", random.Random(7)
-    texts = ["".join(rng.choices("abcdefgh ", k=2 * LENGTH)) for _ in range(RECORDS)]
+    texts = ["".join(rng.choices("abcdefgh ", k=LENGTH - 8)) for _ in range(RECORDS)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
 
