@@ -15,4 +15,4 @@ class StolenTime:
     def share(self) -> float:
         passed = [now - before for now, before in zip(psutil.cpu_times(), self._begun, strict=True)]
         stolen = dict(zip(self._begun._fields, passed, strict=True)).get("steal", 0.0)
-        return round(stolen / max(sum(passed), 1e-9), 3)
+        return round(float(stolen / max(sum(passed), 1e-9)), 3)
