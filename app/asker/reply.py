@@ -175,6 +175,7 @@ class Reply:
         self.rounds: list[tuple[int, ...]] = []  # the guesses that went along with the prompt, then with each token fed
         self._begin = self._last_at = begin
         self._first_at = 0.0
+        self._prompt_s: float | None = None  # the prompt through the hops, once these were open
         self._route_s = Ewma(_SMOOTHING)  # a token through the hops of the present route
         self._ends_s = Ewma(_SMOOTHING)  # and through head, sampler and embedding
         self._host_s = Ewma(_SMOOTHING)  # and in this node's own hands
@@ -235,6 +236,8 @@ class Reply:
         """Count a round and learn from it."""
         stats = self.stats
         smooth = False
+        if not stats.token_ids and not self._session.recoveries:
+            self._prompt_s = times.answered - self._session.prompt_fed_at
         if stats.route != self._session.route:
             self._route_s = Ewma(_SMOOTHING)
         elif stats.token_ids and self._session.recoveries == stats.recoveries:
@@ -303,6 +306,7 @@ class Reply:
             self._ends_s.value if self._ends_s else None,
             self._host_s.value if self._host_s else None,
             self._token_s.value if self._token_s else None,
+            self._prompt_s,
             self._session.reused,
             stats.guessed_tokens,
             stats.accepted_tokens,

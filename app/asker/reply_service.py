@@ -27,7 +27,7 @@ from app.core.network import FrameStream, Network
 from app.core.reasons import Reason
 from app.core.span import Span
 from app.membership import Membership
-from app.planning.replies import replies_of_members
+from app.planning.replies import PastReply, past_reply, replies_of_members
 from app.routing.planner import PrivacyPreferences, RoutePlanner
 from app.routing.route import Hop, RouteRequest
 from app.routing.trust import TrustBook
@@ -162,9 +162,13 @@ class ReplyService:
             return AskerStats()
         return replace(self._asker.stats(), draft_model=self._draft_label if self._draft is not None else "")
 
-    def measured_block_s(self) -> Mapping[str, float]:
-        """Seconds of a token in a block of each peer, from the replies that went through it."""
-        return {} if self._asker is None else self._asker.planner.measured.block_s
+    def past_reply(self) -> PastReply:
+        """Return what the latest reply showed of its hops."""
+        latest = self.stats().latest
+        if latest is None:
+            return PastReply()
+        read = latest.prompt_tokens - latest.cached_tokens
+        return past_reply(latest.route, read, latest.prompt_s, latest.return_s)
 
     def expected_tokens_per_s(self, reply: AskedSession) -> float | None:
         """Return the speed that a forecast gives a reply over its route, with the head as it was measured.

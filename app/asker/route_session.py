@@ -768,6 +768,7 @@ class RouteSession:
         self.answered = 0  # tokens that all hops of the route have cached: an answer came back for them
         self.first_answer = trio.Event()  # also set when the session is closed
         self.reused = 0  # tokens that every hop had cached when the session began
+        self.prompt_fed_at = 0.0  # when the first route was open and the prompt began to go through it
         self.reached: int | None = (
             None  # tokens that went through all blocks, as the last hop said while it was awaited
         )
@@ -1130,7 +1131,7 @@ class RouteSession:
         if known is None:
             await hops.go(plan)
         if not self._settled:
-            self.reused = min(plan.lengths)
+            self.reused, self.prompt_fed_at = min(plan.lengths), trio.current_time()
         self._flowing, self._cut_to, self._settled = True, KEEP, route
         if route not in self.routes:
             self.routes.append(route)

@@ -39,6 +39,7 @@ class AskedSession:
     ends_s: float | None = None  # and on this node: embedding, head and sampling
     host_s: float | None = None  # and on this node: sending the token, coming back to the answer, passing the text on
     token_s: float | None = None  # from one token to the next, measured
+    prompt_s: float | None = None  # until the hops had read the prompt, measured; None if one of them was lost
     cached_tokens: int = 0  # of the prompt, that the hops had cached
     guessed_tokens: int = 0
     accepted_tokens: int = 0  # guesses that were right

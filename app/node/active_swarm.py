@@ -355,7 +355,7 @@ class ActiveSwarm:
                 replicas=partial(job_replicas, network, usable, self._privacy, context.trust),
                 own_server=self._train_self,
                 is_slow=partial(is_slow, network, usable),
-                forecaster=SwarmForecaster(network, usable, self._look_at_machine, self.replies.measured_block_s),
+                forecaster=SwarmForecaster(network, usable, self._look_at_machine, self.replies.past_reply),
             )
             if not context.is_visit:
                 self.jobs = SwarmJobs(context.home, place)

@@ -9,8 +9,7 @@ from app.core.reasons import Reason
 from app.membership import Member
 from app.routing.trust import TrustBook
 from app.snapshot.views import PeerView
-from app.swarm.records import Announcement
-from p2p.addresses import parse_known
+from app.swarm.records import Announcement, host_of
 
 
 def peer_views(
@@ -45,15 +44,6 @@ def _view(member: Member, link: Link | None, trust: TrustBook, unused: Mapping[s
         fetched=fetched_share(announced),
         down_bytes_per_s=None if link is None else link.down_bytes_per_s,
     )
-
-
-def host_of(announced: Announcement) -> str:
-    """Return a name for the machine that a member runs on: its addresses in its own network; empty if it gives none.
-
-    A public address is often that of a whole house.
-    """
-    direct = [address for address in parse_known(announced.addresses) if address.relay is None]
-    return " ".join(sorted({one.host for one in direct if one.ip is not None and not one.ip.is_global}))
 
 
 def fetched_share(announced: Announcement) -> float | None:

@@ -167,7 +167,16 @@ def route_view(session: AskedSession, kinds: Mapping[str, str]) -> RouteView:
         HopView(hop.peer, hop.start, hop.stop, kinds.get(hop.peer), hop.link_s, hop.compute_s, hop.queue_s, hop.host_s)
         for hop in session.route
     )
-    view = RouteView(session.id, hops, session.return_s, session.ends_s, session.token_s, session.host_s)
+    view = RouteView(
+        session.id,
+        hops,
+        session.return_s,
+        session.ends_s,
+        session.token_s,
+        session.host_s,
+        session.prompt_tokens - session.cached_tokens,
+        session.prompt_s,
+    )
     return view if view.token_s is None else replace(view, token_s=max(view.token_s, view.known_s))
 
 

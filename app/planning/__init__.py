@@ -19,9 +19,11 @@ Units: seconds, bytes, flop (a multiplication and an addition are two), bytes/s,
     first token of p           sum of (t(c) + c H b / B) + (ceil(p / c) - 1) max(t(c), c H b / B) + links + head, in
                                chunks of c tokens
     stage (`training_step`)    T = passes 2 P n / C, with 2, 3, 3 or 4 passes (adapters or all weights, kept or
-                               recomputed); X = 2 n H b / B in either direction, b bytes a number
-    step of m micro-batches    sum of (T + X + 2 l) + (m - 1) max(T, X) + head + farthest 2 l to agree; T has an m-th of
-                               the optimiser, 28 bytes a trained weight / R; idle share = 1 - m sum T / (hosts step)
+                               recomputed); the head 2 or 3, for the n whose loss counts; X = 2 n H b / B in either
+                               direction, b bytes a number
+    step of m micro-batches    sum of (T + X + 2 l) + (m - 1) max(T, X) + head + farthest 2 l to the head and back, and
+                               3 x 2 l to agree; T has an m-th of the optimiser, 28 bytes a trained weight / R; idle
+                               share = 1 - m sum T / (hosts step)
     averaging n copies         2 (n - 1) / n bytes / min(B up, B down) + 2 l
     round (`rounds`)           every x step x s(K, q) + max(0, exchange - hidden); s(K, q) is the expected q-th of K
                                arrivals over the mean one, for a log-normal spread

@@ -12,7 +12,8 @@ from engine.config import ModelConfig
 PASSES = {(False, False): 2.0, (False, True): 3.0, (True, False): 3.0, (True, True): 4.0}
 # The same as measured on CPUs for adapters; all weights were not measured there.
 PASSES_ON_CPU = PASSES | {(False, False): 2.3, (False, True): 3.5}
-HEAD_PASSES = 3.0  # the head is never kept: forward, the gradient of its input, and its product again in slices
+# The same for the head, whose logits are never kept: forward and the gradient of its input, then that of its weights.
+HEAD_PASSES = {False: 2.0, True: 3.0}
 # Rows from which on a product reaches the machine's full speed, and up to which it has that of few rows.
 MANY_ROWS, FEW_ROWS = 128, 8
 OPTIMISER_BYTES = 28  # a weight, in float32: itself, two moments and its gradient are read, all but the last written
@@ -59,9 +60,9 @@ def trained_block_s(config: ModelConfig, machine: MachineSpec, *, rows: int, pas
     return passes * block_time_s(config, machine, rows=rows, context=0, sessions=0)
 
 
-def trained_head_s(config: ModelConfig, machine: MachineSpec, *, rows: int) -> float:
-    """Seconds of the head and its loss for a training pass over `rows` tokens."""
-    return HEAD_PASSES * head_time_s(config, machine, rows=rows)
+def trained_head_s(config: ModelConfig, machine: MachineSpec, *, rows: int, all_weights: bool) -> float:
+    """Seconds of the head and its loss for a training pass in which `rows` tokens count; others do not pass it."""
+    return HEAD_PASSES[all_weights] * head_time_s(config, machine, rows=rows)
 
 
 def optimiser_s(machine: MachineSpec, weights: int) -> float:

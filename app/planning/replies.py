@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Protocol
 
 from app.core.span import Span
 from app.planning.cover import StageCandidate, cheapest_cover
@@ -17,11 +18,13 @@ from app.planning.machines import Fleet, MachineSpec
 from app.planning.memory import held_for_replies
 from app.routing.cost import (
     ASSUMED_BYTES_PER_S,
+    BELIEVED_TIMES,
     HOP_S,
     believed_prompt_seconds,
     believed_seconds,
     compute_seconds,
     entry_seconds,
+    limited,
     links_seconds,
     route_seconds,
     wait_seconds,
@@ -30,6 +33,8 @@ from app.routing.route import Hop, KnownCosts, LinkSeconds, Route, RouteRequest
 from app.session.frame import CHUNK_ROWS
 from app.swarm.records import Announcement
 from engine.config import ModelConfig
+
+LEAST_PROMPT = 64  # tokens of an earlier prompt that say how fast the next one is read
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,61 @@ def token_parts(
         "hops": sum(entry_seconds(members, known, request)[hop.peer] for hop in route),
         "blocks": compute_seconds(route, believed_seconds(members, request, known)),
     }
+
+
+class TimedHop(Protocol):
+    """A hop of a past reply with the seconds of a token there, as the hop reports them; None: not reported."""
+
+    @property
+    def peer(self) -> str: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def link_s(self) -> float | None: ...
+    @property
+    def compute_s(self) -> float | None: ...
+    @property
+    def queue_s(self) -> float | None: ...
+    @property
+    def host_s(self) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class PastPrompt:
+    """The prompt of an earlier reply: who read how many tokens of it, and the seconds until all had."""
+
+    peers: tuple[str, ...]
+    tokens: int
+    seconds: float
+    beside_s: float = 0.0  # of these, on links and at hops besides computing
+
+
+@dataclass(frozen=True)
+class PastReply:
+    """What an earlier reply showed of its hops: what a token cost there, and how fast they read its prompt."""
+
+    known: KnownCosts = field(default_factory=KnownCosts)
+    prompt: PastPrompt | None = None
+
+
+def past_reply(
+    hops: Sequence[TimedHop], prompt_tokens: int = 0, prompt_s: float | None = None, return_s: float | None = None
+) -> PastReply:
+    """Return what a reply showed of its hops; `prompt_tokens` of its prompt were read in `prompt_s`.
+
+    The blocks' times are the hops' word, and limited as claims are; no overhead below `HOP_S` is believed. A prompt of
+    fewer than `LEAST_PROMPT` tokens shows nothing.
+    """
+    reported = [hop for hop in hops if hop.compute_s]
+    blocks_s = {hop.peer: (hop.compute_s or 0.0) / (hop.stop - hop.start) for hop in reported}
+    hop_s = {hop.peer: max(HOP_S, (hop.queue_s or 0.0) + (hop.host_s or 0.0)) for hop in reported}
+    known = KnownCosts(limited(blocks_s), hop_s=hop_s)
+    if prompt_s is None or prompt_tokens < LEAST_PROMPT:
+        return PastReply(known)
+    beside_s = sum((hop.link_s or 0.0) + hop_s.get(hop.peer, HOP_S) for hop in hops) + (return_s or 0.0)
+    return PastReply(known, PastPrompt(tuple(hop.peer for hop in hops), prompt_tokens, prompt_s, beside_s))
 
 
 def replies_over(fleet: Fleet, config: ModelConfig, task: ReplyTask) -> ReplySpeed | None:
@@ -178,21 +238,45 @@ class MembersPrompt:
     row_bytes: int  # of a token's hidden state
     bytes_per_s: Mapping[str, float]  # of the connections of members, as far as they were measured
     hosts: Mapping[str, str]  # machine of each member, as far as it is known
+    past: PastPrompt | None = None
 
     def chunks(self, route: Route, members: Sequence[Announcement], known: KnownCosts) -> PromptChunks:
-        """Return the seconds of a chunk at each hop and on each connection, that back to the asker included."""
-        rows = min(CHUNK_ROWS, self.tokens)
-        block_s = believed_prompt_seconds(members, known)
+        """Return the seconds of a chunk at each hop and on each connection, that back to the asker included.
+
+        A chunk takes no less than a token, which reads all weights too.
+        """
+        slowdown, claimed = self.slowdown(route, members), believed_prompt_seconds(members)
+        token_s = believed_seconds(members, RouteRequest(Span(0, 1), 1), known)
+        return self._chunks(
+            self.tokens, route, {peer: slowdown * block_s for peer, block_s in claimed.items()}, token_s
+        )
+
+    def slowdown(self, route: Route, members: Sequence[Announcement]) -> float:
+        """Return how many times longer the hops took for an earlier prompt on the same way than they claim; else 1.
+
+        How fast they were with single tokens says little: those wait for memory and for each other, prompts multiply.
+        """
+        past = self.past
+        if past is None or past.peers != tuple(hop.peer for hop in route):
+            return 1.0
+        expected = self._chunks(past.tokens, route, believed_prompt_seconds(members), {})
+        computing_s = past.seconds - past.beside_s - expected.sending_s
+        return max(computing_s / expected.computing_s, 1 / BELIEVED_TIMES)
+
+    def _chunks(
+        self, tokens: int, route: Route, prompt_s: Mapping[str, float], token_s: Mapping[str, float]
+    ) -> PromptChunks:
+        rows = min(CHUNK_ROWS, tokens)
         stages = [
             (
                 MachineSpec(hop.peer, 0, 0.0, 0.0, host=self.hosts.get(hop.peer, "")),
-                rows * len(hop.span) * block_s[hop.peer],
+                len(hop.span) * max(rows * prompt_s[hop.peer], token_s.get(hop.peer, 0.0)),
             )
             for hop in route
         ]
         speeds = [self.bytes_per_s.get(hop.peer, ASSUMED_BYTES_PER_S) for hop in route]
         sends_s = [rows * self.row_bytes / speed for speed in (*speeds, speeds[-1])]
-        return PromptChunks(math.ceil(self.tokens / rows), stages, sends_s)
+        return PromptChunks(math.ceil(tokens / rows), stages, sends_s)
 
 
 def announced(machine: MachineSpec, span: Span, config: ModelConfig, task: ReplyTask) -> Announcement:

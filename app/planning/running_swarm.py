@@ -15,14 +15,21 @@ from app.planning.devices import head_time_s
 from app.planning.forecast import Forecast, Terms, conclude_replies, forecast_replies, straggling_hops
 from app.planning.machines import Fleet, MachineSpec
 from app.planning.memory import held_for_replies
-from app.planning.replies import MembersPrompt, ReplyTask, replies_of_members, replies_over, row_bytes
+from app.planning.replies import (
+    MembersPrompt,
+    ReplyTask,
+    past_reply,
+    replies_of_members,
+    replies_over,
+    row_bytes,
+)
 from app.planning.training_step import StepTask, StepTime, step_over
 from app.planning.verdicts import memory_verdict
-from app.routing.cost import ASSUMED_BYTES_PER_S, believed_prompt_seconds, believed_seconds, limited
+from app.routing.cost import ASSUMED_BYTES_PER_S, believed_prompt_seconds, believed_seconds
 from app.routing.estimates import link_seconds
 from app.routing.route import Hop, KnownCosts, NoRoute, Route, RouteRequest
 from app.routing.search import find_route
-from app.snapshot.views import Snapshot
+from app.snapshot.views import RouteView, Snapshot
 from app.swarm.records import Announcement
 from engine.budget import block_bytes, block_graph_bytes, block_weights
 from engine.config import ModelConfig
@@ -44,12 +51,6 @@ def members_of(snapshot: Snapshot) -> list[Announcement]:
     return [member for member in found if member.span is not None]
 
 
-def measured_costs(snapshot: Snapshot) -> KnownCosts:
-    """Return the seconds of a block at the hops of this node's latest reply: their word, and limited as claims are."""
-    hops = () if snapshot.route is None else snapshot.route.hops
-    return KnownCosts(limited({hop.peer: hop.compute_s / (hop.stop - hop.start) for hop in hops if hop.compute_s}))
-
-
 def forecast_running(
     snapshot: Snapshot, here: MachineSpec, config: ModelConfig, task: ReplyTask, terms: Terms
 ) -> Forecast:
@@ -60,18 +61,21 @@ def forecast_running(
     link_s = link_seconds(snapshot.peer_id, rtt_s, ())
     request = RouteRequest(Span(0, config.n_blocks), 1)
     alone = Fleet(here, (here,))
-    known = measured_costs(snapshot)
+    latest = snapshot.route or RouteView("")
+    past = past_reply(latest.hops, latest.prompt_tokens, latest.prompt_s, latest.return_s)
+    known = past.known
     try:
         route = find_route(members, request, link_s, known=known)
     except NoRoute as error:
         said = f"no swarm: this machine alone is forecast ({error})"
         return forecast_replies(replace(alone, assumed=(said,)), config, task, terms)
     head_s = head_time_s(config, here, rows=1)
-    if snapshot.route is not None and snapshot.route.ends_s is not None:
-        head_s = snapshot.route.ends_s
+    if latest.ends_s is not None:
+        head_s = latest.ends_s + (latest.host_s or 0.0)  # and what else this node does for a token
     rates = {peer.peer: peer.down_bytes_per_s for peer in snapshot.peers if peer.down_bytes_per_s is not None}
     hosts = {peer.peer: peer.host for peer in snapshot.peers}
-    prompt = MembersPrompt(task.prompt_tokens, row_bytes(config, here), rates | {snapshot.peer_id: math.inf}, hosts)
+    rates |= {snapshot.peer_id: math.inf}
+    prompt = MembersPrompt(task.prompt_tokens, row_bytes(config, here), rates, hosts, past.prompt)
     speed = replies_of_members(route, members, request, link_s, head_s, prompt, known)
     alone_speed = replies_over(alone, config, task)
     own = next((member for member in members if member.peer == snapshot.peer_id), None)
@@ -139,17 +143,25 @@ def step_of_members(
     hops = {hop.peer: len(hop.span) for hop in route}
     known = [member for member in members if member.peer in hops and member.span is not None]
     token_s = believed_seconds(known, RouteRequest(Span(0, config.n_blocks), 1), measured.known)
-    prompt_s = believed_prompt_seconds(known, measured.known)
+    prompt_s = believed_prompt_seconds(known)
     machines = []
     for member in known:
         kind = "cpu" if member.device.startswith("cpu") else "gpu"
-        spec = MachineSpec(member.peer, _PLENTY, 1.0, 1.0, kind=kind, rtt_s=2 * measured.away_s(member.peer))
+        spec = MachineSpec(
+            member.peer,
+            _PLENTY,
+            1.0,
+            1.0,
+            kind=kind,
+            rtt_s=2 * measured.away_s(member.peer),
+            host=measured.hosts.get(member.peer, ""),
+        )
         rate = measured.bytes_per_s.get(member.peer, ASSUMED_BYTES_PER_S)
         machines.append(
             replace(
                 spec,
                 reading_bytes_per_s=block_bytes(config, spec.precision) / token_s[member.peer],
-                flops_per_s=2 * block_weights(config) / prompt_s[member.peer],
+                flops_per_s=2 * block_weights(config) / (measured.slowdown * prompt_s[member.peer]),
                 up_bytes_per_s=rate,
                 down_bytes_per_s=rate,
             )
@@ -170,3 +182,5 @@ class MeasuredMembers:
     away_s: Callable[[str], float]  # one way
     bytes_per_s: Mapping[str, float]
     known: KnownCosts = field(default_factory=KnownCosts)
+    hosts: Mapping[str, str] = field(default_factory=dict)  # machine of each member, as far as it is known
+    slowdown: float = 1.0  # times that they take longer for a prompt than they claim

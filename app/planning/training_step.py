@@ -12,6 +12,8 @@ from app.planning.memory import TrainingMemory, held_for_training
 from engine.budget import adapter_weights, block_weights, ends_bytes, unquantised
 from engine.config import ModelConfig
 
+AGREEING = 3  # round trips to the farthest machine until a step is done: what was counted, the change, the commit
+
 
 @dataclass(frozen=True)
 class StepTask:
@@ -22,6 +24,7 @@ class StepTask:
     micro_batches: int = 8
     recomputed: bool | None = None  # blocks are computed again for the backward pass; None: unless memory is enough
     wire_bytes: float = 2.0  # per number of an activation or gradient between two stages
+    counted_rows: int | None = None  # of a micro-batch, whose loss counts; None: all
 
     @property
     def tokens(self) -> int:
@@ -65,7 +68,7 @@ def step_time(fleet: Fleet, config: ModelConfig, task: StepTask) -> StepTime | N
 
 
 def _pipeline(fleet: Fleet, config: ModelConfig, task: StepTask) -> StepTime | None:
-    head_s = trained_head_s(config, fleet.here, rows=task.rows)
+    head_s = _head_s(fleet, config, task)
     sends_s = _sends_seconds(fleet.here, config, task) if fleet.others else 0.0
     candidates = [_candidate(fleet, machine, config, task, head_s) for machine in fleet.machines]
     least_s = max(head_s, sends_s)
@@ -76,7 +79,7 @@ def _pipeline(fleet: Fleet, config: ModelConfig, task: StepTask) -> StepTime | N
 
 def step_over(fleet: Fleet, blocks: Mapping[str, int], config: ModelConfig, task: StepTask) -> StepTime:
     """Return the step of machines that train just these blocks, by name; memory is not looked at."""
-    head_s = trained_head_s(config, fleet.here, rows=task.rows)
+    head_s = _head_s(fleet, config, task)
     machines = [machine for machine in fleet.machines if machine.name in blocks]
     cover = tuple(Share(_candidate(fleet, m, config, task, head_s), blocks[m.name]) for m in machines)
     return _timed(cover, fleet, config, task)
@@ -86,7 +89,7 @@ def _timed(cover: Cover, fleet: Fleet, config: ModelConfig, task: StepTask) -> S
     """Return the step over a cover; its parts are the first micro-batch through everything, then the others."""
     machines = {machine.name: machine for machine in fleet.machines}
     used = tuple(dict.fromkeys((*(share.machine.name for share in cover), fleet.here.name)))
-    head_s = trained_head_s(config, fleet.here, rows=task.rows)
+    head_s = _head_s(fleet, config, task)
     sends_s = _sends_seconds(fleet.here, config, task) if fleet.others else 0.0
     stages = [(machines[s.machine.name], s.blocks * s.machine.block_s) for s in cover]
     stage_s = slowest_host_s([*stages, (fleet.here, head_s)])
@@ -102,6 +105,12 @@ def _timed(cover: Cover, fleet: Fleet, config: ModelConfig, task: StepTask) -> S
     hosts = {machines[name].host or name for name in used}
     idle = 1 - busy_s / (len(hosts) * sum(parts.values()))
     return StepTime(used, parts, max(0.0, idle), stage_s, link_s)
+
+
+def _head_s(fleet: Fleet, config: ModelConfig, task: StepTask) -> float:
+    """Seconds of the head for one micro-batch, on the machine that asks."""
+    rows = task.rows if task.counted_rows is None else task.counted_rows
+    return trained_head_s(config, fleet.here, rows=rows, all_weights=task.rank is None)
 
 
 def ends_weights(config: ModelConfig) -> int:
@@ -128,7 +137,7 @@ def _candidate(
         held_for_training(config, machine, task.memory(len(fleet.machines)), asks=here).blocks,
         trained_block_s(config, machine, rows=task.rows, passes=passes) + changing_s,
         link_s + 2 * away_s,
-        return_s=2 * away_s,  # a step is done when all have agreed on it: a round trip to the farthest
+        return_s=2 * away_s * (1 + AGREEING),
         link_s=link_s,
         beside_s=head_s if here else 0.0,
     )

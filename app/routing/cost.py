@@ -15,7 +15,7 @@ from app.core.pieces import Pieces, at_once, by_chunks
 from app.routing.route import KnownCosts, LinkSeconds, Route, RouteRequest
 from app.swarm.records import SLOWEST_TOKENS_PER_S, Announcement
 
-HOP_S = 0.001  # fixed overhead of a hop, besides its link and its blocks
+HOP_S = 0.001  # overhead of a hop, besides its link and its blocks, until measured
 UNKNOWN_LINK_S = 0.05  # one way, assumed until measured
 BELIEVED_TIMES = 8.0  # an unmeasured claim counts for at most this multiple of the median speed
 ASSUMED_BYTES_PER_S = 12.5e6  # of a connection that nobody measured: 100 Mbit/s
@@ -52,7 +52,7 @@ def entry_seconds(members: Sequence[Announcement], known: KnownCosts, request: R
     unknown_s, bytes_per_token = 2 / ASSUMED_BYTES_PER_S, request.bytes_per_token
     penalty_s, byte_s = known.penalty_s.get, known.byte_s.get
     return {
-        m.peer: HOP_S
+        m.peer: known.hop_s.get(m.peer, HOP_S)
         + (wait_seconds(m) if m.busy else 0.0)
         + penalty_s(m.peer, 0.0)
         + bytes_per_token * byte_s(m.peer, unknown_s)
@@ -95,17 +95,9 @@ def believed_in_pieces(
     return believed
 
 
-def believed_prompt_seconds(members: Sequence[Announcement], known: KnownCosts) -> dict[str, float]:
-    """Seconds per token of a prompt and block of each member, by its claim, limited by `BELIEVED_TIMES`.
-
-    Who was measured to be slower or faster with single tokens than it claims is so with prompts too.
-    """
-    believed = limited({m.peer: m.prefill_block_s for m in members if m.span is not None})
-    for member in members:
-        measured_s = known.block_s.get(member.peer)
-        if measured_s is not None and member.peer in believed:
-            believed[member.peer] *= measured_s / block_seconds(member)
-    return believed
+def believed_prompt_seconds(members: Sequence[Announcement]) -> dict[str, float]:
+    """Seconds per token of a prompt and block of each member, by its claim, limited by `BELIEVED_TIMES`."""
+    return limited({m.peer: m.prefill_block_s for m in members if m.span is not None})
 
 
 def limited(claimed: Mapping[str, float]) -> dict[str, float]:

@@ -107,3 +107,4 @@ class KnownCosts:
     block_s: Mapping[str, float] = field(default_factory=dict)  # measured seconds per token and block
     penalty_s: Mapping[str, float] = field(default_factory=dict)  # extra seconds per token because of low trust
     byte_s: Mapping[str, float] = field(default_factory=dict)  # seconds to receive a byte and to send it on
+    hop_s: Mapping[str, float] = field(default_factory=dict)  # measured overhead of a hop per token, as `HOP_S` is

@@ -186,6 +186,8 @@ class RouteView:
     ends_s: float | None = None  # embedding, head and sampling here
     token_s: float | None = None
     host_s: float | None = None  # here: to send a token, to come back to the answer, and to pass the text on
+    prompt_tokens: int = 0  # that the hops read before the first token
+    prompt_s: float | None = None  # until they had; None if one of them was lost
 
     @property
     def known_s(self) -> float:

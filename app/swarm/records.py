@@ -25,6 +25,7 @@ from app.core.canonical_json import Fields, canonical, check_version, decode_obj
 from app.core.errors import RecordError
 from app.core.span import Span
 from app.swarm.names import is_model_hash, is_swarm_name, pinned
+from p2p.addresses import parse_known
 from p2p.envelope import NEVER, Envelope, Rule, open_envelope, parse, seal, verify
 from p2p.errors import EnvelopeError, IdentityError
 from p2p.identity import Identity, public_key_of
@@ -160,6 +161,15 @@ class Announcement:
     def number_format(self) -> str:
         """Formats of its weights and of its computation; nodes that share it differ least."""
         return f"{self.quantisation} {self.dtype}"
+
+
+def host_of(announced: Announcement) -> str:
+    """Return a name for the machine that a member runs on: its addresses in its own network; empty if it gives none.
+
+    A public address is often that of a whole house.
+    """
+    direct = [address for address in parse_known(announced.addresses) if address.relay is None]
+    return " ".join(sorted({one.host for one in direct if one.ip is not None and not one.ip.is_global}))
 
 
 @dataclass(frozen=True)

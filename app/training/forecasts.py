@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 from typing import TYPE_CHECKING
@@ -11,11 +11,12 @@ import trio
 
 from app.core.network import Network
 from app.planning.machines import Fleet, MachineSpec
+from app.planning.replies import MembersPrompt, PastReply, row_bytes
 from app.planning.running_swarm import MeasuredMembers, step_of_members
 from app.planning.training_step import StepTask, step_time
 from app.routing.estimates import link_rates, link_seconds
-from app.routing.route import KnownCosts, Route
-from app.swarm.records import Announcement
+from app.routing.route import Route
+from app.swarm.records import Announcement, host_of
 from app.training.dataset import Dataset, step_batches
 from app.training.record import JobRecord
 
@@ -29,14 +30,14 @@ _WIRE_BYTES = {"f32": 4.0, "int8": 1.0}  # of a number; other formats have two
 def usual_step(data: Dataset, record: JobRecord, wire: str = "f32") -> StepTask:
     """Return a job's step as its first steps are on average: micro-batches, and their rows with the filling."""
     steps = [
-        [len(group) * max(len(example.token_ids) for example in group) for group in groups]
-        for groups in (
-            step_batches(data, number, batch=record.batch, seed=record.seed, rows=record.rows)
-            for number in range(min(_LOOKED_AT, record.steps))
-        )
+        step_batches(data, number, batch=record.batch, seed=record.seed, rows=record.rows)
+        for number in range(min(_LOOKED_AT, record.steps))
     ]
-    rows = round(mean(rows for groups in steps for rows in groups))
-    return StepTask(record.rank, rows, round(mean(map(len, steps))), wire_bytes=_WIRE_BYTES.get(wire, 2.0))
+    groups = [group for step in steps for group in step]
+    rows = round(mean(len(group) * max(len(example.token_ids) for example in group) for group in groups))
+    counted = round(mean(sum(example.tokens for example in group) for group in groups))
+    each, wire_bytes = round(mean(map(len, steps))), _WIRE_BYTES.get(wire, 2.0)
+    return StepTask(record.rank, rows, each, wire_bytes=wire_bytes, counted_rows=counted)
 
 
 def step_here_s(machine: MachineSpec, config: ModelConfig, task: StepTask) -> float | None:
@@ -52,7 +53,7 @@ class SwarmForecaster:
     network: Network
     members: Callable[[], Sequence[Announcement]]
     look: Callable[[], MachineSpec]  # measures this machine, which takes a moment the first time
-    block_s: Callable[[], Mapping[str, float]]  # of a token in a block, of members that replies went through
+    past_reply: Callable[[], PastReply]  # of this node, the latest
 
     async def step_s(self, route: Route, config: ModelConfig, task: StepTask) -> float | None:
         """Seconds of a step over a route; None if one of its hops is gone meanwhile."""
@@ -63,5 +64,8 @@ class SwarmForecaster:
         rtt_s = {link.peer: link.rtt_s for link in links if link.rtt_s is not None}
         estimates, rates = link_seconds(here.name, rtt_s, members), link_rates(here.name, links, members)
         speeds = {hop.peer: rate for hop in route if (rate := rates(hop.peer, "")) is not None}
-        measured = MeasuredMembers(estimates.away_s, speeds, KnownCosts(self.block_s()))
+        hosts = {member.peer: host_of(member) for member in members}
+        past = self.past_reply()
+        slowdown = MembersPrompt(1, row_bytes(config, here), speeds, hosts, past.prompt).slowdown(route, members)
+        measured = MeasuredMembers(estimates.away_s, speeds, past.known, hosts, slowdown)
         return step_of_members(route, members, here, measured, config, task).seconds

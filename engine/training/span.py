@@ -16,7 +16,7 @@ Not thread-safe: one thread at a time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -264,7 +264,10 @@ class TrainedSpan:
         made = {}
         for each in self._blocks:
             version = self.version + (each.next is not None)
-            made[each.block.index] = hashlib.sha256(_pack(version, each.next or each.state)).digest()
+            digest = hashlib.sha256()
+            for part in _parts(version, each.next or each.state):
+                digest.update(part)
+            made[each.block.index] = digest.digest()
         return made
 
     def root(self) -> bytes:
@@ -396,8 +399,14 @@ class TrainedSpan:
 
 def _pack(version: int, state: Moments) -> bytes:
     """Bytes of a block's state: a magic, the version and the number of weights, then three float32 vectors."""
-    vectors = (vector.cpu().numpy().astype("<f4", copy=False).tobytes() for vector in state)
-    return _MAGIC + version.to_bytes(8, "little") + state.values.numel().to_bytes(8, "little") + b"".join(vectors)
+    return b"".join(_parts(version, state))
+
+
+def _parts(version: int, state: Moments) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a block's state one after the other, without copying its vectors."""
+    yield _MAGIC + version.to_bytes(8, "little") + state.values.numel().to_bytes(8, "little")
+    for vector in state:
+        yield vector.cpu().numpy().astype("<f4", copy=False).data
 
 
 def unpack_state(data: bytes, count: int) -> tuple[int, Moments]:

@@ -6,10 +6,12 @@ Speed: steps of 2 x 128 tokens, rank 8 on all matrices, forwards, backwards and 
 the median counts. `local_vs_peft` keeps activations on both sides, `local_vs_peft_checkpointing` computes them again on
 both. Memory: the resident memory that training adds to a process, beside what the budget says.
 Facts: the starter model learns ten made-up facts; then it is asked, with and without the adapter, and `peft` is asked
-with the exported adapter. Swarm: three nodes on these cores and an owner that hosts nothing learn the same facts, and
-write a reply on the way; then they learn them again with rows of int8 between them. `wire_int8_loss_ratio` is the mean
-loss of all steps of that over the one in float32, `bytes_per_token_per_link` what the busiest pair of neighbours sent
-to each other for each token of the data.
+with the exported adapter. Swarm: three nodes on these cores and an owner that hosts nothing learn the same facts; then
+they learn them again with rows of int8 between them, and write replies on the way, for which training rests.
+`swarm3_vs_local` compares the first of these jobs with one process before and after it, `wire_int8_loss_ratio` is the
+mean loss of all steps of the second over the first, `bytes_per_token_per_link` what the busiest pair of neighbours sent
+to each other for each token of the data. `stolen` is the share of the cores' time that other guests of the host had
+during a job.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ from engine.training.local_trainer import LocalTrainer, MicroBatch
 from engine.training.optimiser import Schedule
 from engine.training.span import TrainedSpan
 from tests.bench.engine import smollm2
+from tests.bench.stolen_time import StolenTime
 from tests.engine.random_spans import random_span
 from tests.process.process_swarm import open_process_swarm
 
@@ -213,9 +216,9 @@ def facts() -> dict[str, float]:
         path = Path(folder)
         write_facts(path)
         home = Home(path / "home")
-        begin = time.perf_counter()
+        begin, taken = time.perf_counter(), StolenTime()
         run = trained_facts(path, home)
-        seconds = time.perf_counter() - begin
+        seconds, stolen = time.perf_counter() - begin, taken.share
         exported = path / "exported"
         AdapterStore(home).export("facts", exported)
         options = local_options(source, torch.device("cpu"), torch.float32, psutil.virtual_memory().available)
@@ -241,6 +244,7 @@ def facts() -> dict[str, float]:
         "facts_alike_in_peft": alike,
         "facts_s": seconds,
         "facts_train_s": run.progress.seconds,
+        "facts_stolen": stolen,
         "facts_tokens": run.progress.tokens,
         "facts_rows": sum(batch.token_ids.numel() for step in range(run.record.steps) for batch in run.batches(step)),
     }
@@ -257,16 +261,11 @@ def swarm(local: dict[str, float]) -> dict[str, float]:
             place = nodes.asker.place
             client = client_of(place.home)
             idle = median(_token_s(client) for _ in range(3))
-            begin = time.perf_counter()
+            begin, taken = time.perf_counter(), StolenTime()
             order = facts_order(data)
-            job = client.post("/control/jobs", order)
-            busy: list[float] = []
-            while (facts := _job(client, job["job"]))["status"] == "running":
-                if 4 <= facts["step"] < job["steps"] - 4 and len(busy) < 3:
-                    busy.append(_token_s(client))
-                time.sleep(0.2)
-            assert facts["status"] == "finished", facts["why"]
-            seconds = time.perf_counter() - begin
+            facts = finished_job(client, client.post("/control/jobs", order)["job"])
+            seconds, stolen = time.perf_counter() - begin, taken.share
+            local_s = mean((local["facts_train_s"], trained_facts(path, Home(path / "again")).progress.seconds))
             known = {adapter: 0 for adapter in ("facts", "")}
             for adapter in known:
                 for question, (word, _) in FACTS.items():
@@ -274,11 +273,19 @@ def swarm(local: dict[str, float]) -> dict[str, float]:
                     text = _reply(client, question, 24, model)["text"]
                     known[adapter] += word.lower() in text.lower()
             again = client.post("/control/jobs", order | {"out": "rounded", "wire": "int8"})
-            rounded = finished_job(client, again["job"])
+            busy: list[float] = []
+            while (rounded := _job(client, again["job"]))["status"] == "running":
+                if 4 <= rounded["step"] < again["steps"] - 4 and len(busy) < 3:
+                    busy.append(_token_s(client))
+                time.sleep(0.2)
+            assert rounded["status"] == "finished", rounded["why"]
     steps_s = facts["seconds"]
     rows = local["facts_rows"]
     return {
-        "swarm3_vs_local": local["facts_train_s"] / steps_s,
+        "swarm3_vs_local": local_s / steps_s,
+        "swarm3_train_s": steps_s,
+        "swarm3_stolen": stolen,
+        "local_train_s": local_s,
         "swarm3_facts_known": known["facts"],
         "swarm3_facts_known_before": known[""],
         "swarm3_facts_s": seconds,

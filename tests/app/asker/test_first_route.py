@@ -59,6 +59,17 @@ async def test_a_block_whose_holder_comes_late_is_waited_for_and_named(autojump_
         await no_leaks(swarm)
 
 
+async def test_the_time_of_a_prompt_begins_with_its_route(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 3), (3, 6), (6, 8)) as swarm:
+        asker = await swarm.asker()
+        serves_after(swarm, "n1", 9.0)
+        await waits_of(asker)
+        latest = asker.stats().latest
+        assert latest is not None
+        assert latest.prompt_s is not None
+        assert 3 * STEP_S <= latest.prompt_s < 1.0  # each of the hops makes a step
+
+
 async def test_each_missing_block_is_named_once(autojump_clock: MockClock) -> None:
     async with open_swarm((0, 3), (3, 6), (6, 8)) as swarm:
         asker = await swarm.asker()

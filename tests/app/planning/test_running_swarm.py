@@ -13,7 +13,7 @@ from app.planning.forecast import Terms, forecast_replies
 from app.planning.machines import Fleet, MachineSpec
 from app.planning.replies import ReplyTask
 from app.planning.running_swarm import MeasuredMembers, forecast_running, members_of, step_of_members
-from app.planning.training_step import StepTask
+from app.planning.training_step import AGREEING, StepTask
 from app.routing.cost import HOP_S
 from app.routing.route import Hop
 from app.snapshot.views import HopView, PeerView, RouteView, Snapshot
@@ -116,6 +116,28 @@ def test_the_first_token_comes_when_the_members_have_read_the_prompt() -> None:
     assert slow.first_token_s > found.swarm.first_token_s  # connections that nobody measured are assumed to be slow
 
 
+@pytest.mark.parametrize(("tokens", "times"), [(256, 2.0), (100, 0.5), (63, 1.0)])
+def test_an_earlier_prompt_on_the_same_way_says_how_fast_the_next_is(tokens: int, times: float) -> None:
+    peers = tuple(
+        replace(peer, prefill_tokens_per_s=speed, down_bytes_per_s=1e12)
+        for peer, speed in ((NEAR, 400.0), (FAR, 200.0))
+    )
+    hops = (HopView("near", 0, 15, link_s=0.005), HopView("far", 15, 30, link_s=0.025))
+    beside_s = 0.005 + 2 * 0.025 + 2 * HOP_S
+    read_s = beside_s + times * tokens * (1 / 400 + 1 / 200)
+    read = RouteView("s", hops, return_s=0.025, prompt_tokens=tokens, prompt_s=read_s)
+    claimed, found, elsewhere = (
+        forecast_running(replace(NODE, peers=peers, route=route), HERE, SHAPE, ReplyTask(512), Terms(256)).swarm
+        for route in (None, read, replace(read, hops=hops[:1]))
+    )
+    assert claimed is not None
+    assert found is not None
+    assert claimed.first_token_s is not None
+    computing_s = 256 / 400 + 2 * 256 / 200
+    assert found.first_token_s == pytest.approx(claimed.first_token_s + (times - 1) * computing_s, rel=0.01)
+    assert elsewhere == claimed
+
+
 def test_a_member_that_says_nothing_of_prompts_is_named() -> None:
     peers = (replace(NEAR, prefill_tokens_per_s=400.0), FAR)
     found = forecast_running(replace(NODE, peers=peers), HERE, SHAPE, ReplyTask(), Terms(256))
@@ -139,10 +161,29 @@ def test_a_step_over_members_takes_their_passes_and_the_owner_s_head() -> None:
     left, right = member("left", 0, 15, 400.0), member("right", 15, 30, 200.0)
     passes = PASSES_ON_CPU[False, False]
     blocks_s = passes * (256 / 400 + 256 / 200)
-    head_s = trained_head_s(SHAPE, HERE, rows=256)
-    links_s = 4 * 0.01 / 2 + 0.01 + 4 * 256 * 576 * 2 / HERE.bytes_per_s / 2
+    head_s = trained_head_s(SHAPE, HERE, rows=256, all_weights=False)
+    links_s = 4 * 0.01 / 2 + (1 + AGREEING) * 0.01 + 4 * 256 * 576 * 2 / HERE.bytes_per_s / 2
     assert trained(left, right) == pytest.approx(blocks_s + head_s + links_s, rel=0.02)
     assert trained(left, right, rtt_s=1.0) > trained(left, right) + 2.5
+
+
+def test_micro_batches_overlap_between_machines_only() -> None:
+    members = [member(name, 10 * at, 10 * at + 10, 600.0) for at, name in enumerate("abc")]
+    route = tuple(Hop(one.peer, one.span) for one in members if one.span is not None)
+    task = StepTask(8, 256, 8)
+    rates = {one.peer: 1e12 for one in members}
+    apart, shared = (
+        step_of_members(
+            route,
+            members,
+            HERE,
+            MeasuredMembers(lambda peer: 0.0, rates, hosts=dict.fromkeys("abc", host)),
+            SHAPE,
+            task,
+        ).seconds
+        for host in ("", "127.0.0.1")
+    )
+    assert shared > 2 * apart
 
 
 def test_a_step_of_many_rows_is_computed_again() -> None:
@@ -167,10 +208,17 @@ def test_what_the_latest_reply_took_counts_instead_of_claims() -> None:
     assert found is not None
     assert claimed is not None
     assert found.parts["blocks"] == pytest.approx(0.03 + 0.06)  # three times what each claims
+    assert found.parts["hops"] == pytest.approx(2 * HOP_S)
     assert found.parts["head"] == 0.004
     assert found.first_token_s is not None
     assert claimed.first_token_s is not None
-    assert found.first_token_s > 2 * claimed.first_token_s  # prompts are slower by as much
+    assert found.first_token_s == pytest.approx(claimed.first_token_s, rel=0.02)  # prompts wait less for memory
+    waits = (replace(hops[0], queue_s=0.002, host_s=0.003), replace(hops[1], queue_s=0.0, host_s=0.0))
+    held_up = replace(used, route=RouteView("s", waits, ends_s=0.004, host_s=0.001))
+    slower = forecast_running(held_up, HERE, SHAPE, ReplyTask(512), Terms(256)).swarm
+    assert slower is not None
+    assert slower.parts["hops"] == pytest.approx(0.005 + HOP_S)  # nobody is believed to take less
+    assert slower.parts["head"] == pytest.approx(0.005)
     lying = replace(used, route=RouteView("s", (replace(hops[0], compute_s=1e-9), hops[1]), ends_s=0.004))
     doubted = forecast_running(lying, HERE, SHAPE, ReplyTask(512), Terms(256)).swarm
     assert doubted is not None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.node.peer_views import host_of
-from app.swarm.records import Announcement
+from app.swarm.records import Announcement, host_of
 
 
 @pytest.mark.parametrize(
