@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import trio
 
 from p2p.addresses import Address, Scope
-from p2p.dht.lookup import lookup
+from p2p.dht.lookup import PATHS, in_turn, lookup
 from p2p.dht.routing_table import BUCKET_SIZE, RoutingTable, position
 from p2p.dht.store import PROVIDER_TTL_S, ProviderStore, ValueStore
 from p2p.dht.wire import (
@@ -43,7 +43,8 @@ REFRESH_S = 600.0
 PROBE_S = 60.0
 MAX_OWN_KEYS = 256
 _PROBES_PER_ROUND = 8
-_MIN_SOURCES = 3  # nodes that must have named providers before a search ends early
+_HERE = -1  # stands for a path where this node's own store is meant
+_MIN_SOURCES = 3  # nodes of each path that must have named providers before a search ends early
 _SMALL_TABLE = 4  # up to this many known peers, each new one triggers a refresh
 _REFRESH_GAP_S = 5.0
 _MAX_MET = 1024
@@ -180,36 +181,39 @@ class Directory:
         enough: int = 32,
         tell: Callable[[Contact], None] = lambda contact: None,
     ) -> list[str]:
-        """Return the providers of `key` found within `timeout_s`, those that most nodes named first.
+        """Return the providers of `key` found within `timeout_s`: of each path in turn the one that most nodes named.
 
         `tell` is called with each at once when a node names it.
         """
         _check_key(key)
-        named: Counter[str] = Counter()  # provider -> nodes that named it
-        sources = 0
+        named: defaultdict[int, Counter[str]] = defaultdict(Counter)  # path -> provider -> nodes that named it
+        sources: Counter[int] = Counter()  # path -> nodes that named a provider
 
-        def collect(answer: Message) -> None:
-            nonlocal sources
-            sources += bool(answer.providers)
+        def collect(answer: Message, path: int) -> None:
+            sources[path] += bool(answer.providers)
             for contact in answer.providers:
                 if contact.peer != self._own_peer:
                     self._host.learn(contact)
                     tell(contact)
-                    named[contact.peer] += 1
+                    named[path][contact.peer] += 1
 
-        path = provider_key(key)
-        collect(Message(Op.GET_PROVIDERS, path, providers=tuple(self._providers(path, trio.current_time()))))
-        # A single node can invent any number of peers, so it must not end the search or decide the order by itself.
-        await self._look_up(
-            Op.GET_PROVIDERS, path, timeout_s, collect, lambda: len(named) >= enough and sources >= _MIN_SOURCES
-        )
-        return [peer for peer, _ in named.most_common()]
+        # A single node can invent any number of peers and, as other peers, confirm them. So it must neither end the
+        # search nor decide the order beyond its own path.
+        def is_enough() -> bool:
+            found = {peer for path in named.values() for peer in path}
+            return len(found) >= enough and all(sources[path] >= _MIN_SOURCES for path in range(PATHS))
+
+        name = provider_key(key)
+        stored_here = Message(Op.GET_PROVIDERS, name, providers=tuple(self._providers(name, trio.current_time())))
+        collect(stored_here, _HERE)
+        await self._look_up(Op.GET_PROVIDERS, name, timeout_s, collect, is_enough)
+        return in_turn([peer for peer, _ in named[path].most_common()] for path in sorted(named))
 
     async def find_peer(self, peer: str, timeout_s: float = 5.0) -> None:
         """Look `peer` up and pass the addresses that other nodes know of it to the host."""
         found = False
 
-        def collect(answer: Message) -> None:
+        def collect(answer: Message, path: int) -> None:
             nonlocal found
             found = found or any(contact.peer == peer and contact.addresses for contact in answer.closer)
 
@@ -231,14 +235,19 @@ class Directory:
     async def get_values(self, key: bytes, *, timeout_s: float) -> list[bytes]:
         """Return the valid values found under `key`, those that most nodes hold first; it always asks other nodes."""
         _check_key(key)
-        path = value_key(key)
-        holders: Counter[bytes] = Counter(self.values.get(path, trio.current_time()))
+        name = value_key(key)
+        holders: Counter[bytes] = Counter(self.values.get(name, trio.current_time()))
+        sources: Counter[int] = Counter()  # path -> nodes that hold a value
 
-        def collect(answer: Message) -> None:
+        def collect(answer: Message, path: int) -> None:
             if answer.value is not None and self._is_valid(key, answer.value):
                 holders[answer.value] += 1
+                sources[path] += 1
 
-        await self._look_up(Op.GET_VALUE, path, timeout_s, collect, lambda: holders.total() >= STORE_ON)
+        def is_enough() -> bool:
+            return sources.total() >= STORE_ON and all(sources[path] for path in range(PATHS))
+
+        await self._look_up(Op.GET_VALUE, name, timeout_s, collect, is_enough)
         return [value for value, _ in holders.most_common()]
 
     async def greet(self, peer: str) -> bool:
@@ -276,19 +285,19 @@ class Directory:
         op: Op,
         key: bytes,
         timeout_s: float,
-        collect: Callable[[Message], None] = lambda answer: None,
+        collect: Callable[[Message, int], None] = lambda answer, path: None,
         is_enough: Callable[[], bool] = lambda: False,
     ) -> list[str]:
         request = Message(op, key)
 
-        async def ask(peer: str) -> list[str] | None:
+        async def ask(peer: str, path: int) -> list[str] | None:
             answer = await self._query(peer, request, QUERY_TIMEOUT_S)
             if answer is None:
                 return None
             for contact in answer.closer:
                 self._host.learn(contact)
             if answer.key in (b"", key):
-                collect(answer)
+                collect(answer, path)
             return [contact.peer for contact in answer.closer if contact.peer != self._own_peer]
 
         return await lookup(position(key), self.table.closest(position(key)), ask, timeout_s, is_enough)

@@ -424,22 +424,30 @@ def test_one_network_drives_out_one_value_a_minute() -> None:
     assert store.put(KEY, peer_named(21), b"another lie", now=62, network="one liar's")
 
 
-@pytest.mark.parametrize("trick", ["invent", "nothing", "flood"])
-async def test_a_third_of_the_nodes_lie_and_a_provider_is_found_all_the_same(
-    trick: str, autojump_clock: trio.abc.Clock
-) -> None:
-    """Liars invent peers next to the key that do not exist, know nobody, or answer with as much as they may."""
-    world = World()
-    await world.mesh(36)
-    rng = random.Random(7)
-    liars = {node for node in rng.sample(sorted(world.nodes), 12) if node not in (peer_named(1), peer_named(8))}
+class Liar(Directory):
+    """A directory node that stores nothing and answers every request with what `lie` makes of it."""
 
+    lie: Callable[[Message], Message]
+
+    async def handle(self, peer: str, body: bytes) -> bytes:
+        await trio.lowlevel.checkpoint()
+        return self.lie(decode(body)).encode()
+
+
+async def hostile_world(trick: str, count: int, rng: random.Random) -> tuple[World, list[Directory]]:
+    """`count` nodes that know each other, then a third of them turn hostile; and the honest ones of them.
+
+    Liars invent peers next to the key that do not exist, know nobody, answer with as much as they may, or lead to peers
+    next to the key that are theirs, answer and name more of their kind.
+    """
+    world = World()
+    await world.mesh(count)
+    liars = set(rng.sample(sorted(set(world.nodes) - {peer_named(1)}), count // 3))
     invented = [Contact(peer_id_of(rng.randbytes(32)), (PLACE,)) for _ in range(600)]
-    world.frozen.update(contact.peer for contact in invented)  # their addresses lead to silence
 
     @lru_cache
     def next_to(key: bytes) -> list[Contact]:
-        return sorted(invented, key=lambda contact: peer_position(contact.peer) ^ position(key))[:200]
+        return sorted(invented, key=lambda contact: peer_position(contact.peer) ^ position(key))[:60]
 
     def lie(request: Message) -> Message:
         if trick == "nothing":
@@ -448,19 +456,34 @@ async def test_a_third_of_the_nodes_lie_and_a_provider_is_found_all_the_same(
         many = tuple(rng.sample(invented, MAX_PROVIDERS)) if trick == "flood" else ()
         return Message(request.op, request.key, near, many)
 
-    async def answer_falsely(peer: str, body: bytes) -> bytes:
-        await trio.lowlevel.checkpoint()
-        return lie(decode(body)).encode()
-
+    if trick == "lead away":
+        liars.update(contact.peer for contact in invented)
+    else:
+        world.frozen.update(contact.peer for contact in invented)  # their addresses lead to silence
     for liar in liars:
-        world.nodes[liar].handle = answer_falsely  # type: ignore[method-assign]
-    honest = [node for name, node in world.nodes.items() if name not in liars]
+        node = world.nodes[liar] = Liar(liar, world.nodes[peer_named(1)]._ask, Surroundings(world, liar))
+        node.lie = lie
+    return world, [node for name, node in world.nodes.items() if name not in liars]
+
+
+async def found_by_name(honest: list[Directory], count: int, rng: random.Random) -> int:
+    """Publish `count` keys, look each up once, and return how many of the providers were found within 3 s."""
     found = 0
-    for number, key in enumerate(rng.randbytes(32) for _ in range(10)):
-        provider, asker = honest[number], honest[-number - 1]
+    for number in range(count):
+        provider, asker = rng.sample(honest, 2)
+        key = number.to_bytes(32)
         await provider.provide(key)
         started_at = trio.current_time()
         names = await asker.find_providers(key, timeout_s=3)
         assert trio.current_time() - started_at <= 3.1
         found += provider._own_peer in names[:MAX_PROVIDERS]
-    assert found == 10
+    return found
+
+
+@pytest.mark.parametrize("trick", ["invent", "nothing", "flood", "lead away"])
+async def test_a_third_of_the_nodes_lie_and_a_provider_is_found_all_the_same(
+    trick: str, autojump_clock: trio.abc.Clock
+) -> None:
+    rng = random.Random(7)
+    _, honest = await hostile_world(trick, 36, rng)
+    assert await found_by_name(honest, 25, rng) == 25
