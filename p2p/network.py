@@ -33,6 +33,7 @@ from p2p.host.connection import Connection, Stream
 from p2p.host.heartbeat import Heartbeat, Hello
 from p2p.host.host import Host, HostConfig
 from p2p.host.identify import StandardProtocols
+from p2p.host.peer_record import RecordSigner
 from p2p.host.pruning import LinkUse, surplus
 from p2p.identity import Identity
 from p2p.link.bandwidth import Bandwidth
@@ -105,7 +106,8 @@ class Libp2pNetwork:
         self.traversal = Traversal(self.host, self._ask_reach, self._start, relay=config.relay, map_port=map_port)
         self.traversal.say_hello = self._heartbeat.say_hello
         self.traversal.renew_link = self._board.renew
-        self._standard_protocols = StandardProtocols(self.host, identity)
+        self._signer = RecordSigner(identity)
+        self._standard_protocols = StandardProtocols(self.host, identity, self._own_record)
         self._seeker = Seeker(self._reach, self._is_connected, lambda: len(self._board_peers()))
         self._memory = KnownPeers(config.remember_at if "remembered" in config.discovery else None, self.host)
         self._kept: frozenset[str] = frozenset()
@@ -121,7 +123,7 @@ class Libp2pNetwork:
         self.host.accompany(self._heartbeat.accompany)
         self._board.serve(reachability.METHOD, self.traversal.reachability.handle)
         if "dht" in self._config.discovery:
-            view = LiveHostView(self.host, self._heartbeat.is_linked)
+            view = LiveHostView(self.host, self._own_record, self._heartbeat.is_linked)
             self._directory = Directory(self.peer_id, partial(kad.ask, self.host, kad.PROTOCOL), view, is_valid_value)
             requests = kad.RequestServer(self._directory.handle, partial(self._on_misbehaved, why="directory requests"))
             self.host.handle(kad.PROTOCOL, requests.serve)
@@ -369,11 +371,14 @@ class Libp2pNetwork:
         if self._nursery is not None:
             self._nursery.start_soon(guarded, "a task of the network", task, *arguments)
 
+    def _own_record(self) -> bytes:
+        return self._signer.record(self.host.addresses)
+
     def _hello(self, connection: Connection) -> Hello:
         return self.traversal.hello(connection)
 
     def _on_hello(self, connection: Connection, hello: Hello) -> None:
-        self._book.add(connection.peer, hello.addresses, trio.current_time())
+        self._book.add(connection.peer, hello.addresses, trio.current_time(), own_word=True)
         self.traversal.heard(connection, hello)
         if self._directory is not None:
             self._directory.saw(connection.peer)

@@ -12,6 +12,7 @@ import logging
 import random
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import trio
@@ -58,10 +59,12 @@ Probe = Callable[[str], Awaitable[bool]]
 
 
 class HostView(Protocol):
-    """The host as the directory sees it: addresses, and which peers are connected or known to answer requests."""
+    """The host as the directory sees it: addresses, signed records, and who is connected or answers requests."""
 
     def addresses(self) -> Sequence[Address]: ...
     def addresses_of(self, peer: str) -> Sequence[Address]: ...
+    def own_record(self) -> bytes: ...
+    def record_of(self, peer: str) -> bytes: ...
     def learn(self, contact: Contact) -> None: ...
     def is_connected(self, peer: str) -> bool: ...
     def is_server(self, peer: str) -> bool: ...
@@ -99,6 +102,7 @@ class Directory:
         request = decode(body, MAX_REQUEST_BYTES)
         if not request.key and request.op is not Op.PING:
             raise ProtocolError(f"{peer} sent a directory request without a key")
+        self._learn_sender(peer, request)
         if self._host.is_server(peer):
             self.saw(peer)
         else:
@@ -117,16 +121,19 @@ class Directory:
         return Message(
             request.op,
             request.key,
-            tuple(Contact(name, tuple(self._host.addresses_of(name))[:4]) for name in nearest),
+            tuple(
+                Contact(name, tuple(self._host.addresses_of(name))[:4], self._host.record_of(name)) for name in nearest
+            ),
             tuple(self._providers(request.key, now)) if request.op is Op.GET_PROVIDERS else (),
             random.choice(values) if values else None,
         ).encode()
 
     def _add_provider(self, peer: str, request: Message, now: float) -> None:
-        said = next((contact.addresses for contact in request.providers if contact.peer == peer), None)
+        said = next((contact for contact in request.providers if contact.peer == peer), None)
         if said is None:
             raise Refused(f"{peer} named another peer as a provider")
-        contact = Contact(peer, said or tuple(self._host.addresses_of(peer)))
+        self._host.learn(Contact(peer, record=said.record))
+        contact = Contact(peer, said.addresses or tuple(self._host.addresses_of(peer)))
         if not self.providers.add(request.key, contact, now, self._host.is_connected):
             raise Refused(f"{peer} provides too many keys")
 
@@ -253,7 +260,8 @@ class Directory:
     async def greet(self, peer: str) -> bool:
         """Ask `peer` for nodes near this one, and add it to the routing table; False if it does not answer."""
         return (
-            await self._query(peer, Message(Op.FIND_NODE, peer_id_bytes(self._own_peer)), QUERY_TIMEOUT_S) is not None
+            await self._query(peer, self._request(Op.FIND_NODE, peer_id_bytes(self._own_peer)), QUERY_TIMEOUT_S)
+            is not None
         )
 
     async def refresh(self, timeout_s: float = 10.0) -> None:
@@ -278,7 +286,12 @@ class Directory:
     # --- internals ---------------------------------------------------------------------------------------------------
 
     def _providers(self, key: bytes, now: float) -> list[Contact]:
-        return self.providers.get(key, now, self._host.is_connected)
+        found = self.providers.get(key, now, self._host.is_connected)
+        return [replace(contact, record=self._host.record_of(contact.peer)) for contact in found]
+
+    def _learn_sender(self, peer: str, message: Message) -> None:
+        if message.sender:
+            self._host.learn(Contact(peer, record=message.sender))
 
     async def _look_up(
         self,
@@ -288,7 +301,7 @@ class Directory:
         collect: Callable[[Message, int], None] = lambda answer, path: None,
         is_enough: Callable[[], bool] = lambda: False,
     ) -> list[str]:
-        request = Message(op, key)
+        request = self._request(op, key)
 
         async def ask(peer: str, path: int) -> list[str] | None:
             answer = await self._query(peer, request, QUERY_TIMEOUT_S)
@@ -312,8 +325,12 @@ class Directory:
             log.debug("directory query to %s failed: %s", peer, error)
             self.table.failed(peer)
             return None
+        self._learn_sender(peer, message)
         self.saw(peer)
         return message
+
+    def _request(self, op: Op, key: bytes) -> Message:
+        return Message(op, key, sender=self._host.own_record() if op is Op.FIND_NODE else b"")
 
     async def _publish(self, request: Message) -> int:
         """Send a record to the nodes nearest to its key; return how many took it."""
@@ -337,7 +354,7 @@ class Directory:
         return taken
 
     def _provision(self, key: bytes) -> Message:
-        own = Contact(self._own_peer, tuple(self._host.addresses()))
+        own = Contact(self._own_peer, tuple(self._host.addresses()), self._host.own_record())
         return Message(Op.ADD_PROVIDER, provider_key(key), providers=(own,))
 
     async def _meet_newcomers(self) -> None:
