@@ -37,10 +37,11 @@ from p2p.host.peer_record import RecordSigner
 from p2p.host.pruning import LinkUse, surplus
 from p2p.identity import Identity
 from p2p.link.bandwidth import Bandwidth
+from p2p.link.byte_stream import ByteStream
 from p2p.link.handlers import RequestHandler, StreamHandler
 from p2p.link.quota import Limits
 from p2p.link.streams import MessageStream
-from p2p.link.switchboard import BULK_LANE, LANES, Switchboard
+from p2p.link.switchboard import BULK_LANE, LANES, MOVE, Switchboard
 from p2p.nat import reachability
 from p2p.nat.reachability import Reachability
 from p2p.nat.relay_server import RelayServer
@@ -105,7 +106,7 @@ class Libp2pNetwork:
         map_port = config.map_port and not config.advertise
         self.traversal = Traversal(self.host, self._ask_reach, self._start, relay=config.relay, map_port=map_port)
         self.traversal.say_hello = self._heartbeat.say_hello
-        self.traversal.renew_link = self._board.renew
+        self.traversal.renew_link = lambda peer: self._board.renew(peer, is_relayed)
         self._signer = RecordSigner(identity)
         self._standard_protocols = StandardProtocols(self.host, identity, self._own_record)
         self._seeker = Seeker(self._reach, self._is_connected, lambda: len(self._board_peers()))
@@ -119,6 +120,7 @@ class Libp2pNetwork:
     def _register_handlers(self, is_valid_value: Callable[[bytes, bytes], bool]) -> None:
         for lane in LANES:
             self.host.handle(lane, partial(self._attend, lane))
+            self.host.handle(lane + MOVE, partial(self._attend_move, lane))
         self.host.handle(heartbeat.PROTOCOL, self._heartbeat.accepted)
         self.host.accompany(self._heartbeat.accompany)
         self._board.serve(reachability.METHOD, self.traversal.reachability.handle)
@@ -340,6 +342,10 @@ class Libp2pNetwork:
         _prioritised(lane, stream)
         await self._board.attend(stream.peer, lane, stream)
 
+    async def _attend_move(self, lane: str, stream: Stream) -> None:
+        _prioritised(lane, stream)
+        await self._board.attend_move(stream.peer, lane, stream)
+
     async def _ask_reach(self, peer: str, body: bytes, timeout_s: float) -> bytes:
         return await self._board.call(peer, reachability.METHOD, body, timeout_s=timeout_s)
 
@@ -407,9 +413,14 @@ class Libp2pNetwork:
 
 def _prioritised(lane: str, stream: Stream) -> Stream:
     """Give the bulk lane's stream low priority, so that the live lane overtakes it on their shared connection."""
-    if lane == BULK_LANE:
+    if lane.startswith(BULK_LANE):
         stream.muxed.priority = BULK
     return stream
+
+
+def is_relayed(stream: ByteStream) -> bool:
+    """True if a byte stream passes through a relay."""
+    return isinstance(stream, Stream) and stream.connection.relayed
 
 
 def _kind(connection: Connection) -> LinkKind:

@@ -116,7 +116,7 @@ class Traversal:
         self._start(self._leave_relay, peer)
 
     async def _leave_relay(self, peer: str) -> None:
-        await trio.sleep(RELAY_GRACE_S)  # calls in progress on the relayed connection may finish there
+        await trio.sleep(RELAY_GRACE_S)  # for links to move, or calls to finish with a peer that cannot move them
         best = self._host.connection(peer)
         if best is not None and not best.relayed:
             for connection in self._host.connections():
