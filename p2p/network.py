@@ -6,6 +6,7 @@ the text of a multiaddr.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 PRUNE_S = 2.0
+DEAD_S = 2.0  # for an older connection to answer when the peer connects from another address
 FRESH_S = 5.0  # a younger connection is never pruned: its dialler has not used it yet
 
 log = logging.getLogger("shoal.p2p.node")
@@ -106,6 +108,7 @@ class Libp2pNetwork:
         map_port = config.map_port and not config.advertise
         self.traversal = Traversal(self.host, self._ask_reach, self._start, relay=config.relay, map_port=map_port)
         self.traversal.say_hello = self._heartbeat.say_hello
+        self.traversal.seek_again = lambda peer: self._seeker.want(peer, [])
         self.traversal.renew_link = lambda peer: self._board.renew(peer, is_relayed)
         self._signer = RecordSigner(identity)
         self._standard_protocols = StandardProtocols(self.host, identity, self._own_record)
@@ -123,6 +126,7 @@ class Libp2pNetwork:
             self.host.handle(lane + MOVE, partial(self._attend_move, lane))
         self.host.handle(heartbeat.PROTOCOL, self._heartbeat.accepted)
         self.host.accompany(self._heartbeat.accompany)
+        self.host.accompany(self._drop_dead)
         self._board.serve(reachability.METHOD, self.traversal.reachability.handle)
         if "dht" in self._config.discovery:
             view = LiveHostView(self.host, self._own_record, self._heartbeat.is_linked)
@@ -393,6 +397,16 @@ class Libp2pNetwork:
         """Give a libp2p node that is not a Shoal node a place in the directory, if it answers there."""
         if self._directory is not None:
             self._directory.meet(peer)
+
+    async def _drop_dead(self, newest: Connection) -> None:
+        """Beside a new connection: close the older ones to the same peer that do not answer, as after it moved."""
+        for older in self.host.connections_to(newest.peer):
+            if older is not newest and not older.relayed and older.address.ip != newest.address.ip:
+                with trio.move_on_after(DEAD_S):
+                    with contextlib.suppress(P2PError):
+                        await older.ping()
+                    continue
+                older.abort("it does not answer, unlike a newer connection")
 
     async def _prune(self) -> None:
         """Every `PRUNE_S` seconds, close idle links if there are too many."""

@@ -2,8 +2,8 @@
 
 `echo PEER TEXT`, `provide HEX`, `find HEX`, `links`, `kinds`, `addresses`, `reach`, `learn PEER ADDRESS`, `cpu`,
 `mapping`, `public`, `found NAME` (a swarm), `join NAME`, `count PEER` (numbers on a stream that PEER returns, until
-`counted`), `carrier PEER` (what its links run over); the end of input stops it. `--netns` moves it into a network
-namespace first.
+`counted`; `broken` waits until the stream fails), `carrier PEER` (what its links run over); the end of input stops it.
+`--netns` moves it into a network namespace first.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class Counter:
         finally:
             self._done.set()
 
-    async def stop(self) -> str:
-        self._stop.set()
+    async def end(self, *, wanted: bool) -> str:
+        if wanted:
+            self._stop.set()
         await self._done.wait()
         return self.result
 
@@ -90,8 +91,8 @@ class Swarms:
         self._counter = Counter(self._network)
         self._nursery.start_soon(self._counter.run, peer)
 
-    async def counted(self) -> str:
-        return await self._counter.stop()
+    async def counted(self, *, wanted: bool) -> str:
+        return await self._counter.end(wanted=wanted)
 
     def load(self, model_hash: str) -> None:
         """No manifest: the models are of no interest here."""
@@ -149,8 +150,8 @@ async def answer(network: Libp2pNetwork, swarms: Swarms, words: list[str]) -> st
             case ["count", peer]:
                 await swarms.count(peer)
                 return "counting"
-            case ["counted"]:
-                return await swarms.counted()
+            case ["counted" | "broken" as how]:
+                return await swarms.counted(wanted=how == "counted")
             case ["cpu"]:
                 return str(time.process_time())
     except (P2PError, AppError) as error:
