@@ -190,10 +190,10 @@ class Directory:
     ) -> list[str]:
         """Return the providers of `key` found within `timeout_s`: of each path in turn the one that most nodes named.
 
-        `tell` is called with each at once when a node names it.
+        A node's word is divided among the providers it names. `tell` is called with each at once when a node names it.
         """
         _check_key(key)
-        named: defaultdict[int, Counter[str]] = defaultdict(Counter)  # path -> provider -> nodes that named it
+        named: defaultdict[int, dict[str, float]] = defaultdict(dict)  # path -> provider -> weight
         sources: Counter[int] = Counter()  # path -> nodes that named a provider
 
         def collect(answer: Message, path: int) -> None:
@@ -202,7 +202,8 @@ class Directory:
                 if contact.peer != self._own_peer:
                     self._host.learn(contact)
                     tell(contact)
-                    named[path][contact.peer] += 1
+                    weight = named[path].get(contact.peer, 0.0)
+                    named[path][contact.peer] = weight + 1 / len(answer.providers)
 
         # A single node can invent any number of peers and, as other peers, confirm them. So it must neither end the
         # search nor decide the order beyond its own path.
@@ -214,7 +215,7 @@ class Directory:
         stored_here = Message(Op.GET_PROVIDERS, name, providers=tuple(self._providers(name, trio.current_time())))
         collect(stored_here, _HERE)
         await self._look_up(Op.GET_PROVIDERS, name, timeout_s, collect, is_enough)
-        return in_turn([peer for peer, _ in named[path].most_common()] for path in sorted(named))
+        return in_turn(sorted(found, key=lambda peer: -found[peer]) for _, found in sorted(named.items()))
 
     async def find_peer(self, peer: str, timeout_s: float = 5.0) -> None:
         """Look `peer` up and pass the addresses that other nodes know of it to the host."""
@@ -313,7 +314,8 @@ class Directory:
                 collect(answer, path)
             return [contact.peer for contact in answer.closer if contact.peer != self._own_peer]
 
-        return await lookup(position(key), self.table.closest(position(key)), ask, timeout_s, is_enough)
+        start = self.table.closest(position(key))
+        return await lookup(position(key), start, ask, timeout_s, is_enough, self.table.radius())
 
     async def _query(self, peer: str, request: Message, timeout_s: float) -> Message | None:
         try:

@@ -34,6 +34,7 @@ async def lookup(
     ask: AskPeer,
     timeout_s: float,
     is_enough: Callable[[], bool] = lambda: False,
+    radius: int = 0,
 ) -> list[str]:
     """Return up to 20 peers that answered: the nearest to `target` of each path in turn, then the second nearest, …
 
@@ -43,9 +44,11 @@ async def lookup(
     its parallel slot, and is not waited for once `_ENOUGH_ANSWERS` of the nearest have answered.
 
     A node that lies can invent peers nearer than any honest one. So every candidate counts against the node that named
-    it first when it is silent, and the candidates of a node that named several silent ones are asked last.
+    it first when it is silent, and the candidates of a node that named several silent ones are asked last. The peers of
+    `start` within `radius` of the target are neighbours of it, whoever else is named: they are asked first, and the
+    result has two of them for each one of the others.
     """
-    state = _Lookup(target, start, ask, is_enough)
+    state = _Lookup(target, start, ask, is_enough, radius)
     with trio.move_on_after(timeout_s):
         await state.run()
     return state.nearest_answered()
@@ -60,11 +63,14 @@ def in_turn(rankings: Iterable[Iterable[str]]) -> list[str]:
 class _Lookup:
     """The state that the paths of one look-up share: the peers queried, and those that answered, failed or are slow."""
 
-    def __init__(self, target: int, start: Sequence[str], ask: AskPeer, is_enough: Callable[[], bool]) -> None:
+    def __init__(
+        self, target: int, start: Sequence[str], ask: AskPeer, is_enough: Callable[[], bool], radius: int
+    ) -> None:
         self._target = target
         self._ask = ask
         self._is_enough = is_enough
         nearest = sorted(start, key=self.distance)
+        self.neighbours = {peer: None for peer in nearest if self.distance(peer) <= radius}  # the nearest first
         count = max(1, min(PATHS, len(nearest)))
         self._paths = [_Path(self, number, nearest[number::count]) for number in range(count)]
         self._slots_used: Counter[int] = Counter()  # by path
@@ -79,7 +85,9 @@ class _Lookup:
         return peer_position(peer) ^ self._target
 
     def nearest_answered(self) -> list[str]:
-        return in_turn(path.answered() for path in self._paths)[:BUCKET_SIZE]
+        neighbours = [peer for peer in self.neighbours if peer in self.answered]
+        named = in_turn(path.answered() for path in self._paths)
+        return in_turn([neighbours[::2], neighbours[1::2], named])[:BUCKET_SIZE]
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
@@ -174,8 +182,8 @@ class _Path:
         candidates = (peer for peer in self._candidates if peer not in self._lookup.failed)
         return sorted(candidates, key=self._rank)[:BUCKET_SIZE]
 
-    def _rank(self, peer: str) -> tuple[bool, int]:
-        return self._is_doubtful(peer), self._lookup.distance(peer)
+    def _rank(self, peer: str) -> tuple[bool, bool, int]:
+        return peer not in self._lookup.neighbours, self._is_doubtful(peer), self._lookup.distance(peer)
 
     def _is_doubtful(self, peer: str) -> bool:
         """True if `peer` has not answered, and the node that named it named several others that are silent."""
