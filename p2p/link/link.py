@@ -303,7 +303,7 @@ class PeerLink:
                     if decoder.is_inside:
                         raise ProtocolError("a frame follows a switch on the same byte stream")
                     if self.initiated:
-                        await stream.reset()  # both sides have sent their last frame on it
+                        nursery.start_soon(stream.reset)  # both sides have sent their last frame on it
         except StreamReset as error:
             log.debug("the link to %s ended while reading: %s", self._peer, error)
         except ProtocolError as error:

@@ -53,8 +53,10 @@ class _Dialling:
 
 @dataclass(eq=False)
 class _Offer:
-    """A byte stream that a peer opened for one of its links to move to."""
+    """A byte stream that a peer opened for one of its links of a lane to move to."""
 
+    peer: str
+    lane: str
     stream: ByteStream
     taken: trio.Event = field(default_factory=trio.Event)
 
@@ -106,9 +108,10 @@ class Switchboard:
         with trio.move_on_after(_SWITCH_S):
             token = await _read_exactly(stream, _TOKEN_BYTES)
             links = [link for link in self._links.get((peer, lane), ()) if not link.initiated]
-            if sum(of == peer for of, _ in self._offers) >= len(links):
+            open_offers = sum((offer.peer, offer.lane) == (peer, lane) for offer in self._offers.values())
+            if open_offers >= len(links) or (peer, token.hex()) in self._offers:
                 raise Refused(f"{peer} has no link to move, or moves it already")
-            offer = self._offers[peer, token.hex()] = _Offer(stream)
+            offer = self._offers[peer, token.hex()] = _Offer(peer, lane, stream)
             try:
                 await stream.write_parts((token,))
                 await offer.taken.wait()

@@ -136,10 +136,10 @@ async def test_the_old_byte_stream_may_go_once_the_link_has_moved() -> None:
         await old.reset()
         await accepted.reset()
         await number(stream, 20)
-        # While it had not moved, the end of its byte stream was the end of the link.
+        # The end of the byte stream that it uses is the end of the link.
         await ours.stream.reset()
         with pytest.raises(P2PError):
-            await number(stream, 1)
+            await stream.receive()
 
 
 @pytest.mark.parametrize("initiated", [True, False])
@@ -174,10 +174,7 @@ async def test_offers_are_bounded_by_the_links_that_may_move() -> None:
             ours, theirs = trio.testing.memory_stream_pair()
             world.connect(b, a.peer_id, LIVE_LANE + MOVE, TrioByteStream(theirs))
             await ours.send_all(bytes([count]) * 16)
-            try:
-                assert await ours.receive_some(16) == bytes([count]) * 16
-            except trio.BrokenResourceError:
-                refused += 1
+            refused += await ours.receive_some(16) != bytes([count]) * 16
         assert refused == 2
         assert len(b._offers) == 1
 
