@@ -40,10 +40,10 @@ async def test_calls_in_both_directions_work_again_soon_after_the_address_change
     ):
         await moves.ask(f"learn {stays.peer_id} {stays.addresses[0]}")
         assert await moves.ask(f"count {stays.peer_id}") == "counting"
-        assert await stays.ask(f"echo {moves.peer_id} hello") == "hello"
+        await ask_until(stays, f"echo {moves.peer_id} hello", "hello", 10)
         started_at = trio.current_time()
-        network.inside("moves", "ip", "addr", "add", f"{AFTER}/24", "dev", "wan")
         network.inside("moves", "ip", "addr", "del", f"{BEFORE}/24", "dev", "wan")
+        network.inside("moves", "ip", "addr", "add", f"{AFTER}/24", "dev", "wan")
         assert (await moves.ask("broken")).startswith("failed")  # a stream ends soon: its reply can go on elsewhere
         await ask_until(moves, f"echo {stays.peer_id} again", "again", SILENCE_S)
         await ask_until(stays, f"echo {moves.peer_id} again", "again", SILENCE_S)
