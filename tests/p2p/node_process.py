@@ -2,8 +2,8 @@
 
 `echo PEER TEXT`, `provide HEX`, `find HEX`, `links`, `kinds`, `addresses`, `reach`, `learn PEER ADDRESS`, `cpu`,
 `mapping`, `public`, `found NAME` (a swarm), `join NAME`, `count PEER` (numbers on a stream that PEER returns, until
-`counted`; `broken` waits until the stream fails), `carrier PEER` (what its links run over); the end of input stops it.
-`--netns` moves it into a network namespace first.
+`counted`; `count` alone says how many, and `broken` waits until the stream fails), `carrier PEER` (what its links run
+over); the end of input stops it. `--netns` moves it into a network namespace first.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ class Swarms:
     def __init__(self, network: Libp2pNetwork, identity: Identity, nursery: trio.Nursery) -> None:
         self._network, self._identity, self._nursery = network, identity, nursery
         self._service = QueryService(network, self)
-        self._counter = Counter(network)
+        self.counter = Counter(network)
 
     async def count(self, peer: str) -> None:
-        self._counter = Counter(self._network)
-        self._nursery.start_soon(self._counter.run, peer)
+        self.counter = Counter(self._network)
+        self._nursery.start_soon(self.counter.run, peer)
 
     async def counted(self, *, wanted: bool) -> str:
-        return await self._counter.end(wanted=wanted)
+        return await self.counter.end(wanted=wanted)
 
     def load(self, model_hash: str) -> None:
         """No manifest: the models are of no interest here."""
@@ -150,6 +150,8 @@ async def answer(network: Libp2pNetwork, swarms: Swarms, words: list[str]) -> st
             case ["count", peer]:
                 await swarms.count(peer)
                 return "counting"
+            case ["count"]:
+                return str(swarms.counter.count)
             case ["counted" | "broken" as how]:
                 return await swarms.counted(wanted=how == "counted")
             case ["cpu"]:
