@@ -33,10 +33,18 @@ a header of 20 bytes, a name, and a chunk of a message's body:
 | 9 close | | | | the sender sends no more on this stream; follows everything it sent before |
 | 10 reset | code | | text, 1 KiB | the stream is broken both ways, or was not accepted (`busy`, `unknown_protocol`) |
 | 11 ping, 12 pong | | | | a pong has the ping's id |
+| 128 switch | token | | | the last frame on this byte stream: the next one comes on another, see below |
 
 A receiver skips kinds 128 to 255 that it does not know; any other unknown kind, and any breach of these rules, ends the
 link. A frame for an unknown call or stream is ignored, since it may have crossed a cancel or a reset on the way.
 Pings, credits, opens and errors have control priority.
+
+A link moves to a better connection, such as the direct one that hole punching made beside a relayed one, with all its
+calls and streams: the side that opened the byte stream opens another under the same protocol and `/move`, and sends 16
+random bytes there, the token. The other side returns them. Then each side in turn, the opener first, sends `switch`
+with the token in hex on the old byte stream and goes on with the next frame on the new one, without a preface. Each
+direction remains one sequence of frames, so nothing is lost, doubled or reordered. Nodes that do not know
+`/move` keep the old byte stream.
 
 Flow control: a message counts as its body and 256 bytes. A side may send a message on a stream if it fits into 4 MiB
 together with the bytes that were sent and not credited, or if those are below 2 MiB (so that a message larger than the

@@ -6,6 +6,7 @@ the text of a multiaddr.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -33,13 +34,15 @@ from p2p.host.connection import Connection, Stream
 from p2p.host.heartbeat import Heartbeat, Hello
 from p2p.host.host import Host, HostConfig
 from p2p.host.identify import StandardProtocols
+from p2p.host.peer_record import RecordSigner
 from p2p.host.pruning import LinkUse, surplus
 from p2p.identity import Identity
 from p2p.link.bandwidth import Bandwidth
+from p2p.link.byte_stream import ByteStream
 from p2p.link.handlers import RequestHandler, StreamHandler
 from p2p.link.quota import Limits
 from p2p.link.streams import MessageStream
-from p2p.link.switchboard import BULK_LANE, LANES, Switchboard
+from p2p.link.switchboard import BULK_LANE, LANES, MOVE, Switchboard
 from p2p.nat import reachability
 from p2p.nat.reachability import Reachability
 from p2p.nat.relay_server import RelayServer
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 PRUNE_S = 2.0
+DEAD_S = 2.0  # for an older connection to answer when the peer connects from another address
 FRESH_S = 5.0  # a younger connection is never pruned: its dialler has not used it yet
 
 log = logging.getLogger("shoal.p2p.node")
@@ -104,8 +108,10 @@ class Libp2pNetwork:
         map_port = config.map_port and not config.advertise
         self.traversal = Traversal(self.host, self._ask_reach, self._start, relay=config.relay, map_port=map_port)
         self.traversal.say_hello = self._heartbeat.say_hello
-        self.traversal.renew_link = self._board.renew
-        self._standard_protocols = StandardProtocols(self.host, identity)
+        self.traversal.seek_again = lambda peer: self._seeker.want(peer, [])
+        self.traversal.renew_link = lambda peer: self._board.renew(peer, is_relayed)
+        self._signer = RecordSigner(identity)
+        self._standard_protocols = StandardProtocols(self.host, identity, self._own_record)
         self._seeker = Seeker(self._reach, self._is_connected, lambda: len(self._board_peers()))
         self._memory = KnownPeers(config.remember_at if "remembered" in config.discovery else None, self.host)
         self._kept: frozenset[str] = frozenset()
@@ -117,11 +123,13 @@ class Libp2pNetwork:
     def _register_handlers(self, is_valid_value: Callable[[bytes, bytes], bool]) -> None:
         for lane in LANES:
             self.host.handle(lane, partial(self._attend, lane))
+            self.host.handle(lane + MOVE, partial(self._attend_move, lane))
         self.host.handle(heartbeat.PROTOCOL, self._heartbeat.accepted)
         self.host.accompany(self._heartbeat.accompany)
+        self.host.accompany(self._drop_dead)
         self._board.serve(reachability.METHOD, self.traversal.reachability.handle)
         if "dht" in self._config.discovery:
-            view = LiveHostView(self.host, self._heartbeat.is_linked)
+            view = LiveHostView(self.host, self._own_record, self._heartbeat.is_linked)
             self._directory = Directory(self.peer_id, partial(kad.ask, self.host, kad.PROTOCOL), view, is_valid_value)
             requests = kad.RequestServer(self._directory.handle, partial(self._on_misbehaved, why="directory requests"))
             self.host.handle(kad.PROTOCOL, requests.serve)
@@ -338,6 +346,10 @@ class Libp2pNetwork:
         _prioritised(lane, stream)
         await self._board.attend(stream.peer, lane, stream)
 
+    async def _attend_move(self, lane: str, stream: Stream) -> None:
+        _prioritised(lane, stream)
+        await self._board.attend_move(stream.peer, lane, stream)
+
     async def _ask_reach(self, peer: str, body: bytes, timeout_s: float) -> bytes:
         return await self._board.call(peer, reachability.METHOD, body, timeout_s=timeout_s)
 
@@ -369,11 +381,14 @@ class Libp2pNetwork:
         if self._nursery is not None:
             self._nursery.start_soon(guarded, "a task of the network", task, *arguments)
 
+    def _own_record(self) -> bytes:
+        return self._signer.record(self.host.addresses)
+
     def _hello(self, connection: Connection) -> Hello:
         return self.traversal.hello(connection)
 
     def _on_hello(self, connection: Connection, hello: Hello) -> None:
-        self._book.add(connection.peer, hello.addresses, trio.current_time())
+        self._book.add(connection.peer, hello.addresses, trio.current_time(), own_word=True)
         self.traversal.heard(connection, hello)
         if self._directory is not None:
             self._directory.saw(connection.peer)
@@ -382,6 +397,16 @@ class Libp2pNetwork:
         """Give a libp2p node that is not a Shoal node a place in the directory, if it answers there."""
         if self._directory is not None:
             self._directory.meet(peer)
+
+    async def _drop_dead(self, newest: Connection) -> None:
+        """Beside a new connection: close the older ones to the same peer that do not answer, as after it moved."""
+        for older in self.host.connections_to(newest.peer):
+            if older is not newest and not older.relayed and older.address.ip != newest.address.ip:
+                with trio.move_on_after(DEAD_S):
+                    with contextlib.suppress(P2PError):
+                        await older.ping()
+                    continue
+                older.abort("it does not answer, unlike a newer connection")
 
     async def _prune(self) -> None:
         """Every `PRUNE_S` seconds, close idle links if there are too many."""
@@ -402,9 +427,14 @@ class Libp2pNetwork:
 
 def _prioritised(lane: str, stream: Stream) -> Stream:
     """Give the bulk lane's stream low priority, so that the live lane overtakes it on their shared connection."""
-    if lane == BULK_LANE:
+    if lane.startswith(BULK_LANE):
         stream.muxed.priority = BULK
     return stream
+
+
+def is_relayed(stream: ByteStream) -> bool:
+    """True if a byte stream passes through a relay."""
+    return isinstance(stream, Stream) and stream.connection.relayed
 
 
 def _kind(connection: Connection) -> LinkKind:

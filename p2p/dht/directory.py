@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import trio
 
 from p2p.addresses import Address
-from p2p.dht.lookup import lookup
+from p2p.dht.lookup import PATHS, in_turn, lookup
 from p2p.dht.routing_table import BUCKET_SIZE, RoutingTable, position
 from p2p.dht.store import PROVIDER_TTL_S, ProviderStore, ValueStore
 from p2p.dht.wire import (
@@ -43,7 +44,8 @@ REFRESH_S = 600.0
 PROBE_S = 60.0
 MAX_OWN_KEYS = 256
 _PROBES_PER_ROUND = 8
-_MIN_SOURCES = 3  # nodes that must have named providers before a search ends early
+_HERE = -1  # stands for a path where this node's own store is meant
+_MIN_SOURCES = 3  # nodes of each path that must have named providers before a search ends early
 _SMALL_TABLE = 4  # up to this many known peers, each new one triggers a refresh
 _REFRESH_GAP_S = 5.0
 _MAX_MET = 1024
@@ -57,11 +59,13 @@ Probe = Callable[[str], Awaitable[bool]]
 
 
 class HostView(Protocol):
-    """The host as the directory sees it: addresses, and which peers are connected or known to answer requests."""
+    """The host as the directory sees it: addresses, signed records, and who is connected or answers requests."""
 
     def addresses(self) -> Sequence[Address]: ...
     def addresses_of(self, peer: str) -> Sequence[Address]: ...
     def network_of(self, peer: str) -> str | None: ...
+    def own_record(self) -> bytes: ...
+    def record_of(self, peer: str) -> bytes: ...
     def learn(self, contact: Contact) -> None: ...
     def is_connected(self, peer: str) -> bool: ...
     def is_server(self, peer: str) -> bool: ...
@@ -99,6 +103,7 @@ class Directory:
         request = decode(body, MAX_REQUEST_BYTES)
         if not request.key and request.op is not Op.PING:
             raise ProtocolError(f"{peer} sent a directory request without a key")
+        self._learn_sender(peer, request)
         if self._host.is_server(peer):
             self.saw(peer)
         else:
@@ -117,16 +122,19 @@ class Directory:
         return Message(
             request.op,
             request.key,
-            tuple(Contact(name, tuple(self._host.addresses_of(name))[:4]) for name in nearest),
+            tuple(
+                Contact(name, tuple(self._host.addresses_of(name))[:4], self._host.record_of(name)) for name in nearest
+            ),
             tuple(self._providers(request.key, now)) if request.op is Op.GET_PROVIDERS else (),
             random.choice(values) if values else None,
         ).encode()
 
     def _add_provider(self, peer: str, request: Message, now: float) -> None:
-        said = next((contact.addresses for contact in request.providers if contact.peer == peer), None)
+        said = next((contact for contact in request.providers if contact.peer == peer), None)
         if said is None:
             raise Refused(f"{peer} named another peer as a provider")
-        contact = Contact(peer, said or tuple(self._host.addresses_of(peer)))
+        self._host.learn(Contact(peer, record=said.record))
+        contact = Contact(peer, said.addresses or tuple(self._host.addresses_of(peer)))
         if not self.providers.add(request.key, contact, now, self._host.is_connected):
             raise Refused(f"{peer} provides too many keys")
 
@@ -180,36 +188,40 @@ class Directory:
         enough: int = 32,
         tell: Callable[[Contact], None] = lambda contact: None,
     ) -> list[str]:
-        """Return the providers of `key` found within `timeout_s`, those that most nodes named first.
+        """Return the providers of `key` found within `timeout_s`: of each path in turn the one that most nodes named.
 
-        `tell` is called with each at once when a node names it.
+        A node's word is divided among the providers it names. `tell` is called with each at once when a node names it.
         """
         _check_key(key)
-        named: Counter[str] = Counter()  # provider -> nodes that named it
-        sources = 0
+        named: defaultdict[int, dict[str, float]] = defaultdict(dict)  # path -> provider -> weight
+        sources: Counter[int] = Counter()  # path -> nodes that named a provider
 
-        def collect(answer: Message) -> None:
-            nonlocal sources
-            sources += bool(answer.providers)
+        def collect(answer: Message, path: int) -> None:
+            sources[path] += bool(answer.providers)
             for contact in answer.providers:
                 if contact.peer != self._own_peer:
                     self._host.learn(contact)
                     tell(contact)
-                    named[contact.peer] += 1
+                    weight = named[path].get(contact.peer, 0.0)
+                    named[path][contact.peer] = weight + 1 / len(answer.providers)
 
-        path = provider_key(key)
-        collect(Message(Op.GET_PROVIDERS, path, providers=tuple(self._providers(path, trio.current_time()))))
-        # A single node can invent any number of peers, so it must not end the search or decide the order by itself.
-        await self._look_up(
-            Op.GET_PROVIDERS, path, timeout_s, collect, lambda: len(named) >= enough and sources >= _MIN_SOURCES
-        )
-        return [peer for peer, _ in named.most_common()]
+        # A single node can invent any number of peers and, as other peers, confirm them. So it must neither end the
+        # search nor decide the order beyond its own path.
+        def is_enough() -> bool:
+            found = {peer for path in named.values() for peer in path}
+            return len(found) >= enough and all(sources[path] >= _MIN_SOURCES for path in range(PATHS))
+
+        name = provider_key(key)
+        stored_here = Message(Op.GET_PROVIDERS, name, providers=tuple(self._providers(name, trio.current_time())))
+        collect(stored_here, _HERE)
+        await self._look_up(Op.GET_PROVIDERS, name, timeout_s, collect, is_enough)
+        return in_turn(sorted(found, key=lambda peer: -found[peer]) for _, found in sorted(named.items()))
 
     async def find_peer(self, peer: str, timeout_s: float = 5.0) -> None:
         """Look `peer` up and pass the addresses that other nodes know of it to the host."""
         found = False
 
-        def collect(answer: Message) -> None:
+        def collect(answer: Message, path: int) -> None:
             nonlocal found
             found = found or any(contact.peer == peer and contact.addresses for contact in answer.closer)
 
@@ -231,20 +243,26 @@ class Directory:
     async def get_values(self, key: bytes, *, timeout_s: float) -> list[bytes]:
         """Return the valid values found under `key`, those that most nodes hold first; it always asks other nodes."""
         _check_key(key)
-        path = value_key(key)
-        holders: Counter[bytes] = Counter(self.values.get(path, trio.current_time()))
+        name = value_key(key)
+        holders: Counter[bytes] = Counter(self.values.get(name, trio.current_time()))
+        sources: Counter[int] = Counter()  # path -> nodes that hold a value
 
-        def collect(answer: Message) -> None:
+        def collect(answer: Message, path: int) -> None:
             if answer.value is not None and self._is_valid(key, answer.value):
                 holders[answer.value] += 1
+                sources[path] += 1
 
-        await self._look_up(Op.GET_VALUE, path, timeout_s, collect, lambda: holders.total() >= STORE_ON)
+        def is_enough() -> bool:
+            return sources.total() >= STORE_ON and all(sources[path] for path in range(PATHS))
+
+        await self._look_up(Op.GET_VALUE, name, timeout_s, collect, is_enough)
         return [value for value, _ in holders.most_common()]
 
     async def greet(self, peer: str) -> bool:
         """Ask `peer` for nodes near this one, and add it to the routing table; False if it does not answer."""
         return (
-            await self._query(peer, Message(Op.FIND_NODE, peer_id_bytes(self._own_peer)), QUERY_TIMEOUT_S) is not None
+            await self._query(peer, self._request(Op.FIND_NODE, peer_id_bytes(self._own_peer)), QUERY_TIMEOUT_S)
+            is not None
         )
 
     async def refresh(self, timeout_s: float = 10.0) -> None:
@@ -269,29 +287,35 @@ class Directory:
     # --- internals ---------------------------------------------------------------------------------------------------
 
     def _providers(self, key: bytes, now: float) -> list[Contact]:
-        return self.providers.get(key, now, self._host.is_connected)
+        found = self.providers.get(key, now, self._host.is_connected)
+        return [replace(contact, record=self._host.record_of(contact.peer)) for contact in found]
+
+    def _learn_sender(self, peer: str, message: Message) -> None:
+        if message.sender:
+            self._host.learn(Contact(peer, record=message.sender))
 
     async def _look_up(
         self,
         op: Op,
         key: bytes,
         timeout_s: float,
-        collect: Callable[[Message], None] = lambda answer: None,
+        collect: Callable[[Message, int], None] = lambda answer, path: None,
         is_enough: Callable[[], bool] = lambda: False,
     ) -> list[str]:
-        request = Message(op, key)
+        request = self._request(op, key)
 
-        async def ask(peer: str) -> list[str] | None:
+        async def ask(peer: str, path: int) -> list[str] | None:
             answer = await self._query(peer, request, QUERY_TIMEOUT_S)
             if answer is None:
                 return None
             for contact in answer.closer:
                 self._host.learn(contact)
             if answer.key in (b"", key):
-                collect(answer)
+                collect(answer, path)
             return [contact.peer for contact in answer.closer if contact.peer != self._own_peer]
 
-        return await lookup(position(key), self.table.closest(position(key)), ask, timeout_s, is_enough)
+        start = self.table.closest(position(key))
+        return await lookup(position(key), start, ask, timeout_s, is_enough, self.table.radius())
 
     async def _query(self, peer: str, request: Message, timeout_s: float) -> Message | None:
         try:
@@ -303,8 +327,12 @@ class Directory:
             log.debug("directory query to %s failed: %s", peer, error)
             self.table.failed(peer)
             return None
+        self._learn_sender(peer, message)
         self.saw(peer)
         return message
+
+    def _request(self, op: Op, key: bytes) -> Message:
+        return Message(op, key, sender=self._host.own_record() if op is Op.FIND_NODE else b"")
 
     async def _publish(self, request: Message) -> int:
         """Send a record to the nodes nearest to its key; return how many took it."""
@@ -328,7 +356,7 @@ class Directory:
         return taken
 
     def _provision(self, key: bytes) -> Message:
-        own = Contact(self._own_peer, tuple(self._host.addresses()))
+        own = Contact(self._own_peer, tuple(self._host.addresses()), self._host.own_record())
         return Message(Op.ADD_PROVIDER, provider_key(key), providers=(own,))
 
     async def _meet_newcomers(self) -> None:

@@ -22,7 +22,7 @@ import trio
 from p2p.addresses import Address, Scope, scope_of
 from p2p.channel.upgrade import public_channel_of
 from p2p.dht.directory import Directory
-from p2p.dht.host_view import network_of
+from p2p.dht.host_view import learn, network_of
 from p2p.dht.streams import ask
 from p2p.dht.wire import Contact, Message
 from p2p.dnsaddr import LookUp, resolve
@@ -194,7 +194,15 @@ class PublicDirectory:
 
     def learn(self, contact: Contact) -> None:
         """Remember the usable addresses of a peer that a directory node named."""
-        self._host.book.add(contact.peer, self._usable(contact.addresses), trio.current_time())
+        learn(self._host.book, contact, self._is_usable)
+
+    def own_record(self) -> bytes:
+        """Return nothing: the nodes of the public directory pass no signed records on."""
+        return b""
+
+    def record_of(self, peer: str) -> bytes:
+        """Return nothing: requests are never served here, so no record is passed on."""
+        return b""
 
     def is_connected(self, peer: str) -> bool:
         """True if a connection to the directory node `peer` is open."""

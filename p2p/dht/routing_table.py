@@ -95,5 +95,13 @@ class RoutingTable:
         candidates = [peer for bucket in self._buckets.values() for peer in bucket if peer not in left_out]
         return sorted(candidates, key=lambda peer: peer_position(peer) ^ target)[:count]
 
+    def radius(self) -> int:
+        """Return the distance of the 20th nearest known peer to this node, or the largest one if fewer are known.
+
+        Positions are evenly spread, so about 20 of all nodes lie within this distance of any position.
+        """
+        nearest = sorted(peer_position(peer) ^ self._origin for peer in self.peers())[:BUCKET_SIZE]
+        return nearest[-1] if len(nearest) == BUCKET_SIZE else 2**256 - 1
+
     def _index(self, peer: str) -> int:
         return (peer_position(peer) ^ self._origin).bit_length()

@@ -9,10 +9,12 @@ answer at most 256 KiB.
 | 1 `type` | enum | 0 PUT_VALUE, 1 GET_VALUE, 2 ADD_PROVIDER, 3 GET_PROVIDERS, 4 FIND_NODE, 5 PING |
 | 2 `key` | bytes, 1 to 128 | the multihash of a CID, the path of a value, or a peer id in binary; not in every answer |
 | 3 `record` | message | PUT_VALUE and answers to GET_VALUE: 1 `key`, 2 `value` of at most 16 KiB, 5 `timeReceived` |
-| 8 `closerPeers` | messages | answers: up to 20 peers near the key: 1 `id`, 2 `addrs` (binary multiaddrs) |
+| 8 `closerPeers` | messages | answers: up to 20 peers near the key: 1 `id`, 2 `addrs` (multiaddrs), 4 `signedRecord` |
 | 9 `providerPeers` | messages | ADD_PROVIDER: the sender; answers to GET_PROVIDERS: up to 32 providers |
+| 11 `senderRecord` | bytes | FIND_NODE: the sender's signed record; py-libp2p sends it in every message |
 
-Other fields are ignored. A key's position is the SHA-256 of its bytes, a peer's that of its binary peer id, and the
+Both kinds of signed records are those of `p2p.host.peer_record`, of at most 1 KiB; they may be absent. Other fields are
+ignored. A key's position is the SHA-256 of its bytes, a peer's that of its binary peer id, and the
 distance of two positions is their XOR. Shoal's keys have 32 bytes: as a provider's key such a key is the SHA-256 digest
 of a multihash (`0x12 0x20` and the key), as a value's key the path `/shoal/` and the key in
 base64url, 50 bytes together, since py-libp2p looks nothing longer up.
@@ -32,9 +34,10 @@ from datetime import UTC, datetime
 from enum import IntEnum
 from functools import lru_cache
 
-from p2p.addresses import MAX_ADDRESSES_PER_PEER, Address, BadAddress, Scope
+from p2p.addresses import MAX_ADDRESSES_PER_PEER, Address
 from p2p.errors import IdentityError, ProtocolError
-from p2p.host.messages import address_bytes, address_from_bytes
+from p2p.host.messages import address_bytes, addresses_from_bytes
+from p2p.host.peer_record import MAX_RECORD_BYTES
 from p2p.identity import peer_id_bytes, peer_id_from_bytes
 from p2p.protobuf import Fields, encode
 
@@ -63,10 +66,11 @@ class Op(IntEnum):
 
 @dataclass(frozen=True)
 class Contact:
-    """A peer and the addresses at which it can be dialled."""
+    """A peer, the addresses at which it can be dialled, and its signed record of them, if known."""
 
     peer: str
     addresses: tuple[Address, ...] = ()
+    record: bytes = b""  # see `p2p.host.peer_record`; not verified here
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Message:
     closer: tuple[Contact, ...] = ()
     providers: tuple[Contact, ...] = ()
     value: bytes | None = None
+    sender: bytes = b""  # the sender's signed record
 
     def encode(self) -> bytes:
         """Return the message's bytes; a record is marked as received now, which other implementations require."""
@@ -91,6 +96,7 @@ class Message:
             (3, record),
             (8, [_contact_bytes(contact) for contact in self.closer]),
             (9, [_contact_bytes(contact) for contact in self.providers]),
+            (11, self.sender or None),
         )
 
 
@@ -110,7 +116,7 @@ def decode(body: bytes, at_most: int = MAX_ANSWER_BYTES) -> Message:
         if len(value) > MAX_VALUE_BYTES:
             raise ProtocolError(f"a directory value has {len(value)} bytes; at most {MAX_VALUE_BYTES} are accepted")
     closer, providers = fields.repeated(8)[:MAX_PEERS], fields.repeated(9)[:MAX_PROVIDERS]
-    return Message(op, key, _contacts(closer), _contacts(providers), value)
+    return Message(op, key, _contacts(closer), _contacts(providers), value, _record(fields.data(11)))
 
 
 def provider_key(key: bytes) -> bytes:
@@ -136,7 +142,7 @@ def key_of_value(path: bytes) -> bytes | None:
 
 def _contact_bytes(contact: Contact) -> bytes:
     addresses = [_encoded(address) for address in contact.addresses[:MAX_ADDRESSES_PER_PEER]]
-    return encode((1, peer_id_bytes(contact.peer)), (2, addresses))
+    return encode((1, peer_id_bytes(contact.peer)), (2, addresses), (4, contact.record or None))
 
 
 def _contacts(entries: Iterable[bytes]) -> tuple[Contact, ...]:
@@ -147,26 +153,14 @@ def _contacts(entries: Iterable[bytes]) -> tuple[Contact, ...]:
             peer = peer_id_from_bytes(fields.data(1))
         except IdentityError:
             continue
-        found[peer] = Contact(peer, _addresses(fields.repeated(2)[: 4 * MAX_ADDRESSES_PER_PEER], peer))
+        found[peer] = Contact(peer, addresses_from_bytes(fields.repeated(2), peer), _record(fields.data(4)))
     return tuple(found.values())
 
 
-def _addresses(encoded: Iterable[bytes], peer: str) -> tuple[Address, ...]:
-    decoded = (_decoded(data, peer) for data in encoded)
-    return tuple(dict.fromkeys(address for address in decoded if address is not None))[:MAX_ADDRESSES_PER_PEER]
+def _record(data: bytes) -> bytes:
+    return data if len(data) <= MAX_RECORD_BYTES else b""
 
 
-# The same few peers and addresses are in most answers, so both directions are cached.
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=8192)  # the same few addresses are in most answers
 def _encoded(address: Address) -> bytes:
     return address_bytes(address.of(None))
-
-
-@lru_cache(maxsize=8192)
-def _decoded(data: bytes, peer: str) -> Address | None:
-    try:
-        address = address_from_bytes(data)
-    except BadAddress:
-        return None
-    is_usable = address.peer in (None, peer) and address.scope is not Scope.UNUSABLE and address.port
-    return address.of(peer) if is_usable else None

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
-from p2p.addresses import Address, Scope
+from p2p.addresses import Address, BadAddress, IPAddress, Scope, address_of
 from p2p.channel import multistream
 from p2p.channel.raw import RawConnection
 from p2p.channel.yamux import YamuxConnection
@@ -103,6 +103,15 @@ class Connection:
     def relayed(self) -> bool:
         """True if the connection passes through a relay."""
         return self.address.scope is Scope.RELAY
+
+    @property
+    def local_ip(self) -> IPAddress | None:
+        """This machine's IP address of the connection; None if it has no socket of its own, or that is closed."""
+        sock = self.raw.socket
+        try:
+            return None if sock is None else address_of(*sock.getsockname()[:2]).ip
+        except (OSError, BadAddress):
+            return None
 
     @property
     def is_open(self) -> bool:

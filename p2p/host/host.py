@@ -62,8 +62,7 @@ class Host:
         self.admission = Admission(config.limits, DenyList.parse(config.deny))
         self.channel = channel
         self.relay_dial: RelayDial | None = None
-        self.confirmed: list[Address] = []  # public addresses at which peers reached this node by dialling back
-        self.mapped: list[Address] = []  # public addresses whose port a router forwards to this node
+        self.confirmed: list[Address] = []  # public addresses that are told: see `p2p.nat.traversal`
         self.extra_addresses: list[Address] = []  # addresses through relays
         self._explicit = [parse_address(text).of(identity.peer_id) for text in config.advertise]
         self._listen = [parse_address(text) for text in config.listen]
@@ -83,7 +82,7 @@ class Host:
         """Addresses to advertise, each with this node's peer id; a wildcard is expanded to the addresses it covers."""
         listening = [address.of(self.peer_id) for address in self._listening]
         own = advertised(listening, sockopts.own_ips(), self._explicit)
-        return list(dict.fromkeys([*own, *self.confirmed, *self.mapped, *self.extra_addresses]))
+        return list(dict.fromkeys([*own, *self.confirmed, *self.extra_addresses]))
 
     @property
     def listening(self) -> list[Address]:

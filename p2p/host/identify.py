@@ -1,10 +1,13 @@
 """The two protocols that every libp2p node expects of another: `identify` and `ping`.
 
 An answer to `identify` is one protobuf message: 1 `publicKey`, 2 `listenAddrs` and 4 `observedAddr` (binary
-multiaddrs), 3 `protocols`, 5 `protocolVersion`, 6 `agentVersion`. A `ping` of 32 bytes is answered with the same bytes.
+multiaddrs), 3 `protocols`, 5 `protocolVersion`, 6 `agentVersion`, 8 `signedPeerRecord` (`p2p.host.peer_record`). A
+`ping` of 32 bytes is answered with the same bytes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import trio
 
@@ -25,8 +28,9 @@ _PING_IDLE_S = 60.0
 class StandardProtocols:
     """Serves `/ipfs/id` and `/ipfs/ping` to other libp2p implementations; Shoal nodes use the heartbeat instead."""
 
-    def __init__(self, host: Host, identity: Identity) -> None:
+    def __init__(self, host: Host, identity: Identity, own_record: Callable[[], bytes] = lambda: b"") -> None:
         self._host = host
+        self._own_record = own_record
         self._public_key = key_message(identity.public_key)
         host.handle(IDENTIFY, self._identify)
         host.handle(PING, self._ping)
@@ -40,6 +44,7 @@ class StandardProtocols:
             (4, b"" if stream.connection.relayed else address_bytes(observed)),
             (5, "ipfs/0.1.0"),
             (6, AGENT),
+            (8, self._own_record() or None),
         )
         await send_bytes(stream, message)
         await stream.close()

@@ -6,9 +6,11 @@ The messages themselves are defined by the module of each protocol, and encoded 
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Protocol, Self, TypeVar
 
-from p2p.addresses import MAX_ADDRESS_CHARS, Address, BadAddress, parse_address
+from p2p.addresses import MAX_ADDRESS_CHARS, MAX_ADDRESSES_PER_PEER, Address, BadAddress, Scope, parse_address
 from p2p.channel.multistream import NegotiationStream, read_exactly, read_some
 from p2p.errors import IdentityError, ProtocolError, StreamClosed
 from p2p.identity import peer_id_bytes, peer_id_from_bytes
@@ -98,6 +100,22 @@ def address_from_bytes(data: bytes) -> Address:
     while parts:
         text += parts.next()
     return parse_address(text)
+
+
+def addresses_from_bytes(encoded: Sequence[bytes], peer: str) -> tuple[Address, ...]:
+    """Decode the addresses that a message gives for `peer`, at most 16; others than usable ones are left out."""
+    decoded = (_usable_address(data, peer) for data in encoded[: 4 * MAX_ADDRESSES_PER_PEER])
+    return tuple(dict.fromkeys(address for address in decoded if address is not None))[:MAX_ADDRESSES_PER_PEER]
+
+
+@lru_cache(maxsize=8192)  # the same few addresses are in most answers of the directory
+def _usable_address(data: bytes, peer: str) -> Address | None:
+    try:
+        address = address_from_bytes(data)
+    except BadAddress:
+        return None
+    is_usable = address.peer in (None, peer) and address.scope is not Scope.UNUSABLE and address.port
+    return address.of(peer) if is_usable else None
 
 
 def _prefixed(data: bytes) -> bytes:

@@ -41,11 +41,12 @@ class Kind(IntEnum):
     RESET = 10
     PING = 11
     PONG = 12
+    SWITCH = 128
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)
 _CHUNKED = frozenset((Kind.REQUEST, Kind.ANSWER, Kind.MESSAGE))
-_NAMED = frozenset((Kind.REQUEST, Kind.ERROR, Kind.OPEN, Kind.RESET))
+_NAMED = frozenset((Kind.REQUEST, Kind.ERROR, Kind.OPEN, Kind.RESET, Kind.SWITCH))
 _TEXT_BYTES = {
     Kind.ERROR: MAX_TEXT_BYTES,
     Kind.RESET: MAX_TEXT_BYTES,
@@ -200,7 +201,7 @@ def _assemble(parts: list[Buffer]) -> Frame | None:
 
 def _parse(data: bytes, start: int, end: int) -> Frame | None:
     kind, flags, name_length, id, _, total, arg = HEADER.unpack_from(data, start)
-    if kind >= OPTIONAL_KINDS:
+    if kind not in _KINDS:
         return None
     body_at = start + HEADER.size + name_length
     name = ""

@@ -18,6 +18,7 @@ import trio
 
 from p2p.errors import P2PError, ProtocolError, Refused, RemoteError
 from p2p.link.bandwidth import Bandwidth
+from p2p.link.byte_stream import ByteStream
 from p2p.link.frames import BUSY, FIRST, MALFORMED, Assembler, Frame, Kind, body_bytes
 from p2p.link.outbox import Outgoing, spoken
 from p2p.link.quota import Quota
@@ -231,3 +232,5 @@ class Services:
     methods: dict[str, RequestHandler] = field(default_factory=dict)
     protocols: dict[str, StreamHandler] = field(default_factory=dict)
     misbehaved: Callable[[str, str], None] = lambda peer, why: None
+    # (peer, token) -> the byte stream that the peer opened for its link to move to, or None
+    take_offer: Callable[[str, str], ByteStream | None] = lambda peer, token: None

@@ -46,7 +46,11 @@ class PeerLink:
     def __init__(
         self, peer: str, stream: ByteStream, services: Services, *, initiator: bool, paced: bool, exempt: bool
     ) -> None:
-        self._peer, self._stream, self.services = peer, stream, services
+        self._peer, self.services = peer, services
+        self._reading = self._writing = stream  # they differ for a moment while the link moves
+        self._move: tuple[str, ByteStream] | None = None  # token and byte stream that the writer is to go on with
+        self._move_asked: tuple[str, ByteStream] | None = None  # by this side, until the other side has moved too
+        self._stream_left = trio.Event()  # set, and replaced, when a byte stream is not used any more
         self.paced, self.exempt = paced, exempt
         self.bytes_in = self.bytes_out = 0
         self.receive_rate = ReceiveRate()
@@ -88,13 +92,41 @@ class PeerLink:
                         self._end()  # before waiting for the handlers: some are shielded
                         nursery.cancel_scope.cancel()
                         with trio.CancelScope(shield=True):
-                            await self._stream.reset()  # the writer's current write is shielded; only this ends it
+                            await self._reset_streams()  # the writer's current write is shielded; only this ends it
         except Exception:
             log.exception("the link to %s failed", self._peer)
 
     def close(self) -> None:
         """End the link at once; `run` returns soon after."""
         self._scope.cancel()
+
+    @property
+    def initiated(self) -> bool:
+        """True if this side opened the byte stream."""
+        return self.own_parity == 1
+
+    @property
+    def stream(self) -> ByteStream:
+        """The byte stream that the link reads."""
+        return self._reading
+
+    def uses(self, stream: ByteStream) -> bool:
+        """True if the link has not ended and reads or writes this byte stream."""
+        return not self.ended and (stream is self._reading or stream is self._writing)
+
+    async def left(self, stream: ByteStream) -> None:
+        """Wait until the link has ended or moved away from this byte stream."""
+        while self.uses(stream):
+            await self._stream_left.wait()
+
+    def move(self, stream: ByteStream, token: str) -> bool:
+        """Go on over `stream`, which the peer has accepted under `token`; False if the link ended or moves already."""
+        assert self.initiated
+        if self.ended or self._move_asked is not None:
+            return False
+        self._move = self._move_asked = (token, stream)
+        self._wake.set()
+        return True
 
     async def call(self, method: str, body: Payload, *, timeout_s: float, priority: int = CONTROL) -> bytes:
         """Send one request and return its answer; raises `P2PError`.
@@ -202,6 +234,8 @@ class PeerLink:
         try:
             await self._put((PREFACE,), len(PREFACE))
             while True:
+                if self._move is not None:
+                    await self._switch_writing(*self._move)
                 urgency = self._outbox.urgency()
                 if urgency is None:
                     self._wake = trio.Event()
@@ -222,12 +256,18 @@ class PeerLink:
             log.debug("the link to %s ended while writing: %s", self._peer, error)
             self.close()
 
+    async def _switch_writing(self, token: str, stream: ByteStream) -> None:
+        (header,), size, _ = Outgoing(Kind.SWITCH, 0, 0, name=token.encode()).next_chunk()
+        await self._put((header,), size)
+        self._move, self._writing = None, stream
+        self._tell_left()
+
     async def _put(self, parts: Sequence[Buffer], size: int) -> None:
         self.bytes_out += size
         self.used_at = trio.current_time()
         # Shielded, because half a frame would make the link unusable for all other calls.
         with trio.CancelScope(shield=True, deadline=self.used_at + STALLED_S) as scope:
-            await self._stream.write_parts(parts)
+            await self._writing.write_parts(parts)
         if scope.cancelled_caught:
             raise StreamReset(f"{self._peer} did not read for {STALLED_S:g} s")
 
@@ -239,7 +279,8 @@ class PeerLink:
             while True:
                 if self.paced and not self.exempt:
                     await self._pace()
-                data = await self._stream.read(READ_BYTES)
+                stream = self._reading
+                data = await stream.read(READ_BYTES)
                 if not data:
                     return
                 self.bytes_in += len(data)
@@ -247,6 +288,8 @@ class PeerLink:
                 if not self.exempt:
                     down.spend(len(data), read_at)
                 for number, frame in enumerate(decoder.feed(data), 1):
+                    if self._reading is not stream:
+                        raise ProtocolError("a frame follows a switch on the same byte stream")
                     self._dispatch(frame)
                     if self._condemned:
                         return
@@ -256,6 +299,11 @@ class PeerLink:
                     if number % FRAMES_A_TURN == 0:  # a flood of tiny frames must not block other tasks
                         await trio.lowlevel.checkpoint()
                 self.receive_rate.arrived(len(data), read_at, more=decoder.is_inside or bool(self._assembler))
+                if self._reading is not stream:
+                    if decoder.is_inside:
+                        raise ProtocolError("a frame follows a switch on the same byte stream")
+                    if self.initiated:
+                        nursery.start_soon(stream.reset)  # both sides have sent their last frame on it
         except StreamReset as error:
             log.debug("the link to %s ended while reading: %s", self._peer, error)
         except ProtocolError as error:
@@ -297,6 +345,8 @@ class PeerLink:
             self._serving.on_ping(frame.id)
         elif kind == Kind.OPEN:
             self._on_open(frame)
+        elif kind == Kind.SWITCH:
+            self._on_switch(frame.name)
         else:
             self._on_stream_event(frame)
 
@@ -330,6 +380,30 @@ class PeerLink:
             self._streams[frame.id] = stream
             self.post(Outgoing(Kind.OPENED, frame.id, 0))
 
+    def _on_switch(self, token: str) -> None:
+        """Read on from the byte stream of this token; the side that accepted the link answers with its own switch."""
+        if self.initiated:
+            asked, self._move_asked = self._move_asked, None
+            if asked is None or asked[0] != token:
+                raise ProtocolError("the peer moves a link without being asked")
+            self._reading = asked[1]
+        else:
+            stream = self.services.take_offer(self._peer, token)
+            if stream is None or self._move is not None:
+                raise StreamReset("the byte stream to which the peer moves the link is not there, or not any more")
+            self._reading, self._move = stream, (token, stream)
+            self._wake.set()
+        self._tell_left()
+
+    def _tell_left(self) -> None:
+        self._stream_left.set()
+        self._stream_left = trio.Event()
+
+    async def _reset_streams(self) -> None:
+        moves = [move for move in (self._move, self._move_asked) if move is not None]
+        for stream in {id(s): s for s in (self._reading, self._writing, *(stream for _, stream in moves))}.values():
+            await stream.reset()
+
     def _on_stream_event(self, frame: Frame) -> None:
         stream = self._streams.get(frame.id)
         if stream is None or (frame.kind == Kind.CREDIT and not frame.arg):
@@ -349,6 +423,7 @@ class PeerLink:
     def _end(self) -> None:
         self.ended = True
         self._written.set()
+        self._tell_left()
         self._asking.end(self._gone())
         for stream in list(self._streams.values()):
             stream.fail(StreamReset(f"the link to {self._peer} broke; open another stream"))

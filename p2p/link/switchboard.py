@@ -2,18 +2,21 @@
 
 Each peer has two lanes, each one byte stream that is opened on first use: the live lane for calls and message streams,
 and the bulk lane for calls of bulk priority. The download limit slows down only the reader of the bulk lane. Byte
-streams come from the `dial` function that is passed in, so this runs over libp2p, sockets and memory alike.
+streams come from the `dial` function that is passed in, so this runs over libp2p, sockets and memory alike. A link
+outlives the byte stream it began on: it moves to another one when there is a better connection.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import trio
 
-from p2p.errors import DeadlineExceeded, P2PError, PeerUnreachable
+from p2p.errors import DeadlineExceeded, P2PError, PeerUnreachable, ProtocolError, Refused, StreamReset
 from p2p.link.bandwidth import Bandwidth
 from p2p.link.byte_stream import ByteStream
 from p2p.link.handlers import RequestHandler, Services, StreamHandler
@@ -30,6 +33,10 @@ LIVE_LANE = "/shoal/1/live"
 BULK_LANE = "/shoal/1/bulk"
 LANES = (LIVE_LANE, BULK_LANE)
 MAX_LINKS_A_LANE = 4
+MOVE = "/move"  # after a lane's name: a byte stream for a link of this lane to move to
+_TOKEN_BYTES = 16
+_MOVE_S = 5.0  # to agree on a move
+_SWITCH_S = 60.0  # for the switch to arrive after everything that was sent before it
 
 log = logging.getLogger("shoal.p2p.rpc")
 log.addFilter(LogLimit())  # peers can cause these lines
@@ -44,17 +51,30 @@ class _Dialling:
         self.failure: P2PError | None = None
 
 
+@dataclass(eq=False)
+class _Offer:
+    """A byte stream that a peer opened for one of its links of a lane to move to."""
+
+    peer: str
+    lane: str
+    stream: ByteStream
+    taken: trio.Event = field(default_factory=trio.Event)
+
+
 class Switchboard:
     """All links of a node, by peer and lane."""
 
     def __init__(self, dial: Dial, *, limits: Limits | None = None, bandwidth: Bandwidth | None = None) -> None:
-        self.services = Services(Quota(limits), bandwidth or Bandwidth(), misbehaved=self._report)
+        self.services = Services(
+            Quota(limits), bandwidth or Bandwidth(), misbehaved=self._report, take_offer=self._take_offer
+        )
         self.is_lan: Callable[[str], bool] = lambda peer: False
         self.on_misbehaved: Callable[[str, str], None] = lambda peer, why: None
         self._dial = dial
         self._links: dict[tuple[str, str], list[PeerLink]] = {}
         self._dialling: dict[tuple[str, str], _Dialling] = {}
         self._listeners: list[Callable[[str], None]] = []
+        self._offers: dict[tuple[str, str], _Offer] = {}  # by peer and token
         self._nursery: trio.Nursery | None = None
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -73,7 +93,35 @@ class Switchboard:
         # The oldest, because a restarted peer reconnects before its old links are known to be dead.
         for link in present[: max(len(present) - MAX_LINKS_A_LANE + 1, 0)]:
             link.close()
-        await self._run_link(self._link(peer, lane, stream, initiator=False), lane)
+        if self._nursery is None:
+            raise PeerUnreachable("the network of this node is not running")
+        link = self._link(peer, lane, stream, initiator=False)
+        # Not in this task, which ends with the connection of `stream`: the link may have moved to another one by then.
+        self._nursery.start_soon(self._run_link, link, lane)
+        await _attach(link, stream)
+
+    async def attend_move(self, peer: str, lane: str, stream: ByteStream) -> None:
+        """Let a link of `peer` move to a byte stream that it opened, and wait until it has moved on or ended.
+
+        Raises `P2PError` if no link does so in time.
+        """
+        with trio.move_on_after(_SWITCH_S):
+            token = await _read_exactly(stream, _TOKEN_BYTES)
+            links = [link for link in self._links.get((peer, lane), ()) if not link.initiated]
+            open_offers = sum((offer.peer, offer.lane) == (peer, lane) for offer in self._offers.values())
+            if open_offers >= len(links) or (peer, token.hex()) in self._offers:
+                raise Refused(f"{peer} has no link to move, or moves it already")
+            offer = self._offers[peer, token.hex()] = _Offer(peer, lane, stream)
+            try:
+                await stream.write_parts((token,))
+                await offer.taken.wait()
+            finally:
+                del self._offers[peer, token.hex()]
+        moved = next((link for link in self._links.get((peer, lane), ()) if link.uses(stream)), None)
+        if moved is None:
+            raise DeadlineExceeded(f"no link of {peer} moved within {_SWITCH_S:g} s")
+        moved.exempt = self.is_lan(peer)
+        await _attach(moved, stream)
 
     def serve(self, method: str, handler: RequestHandler) -> None:
         """Answer calls of `method` with `handler`."""
@@ -106,11 +154,15 @@ class Switchboard:
         """Return the open links to one peer, on all lanes."""
         return [link for lane in LANES for link in self._links.get((peer, lane), ())]
 
-    def renew(self, peer: str) -> None:
-        """Dial a new live link over a better path; calls and streams on the old one continue there."""
-        if self._nursery is not None and (peer, LIVE_LANE) not in self._dialling:
-            dialling = self._dialling[(peer, LIVE_LANE)] = _Dialling()
-            self._nursery.start_soon(self._dial_and_run, peer, LIVE_LANE, dialling)
+    def renew(self, peer: str, is_outdated: Callable[[ByteStream], bool]) -> None:
+        """Move the links that this node opened, and whose byte streams are outdated, to a better connection.
+
+        If the peer cannot move links, a new live link is dialled; calls and streams on the old one continue there.
+        """
+        for lane in LANES:
+            for link in self._links.get((peer, lane), ()):
+                if self._nursery is not None and link.initiated and is_outdated(link.stream):
+                    self._nursery.start_soon(self._move, link, lane)
 
     def hang_up(self, peer: str) -> None:
         """Close every link to a peer; listeners of lost links are not called."""
@@ -121,6 +173,33 @@ class Switchboard:
     def _report(self, peer: str, why: str) -> None:
         self.hang_up(peer)
         self.on_misbehaved(peer, why)
+
+    def _take_offer(self, peer: str, token: str) -> ByteStream | None:
+        offer = self._offers.get((peer, token))
+        if offer is None or offer.taken.is_set():
+            return None
+        offer.taken.set()
+        return offer.stream
+
+    async def _move(self, link: PeerLink, lane: str) -> None:
+        peer, token, stream = link.peer, os.urandom(_TOKEN_BYTES), None
+        try:
+            with trio.fail_after(_MOVE_S):
+                stream = await self._dial(peer, lane + MOVE)
+                await stream.write_parts((token,))
+                if await _read_exactly(stream, _TOKEN_BYTES) != token:
+                    raise ProtocolError(f"{peer} returned another token than it was sent")
+        except (P2PError, trio.TooSlowError) as error:
+            log.debug("the link to %s does not move: %s", peer, error)
+            if stream is not None:
+                await stream.reset()
+            if lane == LIVE_LANE and (peer, lane) not in self._dialling:
+                dialling = self._dialling[(peer, lane)] = _Dialling()
+                await self._dial_and_run(peer, lane, dialling)
+            return
+        link.exempt = self.is_lan(peer)
+        if not link.move(stream, token.hex()):
+            await stream.reset()
 
     def _link(self, peer: str, lane: str, stream: ByteStream, *, initiator: bool) -> PeerLink:
         link = PeerLink(
@@ -181,3 +260,22 @@ class Switchboard:
             dialling.done.set()
         if dialling.link is not None:
             await self._run_link(dialling.link, lane)
+
+
+async def _attach(link: PeerLink, stream: ByteStream) -> None:
+    """Wait until a link has ended or moved away from `stream`; if this is cancelled before, the link is closed."""
+    try:
+        await link.left(stream)
+    finally:
+        if link.uses(stream):
+            link.close()
+
+
+async def _read_exactly(stream: ByteStream, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        chunk = await stream.read(count - len(data))
+        if not chunk:
+            raise StreamReset("the byte stream ended too early")
+        data += chunk
+    return data

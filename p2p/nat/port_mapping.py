@@ -81,12 +81,10 @@ class UpnpRouter:
 class PortMapper:
     """Keeps one port mapped while `run` runs; calls `changed` with its public address, or None when it is lost."""
 
-    def __init__(
-        self, port: int, changed: Callable[[Address | None], None], route: Callable[[], Route | None] | None = None
-    ) -> None:
+    def __init__(self, port: int, changed: Callable[[Address | None], None], route: Callable[[], Route | None]) -> None:
         self._port = port
         self._changed = changed
-        self._route = route or route_out
+        self._route = route
         self._control: PortControl | None = None
         self._upnp: UpnpRouter | None = None
         self._failures = 0
@@ -116,7 +114,8 @@ class PortMapper:
             if scope_of(ipaddress.ip_address(mapping.ip)) is not Scope.PUBLIC:
                 raise MappingRefused(f"the router forwards the port, but is behind a NAT itself ({mapping.ip})")
         except MappingRefused as error:
-            log.info("the port %d is not mapped: %s", self._port, error)
+            level = logging.DEBUG if route is None else logging.INFO
+            log.log(level, "the port %d is not mapped: %s", self._port, error)
             self._set(None, str(error))
             self._failures += 1
             return backoff_s(_FIRST_RETRY_S, self._failures, _LONGEST_RETRY_S)
@@ -181,45 +180,55 @@ def _address(mapping: Mapping) -> Address:
     return Address(f"ip{ip.version}", str(ip), mapping.port)
 
 
-def route_out() -> Route | None:
-    """Return the default IPv4 route of this machine; None if there is none, or the machine has a public address.
+def route_out(uplink: int) -> Route | None:
+    """Return a default IPv4 route of this machine, numbered from 0 by preference; None if there are not so many.
 
-    May run a command of the system and block for a moment: call it in a thread.
+    A route does not count if the machine's address towards it is public. May run a command of the system and block for
+    a moment: call it in a thread.
     """
-    gateway = _linux_gateway() if sys.platform == "linux" else _netstat_gateway()
-    if gateway is None:
-        return None
-    for own in sockets.own_interfaces():
-        if own.version == 4 and ipaddress.ip_address(gateway) in own.network and scope_of(own.ip) is Scope.LAN:
-            return Route(gateway, str(own.ip))
-    return None
+    found: dict[str, Route] = {}
+    interfaces = sockets.own_interfaces()
+    for gateway in _linux_gateways() if sys.platform == "linux" else _netstat_gateways():
+        for own in interfaces:
+            if own.version == 4 and ipaddress.ip_address(gateway) in own.network and scope_of(own.ip) is Scope.LAN:
+                found.setdefault(gateway, Route(gateway, str(own.ip)))
+    return list(found.values())[uplink] if uplink < len(found) else None
 
 
-def _linux_gateway() -> str | None:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/net/route").read_text().splitlines()[1:]:
-            _, destination, gateway, *_ = line.split()
-            if destination == "00000000" and gateway != "00000000":
-                return str(ipaddress.IPv4Address(bytes.fromhex(gateway)[::-1]))
-    return None
+def _linux_gateways() -> list[str]:
+    with contextlib.suppress(OSError):
+        return parse_routes(Path("/proc/net/route").read_text())
+    return []
 
 
-def _netstat_gateway() -> str | None:
-    """Read the gateway from `netstat -rn`, which macOS, the BSDs and Windows have."""
+def parse_routes(said: str) -> list[str]:
+    """Return the gateways of the default routes in the text of `/proc/net/route`, that of the lowest metric first."""
+    found: list[tuple[int, str]] = []
+    for line in said.splitlines()[1:]:
+        with contextlib.suppress(ValueError, IndexError):
+            words = line.split()
+            if words[1] == "00000000" and words[2] != "00000000":
+                found.append((int(words[6]), str(ipaddress.IPv4Address(bytes.fromhex(words[2])[::-1]))))
+    return [gateway for _, gateway in sorted(found, key=lambda entry: entry[0])]
+
+
+def _netstat_gateways() -> list[str]:
+    """Read the gateways from `netstat -rn`, which macOS, the BSDs and Windows have."""
     program = shutil.which("netstat")
     if program is None:
-        return None
+        return []
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         said = subprocess.run([program, "-rn"], capture_output=True, text=True, timeout=5, check=False).stdout
         return parse_netstat(said)
-    return None
+    return []
 
 
-def parse_netstat(said: str) -> str | None:
-    """Return the gateway of the default IPv4 route in the output of `netstat -rn`."""
+def parse_netstat(said: str) -> list[str]:
+    """Return the gateways of the default IPv4 routes in the output of `netstat -rn`."""
+    found = []
     for line in said.splitlines():
         words = line.split()
         after = words[1:] if words[:1] == ["default"] else words[2:] if words[:2] == ["0.0.0.0", "0.0.0.0"] else []
         with contextlib.suppress(ValueError, IndexError):
-            return str(ipaddress.IPv4Address(after[0]))
-    return None
+            found.append(str(ipaddress.IPv4Address(after[0])))
+    return found

@@ -2,8 +2,9 @@
 
 `reach` is a call with the JSON body `{"version": 1, "address": …}` of at most 1024 bytes. The peer dials the address
 only if its IP is the one that the asker's connection comes from, so that a node cannot be made to dial third parties.
-It then checks the asker's identity there and answers `{"version": 1, "reached": …}`. For a public address of its own a
-node needs the confirmation of one peer; for an address of its NAT it needs peers in two networks.
+It then checks the asker's identity there and answers `{"version": 1, "reached": …}`. For a public address of its own,
+or one whose port its router forwards, a node needs the confirmation of one peer; for an address at which peers merely
+see it, those of peers in two networks.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Reachability:
         self._served_at: OrderedDict[str, float] = OrderedDict()
         self.state = Reach.UNKNOWN
         self.verified: list[Address] = []
+        self.mapped: list[Address] = []  # addresses whose port a router says it forwards to this node
 
     def observed(self, peer: str, address: Address | None) -> None:
         """Record that `peer` sees this node at `address`; addresses that are not public are ignored."""
@@ -120,7 +122,7 @@ class Reachability:
     def _candidates(self) -> list[Address]:
         own = [address for address in self._host.addresses if address.scope is Scope.PUBLIC]
         guessed = [address for address in self.seen_at() if any(address.port == o.port for o in self._host.listening)]
-        return list(dict.fromkeys([*(address.of(None) for address in own), *guessed]))[:4]
+        return list(dict.fromkeys(address.of(None) for address in (*self.mapped, *own, *guessed)))[:4]
 
     def _helpers(self) -> list[str]:
         """Return the directly connected peers on the internet, the latest first."""
@@ -129,7 +131,7 @@ class Reachability:
 
     async def _is_confirmed(self, address: Address) -> bool:
         """True if enough peers reached this node at `address`, counted by network: a liar may have many identities."""
-        is_own = any(address.host == own.host for own in self._host.addresses)
+        is_own = address in self.mapped or any(address.host == own.host for own in self._host.addresses)
         votes: set[str] = set()
 
         async def ask(peer: str, network: str) -> None:

@@ -2,26 +2,33 @@
 
 A node that the probe verifies relays for others (unless configured otherwise); one that is not reachable uses relays.
 After a successful hole punch the relayed connection is closed.
+
+An address whose port a router forwards is told to others once a peer outside has confirmed it, and before that only
+while there is no such peer to ask: otherwise two nodes behind such routers would never meet through the directory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import trio
 
+from p2p import sockets
 from p2p.addresses import Address, Scope
 from p2p.host.connection import Connection
 from p2p.host.heartbeat import Hello
 from p2p.host.host import Host
 from p2p.nat.hole_punching import HolePuncher
-from p2p.nat.port_mapping import PortMapper
+from p2p.nat.port_mapping import PortMapper, route_out
 from p2p.nat.reachability import Call, Reach, Reachability
 from p2p.nat.relay_client import RelayClient
 from p2p.nat.relay_server import RelayServer
 from p2p.supervise import supervise
 
 RELAY_GRACE_S = 30.0
+NETWORK_CHECK_S = 2.0  # no event that all systems have tells of a change of the network
+UPLINKS = 3  # routers at which the port is mapped, if this machine has default routes through several
 
 Start = Callable[..., None]  # start a task: (function, *arguments)
 
@@ -35,10 +42,12 @@ class Traversal:
         self._relay_setting = relay  # None: relay if verified as reachable
         self.say_hello: Callable[[], Awaitable[None]] | None = None
         self.renew_link: Callable[[str], None] = lambda peer: None
+        self.seek_again: Callable[[str], None] = lambda peer: None
         self.reachability = Reachability(host, call, self._on_reach_changed)
         self.server = RelayServer(host)
         self.client = RelayClient(host, self._on_addresses_changed)
-        self.mapper: PortMapper | None = None  # while `run` runs, if a port is to be mapped
+        self.mapper: PortMapper | None = None  # of the first uplink, while `run` runs, if a port is to be mapped
+        self._mapped: dict[int, Address] = {}  # by uplink
         self._map_port = map_port
         self._puncher = HolePuncher(host, self.reachability.seen_at, self._on_direct)
         host.accompany(self._puncher.accompany)
@@ -77,9 +86,11 @@ class Traversal:
         """Run the port mapping, the reachability probe and the relay client, until cancelled."""
         port = self._port_to_map()
         async with trio.open_nursery() as nursery:
-            if port is not None:
-                self.mapper = PortMapper(port, self._on_mapped)
-                nursery.start_soon(supervise, "the port mapping", self.mapper.run)
+            for uplink in range(UPLINKS if port is not None else 0):
+                mapper = PortMapper(port or 0, partial(self._on_mapped, uplink), partial(route_out, uplink))
+                self.mapper = self.mapper if uplink else mapper
+                nursery.start_soon(supervise, "the port mapping", mapper.run)
+            nursery.start_soon(supervise, "following the network", self._follow_network)
             nursery.start_soon(supervise, "the reachability probe", self.reachability.run)
             nursery.start_soon(supervise, "the relay client", self.client.run)
 
@@ -94,17 +105,46 @@ class Traversal:
         ]
         return open_to_lan[0] if open_to_lan and self._map_port else None
 
-    def _on_mapped(self, address: Address | None) -> None:
-        self._host.mapped = [] if address is None else [address.of(self._host.peer_id)]
+    def _on_mapped(self, uplink: int, address: Address | None) -> None:
+        if address is None:
+            self._mapped.pop(uplink, None)
+        else:
+            self._mapped[uplink] = address
+        self.reachability.mapped = list(self._mapped.values())
         self.reachability.probe_soon()
-        self._on_addresses_changed()
+        self._tell_confirmed()
+
+    async def _follow_network(self) -> None:
+        """Close connections from addresses that this machine has lost, dial their peers again, and tell the others.
+
+        TCP would notice only after minutes and the heartbeat after 15 s, and replies would wait for so long.
+        """
+        known = set(sockets.own_ips())
+        while True:
+            await trio.sleep(NETWORK_CHECK_S)
+            present = set(sockets.own_ips())
+            if present == known:
+                continue
+            lost, known = known - present, present
+            cut = [connection for connection in self._host.connections() if connection.local_ip in lost]
+            for connection in cut:
+                connection.abort("this machine has left the network")
+            for peer in dict.fromkeys(connection.peer for connection in cut if not connection.relayed):
+                self.seek_again(peer)
+            self.reachability.probe_soon()
+            self._on_addresses_changed()
 
     def _on_reach_changed(self) -> None:
         state = self.reachability.state
         self.client.needed = state is Reach.UNVERIFIED
         if self._relay_setting is None:
             (self.server.enable if state is Reach.VERIFIED else self.server.disable)()
-        self._host.confirmed = [address.of(self._host.peer_id) for address in self.reachability.verified]
+        self._tell_confirmed()
+
+    def _tell_confirmed(self) -> None:
+        unconfirmed = self._mapped.values() if self.reachability.state is Reach.UNKNOWN else ()
+        told = dict.fromkeys(address.of(self._host.peer_id) for address in (*self.reachability.verified, *unconfirmed))
+        self._host.confirmed = list(told)
         self._on_addresses_changed()
 
     def _on_addresses_changed(self) -> None:
@@ -116,7 +156,7 @@ class Traversal:
         self._start(self._leave_relay, peer)
 
     async def _leave_relay(self, peer: str) -> None:
-        await trio.sleep(RELAY_GRACE_S)  # calls in progress on the relayed connection may finish there
+        await trio.sleep(RELAY_GRACE_S)  # for links to move, or calls to finish with a peer that cannot move them
         best = self._host.connection(peer)
         if best is not None and not best.relayed:
             for connection in self._host.connections():

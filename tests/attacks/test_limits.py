@@ -30,11 +30,11 @@ from app.weights import chunk_server
 from p2p import rate_limit
 from p2p.addresses import MAX_ADDRESSES_PER_PEER
 from p2p.channel import yamux_flow, yamux_table
-from p2p.dht import public_directory, store
+from p2p.dht import lookup, public_directory, store
 from p2p.dht import streams as kad
 from p2p.dht import wire as dht_wire
 from p2p.discovery.known_peers import MAX_REMEMBERED, MAX_UNREACHED
-from p2p.host import heartbeat
+from p2p.host import heartbeat, peer_record
 from p2p.host.address_book import MAX_PEERS
 from p2p.host.admission import ConnectionLimits
 from p2p.host.pruning import ENOUGH_LINKS
@@ -116,6 +116,9 @@ ROWS: dict[str, tuple[float, ...]] = {
         dht_wire.MAX_ANSWER_BYTES / KIB,
         kad.BURST_REQUESTS,
         kad.REQUESTS_PER_S,
+        lookup.MAX_ASKED,
+        lookup.PATHS,
+        lookup.MAX_IN_FLIGHT,
     ),
     "public directory": (
         public_directory.LOOK_UPS_BURST,
@@ -144,7 +147,13 @@ ROWS: dict[str, tuple[float, ...]] = {
         exchange.TABLES_AT_ONCE,
         1 / exchange.TABLES_PER_S,
     ),
-    "addresses": (MAX_PEERS, MAX_ADDRESSES_PER_PEER, MAX_REMEMBERED, MAX_UNREACHED),
+    "addresses": (
+        MAX_PEERS,
+        MAX_ADDRESSES_PER_PEER,
+        peer_record.MAX_RECORD_BYTES / KIB,
+        MAX_REMEMBERED,
+        MAX_UNREACHED,
+    ),
     "relaying": (
         RELAY.reservations,
         RELAY.reservations_per_address,

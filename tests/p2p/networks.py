@@ -10,10 +10,10 @@ import trio
 import trio.testing
 
 from app.core.network import Network
-from p2p.errors import PeerUnreachable, StreamReset
+from p2p.errors import P2PError, PeerUnreachable, StreamReset
 from p2p.link.byte_stream import ByteStream
 from p2p.link.quota import Limits
-from p2p.link.switchboard import Switchboard
+from p2p.link.switchboard import MOVE, Switchboard
 from p2p.memory.fabric import MemoryFabric, open_fabric
 from p2p.values import Buffer, LinkInfo
 
@@ -138,13 +138,23 @@ class WiredWorld:
         self._lives[node.peer_id].cancel_scope.cancel()
 
     def connect(self, node: WiredNode, caller: str, lane: str, stream: ByteStream) -> None:
-        self._lives[node.peer_id].start_soon(node.attend, caller, lane, stream)
+        if lane.endswith(MOVE):
+            self._lives[node.peer_id].start_soon(_attend_move, node, caller, lane.removesuffix(MOVE), stream)
+        else:
+            self._lives[node.peer_id].start_soon(node.attend, caller, lane, stream)
 
     async def _live(self, node: WiredNode, *, task_status: TaskStatus[None]) -> None:
         async with trio.open_nursery() as nursery:
             self._lives[node.peer_id] = nursery
             await nursery.start(node.run)
             task_status.started()
+
+
+async def _attend_move(node: WiredNode, caller: str, lane: str, stream: ByteStream) -> None:
+    try:
+        await node.attend_move(caller, lane, stream)
+    except P2PError:
+        await stream.reset()
 
 
 @asynccontextmanager

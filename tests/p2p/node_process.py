@@ -1,8 +1,9 @@
 """A node for tests, in a process of its own: says its peer id and addresses, then answers lines of commands.
 
 `echo PEER TEXT`, `provide HEX`, `find HEX`, `links`, `kinds`, `addresses`, `reach`, `learn PEER ADDRESS`, `cpu`,
-`mapping`, `public`, `found NAME` (a swarm), `join NAME`; the end of input stops it. `--netns` moves it into a network
-namespace first.
+`mapping`, `public`, `found NAME` (a swarm), `join NAME`, `count PEER` (numbers on a stream that PEER returns, until
+`counted`; `count` alone says how many, and `broken` waits until the stream fails), `carrier PEER` (what its links run
+over); the end of input stops it. `--netns` moves it into a network namespace first.
 """
 
 from __future__ import annotations
@@ -26,12 +27,56 @@ from app.swarm.records import SwarmRecord, sign_record
 from p2p.discovery.seeker import MEANS
 from p2p.errors import P2PError
 from p2p.identity import Identity, load_or_create
-from p2p.network import Libp2pNetwork, NetworkConfig
+from p2p.link.streams import MessageStream
+from p2p.network import Libp2pNetwork, NetworkConfig, is_relayed
 from tests.p2p.nodes import GENEROUS, LOOPBACK
 
 
 async def echo(peer: str, body: bytes) -> bytes:
     return body
+
+
+async def echo_stream(stream: MessageStream) -> None:
+    """Return every message of a stream."""
+    while True:
+        await stream.send(await stream.receive())
+
+
+class Counter:
+    """Sends numbers on one stream, each after the last one has come back, and notes the longest wait for one."""
+
+    def __init__(self, network: Libp2pNetwork) -> None:
+        self._network = network
+        self._stop = trio.Event()
+        self._done = trio.Event()
+        self.count = 0
+        self.longest_s = 0.0
+        self.result = ""
+
+    async def run(self, peer: str) -> None:
+        try:
+            stream = await self._network.open(peer, "echo", timeout_s=10)
+            while not self._stop.is_set():
+                sent_at = trio.current_time()
+                await stream.send(str(self.count).encode())
+                answer = await stream.receive()
+                if answer != str(self.count).encode():
+                    self.result = f"failed: {answer!r} instead of {self.count}"
+                    return
+                self.count += 1
+                self.longest_s = max(self.longest_s, trio.current_time() - sent_at)
+                await trio.sleep(0.005)
+            self.result = f"{self.count} {self.longest_s:.3f}"
+        except P2PError as error:
+            self.result = f"failed: {error} after {self.count}"
+        finally:
+            self._done.set()
+
+    async def end(self, *, wanted: bool) -> str:
+        if wanted:
+            self._stop.set()
+        await self._done.wait()
+        return self.result
 
 
 class Swarms:
@@ -40,6 +85,14 @@ class Swarms:
     def __init__(self, network: Libp2pNetwork, identity: Identity, nursery: trio.Nursery) -> None:
         self._network, self._identity, self._nursery = network, identity, nursery
         self._service = QueryService(network, self)
+        self.counter = Counter(network)
+
+    async def count(self, peer: str) -> None:
+        self.counter = Counter(self._network)
+        self._nursery.start_soon(self.counter.run, peer)
+
+    async def counted(self, *, wanted: bool) -> str:
+        return await self.counter.end(wanted=wanted)
 
     def load(self, model_hash: str) -> None:
         """No manifest: the models are of no interest here."""
@@ -92,6 +145,15 @@ async def answer(network: Libp2pNetwork, swarms: Swarms, words: list[str]) -> st
                 return "founded"
             case ["join", name]:
                 return " ".join(await swarms.join(name))
+            case ["carrier", peer]:
+                return "relayed" if any(is_relayed(link.stream) for link in network._board.links_to(peer)) else "direct"
+            case ["count", peer]:
+                await swarms.count(peer)
+                return "counting"
+            case ["count"]:
+                return str(swarms.counter.count)
+            case ["counted" | "broken" as how]:
+                return await swarms.counted(wanted=how == "counted")
             case ["cpu"]:
                 return str(time.process_time())
     except (P2PError, AppError) as error:
@@ -114,6 +176,7 @@ async def main(arguments: argparse.Namespace, lines: trio.SocketStream) -> None:
     identity = load_or_create(arguments.home / "key.json") if arguments.home else Identity.generate()
     network = Libp2pNetwork(identity, config)
     network.serve("echo", echo)
+    network.accept("echo", echo_stream)
     if arguments.unread:
         muxer: Any = network.host.channel.muxers["/yamux/1.0.0"]
         muxer.keywords["unread"].limit = arguments.unread

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import itertools
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
@@ -16,6 +19,7 @@ from hypothesis import strategies as st
 
 from p2p.addresses import MAX_ADDRESSES_PER_PEER, Address
 from p2p.dht import directory as dht
+from p2p.dht import lookup as dht_lookup
 from p2p.dht import store as dht_store
 from p2p.dht.directory import Directory
 from p2p.dht.host_view import NOT_CONNECTED, LiveHostView
@@ -107,6 +111,12 @@ class Surroundings:
 
     def network_of(self, peer: str) -> str | None:
         return None
+
+    def own_record(self) -> bytes:
+        return b""
+
+    def record_of(self, peer: str) -> bytes:
+        return b""
 
     def learn(self, contact: Contact) -> None:
         pass
@@ -459,22 +469,30 @@ def test_one_network_drives_out_one_value_a_minute() -> None:
     assert store.put(KEY, peer_named(21), b"another lie", now=62, network="one liar's")
 
 
-@pytest.mark.parametrize("trick", ["invent", "nothing", "flood"])
-async def test_a_third_of_the_nodes_lie_and_a_provider_is_found_all_the_same(
-    trick: str, autojump_clock: trio.abc.Clock
-) -> None:
-    """Liars invent peers next to the key that do not exist, know nobody, or answer with as much as they may."""
-    world = World()
-    await world.mesh(36)
-    rng = random.Random(7)
-    liars = {node for node in rng.sample(sorted(world.nodes), 12) if node not in (peer_named(1), peer_named(8))}
+class Liar(Directory):
+    """A directory node that stores nothing and answers every request with what `lie` makes of it."""
 
+    lie: Callable[[Message], Message]
+
+    async def handle(self, peer: str, body: bytes) -> bytes:
+        await trio.lowlevel.checkpoint()
+        return self.lie(decode(body)).encode()
+
+
+async def hostile_world(trick: str, count: int, rng: random.Random) -> tuple[World, list[Directory]]:
+    """`count` nodes that know each other, then a third of them turn hostile; and the honest ones of them.
+
+    Liars invent peers next to the key that do not exist, know nobody, answer with as much as they may, or lead to peers
+    next to the key that are theirs, answer and name more of their kind.
+    """
+    world = World()
+    await world.mesh(count)
+    liars = set(rng.sample(sorted(set(world.nodes) - {peer_named(1)}), count // 3))
     invented = [Contact(peer_id_of(rng.randbytes(32)), (PLACE,)) for _ in range(600)]
-    world.frozen.update(contact.peer for contact in invented)  # their addresses lead to silence
 
     @lru_cache
     def next_to(key: bytes) -> list[Contact]:
-        return sorted(invented, key=lambda contact: peer_position(contact.peer) ^ position(key))[:200]
+        return sorted(invented, key=lambda contact: peer_position(contact.peer) ^ position(key))[:60]
 
     def lie(request: Message) -> Message:
         if trick == "nothing":
@@ -483,19 +501,86 @@ async def test_a_third_of_the_nodes_lie_and_a_provider_is_found_all_the_same(
         many = tuple(rng.sample(invented, MAX_PROVIDERS)) if trick == "flood" else ()
         return Message(request.op, request.key, near, many)
 
-    async def answer_falsely(peer: str, body: bytes) -> bytes:
-        await trio.lowlevel.checkpoint()
-        return lie(decode(body)).encode()
-
+    if trick == "lead away":
+        liars.update(contact.peer for contact in invented)
+    else:
+        world.frozen.update(contact.peer for contact in invented)  # their addresses lead to silence
     for liar in liars:
-        world.nodes[liar].handle = answer_falsely  # type: ignore[method-assign]
-    honest = [node for name, node in world.nodes.items() if name not in liars]
+        node = world.nodes[liar] = Liar(liar, world.nodes[peer_named(1)]._ask, Surroundings(world, liar))
+        node.lie = lie
+    return world, [node for name, node in world.nodes.items() if name not in liars]
+
+
+async def found_by_name(honest: list[Directory], count: int, rng: random.Random) -> int:
+    """Publish `count` keys, look each up once, and return how many of the providers were found within 3 s.
+
+    What a node learnt meanwhile is forgotten after each key, since the strangers here have no networks whose number of
+    places in a table is limited.
+    """
     found = 0
-    for number, key in enumerate(rng.randbytes(32) for _ in range(10)):
-        provider, asker = honest[number], honest[-number - 1]
+    for number in range(count):
+        provider, asker = rng.sample(honest, 2)
+        key = number.to_bytes(32)
+        tables = copy.deepcopy((provider.table, asker.table))
         await provider.provide(key)
         started_at = trio.current_time()
         names = await asker.find_providers(key, timeout_s=3)
         assert trio.current_time() - started_at <= 3.1
         found += provider._own_peer in names[:MAX_PROVIDERS]
-    assert found == 10
+        provider.table, asker.table = tables
+    return found
+
+
+@pytest.mark.parametrize("trick", ["invent", "nothing", "flood", "lead away"])
+async def test_a_third_of_the_nodes_lie_and_a_provider_is_found_all_the_same(
+    trick: str, autojump_clock: trio.abc.Clock
+) -> None:
+    rng = random.Random(7)
+    _, honest = await hostile_world(trick, 36, rng)
+    assert await found_by_name(honest, 20, rng) == 20
+
+
+async def test_a_look_up_on_one_path_that_follows_whoever_is_nearest_is_led_away(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
+) -> None:
+    """The attack of the test above against Kademlia as it was published: most providers are not found."""
+    rng = random.Random(7)
+    _, honest = await hostile_world("lead away", 36, rng)
+    monkeypatch.setattr(dht_lookup, "PATHS", 1)
+    monkeypatch.setattr(RoutingTable, "radius", lambda table: -1)
+    assert await found_by_name(honest, 10, rng) <= 5
+
+
+async def test_no_node_is_asked_on_two_paths_and_none_steers_another_path(autojump_clock: trio.abc.Clock) -> None:
+    peers = [peer_named(number) for number in range(1, 400)]
+    start, named = peers[:9], peers[9:]
+    asked: list[str] = []
+    steered: defaultdict[int, set[str]] = defaultdict(set)  # path -> the peers that were named on it
+
+    async def ask(peer: str, path: int) -> list[str]:
+        asked.append(peer)
+        assert peer in start or peer in steered[path]
+        await trio.sleep(0.01)
+        answer = random.Random(peer).sample(named, BUCKET_SIZE)
+        steered[path].update(answer)
+        return answer
+
+    found = await dht_lookup.lookup(position(b"target"), start, ask, timeout_s=60)
+    assert len(asked) == len(set(asked))
+    assert len(steered) == dht_lookup.PATHS
+    assert all(asked.count(peer) == 1 for peer in found)
+    assert len(found) == BUCKET_SIZE
+
+
+async def test_a_path_ends_however_long_others_would_lead_it_on(autojump_clock: trio.abc.Clock) -> None:
+    target, numbers = position(b"target"), itertools.count(1000)
+    asked = 0
+
+    async def ask(peer: str, path: int) -> list[str]:
+        nonlocal asked
+        asked += 1
+        await trio.sleep(0.01)
+        return [peer_named(next(numbers)) for _ in range(BUCKET_SIZE)]
+
+    await dht_lookup.lookup(target, [peer_named(number) for number in range(1, 20)], ask, timeout_s=1000)
+    assert asked <= dht_lookup.PATHS * dht_lookup.MAX_ASKED

@@ -28,7 +28,7 @@ from p2p.link.frames import (
 from p2p.link.outbox import Outbox, Outgoing
 from p2p.values import MAX_BODY_BYTES
 
-NAMED = (Kind.REQUEST, Kind.ERROR, Kind.OPEN, Kind.RESET)
+NAMED = (Kind.REQUEST, Kind.ERROR, Kind.OPEN, Kind.RESET, Kind.SWITCH)
 BODIES = {Kind.REQUEST: 2000, Kind.ANSWER: 2000, Kind.MESSAGE: 2000, Kind.ERROR: 1024, Kind.RESET: 1024}
 
 

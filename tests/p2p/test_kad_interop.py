@@ -10,6 +10,7 @@ import trio
 from p2p.dht.streams import PROTOCOL
 from p2p.dht.wire import provider_key, value_key
 from tests.p2p.foreign_directory import ForeignDirectory, directory
+from tests.p2p.mixed_directory import look_up_under_churn
 from tests.p2p.nodes import make_network, until
 
 KINDS = pytest.mark.parametrize("kind", ["py", "js"])
@@ -61,6 +62,12 @@ async def test_two_of_ours_meet_through_foreign_nodes_alone(kind: str) -> None:
         assert await joiner.get_value(path, timeout_s=5) == b"a record"
         member.serve("echo", echo)
         assert await joiner.call(member.peer_id, "echo", b"met", timeout_s=5) == b"met"
+
+
+async def test_look_ups_succeed_among_foreign_nodes_and_churn() -> None:
+    """The short form of `tests/soak/test_mixed_directory.py`; how long look-ups take is measured there alone."""
+    outcome = await look_up_under_churn(8, {"py": 2}, lasting=4, look_ups=12)
+    assert outcome.found == 12
 
 
 async def echo(peer: str, body: bytes) -> bytes:

@@ -24,7 +24,7 @@ from p2p.nat.port_control import (
     pmp_answer,
     pmp_request,
 )
-from p2p.nat.port_mapping import parse_netstat
+from p2p.nat.port_mapping import parse_netstat, parse_routes
 
 NONCE = b"twelve bytes"
 
@@ -133,7 +133,17 @@ def test_the_gateway_in_netstat() -> None:
     mac = "Destination        Gateway            Flags\ndefault            192.168.1.1        UGScg   en0\n"
     windows = "Network Destination  Netmask  Gateway  Interface\n  0.0.0.0  0.0.0.0  192.168.0.1  192.168.0.7  25\n"
     assert (parse_netstat(mac), parse_netstat(windows), parse_netstat("default link#4")) == (
-        "192.168.1.1",
-        "192.168.0.1",
-        None,
+        ["192.168.1.1"],
+        ["192.168.0.1"],
+        [],
     )
+
+
+def test_the_gateways_of_several_uplinks_on_linux() -> None:
+    said = """Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT
+wlan0 00000000 0101A8C0 0003 0 0 600 00000000 0 0 0
+eth0 00000000 0100000A 0003 0 0 100 00000000 0 0 0
+eth0 0000000A 00000000 0001 0 0 100 00FFFFFF 0 0 0
+torn 00000000
+"""
+    assert parse_routes(said) == ["10.0.0.1", "192.168.1.1"]

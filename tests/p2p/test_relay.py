@@ -20,6 +20,7 @@ from p2p.nat.reachability import Reach, Reachability
 from p2p.nat.relay_client import RelayClient, best_relay
 from p2p.nat.relay_server import RelayLimits, RelayServer
 from p2p.nat.relay_wire import HOP, STOP, Status, StopMessage, StopType
+from p2p.nat.traversal import Traversal
 from p2p.network import Libp2pNetwork
 from tests.p2p.network_contract import echo
 from tests.p2p.nodes import make_host, make_network, until
@@ -246,6 +247,35 @@ class _Open:
     def __init__(self, peer: str) -> None:
         # Whose names begin alike live in one network.
         self.peer, self.address = peer, Address("ip4", f"9.{ord(peer[0])}.9.{len(peer)}", 1, peer)
+
+
+async def test_a_mapped_address_is_told_once_it_is_confirmed_or_while_nobody_can_be_asked() -> None:
+    host = make_host(listen=("/ip4/127.0.0.1/tcp/0",))
+    reached = False
+
+    async def call(peer: str, body: bytes, timeout_s: float) -> bytes:
+        return json.dumps({"version": 1, "reached": reached}).encode()
+
+    async with running(host):
+        traversal = Traversal(host, call, lambda task, *arguments: None, relay=None)
+        mapped = Address("ip4", "8.8.8.8", 7464)
+        traversal._on_mapped(0, mapped)
+        assert mapped.of(host.peer_id) in host.addresses  # nobody outside can be asked yet
+        host._connections["a"] = [_Open("a")]  # type: ignore[list-item]
+        assert await traversal.reachability.check() is Reach.UNVERIFIED
+        assert mapped.of(host.peer_id) not in host.addresses
+        reached = True
+        assert await traversal.reachability.check() is Reach.VERIFIED
+        assert mapped.of(host.peer_id) in host.addresses
+        another = Address("ip4", "9.9.9.9", 7464)
+        traversal._on_mapped(1, another)  # of a second uplink, not confirmed yet
+        assert another.of(host.peer_id) not in host.addresses
+        await traversal.reachability.check()
+        assert {mapped.of(host.peer_id), another.of(host.peer_id)} <= set(host.addresses)
+        reached = False
+        await traversal.reachability.check()
+        assert not {mapped.of(host.peer_id), another.of(host.peer_id)} & set(host.addresses)
+        host._connections.clear()
 
 
 def test_binary_addresses() -> None:

@@ -75,9 +75,16 @@ async def test_two_nodes_behind_nats_meet_through_a_relay_and_then_directly(inte
             assert relay.peer_id in relayed
             assert await a.ask(f"provide {KEY}") == "provided"
             assert await b.ask(f"find {KEY}") == a.peer_id
-            assert await b.ask(f"echo {a.peer_id} hello") == "hello"
+            assert await b.ask(f"count {a.peer_id}") == "counting"  # a stream that begins through the relay
             await ask_until(b, "kinds", f"{a.peer_id}=direct", 30)
             await ask_until(a, "kinds", f"{b.peer_id}=direct", 30)
-            # The direct link does not need the relay any more.
+            await ask_until(b, f"carrier {a.peer_id}", "direct", 10)
+            # The direct link does not need the relay any more, nor does the stream: no number is lost or doubled.
             await relay.quit()
             assert await b.ask(f"echo {a.peer_id} directly") == "directly"
+            count = int(await b.ask("count"))
+            with trio.fail_after(20):
+                while int(await b.ask("count")) < count + 10:  # noqa: ASYNC110
+                    await trio.sleep(0.05)
+            counted = await b.ask("counted")
+            assert not counted.startswith("failed"), counted

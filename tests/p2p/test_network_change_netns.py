@@ -1,0 +1,51 @@
+"""A machine that moves to another network finds its peers again, and they find it, before the heartbeat notices.
+
+The network is made of network namespaces, which takes root and `ip`; without them this is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import trio
+
+from p2p.host.heartbeat import SILENCE_S
+from tests.p2p.namespaces import Namespaces, made
+from tests.p2p.nodes import node_process
+from tests.p2p.test_relay_netns import ask_until
+
+STAYS, BEFORE, AFTER = "5.5.4.1", "5.5.4.2", "5.5.4.77"
+
+
+def make_network(networks: Namespaces) -> None:
+    """Two machines on a switch."""
+    networks.add_switch()
+    networks.add("moves", "stays")
+    networks.plug("moves", "wan", f"{BEFORE}/24")
+    networks.plug("stays", "wan", f"{STAYS}/24")
+
+
+@pytest.fixture
+def network() -> Iterator[Namespaces]:
+    with made("shoalmove", make_network) as networks:
+        yield networks
+
+
+async def test_calls_in_both_directions_work_again_soon_after_the_address_changed(network: Namespaces) -> None:
+    listen = ("--listen", "/ip4/0.0.0.0/tcp/0")
+    async with (
+        node_process("--netns", str(network.path("stays")), *listen) as stays,
+        node_process("--netns", str(network.path("moves")), *listen) as moves,
+    ):
+        await moves.ask(f"learn {stays.peer_id} {stays.addresses[0]}")
+        assert await moves.ask(f"count {stays.peer_id}") == "counting"
+        await ask_until(stays, f"echo {moves.peer_id} hello", "hello", 10)
+        started_at = trio.current_time()
+        network.inside("moves", "ip", "addr", "del", f"{BEFORE}/24", "dev", "wan")
+        network.inside("moves", "ip", "addr", "add", f"{AFTER}/24", "dev", "wan")
+        assert (await moves.ask("broken")).startswith("failed")  # a stream ends soon: its reply can go on elsewhere
+        await ask_until(moves, f"echo {stays.peer_id} again", "again", SILENCE_S)
+        await ask_until(stays, f"echo {moves.peer_id} again", "again", SILENCE_S)
+        assert trio.current_time() - started_at < SILENCE_S
+        assert AFTER in await moves.ask("addresses")
