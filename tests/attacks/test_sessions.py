@@ -175,8 +175,8 @@ async def test_an_asker_that_names_one_silent_successor_after_the_other_leaves_n
         monkeypatch.setattr(fabric.nodes["victim"], "open", open_nobody)
         stream, id = await fabric.node("attacker").open("victim", PROTOCOL), new_session_id("attacker")
         await stream.send(encode_turn(id, 1, KEEP, EpochOrder(Span(0, 4), "", "nobody1", rows, 0)))
-        await stream.send(zeros(id, 1, 0, rows, runner.hidden_size))
         await next_frame(stream, Kind.READY)
+        await stream.send(zeros(id, 1, 0, rows, runner.hidden_size))
         await trio.sleep(5)  # simulated: until the tokens are computed
 
         def waiting() -> list[int]:
