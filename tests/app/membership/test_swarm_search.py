@@ -221,6 +221,12 @@ class Surroundings:
     def network_of(self, peer: str) -> str | None:
         return None
 
+    def own_record(self) -> bytes:
+        return b""
+
+    def record_of(self, peer: str) -> bytes:
+        return b""
+
     def learn(self, contact: Contact) -> None: ...
 
     def is_connected(self, peer: str) -> bool:
