@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
-import trio
-
 T = TypeVar("T")
 Item = TypeVar("Item")
 Value = TypeVar("Value")
@@ -36,6 +34,8 @@ async def in_pieces(pieces: Pieces[T]) -> T:
 
     What the pieces read may change meanwhile. A computation that ends sooner has no break.
     """
+    import trio  # here, because planning computes pieces without an event loop
+
     begin_s = time.perf_counter()
     try:
         while True:

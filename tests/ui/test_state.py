@@ -285,6 +285,9 @@ def test_a_hop_that_left_the_way_is_named() -> None:
     before = [{"peer": "a", "start": 0, "stop": 4}, {"peer": "b", "start": 4, "stop": 8}]
     after = [{"peer": "a", "start": 0, "stop": 4}, {"peer": "c", "start": 4, "stop": 8}]
     assert lost_hops(before, after, str.upper) == "B dropped out · C took 4:8"
+    names = {"a": "tern", "b": "you"}
+    whole = [{"peer": "c", "start": 0, "stop": 8}]
+    assert lost_hops(before, whole, lambda peer: names.get(peer, "gull")) == "tern dropped out · gull took 0:8"
     assert lost_hops(before, after, str.upper, moved=True) == "moved away from B · C took 4:8"
     assert (lost_hops([], after, str), lost_hops(before, before, str)) == ("", "")
 

@@ -199,7 +199,9 @@ def lost_hops(
     gone = [hop for hop in before if hop["peer"] not in new]
     if not gone:
         return ""
-    lost = ", ".join(one_line(name_of(str(hop["peer"]))) for hop in gone)
+    names = [one_line(name_of(str(hop["peer"]))) for hop in gone]
+    # This node still answers itself: its blocks are left out where a route without the others cannot pass them.
+    lost = ", ".join([name for name in names if name != "you"] or names)
     took = [hop for hop in after if hop["peer"] not in old]
     replacements = ", ".join(f"{one_line(name_of(str(hop['peer'])))} took {hop['start']}:{hop['stop']}" for hop in took)
     if moved:

@@ -80,7 +80,7 @@ def test_how_many_blocks_fit() -> None:
         for cap_bytes in (6 * GB, 10**8)
     )
     assert check.name == "cuda:0 hosts"
-    assert check.detail.startswith("8 of 32 blocks of eight (436.2 MB per block, 888.6 MB for the KV cache of")
+    assert check.detail.startswith("8 of 32 blocks of eight (436.2 MB per block, 773.5 MB for the KV cache of")
     assert check.detail.endswith(", within the memory limit of 6.0 GB)")
     assert (none.status, none.detail[:30]) == ("warn", "none of the 32 blocks of eight")
     assert "shoal config set max_vram" in none.mend
