@@ -22,6 +22,7 @@ from app.asker.reply import ReplyAdapter, ReplyDone, ReplyEvent, ReplyText, Rout
 from app.asker.stats import AskedSession, AskerStats
 from app.core.compute import DraftModel
 from app.core.device_thread import DeviceThread
+from app.core.engine_import import import_engine
 from app.core.errors import AppError, NoAdapter
 from app.core.network import FrameStream, Network
 from app.core.reasons import Reason
@@ -399,6 +400,7 @@ class UsableMembers:
 
 
 def _load_ends(source: ModelSource, options: WeightOptions) -> SwarmEnds:
+    import_engine()
     from engine.swarm_ends import load_swarm_ends
 
     return load_swarm_ends(source, options)

@@ -6,7 +6,6 @@ its blocks fail the self-test.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import random
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import trio
 
 from app.asker.reply_service import ReplyService
+from app.core.engine_import import import_engine
 from app.core.errors import first_error
 from app.core.network import Network
 from app.core.reasons import Reason, because
@@ -236,7 +236,7 @@ class HostingLoop:
         self._observer.say("joining", because("looking_around", "looking at which blocks other members host"))
         async with trio.open_nursery() as nursery:
             # Importing torch takes seconds: do it while waiting for members.
-            nursery.start_soon(trio.to_thread.run_sync, importlib.import_module, "engine.hosting")
+            nursery.start_soon(trio.to_thread.run_sync, import_engine)
             with trio.move_on_after(0 if blocks is not None else MEET_MEMBERS_S):
                 await self._membership.joined()
         loader = BlockLoader(self._weights, self._observer.steps)
