@@ -17,9 +17,9 @@ from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.widget import Widget
 
-from app.core.terminal_text import one_line
+from app.core.terminal_text import one_line, with_names
 from ui.draw.reply import error_words, lost_hops, way_row
-from ui.draw.rows import row
+from ui.draw.rows import row, tidy
 from ui.screens.frame import MainScreen
 from ui.state.conversations import (
     Conversation,
@@ -57,7 +57,8 @@ class Chat(MainScreen):
     TYPES = True
     HELP_TEXT = (
         "⏎ sends, ctrl+j is a new line. esc stops a reply, then leaves the input, so that digits switch screens again; "
-        "any other letter goes back to the input. ^e and ^r keep the old version: ^b goes back to it."
+        "^o and a digit do so while a reply arrives. Any other letter goes back to the input. ^e and ^r keep the old "
+        "version: ^b goes back to it."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "stop", key_display="esc"),
@@ -381,7 +382,7 @@ class Chat(MainScreen):
         if thread is None or self._conversation is None or question is None:
             return
         figures = {name: value for name, value in piece.get("done", {}).items() if name != "text"}
-        error = str(piece.get("error", ""))
+        error = tidy(with_names(str(piece.get("error", "")), self.store.peer_name))
         if error or piece.get("stopped"):
             figures = {"token_ids": [0] * tokens, "stopped": bool(piece.get("stopped")), "error": error}
             figures |= {"route": self._route} if self._route else {}
