@@ -395,17 +395,39 @@ def test_a_reply_says_what_it_waits_for_and_what_it_cost() -> None:
     driven(node, drive)
 
 
+class SlowNode(ScriptedNode):
+    """Sends the first piece of a reply at once, and the others when told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def chat(
+        self, request: dict[str, Any], *, silence_s: float = 1.0, hangup: Hangup | None = None
+    ) -> Iterator[dict[str, Any]]:
+        yield {"text": "Because "}
+        assert self.go_on.wait(20.0)
+        yield from super().chat(request)
+
+
+def test_leaving_the_dashboard_keeps_what_has_come_of_a_reply(tmp_path: Path) -> None:
+    node = SlowNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3", *"why", "enter")
+        await until(app, pilot, lambda: "Because" in text_of_screen(app))
+        await pilot.press("ctrl+q")
+
+    driven(node, drive, tmp_path)
+    node.go_on.set()
+    kept = Conversations(tmp_path)
+    question, reply = kept.messages(kept.all()[0].id)
+    assert (question.content, reply.content) == ("why", "Because ")
+    assert (reply.figures["stopped"], len(reply.figures["token_ids"])) == (True, 1)
+    kept.close()
+
+
 def test_other_tabs_are_looked_at_while_a_reply_arrives() -> None:
-    class SlowNode(ScriptedNode):
-        go_on = threading.Event()
-
-        def chat(
-            self, request: dict[str, Any], *, silence_s: float = 1.0, hangup: Hangup | None = None
-        ) -> Iterator[dict[str, Any]]:
-            yield {"text": "Because "}
-            assert self.go_on.wait(20.0)
-            yield from super().chat(request)
-
     node = SlowNode()
     node.reply = [{"text": "of the sea."}]
 
