@@ -18,6 +18,7 @@ from textual.binding import Binding, BindingType
 from textual.command import CommandPalette
 from textual.message import Message
 from textual.screen import Screen
+from textual.widget import Widget
 
 from app.core.errors import AppError
 from app.snapshot.codec import snapshot_from
@@ -283,10 +284,17 @@ class Dashboard(NodeApp):
             screen.maximize(screen.focused, container=False)
 
     def action_jump(self) -> None:
-        """Show a letter over each panel; pressing it focuses that panel."""
+        """Show a letter over each panel; pressing it focuses that panel. A digit goes to its tab."""
         from ui.widgets.dialogs import Jump
 
-        self.push_screen(Jump(actions.panels_of(self.screen)), lambda panel: panel.focus() if panel else None)
+        self.push_screen(Jump(actions.panels_of(self.screen)), self._jumped)
+
+    def _jumped(self, chosen: Widget | str | None) -> None:
+        """Focus the panel of the letter that was pressed, or go to the tab of the digit."""
+        if isinstance(chosen, Widget):
+            chosen.focus()
+        elif chosen is not None and chosen.isdecimal() and 1 <= int(chosen) <= len(self.tabs):
+            self.call_later(self.action_go, self.tabs[int(chosen) - 1])
 
     def action_help(self) -> None:
         """Show help for the focused panel and the keys."""
@@ -315,3 +323,11 @@ class Dashboard(NodeApp):
         """Close the dashboard; the node keeps running, which the terminal says afterwards."""
         is_own = self.door is not None and self.door.can_start and self.store.link.kind == "live"
         self.exit(message=KEEPS_RUNNING if is_own else None)
+
+    async def action_quit(self) -> None:
+        """Leave by Textual's own key, ctrl+q, as by `q`."""
+        self.action_leave()
+
+    def action_help_quit(self) -> None:
+        """Say after Ctrl-C, which in other programs ends them, how to leave."""
+        self.say("^q leaves the dashboard; the node keeps running")

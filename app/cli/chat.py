@@ -18,7 +18,7 @@ from app.cli.command import Command
 from app.cli.models import progress_on_stderr
 from app.cli.parser import number_argument
 from app.core.errors import AppError, NotRunning, UsageError
-from app.core.terminal_text import without_controls
+from app.core.terminal_text import short_peer, with_names, without_controls
 from app.routing.route import MAX_PRIVATE_BLOCKS
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engine.config import ModelConfig
     from engine.local_model import LocalModel, LocalReply
     from engine.text.reply import ReplySettings
+    from ui.state.reply_stream import ReplyProgress
 
 
 def _stop_texts(text: str) -> list[str]:
@@ -195,6 +196,10 @@ class LocalAnswers:
         blocks = self._model.config.n_blocks
         self.facts = reply_facts(reply, "".join(pieces), len(prompt_ids), longest_gap_s, blocks) | self.adapter
 
+    def waits_for(self) -> str:
+        """The model computes in this process: nothing else is waited for."""
+        return ""
+
     def model(self) -> str:
         """Name the model and where it runs."""
         return f"{self._name}, in this process"
@@ -235,25 +240,51 @@ class SwarmAnswers:
         given = {"adapter": adapter, "swarm": swarm}
         self._choice = {name: value for name, value in given.items() if value is not None}
         self.facts: dict[str, Any] = {}
+        self._progress: ReplyProgress | None = None
+        self._route: list[dict[str, Any]] = []
 
     def answer(self, messages: Chat) -> Iterator[str]:
-        """Yield the pieces of the reply; closing this ends the session in the swarm."""
+        """Yield the pieces of the reply; closing this ends the session in the swarm. Errors name peers briefly."""
         from app.api.client import Hangup
+        from ui.state.reply_stream import ReplyProgress
 
+        progress = self._progress = ReplyProgress(time.monotonic())
+        self._route = []
         hangup = Hangup()
         request = {"messages": messages, **self.settings, **self._choice, "seed": _seed(self.settings)}
         try:
             for piece in self._client.chat(request, hangup=hangup):
+                progress.take(piece, time.monotonic())
+                self._route = piece.get("route", self._route)
                 if "done" in piece:
                     self.facts = piece["done"]
-                elif "waiting" in piece:
+                elif "waiting" in piece and not sys.stdout.isatty():  # a terminal shows `waits_for`
                     print(f"shoal: {without_controls(piece['waiting']['text'])}", file=sys.stderr, flush=True)
                 elif "text" in piece:
                     if "notice" in piece:
                         print(f"shoal: {without_controls(piece['notice'])}", file=sys.stderr, flush=True)
                     yield piece["text"]
+        except AppError as error:
+            error.args = (with_names(str(error)),)
+            raise
         finally:
             hangup.hang_up()
+
+    def waits_for(self) -> str:
+        """Say what the reply waits for, in the dashboard's words, from the node's present state."""
+        from ui.draw.reply import hole_in, waiting_words
+        from ui.state.coverage import coverage_of
+
+        if self._progress is None:
+            return ""
+        hole = None
+        if "swarm" not in self._choice:  # the node's state is that of its own swarm
+            try:
+                snapshot = self._client.snapshot()
+            except AppError:
+                return ""
+            hole = hole_in(snapshot, coverage_of(snapshot), self._route, short_peer)
+        return waiting_words(self._progress, hole) or "waiting for the first token"
 
     def model(self) -> str:
         """Name the swarm and its model."""

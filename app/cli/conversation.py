@@ -30,13 +30,13 @@ HELP = (
     ("/regenerate", "", "ask the last question again"),
     ("/save", "[FILE]", "write the conversation as Markdown, to a new file"),
     ("/system", "[TEXT]", 'show or set the system message; "" removes it'),
-    ("/set", "[NAME [VALUE]]", 'show or change the sampling settings; "" clears one like seed'),
+    ("/set", "[NAME [VALUE]]", 'show or change the sampling settings; "" clears one'),
     ("/model", "[NAME]", "show the model; with --local, load another one"),
     ("/quit", "", "end; Ctrl-D does the same"),
 )
 _NOTHING = ('""', "''")  # how an empty text is written
 _CLEARED: dict[str, Any] = {"seed": None, "stop": [], "private_blocks": None}  # settings that may have no value
-_KEYS = "Ctrl-C stops a reply or clears the line, twice ends. A pasted text is one message."
+_KEYS = "Ctrl-C stops a reply or clears the line, twice ends. Pasted text is one message."
 
 
 class Answers(Protocol):
@@ -47,6 +47,9 @@ class Answers(Protocol):
 
     def answer(self, messages: Chat) -> Iterator[str]:
         """Yield the pieces of the reply to these messages."""
+
+    def waits_for(self) -> str:
+        """Say what the reply waits for now, or an empty text; called by another thread while `answer` is silent."""
 
     def model(self) -> str:
         """Describe the model that answers."""
@@ -154,7 +157,7 @@ class TerminalChat:
         from ui.state.conversations import split_thinking
 
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        printer = None if as_json else reply_printer()
+        printer = None if as_json else reply_printer(self._answers.waits_for)
         pieces: list[str] = []
         is_whole = False
         stream = self._answers.answer([*system, *messages])

@@ -2,13 +2,14 @@
 
 Finished blocks of the Markdown (a paragraph, a list, a closed code block) are printed once and stay. Only the block
 that is still growing is drawn again, below them, and never higher than the window, so that scrolling back shows each
-line once.
+line once. A reply that is silent for a while says below it what it waits for.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from app.core.terminal_text import without_controls
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from rich.segment import Segment
 
 _REFRESH_PER_S = 8
+_SILENT_S = 2.0  # without a piece before the reason is shown
+_ASK_EVERY_S = 1.0  # for the reason
 _ECHO = 2  # cells kept free at the right: a terminal shows Ctrl-C as ^C there, and a full row would wrap
 
 
@@ -28,9 +31,9 @@ class ReplyPrinter(Protocol):
     def end(self) -> None: ...
 
 
-def reply_printer() -> ReplyPrinter:
-    """Return the printer for this process's stdout."""
-    return MarkdownPrinter() if sys.stdout.isatty() else PlainPrinter()
+def reply_printer(waits_for: Callable[[], str] = str) -> ReplyPrinter:
+    """Return the printer for this process's stdout; `waits_for` says what a silent reply waits for."""
+    return MarkdownPrinter(waits_for) if sys.stdout.isatty() else PlainPrinter()
 
 
 class PlainPrinter:
@@ -48,15 +51,16 @@ class PlainPrinter:
 class MarkdownPrinter:
     """Renders the reply as Markdown, wrapped at words."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits_for: Callable[[], str] = str, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.console import Console
         from rich.live import Live
-        from rich.text import Text
 
         self._console = Console(highlight=False)
-        self._growing, self._is_first = "", True
+        self._growing, self._is_first, self._is_over = "", True, False
+        self._waits_for, self._clock, self._piece_at = waits_for, clock, clock()
+        self._reason, self._asked_at = "", float("-inf")
         self._live = Live(
-            Text("…", style="dim"),
+            get_renderable=self._shown,
             console=self._console,
             refresh_per_second=_REFRESH_PER_S,
             transient=True,
@@ -67,17 +71,36 @@ class MarkdownPrinter:
 
     def write(self, piece: str) -> None:
         """Append one piece, and print the blocks that it finishes."""
+        self._piece_at = self._clock()
         done, self._growing = finished_blocks(self._growing + without_controls(piece))
         if done.strip():
             self._print(done)
-        self._live.update(_LastRows(rendered(self._growing)))
 
     def end(self) -> None:
         """Print what is left, and leave the cursor below it."""
-        self._live.update("")
+        self._is_over = True
         self._live.stop()
         if self._growing.strip():
             self._print(self._growing)
+
+    def _shown(self) -> RenderableType:
+        """The growing block, and below it what the reply waits for; asked anew by rich's thread for each refresh."""
+        from rich.console import Group
+        from rich.text import Text
+
+        if self._is_over:
+            return ""
+        growing: RenderableType = Text("…", style="dim")
+        if self._growing or not self._is_first:
+            growing = _LastRows(rendered(self._growing))
+        now = self._clock()
+        silent_s = now - self._piece_at
+        if silent_s < _SILENT_S:
+            return growing
+        if now - self._asked_at >= _ASK_EVERY_S:
+            self._reason, self._asked_at = self._waits_for(), now
+        words = f"{self._reason or 'waiting for the next piece'} · {silent_s:.0f} s · Ctrl-C stops"
+        return Group(growing, Text(words, style="dim", no_wrap=True, overflow="ellipsis"))
 
     def _print(self, text: str) -> None:
         if not self._is_first:

@@ -85,6 +85,7 @@ def live(home: Home, config: Config, target: str | None) -> None:
         log.warning("%s: unknown setting %r is ignored", home.config_file, name)
     from app.config.home import cache_folder
 
+    say_step("the node is starting")
     bind_threads()
     # Compiled kernels are kept with the models, so that later starts find them.
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "kernels"))
@@ -97,7 +98,7 @@ def live(home: Home, config: Config, target: str | None) -> None:
     sys.setswitchinterval(0.0005)
     keep_freed_memory()
     try:
-        trio.run(Node(home, config, cache_folder(), on_ready=say_ready).run, target)
+        trio.run(Node(home, config, cache_folder(), say_ready, say_step).run, target)
     except Exception:
         log.debug("the node ended with an error", exc_info=True)
         raise
@@ -141,6 +142,12 @@ def configure(home: Home, arguments: argparse.Namespace) -> Config:
 
 def _many(values: list[str] | None) -> tuple[str, ...] | None:
     return None if values is None else tuple(values)
+
+
+def say_step(text: str) -> None:
+    """Tell whoever watches the terminal what the node does until it is ready, which can take minutes."""
+    if sys.stderr.isatty():
+        print(f"shoal: {text}", file=sys.stderr, flush=True)
 
 
 def say_ready(snapshot: Snapshot) -> None:

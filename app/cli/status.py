@@ -105,7 +105,8 @@ def describe_session(session: dict[str, Any]) -> str:
     """Return a session as one line."""
     whose = "asked here" if session["role"] == "asking" else f"for {session['asker']}"
     span = "" if session["start"] is None else f", blocks {session['start']}:{session['stop']}"
-    recovered = f", {session['recoveries']} recoveries" if session["recoveries"] else ""
+    number = session["recoveries"]
+    recovered = f", {number} {'recovery' if number == 1 else 'recoveries'}" if number else ""
     speed = f", {session['tokens_per_s']:.1f} tokens/s" if session["tokens_per_s"] else ""
     prompt = session.get("prompt_tokens")
     total = session["tokens"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import segno
 
+_PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
 _SPACES = dict.fromkeys(map(ord, "\n\r\t\v\f"), " ")
 
 
@@ -24,6 +27,11 @@ def one_line(text: str) -> str:
 def short_peer(peer: str) -> str:
     """Return the last six characters of a peer id, which tell peers apart in a table; all ids begin alike."""
     return one_line(peer)[-6:]
+
+
+def with_names(text: str, name_of: Callable[[str], str] = short_peer) -> str:
+    """Return the text with each peer id replaced by the peer's name, or by its last six characters."""
+    return _PEER_ID.sub(lambda found: name_of(found.group()), text)
 
 
 def qr_code(invite: str) -> segno.QRCode:

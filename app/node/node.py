@@ -100,9 +100,14 @@ class Node:
     """The whole node; satisfies `app.api.control.Control`."""
 
     def __init__(
-        self, home: Home, config: Config, cache: Path, on_ready: Callable[[Snapshot], None] = lambda snapshot: None
+        self,
+        home: Home,
+        config: Config,
+        cache: Path,
+        on_ready: Callable[[Snapshot], None] = lambda snapshot: None,
+        on_step: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._home, self._cache, self._on_ready = home, cache, on_ready
+        self._home, self._cache, self._on_ready, self._on_step = home, cache, on_ready, on_step
         self._trust = TrustBook(home.trust_file)
         self._settings = LiveSettings(home.config_file, config, self._follow, self._note)
         self._identity = load_or_create(home.key_file)
@@ -270,6 +275,8 @@ class Node:
     def _note(self, kind: str, text: str) -> None:
         log.info("%s", text)
         self.event_log.note(kind, text)
+        if kind == "state" and not self._was_ready:
+            self._on_step(text)
         self._report_ready()
 
     def _report_ready(self) -> None:

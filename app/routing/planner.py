@@ -292,7 +292,8 @@ class RoutePlanner:
         """Return the error with the reasons why the peers that serve the missing block are not used."""
         block = error.block
         holders = [m.peer for m in members if m.serves and m.span is not None and block in m.span]
-        reasons = [f"{p} ({avoided[p].text})" for p in holders if p in avoided and request.privacy.allows(p, block)]
+        unusable = [p for p in holders if p in avoided and request.privacy.allows(p, block)]
+        reasons = [text if p in (text := avoided[p].text) else f"{p} ({text})" for p in unusable]
         if not reasons:
             error.peers = tuple(holders)
             if error.is_hole and not holders and self._loads_here(block):

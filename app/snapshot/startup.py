@@ -17,7 +17,7 @@ TITLES = {
     "manifest": "the model's manifest",
     "weights": "the model's files",
     "load": "loading blocks into memory",
-    "measure": "warming up and measuring speed",
+    "measure": "warming up, measuring speed",
     "announce": "announcing to the swarm",
 }
 ASIDE = {"ends": "tokenizer, embedding and head"}  # runs in parallel; listed only if it has to be downloaded

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -72,10 +73,10 @@ async def first_of(
     """Return the result of the first dial that succeeds.
 
     The next attempt starts when the last one fails or takes longer than `delay_before`. A second success that comes
-    too late to be cancelled goes to `discard`. Raises `PeerUnreachable` with each attempt's failure.
+    too late to be cancelled goes to `discard`. Raises `PeerUnreachable` with each kind of failure once.
     """
     won: list[Result] = []
-    failures: list[str] = []
+    failures: list[tuple[Address, str]] = []
 
     async def attempt(address: Address, done: trio.Event, scope: trio.CancelScope) -> None:
         try:
@@ -86,12 +87,13 @@ async def first_of(
                 won.append(result)
                 scope.cancel()
         except (P2PError, OSError) as error:
-            failures.append(f"{address}: {error}")
+            log.debug("dialling %s: %s", address, error)
+            failures.append((address, _words(error)))
         except trio.TooSlowError:
-            failures.append(f"{address}: no answer in time")
+            failures.append((address, "no answer in time"))
         except Exception as error:
             log.exception("dialling %s", address)
-            failures.append(f"{address}: {error!r}")
+            failures.append((address, repr(error)))
         finally:
             done.set()
 
@@ -107,4 +109,23 @@ async def first_of(
         return won[0]
     if not attempts:
         raise PeerUnreachable(f"no address of {peer} is known")
-    raise PeerUnreachable(f"{peer} could not be reached: {'; '.join(failures)}")
+    raise PeerUnreachable(f"{peer} could not be reached: {_summary(failures)}")
+
+
+def _words(error: P2PError | OSError) -> str:
+    """An attempt's error in words; the system's own for a socket, whose errors repeat the address and a number."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return os.strerror(error.errno).lower()
+    return str(error)
+
+
+def _summary(failures: Iterable[tuple[Address, str]]) -> str:
+    """Each kind of failure once, with the first address where it happened and how many others share it."""
+    places: dict[str, list[str]] = {}
+    for address, words in failures:
+        host = f"[{address.host}]" if address.kind == "ip6" else address.host
+        relayed = " through a relay" if address.relay is not None else ""
+        places.setdefault(words, []).append(f"{host}:{address.port}{relayed}")
+    return "; ".join(
+        f"{words} at {first}{f' and {len(more)} more' if more else ''}" for words, (first, *more) in places.items()
+    )

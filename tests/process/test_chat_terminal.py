@@ -119,6 +119,12 @@ def sessions(node: Serving) -> int:
     return len(client_of(node.place.home).snapshot().active_sessions)
 
 
+def has_begun(place: Place) -> bool:
+    """True once a reply that this node asked for has its first token."""
+    asked = [one for one in client_of(place.home).snapshot().active_sessions if one.role == "asking"]
+    return any(one.prompt_done is None and one.tokens > (one.prompt_tokens or 0) for one in asked)
+
+
 def test_ctrl_c_stops_the_reply_and_twice_ends(node: Serving) -> None:
     with Terminal(node.place, "chat", *LONG) as terminal:
         terminal.wait(PROMPT)
@@ -204,4 +210,35 @@ def test_commands_are_listed_and_a_mistyped_one_is_not_sent(node: Serving) -> No
         terminal.type("/clear\r")
         terminal.wait("A new conversation.")
         terminal.type("/quit\r")
+        assert terminal.ended() == 0
+
+
+def test_a_reply_whose_hop_was_killed_says_who_left_and_for_what_it_waits(tmp_path: Path) -> None:
+    here, there = (Place(tmp_path / name, tmp_path / "cache") for name in ("here", "there"))
+    assert here.shoal("create", "pond", "--model", "tiny-random").status == 0
+    with Serving(here, "--discovery=invite", "--blocks=0:4", max_vram="1GB") as asker:
+        asker.ready()
+        invite = here.shoal("invite").out.strip()
+        with Serving(there, "--discovery=invite", "--blocks=4:8", f"--join={invite}", max_vram="1GB") as hop:
+            peer = hop.ready().partition("peer=")[2].split()[0]
+            wait_until(lambda: all(block["holders"] for block in here.facts("blocks")), "all blocks are served")
+            with Terminal(here, "chat", *LONG) as terminal:
+                terminal.wait(PROMPT)
+                terminal.type("tell me all\r")
+                wait_until(lambda: has_begun(here), "the reply has begun")
+                hop.process.kill()
+                terminal.wait(f"{peer[-6:]} left: waiting up to 60 s for another host of blocks 4:8 · ")
+                terminal.type(CTRL_C)
+                terminal.wait("Stopped. Ctrl-C again ends.")
+
+
+def test_a_node_in_a_terminal_says_what_it_does_until_it_is_ready(tmp_path: Path) -> None:
+    place = Place(tmp_path / "home", tmp_path / "cache")
+    assert place.shoal("create", "pond", "--model", "tiny-random").status == 0
+    flags = ["--discovery=invite", "--listen=/ip4/127.0.0.1/tcp/0", "--api-port=0", "--max-vram=1GB"]
+    with Terminal(place, "serve", *flags) as terminal:
+        terminal.wait("shoal: the node is starting")
+        terminal.wait("shoal: loading: ")
+        terminal.wait("ready serving ")
+        terminal.type(CTRL_C)
         assert terminal.ended() == 0

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from textual import events
 from textual.pilot import Pilot
 from textual.widgets import OptionList
 
+from app.api.client import Hangup
 from app.core.errors import AppError
 from app.snapshot.views import SwarmView
 from tests.ui.driving import DrivenDashboard, ScriptedNode, driven, until
@@ -387,6 +391,70 @@ def test_a_reply_says_what_it_waits_for_and_what_it_cost() -> None:
         await pilot.press("3")
         await say(app, pilot, node, *"why")
         await until(app, pilot, lambda: "read 12 tokens in 0.5 s" in text_of_screen(app))
+
+    driven(node, drive)
+
+
+class SlowNode(ScriptedNode):
+    """Sends the first piece of a reply at once, and the others when told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def chat(
+        self, request: dict[str, Any], *, silence_s: float = 1.0, hangup: Hangup | None = None
+    ) -> Iterator[dict[str, Any]]:
+        yield {"text": "Because "}
+        assert self.go_on.wait(20.0)
+        yield from super().chat(request)
+
+
+def test_leaving_the_dashboard_keeps_what_has_come_of_a_reply(tmp_path: Path) -> None:
+    node = SlowNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3", *"why", "enter")
+        await until(app, pilot, lambda: "Because" in text_of_screen(app))
+        await pilot.press("ctrl+q")
+
+    driven(node, drive, tmp_path)
+    node.go_on.set()
+    kept = Conversations(tmp_path)
+    question, reply = kept.messages(kept.all()[0].id)
+    assert (question.content, reply.content) == ("why", "Because ")
+    assert (reply.figures["stopped"], len(reply.figures["token_ids"])) == (True, 1)
+    kept.close()
+
+
+def test_other_tabs_are_looked_at_while_a_reply_arrives() -> None:
+    node = SlowNode()
+    node.reply = [{"text": "of the sea."}]
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3", *"why", "enter")
+        await until(app, pilot, lambda: "Because" in text_of_screen(app))
+        await pilot.press("ctrl+o", "2")
+        await until(app, pilot, lambda: app.current_mode == "swarm")
+        await pilot.press("3")
+        node.go_on.set()
+        await until(app, pilot, lambda: "Because of the sea." in text_of_screen(app))
+        assert "stopped" not in text_of_screen(app)
+        assert box_of(app).text == ""
+
+    driven(node, drive)
+
+
+def test_the_error_of_a_reply_is_in_words_and_names_peers() -> None:
+    node = ScriptedNode()
+    peer = "12D3KooWKvD5skenJUi6C5ugy573EGZHosN3YT8Zte5PccyRguJw"
+    node.reply = [AppError(f"no route: {peer} could not be reached: [Errno 111] Connection refused")]
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        await say(app, pilot, node, *"why")
+        await until(app, pilot, lambda: "× no route: yRguJw could not be reached: " in text_of_screen(app))
+        assert "Errno" not in text_of_screen(app)
 
     driven(node, drive)
 

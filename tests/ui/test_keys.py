@@ -244,14 +244,23 @@ def test_a_node_that_did_not_start_is_started_again_after_its_settings_were_chan
     driven(node, drive)
 
 
+@pytest.mark.parametrize("key", ["q", "ctrl+q"])
 @pytest.mark.parametrize(("kind", "message"), [("live", KEEPS_RUNNING), ("away", None)])
-def test_the_terminal_says_afterwards_that_the_node_keeps_running(kind: Any, message: str | None) -> None:
+def test_the_terminal_says_afterwards_that_the_node_keeps_running(kind: Any, message: str | None, key: str) -> None:
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
         app.store.connected(ConnectionState(kind))
-        await pilot.press("q")
+        await pilot.press(key)
         assert app._exit_renderables == ([message] if message else [])
 
     driven(ScriptedNode(), drive)
+
+
+def test_ctrl_c_says_how_to_leave() -> None:
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3", "ctrl+c")
+        assert app.said == ["^q leaves the dashboard; the node keeps running"]
+
+    driven(ScriptedNode(), drive, size=(80, 24))
 
 
 def test_the_first_run_says_which_pauses_this_machine_cannot_make() -> None:

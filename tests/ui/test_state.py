@@ -309,6 +309,8 @@ def test_a_reply_that_waits_says_for_what() -> None:
     assert "waiting for the first token" in live_words(progress, 11.0)
     assert "waiting for block 12, which nobody hosts now · 3 s" in live_words(progress, 13.0, Hole(12, 13))
     assert "^p" not in live_words(progress, 13.0, Hole(12, 13))
+    loading = Hole(0, 30, is_loading=True)
+    assert "waiting for blocks 0:30, which this node loads now · 3 s" in live_words(progress, 13.0, loading)
     assert "^p Resume hosting" in live_words(progress, 13.0, Hole(12, 13, is_paused=True))
     progress.take({"waiting": {"text": "nobody serves block 12 now"}}, 11.0)
     assert "nobody serves block 12 now · 2 s" in live_words(progress, 12.0)
@@ -316,7 +318,7 @@ def test_a_reply_that_waits_says_for_what() -> None:
     assert " [2Jblock 13 · 2 s" in live_words(progress, 12.0)
     progress.take({"text": "So"}, 13.0)
     assert "tok/s" in live_words(progress, 14.0, Hole(12, 13))
-    assert "waiting for the next token" in live_words(progress, 16.0)
+    assert "waiting for the next token · 3 s" in live_words(progress, 16.0)  # since the last one
 
 
 def test_a_reply_whose_host_left_says_who_how_long_and_what_can_be_done() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
-from app.core.terminal_text import one_line
+from app.core.terminal_text import one_line, with_names
 from ui.draw.numbers import time_of_day
 from ui.draw.rows import Row, row, tidy
 from ui.state.store import Event
 
-_PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
 _SIGNS = {
     "state": ("●", "primary"),
     "swarm": ("●", "success"),
@@ -20,11 +18,6 @@ _SIGNS = {
     "knock": ("▲", "warning"),
     "request": ("?", "warning"),
 }
-
-
-def with_names(text: str, name_of: Callable[[str], str]) -> str:
-    """A text with peer ids replaced by the names of the peers."""
-    return _PEER_ID.sub(lambda found: name_of(found.group()), text)
 
 
 def happening_row(event: Event, name_of: Callable[[str], str]) -> Row:

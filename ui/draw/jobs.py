@@ -9,10 +9,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from app.core.terminal_text import one_line
+from app.core.terminal_text import one_line, with_names
 from app.snapshot.views import JobHopView, JobView, Snapshot, TrainingView
 from ui.draw.bars import bar, ceiling, plot
-from ui.draw.events import with_names
 from ui.draw.numbers import count, duration, known_rate, many, plural, size
 from ui.draw.rows import UNKNOWN, Row, cell, fit, row, shorten, text_of, tidy, width_of, wrap
 

@@ -28,8 +28,8 @@ def prompt_of(snapshot: Snapshot | None) -> tuple[int, int] | None:
 
 _SILENT_S = 2.0  # without a token before the line says what the reply waits for
 NEW_ROUTE_S = 60.0  # the asker's `new_route_s`: a reply that has begun waits that long for another host
-_ADVICE = "^p Memory cap: with a higher one this node may host them · esc stops the reply"
-_ADVICE_PAUSED = "^p Resume hosting: then this node may host them · esc stops the reply"
+_ADVICE = "^p Memory cap: a higher one may let this node host them · esc stops"
+_ADVICE_PAUSED = "^p Resume hosting: then this node may host them · esc stops"
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ def hole_in(
     return Hole(start, stop, names, snapshot.state in ("fetching", "loading"), snapshot.state == "paused")
 
 
-def _waiting_words(progress: ReplyProgress, hole: Hole | None) -> str:
+def waiting_words(progress: ReplyProgress, hole: Hole | None) -> str:
     """What a silent reply waits for: as the node says, else blocks that nobody hosts, else the next token."""
     if progress.waiting:
         return one_line(progress.waiting)
     if hole is None:
         return "waiting for the next token" if progress.tokens else ""
     if not progress.tokens:
-        return f"waiting for {hole.label}, which nobody hosts now"
+        return f"waiting for {hole.label}, which {'this node loads' if hole.is_loading else 'nobody hosts'} now"
     left = f"{', '.join(hole.left)} left: " if hole.left else ""
     if hole.is_loading:
         return f"{left}waiting up to {NEW_ROUTE_S:g} s for {hole.label}: this node is loading"
@@ -82,8 +82,8 @@ def live_rows(
     waited, silent_s = now - progress.began_at, progress.silent_s(now)
     is_silent = bool(progress.waiting) or silent_s >= _SILENT_S
     has_begun = prompt is not None and not progress.tokens  # whatever it waited for is there
-    if is_silent and not has_begun and (words := _waiting_words(progress, hole)):
-        since_s = silent_s if hole is not None and progress.tokens else waited
+    if is_silent and not has_begun and (words := waiting_words(progress, hole)):
+        since_s = silent_s if progress.tokens else waited
         line = row(" ", ("◌", "warning"), (f" {words}", "warning"), (f" · {duration(since_s)}", "dim"))
         if hole is None or hole.is_loading or not (progress.tokens or hole.is_paused):
             return [line]

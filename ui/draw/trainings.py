@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-from app.core.terminal_text import one_line
+from app.core.terminal_text import one_line, with_names
 from app.snapshot.views import IslandView, TrainingView
 from ui.draw.bars import bar, spark
-from ui.draw.events import with_names
 from ui.draw.jobs import LABEL, MOST_WHY, PEER_NAME, NameOf, entry, loss_text, reason, share_done
 from ui.draw.numbers import count, duration, known_rate, many, plural, size
 from ui.draw.rows import Row, cell, fit, row, shorten, tidy, width_of

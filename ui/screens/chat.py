@@ -17,9 +17,9 @@ from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.widget import Widget
 
-from app.core.terminal_text import one_line
+from app.core.terminal_text import one_line, with_names
 from ui.draw.reply import error_words, lost_hops, way_row
-from ui.draw.rows import row
+from ui.draw.rows import row, tidy
 from ui.screens.frame import MainScreen
 from ui.state.conversations import (
     Conversation,
@@ -57,7 +57,8 @@ class Chat(MainScreen):
     TYPES = True
     HELP_TEXT = (
         "⏎ sends, ctrl+j is a new line. esc stops a reply, then leaves the input, so that digits switch screens again; "
-        "any other letter goes back to the input. ^e and ^r keep the old version: ^b goes back to it."
+        "^o and a digit do so while a reply arrives. Any other letter goes back to the input. ^e and ^r keep the old "
+        "version: ^b goes back to it."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "stop", key_display="esc"),
@@ -80,6 +81,7 @@ class Chat(MainScreen):
     def __init__(self, store: Store) -> None:
         super().__init__(store)
         self._thread: ReplyThread | None = None
+        self._progress = ReplyProgress(0.0)  # of the latest reply
         self._conversation: Conversation | None = None
         self._messages: list[Message] = []  # of the branch that is shown
         self._asked: Message | None = None  # the question that the reply being received is for
@@ -121,9 +123,11 @@ class Chat(MainScreen):
         self.set_interval(0.25, self._tick)
 
     def on_unmount(self) -> None:
-        """Stop the reply, since nothing will show it, and close the file."""
+        """Stop the reply, since nothing will show it, keep what has come of it, and close the file."""
         if self._thread is not None:
             self._thread.stop()
+            if self._text and self._conversation is not None and self._asked is not None:
+                self._kept.add(self._conversation.id, self._asked.id, "assistant", self._text, self._cut_figures())
         self._keep_draft(self._typed)  # the input is already gone
         self._kept.close()
 
@@ -334,7 +338,7 @@ class Chat(MainScreen):
         request = self._sampling_here().request(messages) | self._replier.request()
         thread = ReplyThread(door.client, request, lambda piece: self._post_piece(thread, piece))
         self._thread = thread
-        self.query_one(LiveLine).progress = ReplyProgress(self.store.now())
+        self._progress = self.query_one(LiveLine).progress = ReplyProgress(self.store.now())
         self._show_sides()
         self.refresh_bindings()
         thread.start()
@@ -353,13 +357,11 @@ class Chat(MainScreen):
         if any(key in message.piece for key in ("done", "error", "stopped")):
             await self._reply_ended(message.piece)
             return
-        progress = self.query_one(LiveLine).progress
-        assert progress is not None
-        fresh = progress.take(message.piece, self.store.now())
+        fresh = self._progress.take(message.piece, self.store.now())
         self._text += fresh
         await self.query_one(Transcript).add(fresh)
         if "route" in message.piece:
-            await self._route_changed(message.piece, progress.tokens)
+            await self._route_changed(message.piece, self._progress.tokens)
 
     async def _route_changed(self, piece: dict[str, Any], tokens: int) -> None:
         """Record the reply's route; if hops left it, say so in the transcript."""
@@ -374,17 +376,15 @@ class Chat(MainScreen):
     async def _reply_ended(self, piece: dict[str, Any]) -> None:
         thread, self._thread = self._thread, None
         live = self.query_one(LiveLine)
-        tokens = live.progress.tokens if live.progress is not None else 0
         live.progress = None
         live.show()
         question = self._asked
         if thread is None or self._conversation is None or question is None:
             return
         figures = {name: value for name, value in piece.get("done", {}).items() if name != "text"}
-        error = str(piece.get("error", ""))
+        error = tidy(with_names(str(piece.get("error", "")), self.store.peer_name))
         if error or piece.get("stopped"):
-            figures = {"token_ids": [0] * tokens, "stopped": bool(piece.get("stopped")), "error": error}
-            figures |= {"route": self._route} if self._route else {}
+            figures = self._cut_figures(error)
         figures |= {"left": self._left} if self._left else {}
         if not self._text and len(self._kept.messages(self._conversation.id)) > len(self._messages):
             await self._show_messages()  # nothing came: the reply that was to be replaced stays
@@ -394,6 +394,11 @@ class Chat(MainScreen):
         await self.query_one(Transcript).finish(figures, error)
         self._show_sides()
         self.refresh_bindings()
+
+    def _cut_figures(self, error: str = "") -> dict[str, Any]:
+        """The figures of a reply that an error or its reader has ended."""
+        figures: dict[str, Any] = {"token_ids": [0] * self._progress.tokens, "stopped": not error, "error": error}
+        return figures | ({"route": self._route} if self._route else {})
 
     async def _tick(self) -> None:
         live = self.query_one(LiveLine)

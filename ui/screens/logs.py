@@ -11,8 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.widget import Widget
 from textual.widgets import Input
 
-from app.core.terminal_text import one_line
-from ui.draw.events import with_names
+from app.core.terminal_text import one_line, with_names
 from ui.draw.numbers import plural, time_of_day
 from ui.draw.rows import Row, cut, row, tidy, width_of
 from ui.screens.frame import MainScreen

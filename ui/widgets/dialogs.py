@@ -205,8 +205,8 @@ class Help(Dialog[None]):
         self.close()
 
 
-class Jump(Dialog[Widget | None]):
-    """Jump mode: shows a letter over each panel and returns the panel whose letter is pressed."""
+class Jump(Dialog[Widget | str | None]):
+    """Jump mode: shows a letter over each panel and returns the panel whose letter is pressed, or another key."""
 
     def __init__(self, panels: Sequence[Widget]) -> None:
         super().__init__()
@@ -220,6 +220,6 @@ class Jump(Dialog[Widget | None]):
             yield label
 
     def on_key(self, event: Key) -> None:
-        """Close with the panel of the pressed letter; any other key closes with None."""
+        """Close with the panel of the pressed letter, or with the key itself, as a digit for the tabs."""
         event.stop()
-        self.close(self._panels.get(event.key))
+        self.close(self._panels.get(event.key, event.key))

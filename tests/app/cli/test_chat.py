@@ -129,6 +129,9 @@ class Listener:
         self.asked.append(messages)
         yield from ("<think>hm", "</think>Yes.")
 
+    def waits_for(self) -> str:
+        return ""
+
     def model(self) -> str:
         return "a listener"
 
@@ -222,6 +225,37 @@ def test_a_growing_reply_leaves_room_for_the_echo_of_ctrl_c(monkeypatch: pytest.
     rows = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue()))
     assert "several ordinary" in {row.rstrip() for row in rows}
     assert max(len(row) for row in rows) == 20 - len("^C")
+
+
+def test_a_silent_reply_says_what_it_waits_for_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal, now = Terminal(), [100.0]
+    monkeypatch.setattr(sys, "stdout", terminal)
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "80"), ("LINES", "10"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+
+    def refreshed_at(at: float) -> str:
+        now[0] = at
+        before = len(terminal.getvalue())
+        printer._live.refresh()
+        return terminal.getvalue()[before:]
+
+    printer = MarkdownPrinter(lambda: "pike left", lambda: now[0])
+    printer._live.auto_refresh = False
+    assert "pike left" not in refreshed_at(101.9)
+    assert "pike left · 2 s · Ctrl-C stops" in refreshed_at(102.0)
+    printer.write("The sea")
+    assert "pike left" not in refreshed_at(103.0)
+    shown = refreshed_at(109.0)
+    assert shown.index("The sea") < shown.index("pike left · 7 s · Ctrl-C stops")
+    printer.write(" is wide.")
+    before = len(terminal.getvalue())
+    printer.end()
+    assert "pike left" not in terminal.getvalue()[before:]
+    assert "The sea is wide." in terminal.getvalue()[before:]
 
 
 def _gguf(path: Path) -> Path:

@@ -13,7 +13,7 @@ import trio
 from app.core import pieces
 from app.core.reasons import because
 from app.routing.planner import PrivacyPreferences, RoutePlanner
-from app.routing.route import Route
+from app.routing.route import NoRoute, Route
 from app.swarm.records import Announcement
 from tests.app.routing.test_search import BLOCKS, WHOLE, member
 
@@ -86,6 +86,15 @@ async def test_a_peer_that_is_banned_during_a_search_is_not_proposed() -> None:
     assert [hop.peer for hop in await planner.find((), WHOLE, ())] == ["fast"]
     why = because("hop_lost", "its stream broke", "fast")
     assert await found_during(planner, lambda: planner.bans.ban("fast", trio.current_time(), why)) == ["slow"]
+
+
+async def test_no_route_names_each_unusable_peer_once() -> None:
+    planner = planner_of([member("fast", 0, BLOCKS), member("slow", 0, BLOCKS)])
+    planner.bans.ban("fast", trio.current_time(), because("unreachable", "fast could not be reached", "fast"))
+    planner.bans.ban("slow", trio.current_time(), because("hop_lost", "its stream broke", "slow"))
+    with pytest.raises(NoRoute) as caught:
+        await planner.find((), WHOLE, ())
+    assert str(caught.value).endswith("serves block 0: fast could not be reached; slow (its stream broke)")
 
 
 @pytest.mark.usefixtures("breaks_everywhere")
