@@ -150,8 +150,12 @@ class SessionRunner:
         self._lease(session).resize(tokens)
 
     def tokens_freed_by(self, sessions: Iterable[bytes]) -> int:
-        """KV cache slots that closing these sessions would free."""
-        return self._span.tokens_freed_by([self._lease(session) for session in sessions])
+        """KV cache slots that closing these sessions would free; unknown sessions are ignored.
+
+        It may be called while another thread takes a session over, whose lease goes to the new one then.
+        """
+        leases = [self._leases.get(session) for session in sessions]
+        return self._span.tokens_freed_by([lease for lease in leases if lease is not None])
 
     def _check_context(self, tokens: int) -> None:
         if tokens > self.context_length:

@@ -91,7 +91,10 @@ class BlockRunner(Protocol):
         """Reserve KV cache for this many tokens of an open session instead, or for what it holds if that is more."""
 
     def tokens_freed_by(self, sessions: Iterable[bytes]) -> int:
-        """Tokens of KV cache that closing these sessions would free; what others share with them is not."""
+        """Tokens of KV cache that closing these sessions would free; what others share with them is not.
+
+        Unknown sessions are ignored: this may be called while `take_over` runs in another thread.
+        """
 
     def close(self, session: bytes) -> None:
         """Free a session's cache; an unknown session is ignored."""

@@ -371,3 +371,13 @@ def test_a_card_that_computes_in_another_format_is_left_out(monkeypatch: pytest.
 def test_an_unknown_device_in_a_list_is_refused() -> None:
     with pytest.raises(DeviceError, match="no device 'mps:7'"):
         chosen_devices("mps:0,mps:7", cards(2, 2))
+
+
+def test_a_session_that_was_taken_over_frees_nothing_any_more(tiny: ModelSource) -> None:
+    """Figures are read while the device's thread takes sessions over."""
+    runner = SessionRunner(load_blocks(tiny, 0, 8, two_devices(tiny, (4, 4))))
+    runner.open(b"old", 24)
+    held = runner.tokens_freed_by([b"old"])
+    runner.take_over(b"new", 24, b"old", 0)
+    assert (runner.tokens_freed_by([b"old"]), runner.tokens_freed_by([b"old", b"new"])) == (0, held)
+    assert held > 0
