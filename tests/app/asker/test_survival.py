@@ -277,7 +277,10 @@ async def test_a_peer_that_vanishes_in_the_handshake_is_passed_over(autojump_clo
         await no_leaks(swarm)
 
 
-@pytest.mark.parametrize(("name", "why"), [("mute", "did not open the session in time"), ("gone", "gone")])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("mute", r"mute \(.*did not open the session in time"), ("gone", "no address of gone answers")],
+)
 async def test_an_only_holder_that_vanishes_in_the_handshake_is_named(
     autojump_clock: MockClock, name: str, why: str
 ) -> None:
@@ -291,7 +294,7 @@ async def test_an_only_holder_that_vanishes_in_the_handshake_is_named(
         node.accept(PROTOCOL, mute)
         swarm.announcements[name] = replace(swarm.announcements["n0"], peer=name, span=Span(4, 8))
         begin = trio.current_time()
-        with pytest.raises(NoRoute, match=rf"block 4.*{name} \(.*{why}"):
+        with pytest.raises(NoRoute, match=f"block 4.*{why}"):
             await ask(await swarm.asker(), PROMPT, 6)
         assert trio.current_time() - begin < 22  # the wait for a first route, and one more try of 5 s
         await no_leaks(swarm)

@@ -128,7 +128,7 @@ async def test_replies_side_by_side_go_ahead_together_once_none_reads_its_prompt
                 nursery.start_soon(write, number)
         assert found == {number: greedy([*PROMPT, number], 30 + number) for number in range(3)}
         assert any(len(step) == 3 for step in runner.aheads)
-        assert runner.accepted > 60
+        assert runner.accepted > 20
         await no_leaks(swarm)
 
 
