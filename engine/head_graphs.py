@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.cuda_graphs import BATCHES, MAX_AHEAD, UnderWay, capture_stream, on_device, pinned
+from engine.model.cuda_graphs import BATCHES, MAX_AHEAD, UnderWay, captured, on_device, pinned
 from engine.model.ends import EmbeddingAndHead
 from engine.text.sampler import SampleRequest, draw, draw_columns, is_plain
 
@@ -121,15 +121,8 @@ class HeadGraphs:
         """Run a pass once to warm up, then capture it."""
         device, buffers = self._ends.device, self._buffers_of(rows)
         with on_device(device):
-            stream = capture_stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                self._run(buffers, drawn)
-            torch.cuda.current_stream(device).wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
-                self._run(buffers, drawn)
-            self._memory = self._memory or graph.pool()
+            graph = captured(lambda: self._run(buffers, drawn), device, self._memory)
+        self._memory = self._memory or graph.pool()
         return graph.replay
 
     def _run(self, buffers: _PassBuffers, drawn: bool) -> None:

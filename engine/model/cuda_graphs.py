@@ -315,20 +315,26 @@ class DecodeGraphs:
         """Run the step once to warm up, then capture it as a graph."""
         device, buffers = self._parts.pool.device, self._buffers_of(key.rows)
         buffers.where.copy_(page_table(key.rows, self._max_pages, [], self._parts.pool.scratch_page))
-        stream = capture_stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):  # warm-up: kernels and library handles cannot be built during capture
-            self._run(buffers, key)
-        torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
-            self._run(buffers, key)
+        graph = captured(lambda: self._run(buffers, key), device, self._memory)
         self._memory = self._memory or graph.pool()
         return graph.replay
 
 
+def captured(run: Callable[[], None], device: torch.device, memory: Any) -> torch.cuda.CUDAGraph:
+    """Run something once on a card to warm up, then capture it, in a memory pool or, with None, in one of its own."""
+    stream = _capture_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):  # warm-up: kernels and library handles cannot be built during capture
+        run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+        run()
+    return graph
+
+
 @functools.cache
-def capture_stream(device: torch.device) -> Any:
+def _capture_stream(device: torch.device) -> Any:
     """The stream of a card on which graphs are captured; torch's own belongs to whichever card captured first.
 
     One for all graphs of a card: on each stream that ever multiplied, cuBLAS keeps up to 32 MiB.
