@@ -5,7 +5,8 @@ The policy:
 1. Every step takes all the sessions that wait, within `BatchLimits`. Peers take turns, so that one peer with many
    sessions cannot starve the rest, and so do the sessions of a peer, so that a short prompt waits for no long one.
 2. Tokens that a reply waits for (urgent) go before tokens that fill a cache (bulk); bulk runs in chunks and gets every
-   second step at least, so neither waits for more than one step of the other.
+   second step at least, so neither waits for more than one step of the other. While replies are written, a chunk has
+   as many rows as run in `BULK_STRETCH` urgent steps (`_bulk_rows`).
 3. A token that comes with guesses has as many rows more. Sessions with few rows do not wait for those with many: the
    step gives each session its share of the rows, and guesses make it at most `GUESSES_STRETCH` times as long as it
    would be without them (`_row_limit`). What is left goes into the next step.
@@ -21,7 +22,7 @@ A session that is alone never waits.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from app.core.smoothing import Ewma, LinearTrend
@@ -30,6 +31,9 @@ URGENT_ROWS = 16  # more tokens than this in one frame are bulk
 GUESSES_STRETCH = 1.5  # a step of several sessions takes at most so many times as long with guesses as without
 LONG_WAIT_EVERY = (4, 32)  # tokens between two long waits of a session: at first, and at most after doubling
 MAX_LONG_WAIT_S = 0.5
+BULK_STRETCH = 2.0  # a chunk takes at most so many times as long as the steps of the replies that wait for its end
+LEAST_BULK_ROWS = 64  # a chunk of fewer rows reads the weights for too little
+WRITING_S = 1.0  # a reply that got its last token so long ago is still written
 BURST_GAP_S = 0.001  # requests of one burst arrive within this of each other
 STEPS_SHARED = 2.0  # sessions batched once tend to stay in step, so a saving counts for two steps
 _SMOOTHING = 0.25
@@ -83,6 +87,8 @@ class BatchQueue:
         self._steps = 0
         self._step_s = Ewma(_SMOOTHING)  # an urgent step
         self._step_trend = LinearTrend(_TREND_MEMORY)  # its seconds by its rows
+        self._bulk_row_s = Ewma(_SMOOTHING)  # of a bulk step
+        self._bulk_trend = LinearTrend(_TREND_MEMORY)  # its seconds by its rows
         self._returning: dict[bytes, _ReturningSession] = {}
         self._round_s: dict[bytes, Ewma] = {}  # from a session's output to its next token
         self._long_waits: dict[bytes, tuple[int, int]] = {}  # position of the last long wait; tokens until the next
@@ -136,12 +142,16 @@ class BatchQueue:
         self._round_s.pop(session, None)
         self._long_waits.pop(session, None)
 
-    def done(self, works: Iterable[QueuedTokens], seconds: float, now: float) -> None:
+    def done(self, works: Sequence[QueuedTokens], seconds: float, now: float) -> None:
         """Note that a step took `seconds` and its outputs were sent at `now`."""
         urgent = [work for work in works if work.urgent]
+        rows = sum(work.rows for work in works)
         if urgent:
             self._step_s.add(seconds)
-            self._step_trend.add(sum(work.rows for work in urgent), seconds)
+            self._step_trend.add(rows, seconds)
+        elif rows:
+            self._bulk_row_s.add(seconds / rows)
+            self._bulk_trend.add(rows, seconds)
         for work in urgent:
             if work.session in self._queues:
                 continue  # the rest of its rows is here
@@ -162,7 +172,20 @@ class BatchQueue:
             self._bulk_next = some_bulk
             return self._pick(urgent, min(self._limits.urgent_rows, self._row_limit(urgent)), in_shares=True)
         self._bulk_next = False
-        return self._pick([q[0] for q in self._queues.values() if not q[0].urgent], self._limits.chunk_rows)
+        return self._pick([q[0] for q in self._queues.values() if not q[0].urgent], self._bulk_rows(bool(urgent), now))
+
+    def _bulk_rows(self, replies_wait: bool, now: float) -> int:
+        """Rows of the next chunk: fewer while replies are written, which all wait for its end."""
+        most = self._limits.chunk_rows
+        if not replies_wait and all(one.left_at + WRITING_S < now for one in self._returning.values()):
+            return most
+        row_s, fixed_s = self._bulk_trend.slope, self._bulk_trend.at(0)
+        if row_s is None or fixed_s is None:  # all chunks were alike so far
+            row_s, fixed_s = self._bulk_row_s.value, 0.0
+        if not self._step_s or row_s <= 0:
+            return most
+        rows = (BULK_STRETCH * self._step_s.value - max(fixed_s, 0.0)) / row_s
+        return int(max(min(LEAST_BULK_ROWS, most), min(rows, most)))
 
     def _row_limit(self, urgent: list[QueuedTokens]) -> int:
         """Rows of a step such that guesses of some sessions do not make it much longer for the others."""

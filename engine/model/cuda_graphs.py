@@ -33,6 +33,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MAX_RUN = 16  # rows of one session, a token and its guesses: each of them reads the session's past again
 MAX_CAPTURED = 64  # each graph holds some memory for its intermediate results
 MAX_PENDING = 16  # steps that wait to be captured
+CAPTURE_AT = 4  # a step that runs so often is captured at once: that takes as long as a few steps without a graph
 MAX_AHEAD = 2  # steps that may be launched before the first of them has ended
 SMALLEST_PAGES = 16  # 1024 tokens: `plain_step` reads every page it is given, so longer contexts use separate graphs
 
@@ -153,14 +154,15 @@ class DecodeGraphs:
     """Captured decode steps of one span, by batch size, page count and part of the span.
 
     A step that was not captured yet runs the same kernels one by one, and waits in a list until `capture_pending` is
-    called: a capture takes up to a second, which no reply should wait for.
+    called in a quiet moment. Under constant load there is none, so its `CAPTURE_AT`th run captures it. Routes use parts
+    of a span as often as all of it, because the spans of neighbours overlap.
     """
 
     def __init__(self, parts: SpanParts) -> None:
         self._parts = parts
         self._buffers: dict[int, StepBuffers] = {}
         self._captured: dict[ShapeKey, Replay] = {}
-        self._pending: dict[ShapeKey, None] = {}
+        self._pending: dict[ShapeKey, int] = {}  # and how often each ran
         self._memory: Any = None  # memory pool shared by all graphs
         self._max_pages = max(1, min(-(-parts.config.context_length // PAGE_TOKENS), parts.pool.scratch_page))
         in_grids = any(isinstance(linear, GridLinear) for block in parts.blocks for linear in block.linears)
@@ -178,17 +180,28 @@ class DecodeGraphs:
         places = row_places(segments)
         key = self._key(places, part)
         with on_device(self._parts.pool.device):
+            self._count(key)
             buffers, host = self._staged(key, hidden, places)
             replay = self._captured.get(key)
             if replay is not None:
                 replay()
             else:
-                if len(self._pending) < MAX_PENDING:
-                    self._pending[key] = None
                 self._run(buffers, key)
             host.out.copy_(buffers.out, non_blocking=True)
         self._wait()
         return host.out[: len(places)].clone()
+
+    def _count(self, key: ShapeKey) -> None:
+        """Count a run of a step that is not captured, and capture it if it ran often."""
+        if key in self._captured or (key not in self._pending and len(self._pending) >= MAX_PENDING):
+            return
+        self._pending[key] = self._pending.get(key, 0) + 1
+        if self._pending[key] == CAPTURE_AT:
+            try:
+                self._capture_once(key)
+                del self._pending[key]
+            except Exception:  # torch raises errors of every kind; the step runs without a graph
+                log.exception("a step of %d rows could not be captured", key.rows)
 
     def launch(self, hidden: Tensor, segments: Sequence[Segment], part: slice) -> StepUnderWay[Tensor] | None:
         """Start a captured step without waiting; None if it is not captured.
@@ -307,8 +320,9 @@ class DecodeGraphs:
     def _capture_once(self, key: ShapeKey) -> None:
         if key in self._captured:
             return
-        if len(self._captured) >= MAX_CAPTURED:
-            del self._captured[next(iter(self._captured))]  # the oldest capture
+        if len(self._captured) >= MAX_CAPTURED:  # the oldest capture goes, but none of the whole span
+            parts = (old for old in self._captured if old.stop - old.start < len(self._parts.blocks))
+            del self._captured[next(parts, next(iter(self._captured)))]
         self._captured[key] = self._capture(key)
 
     def _capture(self, key: ShapeKey) -> Replay:

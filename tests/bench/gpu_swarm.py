@@ -94,7 +94,8 @@ def write_model(folder: Path, cache: Path, blocks: int = BLOCKS) -> None:
         write(f"block-{block:02d}.safetensors", tensors | norms)
     ends = {"model.embed_tokens.weight": matrix(VOCAB, HIDDEN), "lm_head.weight": matrix(VOCAB, HIDDEN)}
     # The end is never the likeliest token: a reply that ended by itself would leave fewer streams than are counted.
-    ends["lm_head.weight"][config["eos_token_id"]] = 0
+    # Nor is a byte that is no character by itself: its piece of text would wait for the next token's.
+    ends["lm_head.weight"][[config["eos_token_id"], *range(128, VOCAB)]] = 0
     write("ends.safetensors", ends | {"model.norm.weight": ones.clone()})
     index = {"metadata": {}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

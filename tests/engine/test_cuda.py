@@ -14,6 +14,7 @@ from engine.benchmark import Throughput
 from engine.errors import DeviceFull
 from engine.hosting import Hosted
 from engine.model.block import Quantisation, WeightOptions
+from engine.model.cuda_graphs import CAPTURE_AT
 from engine.model.ends import EmbeddingAndHead
 from engine.model.hosted_span import HostedSpan, SessionRows
 from engine.model.kv_cache import Segment
@@ -185,6 +186,23 @@ def test_a_launched_step_gives_the_bytes_of_one_that_is_waited_for(sessions: int
         assert started.result() == expected
     assert runner.launch(work(24, 1, stop=3)) is None, "this part of the span is not captured"
     runner.step(work(24, 1))  # and nothing has changed
+
+
+def test_a_part_that_runs_often_is_captured_without_a_quiet_moment() -> None:
+    torch.manual_seed(0)
+    span = random_span(WIDE, "cuda", torch.bfloat16)
+    span.warm_up()
+    graphs = span._graphs
+    assert graphs is not None
+    lease = span.open(64)
+    hidden = torch.randn(40, WIDE.hidden_size, device="cuda", dtype=torch.bfloat16)
+    span.step(hidden[:20], [Segment(lease, 0, 20)])
+    runs = []
+    for _ in range(2 * CAPTURE_AT):
+        lease.length = 20
+        runs.append((graphs.has_pending, span.step(hidden[20:21], [Segment(lease, 20, 1)], (1, 3))))
+    assert [pending for pending, _ in runs] == [False] + (CAPTURE_AT - 1) * [True] + CAPTURE_AT * [False]
+    assert all(torch.equal(rows, runs[0][1]) for _, rows in runs)
 
 
 @pytest.mark.parametrize("sessions", [1, 3])

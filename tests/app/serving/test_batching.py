@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,6 +58,46 @@ def test_urgent_goes_first_and_bulk_gets_every_second_step_in_chunks() -> None:
         [("chat", 0, 1)], [("long", 0, 16)], [("chat", 1, 1)], [("long", 16, 16)],
         [("chat", 2, 1)], [("long", 32, 8)], [("chat", 3, 1)],
     ]  # fmt: skip
+
+
+def reading_beside_writing(bulk_s: Callable[[int], float], step_s: float = 0.01, writing: bool = True) -> list[int]:
+    """Rows of each chunk of a long prompt, if a chunk takes `bulk_s(rows)` and a reply is written meanwhile."""
+    queue, now, position, chunks = BatchQueue(), 0.0, 0, list[int]()
+    queue.put(waiting("long", 4096))
+    while queue.rows:
+        if writing and position <= len(chunks):
+            queue.put(waiting("chat", position=position, at=now))
+            position += 1
+        work = queue.take(now)
+        assert isinstance(work, list), work
+        rows, urgent = sum(item.rows for item in work), work[0].urgent
+        seconds = step_s if urgent else bulk_s(rows)
+        now += seconds
+        queue.done(work, seconds, now)
+        if not urgent:
+            chunks.append(rows)
+    return chunks
+
+
+@pytest.mark.parametrize(("fixed_s", "row_s"), [(0.0, 0.0001), (0.004, 0.0001), (0.012, 0.00005), (0.001, 0.0002)])
+def test_a_chunk_takes_two_steps_at_most_while_a_reply_is_written(fixed_s: float, row_s: float) -> None:
+    chunks = reading_beside_writing(lambda rows: fixed_s + rows * row_s)
+    assert all(fixed_s + rows * row_s <= 0.0201 for rows in chunks[3:-1]), chunks
+    assert all(rows >= 64 for rows in chunks[:-1])
+
+
+def test_a_prompt_alone_is_read_in_whole_chunks_and_a_fast_device_needs_no_smaller_ones() -> None:
+    assert set(reading_beside_writing(lambda rows: rows * 0.01, writing=False)) == {256}
+    assert set(reading_beside_writing(lambda rows: 0.001 + rows * 0.00001)) == {256}
+    assert set(reading_beside_writing(lambda rows: rows * 0.01)[1:]) == {64}, "fewer rows read the weights for too little"
+
+
+@given(st.lists(st.floats(0, 10), min_size=16, max_size=64))
+def test_a_chunk_has_rows_however_its_time_is_measured(seconds: list[float]) -> None:
+    times = iter(seconds * 64)
+    chunks = reading_beside_writing(lambda rows: next(times))
+    assert sum(chunks) == 4096
+    assert all(64 <= rows <= 256 for rows in chunks[:-1])
 
 
 def test_a_session_keeps_its_own_order() -> None:
