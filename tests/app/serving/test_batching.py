@@ -89,7 +89,7 @@ def test_a_chunk_takes_two_steps_at_most_while_a_reply_is_written(fixed_s: float
 def test_a_prompt_alone_is_read_in_whole_chunks_and_a_fast_device_needs_no_smaller_ones() -> None:
     assert set(reading_beside_writing(lambda rows: rows * 0.01, writing=False)) == {256}
     assert set(reading_beside_writing(lambda rows: 0.001 + rows * 0.00001)) == {256}
-    assert set(reading_beside_writing(lambda rows: rows * 0.01)[1:]) == {64}, "fewer rows read the weights for too little"
+    assert set(reading_beside_writing(lambda rows: rows * 0.01)[1:]) == {64}, "fewer read the weights for too little"
 
 
 @given(st.lists(st.floats(0, 10), min_size=16, max_size=64))
