@@ -175,7 +175,10 @@ class BatchQueue:
         return self._pick([q[0] for q in self._queues.values() if not q[0].urgent], self._bulk_rows(bool(urgent), now))
 
     def _bulk_rows(self, replies_wait: bool, now: float) -> int:
-        """Rows of the next chunk: fewer while replies are written, which all wait for its end."""
+        """Rows of the next chunk: fewer while replies are written, which all wait for its end.
+
+        But enough that its rows take as long as what a chunk of any size takes: fewer would make prompts much slower.
+        """
         most = self._limits.chunk_rows
         if not replies_wait and all(one.left_at + WRITING_S < now for one in self._returning.values()):
             return most
@@ -184,8 +187,9 @@ class BatchQueue:
             row_s, fixed_s = self._bulk_row_s.value, 0.0
         if not self._step_s or row_s <= 0:
             return most
-        rows = (BULK_STRETCH * self._step_s.value - max(fixed_s, 0.0)) / row_s
-        return int(max(min(LEAST_BULK_ROWS, most), min(rows, most)))
+        fixed_s = max(fixed_s, 0.0)
+        rows = max((BULK_STRETCH * self._step_s.value - fixed_s) / row_s, fixed_s / row_s, LEAST_BULK_ROWS)
+        return int(min(rows, most))
 
     def _row_limit(self, urgent: list[QueuedTokens]) -> int:
         """Rows of a step such that guesses of some sessions do not make it much longer for the others."""

@@ -17,7 +17,6 @@ import contextlib
 import json
 import math
 import random
-import subprocess
 import tempfile
 import threading
 import time
@@ -27,6 +26,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+import pynvml
 import torch
 from safetensors.torch import save_file
 
@@ -103,10 +103,10 @@ def write_model(folder: Path, cache: Path, blocks: int = BLOCKS) -> None:
 
 
 def used_mib(nodes: Sequence[Serving]) -> int:
-    """The memory of the node that holds the most, by nvidia-smi."""
-    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    rows = [line.split(",") for line in subprocess.check_output(query, text=True).splitlines()]
-    held = {int(pid): int(mib) for pid, mib in rows}
+    """The memory of the node that holds the most, as nvidia-smi would say; starting that holds up the card's work."""
+    pynvml.nvmlInit()
+    card = pynvml.nvmlDeviceGetHandleByIndex(0)
+    held = {own.pid: own.usedGpuMemory >> 20 for own in pynvml.nvmlDeviceGetComputeRunningProcesses(card)}
     return max(held.get(node.process.pid, 0) for node in nodes)
 
 
