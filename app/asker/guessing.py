@@ -25,8 +25,10 @@ MOST_PLACES = 24  # of earlier occurrences that are compared, the latest first
 LEAST_GAIN = 1.05  # guesses must promise this many times the speed without them
 PLAIN_EVERY = 32  # rounds after which one goes without guesses, to learn again what a single row takes
 FIRST_ROW_SHARE = 0.25  # of a round's time, for a further row, until it is measured
+FEW_GUESSES = 2
+MOST_FIXED_SHARE = 4.0
 LEAST_ROW_SHARE = 0.05  # a row never counts as cheaper than this: it takes room in the steps of others
-FORGET_EVERY = 16  # rounds without guesses
+SHORTEST_PATIENCE, LONGEST_PATIENCE = 64, 2048  # rounds without guesses, until what guesses cost is measured again
 DRAFT_EVERY = 16  # of the replies for which a draft promises nothing, one has it, to learn again
 _LATEST = 9  # rounds
 _MEMORY = 0.9  # weight that is left to an observation after the next
@@ -108,12 +110,15 @@ class GuessHistory:
 
     def __init__(self) -> None:
         self._rounds_s: deque[float] = deque(maxlen=_LATEST)
-        self._row_shares: deque[float] = deque([FIRST_ROW_SHARE] * 2, maxlen=_LATEST)  # of a round's time
+        # Of a round's time: what the rounds of few guesses say that guesses cost whatever their number (a device that
+        # has begun the next step has to begin again), and what those of many say that each row adds.
+        self._fixed_shares: deque[float] = deque([0.0] * 2, maxlen=_LATEST)
+        self._row_shares: deque[float] = deque([FIRST_ROW_SHARE] * 2, maxlen=_LATEST)
         self._drafts_s: deque[float] = deque(maxlen=_LATEST)
-        self._plain_rounds = 0  # since the last with guesses
+        self._plain_rounds, self._patience = 0, SHORTEST_PATIENCE  # rounds since the last with guesses, and how many
         self._undrafted = 0  # replies since the last with a draft
         self.round_s: float | None = None  # with one row; None: not known yet
-        self._row_share = FIRST_ROW_SHARE
+        self._fixed_share, self._row_share = 0.0, FIRST_ROW_SHARE
         self.draft_s: float | None = None  # for each token that a draft model guesses; None: not known yet
         self.draft_rate = HitRate(_DRAFT_PRIOR)
 
@@ -123,11 +128,25 @@ class GuessHistory:
             self._rounds_s.append(seconds)
             self.round_s = median(self._rounds_s)
             self._plain_rounds += 1
-            if self._plain_rounds % FORGET_EVERY == 0:  # a bad figure must not keep guesses away for ever
+            if self._plain_rounds == self._patience:  # a bad figure must not keep guesses away for ever
+                self._fixed_shares.clear()
+                self._row_shares.clear()
+                self._note_fixed_share(0.0)
                 self._note_row_share(FIRST_ROW_SHARE)
+                self._patience = min(2 * self._patience, LONGEST_PATIENCE)
         elif self.round_s is not None:
-            self._plain_rounds = 0
-            self._note_row_share((seconds / max(self.round_s, 1e-9) - 1) / (rows - 1))
+            self._plain_rounds, guesses = 0, rows - 1
+            share = seconds / max(self.round_s, 1e-9) - 1
+            if share <= guesses:
+                self._patience = SHORTEST_PATIENCE
+            if guesses <= FEW_GUESSES:
+                self._note_fixed_share(share - guesses * self._row_share)
+            else:
+                self._note_row_share((share - self._fixed_share) / guesses)
+
+    def _note_fixed_share(self, share: float) -> None:
+        self._fixed_shares.append(min(max(share, 0.0), MOST_FIXED_SHARE))
+        self._fixed_share = median(self._fixed_shares)
 
     def _note_row_share(self, share: float) -> None:
         self._row_shares.append(min(max(share, LEAST_ROW_SHARE), 1.0))
@@ -139,9 +158,20 @@ class GuessHistory:
         self.draft_s = median(self._drafts_s)
 
     @property
+    def fixed_s(self) -> float:
+        """Seconds that guesses add to a round, however many they are."""
+        return self._fixed_share * (self.round_s or 0.0)
+
+    @property
     def row_s(self) -> float:
-        """Seconds that each further row adds to a round."""
+        """Seconds that each guess adds to a round."""
         return self._row_share * (self.round_s or 0.0)
+
+    def promise(self, hit_rates: Sequence[float], guess_s: float = 0.0) -> Promise:
+        """What guesses promise that are right so often, if it takes `guess_s` to make each."""
+        if self.round_s is None:
+            return NO_GUESSES
+        return best_count(hit_rates, self.round_s, self.row_s + guess_s, self.fixed_s)
 
     def draft_promise(self, count: int) -> Promise:
         """What up to `count` guesses of a draft model promise; one, to learn what it takes, if that is not known."""
@@ -149,7 +179,7 @@ class GuessHistory:
             return NO_GUESSES
         if self.draft_s is None:
             return Promise(min(count, 1), 1.0)
-        return best_count([self.draft_rate.value] * count, self.round_s, self.row_s + self.draft_s)
+        return self.promise([self.draft_rate.value] * count, self.draft_s)
 
     def wants_draft(self) -> bool:
         """True if a new reply should have a draft model beside it, which reads the whole prompt."""
@@ -170,13 +200,13 @@ class Promise(NamedTuple):
 NO_GUESSES = Promise(0, 1.0)
 
 
-def best_count(hit_rates: Sequence[float], round_s: float, guess_s: float) -> Promise:
+def best_count(hit_rates: Sequence[float], round_s: float, guess_s: float, fixed_s: float = 0.0) -> Promise:
     """Return the number of guesses that promises most, with the probability that each is right if all before it were.
 
-    A round takes `round_s`, and each guess `guess_s` more.
+    A round takes `round_s`, with guesses `fixed_s` more, and each guess `guess_s` more.
     """
-    tokens, seconds, reached = 1.0, round_s, 1.0  # a round's expected tokens; `reached`: all guesses so far are right
-    count = 0
+    tokens, seconds, count = 1.0, round_s + fixed_s, 0  # of a round, expected
+    reached = 1.0  # probability that all guesses so far are right
     for rate in hit_rates:
         reached *= rate
         # `reached` only falls and the speed so far only grows, so no later guess gains if this one does not.
@@ -218,20 +248,20 @@ class Guesser:
         self._plain_in -= 1
         if self._plain_in <= 0:
             return Proposal()
-        found = self._lookup_promise(self._history.round_s)
+        found = self._lookup_promise()
         drafted = self._draft_promise(count) if can_draft else NO_GUESSES
         if found.guesses and found.speed >= drafted.speed:
             assert self._found is not None
             return Proposal(self._found.tokens[: found.guesses])
         return Proposal(draft=drafted.guesses)
 
-    def _lookup_promise(self, round_s: float) -> Promise:
+    def _lookup_promise(self) -> Promise:
         if self._found is None:
             return NO_GUESSES
         length = self._found.length
         # A guess that is right makes the match longer.
         rates = [self._rate(length + index).value for index in range(len(self._found.tokens))]
-        return best_count(rates, round_s, self._history.row_s)
+        return self._history.promise(rates)
 
     def _draft_promise(self, count: int) -> Promise:
         if self._draft_wait > 0:

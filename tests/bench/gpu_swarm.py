@@ -106,7 +106,9 @@ def used_mib(nodes: Sequence[Serving]) -> int:
     """The memory of the node that holds the most, as nvidia-smi would say; starting that holds up the card's work."""
     pynvml.nvmlInit()
     card = pynvml.nvmlDeviceGetHandleByIndex(0)
-    held = {own.pid: own.usedGpuMemory >> 20 for own in pynvml.nvmlDeviceGetComputeRunningProcesses(card)}
+    held: dict[int, int] = {
+        own.pid: own.usedGpuMemory >> 20 for own in pynvml.nvmlDeviceGetComputeRunningProcesses(card)
+    }
     return max(held.get(node.process.pid, 0) for node in nodes)
 
 

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from app.asker.guessing import (
     DRAFT_EVERY,
-    FORGET_EVERY,
     LEAST_GAIN,
     LONGEST_MATCH,
+    LONGEST_PATIENCE,
     MAX_GUESSES,
     PLAIN_EVERY,
     SHORTEST_MATCH,
+    SHORTEST_PATIENCE,
     Guesser,
     GuessHistory,
     HitRate,
@@ -93,14 +94,15 @@ def test_the_number_of_guesses_follows_rate_and_cost(rate: float, row_s: float, 
     assert best_count([rate] * MAX_GUESSES, 1.0, row_s).guesses == count
 
 
-@given(st.lists(st.floats(0, 1), max_size=MAX_GUESSES), st.floats(0, 2))
-def test_guesses_never_promise_less_than_none(rates: list[float], row_s: float) -> None:
-    promise = best_count(rates, 1.0, row_s)
+@given(st.lists(st.floats(0, 1), max_size=MAX_GUESSES), st.floats(0, 2), st.floats(0, 4))
+def test_guesses_never_promise_less_than_none(rates: list[float], row_s: float, fixed_s: float) -> None:
+    promise = best_count(rates, 1.0, row_s, fixed_s)
     assert promise.guesses <= len(rates)
     assert promise.speed == 1.0 if not promise.guesses else promise.speed >= LEAST_GAIN
 
     def speed(count: int) -> float:
-        return (1 + sum(prod(rates[: n + 1]) for n in range(count))) / (1 + count * row_s)
+        guessed = sum(prod(rates[: n + 1]) for n in range(count))
+        return (1 + guessed) / (1 + fixed_s * (count > 0) + count * row_s)
 
     best = max(speed(count) for count in range(len(rates) + 1))
     assert promise.speed == pytest.approx(best) or best < LEAST_GAIN * 1.000001
@@ -135,22 +137,47 @@ def test_the_cost_of_a_row_is_what_rounds_with_more_rows_take_longer() -> None:
 def test_a_stall_of_the_machine_does_not_keep_guesses_away() -> None:
     history = GuessHistory()
     history.note(1, 0.1)
-    history.note(3, 7.0)  # as if a row took longer than a round
+    history.note(3, 7.0)  # as if guesses took many rounds
+    history.note(8, 7.0)
     assert history.row_s < 0.05
+    assert history.fixed_s == 0
     history = history_of(0.1, 0.01)
     history.note(1, 9.0)
     assert history.round_s == pytest.approx(0.1)
 
 
-def test_a_bad_figure_is_forgotten_where_nothing_is_guessed_any_more() -> None:
+def test_guesses_for_which_a_device_begins_again_cost_the_same_however_many_they_are() -> None:
     history = GuessHistory()
-    for _ in range(20):
-        history.note(1, 0.1)
-        history.note(2, 5.0)
-    assert best_count([0.9] * 8, 0.1, history.row_s).guesses == 0
-    for _ in range(5 * FORGET_EVERY):
-        history.note(1, 0.1)
-    assert best_count([0.9] * 8, 0.1, history.row_s).guesses > 0
+    for guesses in 3 * (1, 1, 8, 2, 1, 15, 4, 1, 2, 12, 6, 1, 1, 15):
+        history.note(1, 0.004)
+        history.note(1 + guesses, 0.012 + 0.0002 * guesses)
+    assert history.fixed_s == pytest.approx(0.008, rel=0.1)
+    assert history.row_s == pytest.approx(0.0002, rel=0.2)
+    assert history.promise([0.9]).guesses == 0, "one right token saves less than it costs to begin again"
+    assert history.promise([0.9] * MAX_GUESSES).guesses == MAX_GUESSES
+
+
+def tries_of(history: GuessHistory, rounds: int, guessed_s: float) -> list[int]:
+    """The rounds in which a guess that is mostly right is tried, if a round with it takes so long."""
+    tries = []
+    for number in range(rounds):
+        guesses = history.promise([0.9]).guesses
+        history.note(1 + guesses, guessed_s if guesses else 0.1)
+        tries += [number] * guesses
+    return tries
+
+
+def test_what_guesses_cost_is_measured_again_less_and_less_often() -> None:
+    tries = tries_of(GuessHistory(), 10_000, 0.33)
+    assert 5 <= len(tries) <= 12
+    assert tries[-1] - tries[-2] > LONGEST_PATIENCE
+
+
+def test_guesses_that_pay_again_are_made_again() -> None:
+    history = GuessHistory()
+    tries_of(history, 1000, 0.33)
+    assert len(tries_of(history, LONGEST_PATIENCE + 100, 0.11)) > 90
+    assert len(tries_of(history, SHORTEST_PATIENCE, 0.11)) == SHORTEST_PATIENCE
 
 
 def write(guesser: Guesser, text: Sequence[int]) -> tuple[int, int, int]:
