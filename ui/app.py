@@ -30,6 +30,7 @@ from ui.screens.frame import TABS, MainScreen
 from ui.screens.registry import make_screen
 from ui.state.follower import NOT_OURS, EventNote, Follower, Heard, NodeConnector, RawSnapshot
 from ui.state.store import ConnectionState, LogRow, Store
+from ui.terminal import TerminalWatch, on_end_signal
 
 KEEPS_RUNNING = "The node keeps running: `shoal stop` ends it, `shoal` shows it again."
 APART_S = 0.2  # least time between two repaints of a store that changes quickly
@@ -98,6 +99,8 @@ class Dashboard(NodeApp):
     async def on_mount(self) -> None:
         """Show the overview at once, then connect: starting a node can take seconds."""
         self.begin_capture_print(self)
+        self._terminal = TerminalWatch()
+        on_end_signal(self.action_leave)
         await self.switch_mode(self.first_tab)
         self.set_interval(1.0, self._tick)
         if self._follower is not None:
@@ -109,6 +112,8 @@ class Dashboard(NodeApp):
             self._follower.close()
 
     def _tick(self) -> None:
+        if self._terminal.is_gone:
+            self.action_leave()
         self.store.sample()
         self.show_soon()
 

@@ -1,10 +1,14 @@
-"""The dashboard in a real terminal: what it leaves behind when it crashes, and what it sends to the clipboard."""
+"""The dashboard in a real terminal: crashes, a terminal that goes away, and the clipboard."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -83,3 +87,61 @@ def test_a_crash_leaves_the_terminal_as_it_was_and_says_what_happened() -> None:
     assert b"the hull is broken" in written[written.rfind(b"\x1b[?1049l") :]
     assert b"a stray word" not in written[: written.rfind(b"\x1b[?1049l")]
     assert b"\x1b]52;c;c2Vh\x07" in written  # `sea` in base64
+
+
+LEAVING = """
+import sys
+from pathlib import Path
+from ui.app import Dashboard
+from ui.state.store import Store
+
+class Leaving(Dashboard):
+    def on_ready(self):
+        print("ready", file=sys.__stdout__, flush=True)
+
+    def on_unmount(self):
+        super().on_unmount()
+        Path(sys.argv[1]).write_text("left")
+
+Leaving(None, store=Store()).run()
+"""
+
+
+@pytest.mark.timeout(PATIENCE_S)
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(lambda process, terminal: terminal.close(), id="the window is closed"),
+        pytest.param(lambda process, terminal: process.send_signal(signal.SIGHUP), id="SIGHUP"),
+        pytest.param(lambda process, terminal: process.send_signal(signal.SIGTERM), id="SIGTERM"),
+    ],
+)
+def test_a_dashboard_whose_terminal_goes_away_ends_and_keeps_what_it_has(
+    end: Callable[[subprocess.Popen[bytes], FileIO], None], tmp_path: Path
+) -> None:
+    master, slave = pty.openpty()
+    terminal, mark = FileIO(master, "r+"), tmp_path / "mark"
+    # Without a session of its own the terminal does not control the process, so that no SIGHUP comes when it goes.
+    process = subprocess.Popen(
+        [sys.executable, "-c", LEAVING, str(mark)],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"},
+    )
+    os.close(slave)
+    try:
+        written = b""
+        while b"ready" not in written:
+            written += terminal.read(65536) or b""
+        end(process, terminal)
+        with suppress(OSError, ValueError):  # nobody has the other side any more, or this one
+            while terminal.read(65536):
+                pass  # what it writes at its end
+        process.wait()
+        assert mark.read_text() == "left"
+    finally:
+        process.kill()
+        process.wait()
+        terminal.close()
