@@ -107,6 +107,28 @@ class IslandModel:
         """Mean loss of the island's own weights on sequences that are not trained on."""
         return self._model.loss(self._batches(sequences))
 
+    def trial(
+        self, states: Sequence[bytes], leaves: Sequence[bytes], codec: Codec, texts: Sequence[Sequence[Sequence[int]]]
+    ) -> list[tuple[float, float]]:
+        """Return the mean loss on each text of the shared weights in some states, and of where a change leads to.
+
+        The island's own weights stay as they are. Raises `TrainingError` if these are no leaves of a change.
+        """
+        if len(leaves) != self.leaves:
+            raise TrainingError(f"{len(leaves)} leaves are not the {self.leaves} of a change")
+        names = part_names(self.config)
+        values = torch.cat([_weights(self.config, *pair) for pair in zip(names, states, strict=True)])
+        change = self._joined(_Encoded(leaves, codec), 0, self.leaves)
+        kept = self._model.vectors()
+        try:
+            losses = []
+            for weights in (values, values - change):
+                self._model.set_vectors(divided(self.config, weights))
+                losses.append([self.loss(text) for text in texts])
+        finally:
+            self._model.set_vectors(kept)
+        return list(zip(*losses, strict=True))
+
     # Rounds
 
     def change(self) -> list[bytes]:
@@ -216,6 +238,14 @@ def unpacked(config: ModelConfig, states: Sequence[bytes]) -> tuple[Tensor, Tens
     if not bool(torch.isfinite(values).all() and torch.isfinite(momentum).all()):
         raise TrainingError("a state has numbers that are not finite")
     return values, momentum
+
+
+def _weights(config: ModelConfig, part: str, state: bytes) -> Tensor:
+    """Return the weights in the state of one part, without the momentum; raises `TrainingError` if it is none."""
+    count = part_weights(config, part)
+    if len(state) != 8 * count:
+        raise TrainingError(f"{len(state)} bytes are not the state of {part}")
+    return torch.from_numpy(np.frombuffer(state, dtype="<f4", count=count).astype(np.float32))
 
 
 def _bytes(vector: Tensor) -> bytes:

@@ -73,6 +73,7 @@ from app.rounds.statements import (
     sign_result,
     texts_of,
 )
+from app.rounds.testing import ChangeTester, PastRound, TryingModel
 from app.training.states import StateStore, part_of
 from app.training.wire import MAX_STATE_BYTES, StatePart
 from engine.errors import EngineError
@@ -105,7 +106,7 @@ class RoundTiming:
     quorum_s: float = 30.0  # a round without quorum is made by those who are there after so long
 
 
-class IslandMath(MergingModel, Protocol):
+class IslandMath(MergingModel, TryingModel, Protocol):
     """An island's model; `engine.island.IslandModel` has it."""
 
     codec: Any  # of the current round
@@ -208,6 +209,7 @@ class Island:
         self._model, self._text, self._device, self._states = model, text, device, states
         self._in_thread, self._verifying = in_thread, trio.Lock()
         self._exchange = Exchange(network, identity, device, model, record.id, wall_ms=wall_ms, in_thread=in_thread)
+        self._tester = ChangeTester(record, model, text, device, states, self._exchange, network.peer_id)
         self.standing: Standing = beginning(record)
         self.log: list[RoundEntry] = []
         self.parts: list[StatePart] = []  # of the current state
@@ -222,6 +224,7 @@ class Island:
         self._complete_at: float | None = None  # when all who are there had arrived in the current round
         self._lags_s: list[float] = []
         self._own: OwnChange | None = None
+        self._tested: OwnChange | None = None  # of the last round, for those who were drawn to test it
         self._lists: list[MemberList] = []  # of the current round that name this island
         self._first_list_at: dict[str, float] = {}  # by its leader
         self._tried: set[str] = set()  # members of exchanges of this round in which this island took part
@@ -584,6 +587,7 @@ class Island:
         """Run one attempt; the result says what state it leads to, or who failed."""
         assert self._own is not None
         began = trio.current_time()
+        self._tester.stop()
         self._tried |= {*members.members}
         attempt = self._attempts[members.hash] = ExchangeAttempt(members)
         while len(self._attempts) > KEPT_ATTEMPTS:
@@ -601,7 +605,10 @@ class Island:
         except EngineError as error:
             log.warning("the merged change of round %s cannot be used: %s", members.round, error)
         self.figures.bytes_in = attempt.bytes_in
-        made = Result(self.record.id, members.round, members.hash, root, failed, attempt.report, past=attempt.past)
+        made = Result(
+            self.record.id, members.round, members.hash, root, failed, attempt.report, past=attempt.past,
+            tested=self._tester.told,
+        )  # fmt: skip
         return sign_result(self._identity, made, self._wall_ms())
 
     # --- taking over --------------------------------------------------------------------------------------------------
@@ -619,7 +626,9 @@ class Island:
             attempt.merged = dict(enumerate(leaves))
         await self._device.run_later(lambda: self._model.commit(counted=counted))
         self._rests = self._rests_after(entry.list)
+        past = PastRound(self.standing, self.parts, entry)
         await self._settle(standing, [*self.log, entry], states)
+        self._nursery.start_soon(self._tester.run, past, standing.tests)
 
     async def _result_of(self, entry: RoundEntry) -> tuple[list[bytes], list[bytes]]:
         """Return the merged leaves of a round and the states after it, from the first member whose leaves fit."""
@@ -655,6 +664,8 @@ class Island:
         self._tried.clear()
         self._failed_here.clear()
         self._stands_down_until, self._complete_at = 0.0, None
+        self._tester.begin_round()
+        self._tested = self._own if any(test.peer == self.peer for test in standing.tests) else None
         self._own = self._candidate = self._ahead = None
         await self._keep(states, (await self._in_thread(hashed, states))[1])
         if self._text.held:
@@ -1019,13 +1030,16 @@ class Island:
         count = 0 if method == wire.HASHES else fields.integer("count", 1, wire.RUN_LEAVES)
         if method == wire.MERGED:
             return wire.pack(await self._merged(attempt, range(first, first + count), until))
-        own = self._own
+        own, testers = self._own, set[str]()
+        if self._tested is not None and self._tested.arrival.round == attempt.members.round:
+            own = self._tested
+            testers = {peer for test in self.standing.tests if test.peer == self.peer for peer in test.testers}
         if own is None or peer not in members or own.arrival.round != attempt.members.round:
             raise RemoteError("the change of this round is not here any more", wire.WRONG)
         if method == wire.HASHES:
             return b"".join(own.hashes)
         share = share_ranges(len(own.leaves), len(members))[members.index(peer)]
-        if not share.start <= first < first + count <= share.stop:
+        if peer not in testers and not share.start <= first < first + count <= share.stop:
             raise RemoteError("these leaves are merged by another member", wire.WRONG)
         return wire.pack(own.leaves[first : first + count])
 

@@ -6,7 +6,8 @@
     rounds.say     a signed statement          -> empty, or the entry of its round where that is over already; for a
                                                   list, the arrival of a member that it leaves out without cause
     rounds.hashes  list                        -> hashes of all leaves of the change that its arrival committed to
-    rounds.share   list, first, count          -> leaves of the change (blobs), for the member that merges them
+    rounds.share   list, first, count          -> leaves of the change (blobs), for the member that merges them; all of
+                                                  them for those who were drawn to test it in the next round
     rounds.merged  list, first, count          -> merged leaves (blobs), for everybody
     rounds.signed  list                        -> what members signed for the shares that they merged (blobs): the one
                                                   asked, and those whose shares it has taken
