@@ -6,6 +6,7 @@ different leaves. Not thread-safe. Knows no peers; `app.rounds` decides whose ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from engine.training.outer import Nesterov, agreement, likeness, merged, nestero
 from engine.training.parameters import divided, joined, model_weights, part_weights
 
 LEAF = 4 * GROUP  # numbers
+MOMENTS_ROUNDING = 0.01  # of a norm that may be lost in bfloat16
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,14 @@ class Merged(NamedTuple):
     leaves: list[bytes]
     report: list[tuple[float, float]]  # norm and agreement
     past: list[float]  # cosine with what was merged in the last round; empty if that is not known
+
+
+class InnerMoments(NamedTuple):
+    """The optimiser's moments of an island after so many steps, for one that joins: bfloat16, first and then second."""
+
+    steps: int
+    parts: Sequence[bytes]
+    norms: tuple[float, float]  # of all first and of all second moments
 
 
 class _Encoded(NamedTuple):
@@ -186,12 +196,46 @@ class IslandModel:
         return self._packed(self._shared)
 
     def load(self, states: Sequence[bytes]) -> None:
-        """Go on from these states of all parts, with fresh moments; raises `TrainingError` if they do not fit."""
+        """Go on from these states of all parts; moments stay. Raises `TrainingError` if the states do not fit."""
         values, momentum = unpacked(self.config, states)
         self._shared, self._next, self._sent = _Shared(values, momentum), None, None
         self._past = self._next_change = None
         self._residual = torch.zeros_like(values)
-        self._model.set_vectors(divided(self.config, values), fresh=True)
+        self._model.set_vectors(divided(self.config, values))
+
+    # Moments
+
+    @property
+    def has_moments(self) -> bool:
+        """True once this island has made a step, or taken over another's moments."""
+        return self._model.version > 0
+
+    def moments(self) -> InnerMoments:
+        """The moments of this island as they are now."""
+        pairs = list(self._model.moments().values())
+        norms = [math.sqrt(math.fsum(float(pair[side].double().square().sum()) for pair in pairs)) for side in (0, 1)]
+        return InnerMoments(self._model.version, [_shorter(torch.cat(pair)) for pair in pairs], (norms[0], norms[1]))
+
+    def take_moments(self, moments: InnerMoments) -> None:
+        """Go on with the moments of another island; raises `TrainingError` if they are none, or not what they claim."""
+        own, found = self._model.moments(), dict[str, tuple[Tensor, Tensor]]()
+        if [len(data) for data in moments.parts] != self.moments_bytes or moments.steps < 1:
+            raise TrainingError("these are not the moments of a model of this shape")
+        for (part, (first, _)), data in zip(own.items(), moments.parts, strict=True):
+            numbers = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).float()
+            found[part] = numbers[: first.numel()], numbers[first.numel() :]
+            if not bool(torch.isfinite(numbers).all()) or bool((found[part][1] < 0).any()):
+                raise TrainingError(f"the moments of {part} are none that training makes")
+        for side, claimed in enumerate(moments.norms):
+            norm = math.sqrt(math.fsum(float(pair[side].double().square().sum()) for pair in found.values()))
+            if abs(norm - claimed) > MOMENTS_ROUNDING * claimed:
+                raise TrainingError(f"the moments have the norm {norm:.3g}, not {claimed:.3g}")
+        self._model.set_moments(found, moments.steps)
+
+    @property
+    def moments_bytes(self) -> list[int]:
+        """Bytes of each part's moments."""
+        return [2 * (first.numel() + second.numel()) for first, second in self._model.moments().values()]
 
     # Inside
 
@@ -246,6 +290,10 @@ def _weights(config: ModelConfig, part: str, state: bytes) -> Tensor:
     if len(state) != 8 * count:
         raise TrainingError(f"{len(state)} bytes are not the state of {part}")
     return torch.from_numpy(np.frombuffer(state, dtype="<f4", count=count).astype(np.float32))
+
+
+def _shorter(vector: Tensor) -> bytes:
+    return vector.cpu().to(torch.bfloat16).view(torch.int16).numpy().astype("<i2", copy=False).tobytes()
 
 
 def _bytes(vector: Tensor) -> bytes:

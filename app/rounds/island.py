@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -50,6 +51,7 @@ from app.rounds.log import (
     read_entry,
     replay,
 )
+from app.rounds.moments import MomentsExchange, MomentsModel, parts_in
 from app.rounds.reading import positions_of, sequence_at
 from app.rounds.record import TrainingRecord
 from app.rounds.statements import (
@@ -75,7 +77,7 @@ from app.rounds.statements import (
 )
 from app.rounds.testing import ChangeTester, PastRound, TryingModel
 from app.training.states import StateStore, part_of
-from app.training.wire import MAX_STATE_BYTES, StatePart
+from app.training.wire import StatePart
 from engine.errors import EngineError
 from p2p.envelope import parse
 from p2p.errors import EnvelopeError, P2PError, RemoteError
@@ -85,7 +87,6 @@ log = logging.getLogger("shoal.rounds")
 T = TypeVar("T")
 
 KEPT_ATTEMPTS = 4  # whose merged leaves are kept for members that are late
-MAX_PARTS = 5000
 MAX_PEERS = 256
 _LISTS_MORE = 2  # lists of one leader in a round, beyond one for each member that it may have to leave out
 _LONGEST_DISREGARD = 7  # doublings
@@ -106,7 +107,7 @@ class RoundTiming:
     quorum_s: float = 30.0  # a round without quorum is made by those who are there after so long
 
 
-class IslandMath(MergingModel, TryingModel, Protocol):
+class IslandMath(MergingModel, TryingModel, MomentsModel, Protocol):
     """An island's model; `engine.island.IslandModel` has it."""
 
     codec: Any  # of the current round
@@ -209,6 +210,7 @@ class Island:
         self._model, self._text, self._device, self._states = model, text, device, states
         self._in_thread, self._verifying = in_thread, trio.Lock()
         self._exchange = Exchange(network, identity, device, model, record.id, wall_ms=wall_ms, in_thread=in_thread)
+        self._moments = MomentsExchange(network, record.id, model, device, states)
         self._tester = ChangeTester(record, model, text, device, states, self._exchange, network.peer_id)
         self.standing: Standing = beginning(record)
         self.log: list[RoundEntry] = []
@@ -239,6 +241,7 @@ class Island:
         self._nursery: trio.Nursery
         self._leaving = False
         self._has_state = False
+        self._was_resumed = False  # it goes on from a state on disk, where no moments are
 
     @property
     def peer(self) -> str:
@@ -288,7 +291,7 @@ class Island:
         if states is not None:
             self.standing = replay(self.record, entries)
             await self._device.run(self._model.load, states)
-            self.log = list(entries)
+            self.log, self._was_resumed = list(entries), True
             self._heads |= {entry.hash for entry in entries}
         self._model.codec = self.standing.codec
         found = await self._device.run(self._model.states)
@@ -323,6 +326,9 @@ class Island:
                 raise LeftOut(f"the others left this island out of {self.record.name}: {why}")
             if self._ahead is not None or self._behind():
                 await self._catch_up()
+            elif self._was_resumed and not self._model.has_moments and (others := self._same_head(self.head)):
+                self._was_resumed = False
+                await self._moments.take(others, Counter())
             elif self.is_finished or self.peer not in standing.members or not self._has_state:
                 outside = self._has_state and not self.is_finished
                 self.figures.waiting = f"waits until round {standing.round} of the others is over" if outside else ""
@@ -758,13 +764,20 @@ class Island:
         parts = parts_in(wire.fields_of(answer, "parts"))
         if root_over(parts) != standing.root or [part.size_bytes for part in parts] != self._sizes:
             raise RecordError(f"{peer} names other parts than those of round {standing.round}")
-        holders = [peer, *(other for other in self.alive() if self.heard[other].head == standing.prev)]
-        states = await self._states.fetch(self.record.id[:16], parts, list(dict.fromkeys(holders))[:8])
+        holders = list(dict.fromkeys([peer, *self._same_head(standing.prev)]))[:8]
+        gave: Counter[str] = Counter()
+        states = await self._states.fetch(self.record.id[:16], parts, holders, gave)
         await self._device.run_later(self._model.load, states)
+        if not self._model.has_moments and not await self._moments.take(holders, gave):
+            log.info("%s goes on with fresh moments: nobody has given any", self.record.name)
         self.figures.fetched += 1
         self._has_state = True
         await self._settle(standing, entries, states)
         return True
+
+    def _same_head(self, head: bytes) -> list[str]:
+        """Islands that have the state after a round."""
+        return [peer for peer in self.alive() if self.heard[peer].head == head]
 
     async def _log_of(self, peer: str) -> tuple[list[RoundEntry], Standing]:
         """Return another island's log and where the job stands after it; raises `RecordError` at the first wrong entry.
@@ -951,6 +964,8 @@ class Island:
             if not self._has_state or fields.integer("round", 0, MAX_ROUNDS) != self.standing.round:
                 raise RemoteError(f"the state here is that of round {self.standing.round}", wire.NOT_YET)
             return canonical({"parts": [[part.root.hex(), part.size_bytes] for part in self.parts]})
+        if method == wire.MOMENTS:
+            return await self._moments.answer(self.standing.round)
         return await self._on_exchange(method, peer, fields)
 
     async def _on_statement(self, peer: str, raw: bytes) -> bytes:
@@ -1104,15 +1119,3 @@ def hashed(states: Sequence[bytes]) -> tuple[bytes, list[StatePart]]:
 def root_over(parts: Iterable[StatePart]) -> bytes:
     """Return the root of a state: a hash over the roots of all its parts."""
     return hashlib.sha256(b"".join(part.root for part in parts)).digest()
-
-
-def parts_in(fields: Fields) -> list[StatePart]:
-    """Return the parts in an answer; raises `RecordError`."""
-    parts = []
-    for item in fields.items("parts", MAX_PARTS):
-        match item:
-            case [str(root), int(size)] if 0 < size <= MAX_STATE_BYTES:
-                parts.append(StatePart(Fields(fields.what, {"root": root}).hex_bytes("root", HASH_BYTES), size))
-            case _:
-                fields.refuse("parts", "pairs of a hash and a number of bytes")
-    return parts

@@ -222,15 +222,23 @@ class FullModel:
         return {part: own.values.cpu().clone() for part, own in self._parts.items()}
 
     @torch.no_grad()
-    def set_vectors(self, vectors: Mapping[str, Tensor], *, fresh: bool = False) -> None:
-        """Replace the weights of all parts; moments stay unless `fresh`."""
+    def set_vectors(self, vectors: Mapping[str, Tensor]) -> None:
+        """Replace the weights of all parts; moments stay."""
         for part, own in self._parts.items():
             own.values.copy_(vectors[part])
             own.refresh()
-            if fresh:
-                own.first.zero_()
-                own.second.zero_()
-        self.version = 0 if fresh else self.version
+
+    def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The first and second moments of each part, as they are kept."""
+        return {part: (own.first, own.second) for part, own in self._parts.items()}
+
+    @torch.no_grad()
+    def set_moments(self, moments: Mapping[str, tuple[Tensor, Tensor]], steps: int) -> None:
+        """Replace the moments of all parts by those after so many steps."""
+        for part, own in self._parts.items():
+            own.first.copy_(moments[part][0])
+            own.second.copy_(moments[part][1])
+        self.version = steps
 
     # Inside
 

@@ -288,7 +288,8 @@ async def _joined() -> dict[str, float]:
             if entry.round >= first_round
             for arrival in entry.list.arrivals
         )
-        state_bytes = sum(part.size_bytes for part in late.parts)
+        assert late._model.has_moments
+        state_bytes = sum(part.size_bytes for part in late.parts) + sum(late._model.moments_bytes)
         nursery.cancel_scope.cancel()
     return {
         "join_s": joined - began, "join_bound_s": 1.5 * state_bytes / LINK_BYTES_PER_S,
