@@ -133,7 +133,9 @@ def lesson(seed: int) -> list[list[int]]:
     return [[(start[0] + 7 * at) % 256 for at in range(16)] for start in sequences(seed, 4)]
 
 
-def newcomer_agreement(islands: list[IslandModel], newcomer: IslandModel, steps: int, first: int) -> tuple[float, float]:
+def newcomer_agreement(
+    islands: list[IslandModel], newcomer: IslandModel, steps: int, first: int
+) -> tuple[float, float]:
     """Agreement of a newcomer's change with the others', and the usual one, after some steps."""
     everybody = [*islands, newcomer]
     for step in range(first, first + steps):
