@@ -51,7 +51,7 @@ from app.rounds.log import (
     read_entry,
     replay,
 )
-from app.rounds.moments import MomentsExchange, MomentsModel, parts_in
+from app.rounds.moments import MomentsExchange, parts_in
 from app.rounds.reading import positions_of, sequence_at
 from app.rounds.record import TrainingRecord
 from app.rounds.statements import (
@@ -75,7 +75,9 @@ from app.rounds.statements import (
     sign_result,
     texts_of,
 )
-from app.rounds.testing import ChangeTester, PastRound, TryingModel
+from app.rounds.steps import RoundTask, StepFigures, StepMaker
+from app.rounds.testing import ChangeTester, PastRound
+from app.routing.route import Route
 from app.training.states import StateStore, part_of
 from app.training.wire import StatePart
 from engine.errors import EngineError
@@ -107,13 +109,11 @@ class RoundTiming:
     quorum_s: float = 30.0  # a round without quorum is made by those who are there after so long
 
 
-class IslandMath(MergingModel, TryingModel, MomentsModel, Protocol):
-    """An island's model; `engine.island.IslandModel` has it."""
+class IslandMath(MergingModel, Protocol):
+    """An island's model in rounds; `engine.island.RoundModel` has it."""
 
     codec: Any  # of the current round
 
-    def step(self, sequences: Sequence[Sequence[int]], number: int) -> Any: ...
-    def loss(self, sequences: Sequence[Sequence[int]]) -> float: ...
     def change(self) -> list[bytes]: ...
     def advance(self, leaves: Sequence[bytes]) -> list[bytes]: ...
     def commit(self, *, counted: bool) -> None: ...
@@ -194,11 +194,14 @@ class Island:
         found: Callable[[], Iterable[str]],
         wall_ms: Callable[[], int],
         own_data: OwnData | None = None,
+        steps: StepMaker,
         timing: RoundTiming | None = None,
         settled: Callable[[list[RoundEntry], list[bytes]], Awaitable[None]] | None = None,
         in_thread: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
     ) -> None:
         """`found` names peers that may take part, `settled` is called with the log and the state after each round.
+
+        `steps` changes the model between rounds.
 
         `own_data` is what this island says of its text, signed, if the job has every member train on its own.
         """
@@ -208,10 +211,11 @@ class Island:
         self.data_of: dict[str, OwnData] = {} if own_data is None else {own_data.peer: own_data}
         self._network, self._identity, self._found, self._wall_ms = network, identity, found, wall_ms
         self._model, self._text, self._device, self._states = model, text, device, states
+        self._steps = steps
         self._in_thread, self._verifying = in_thread, trio.Lock()
         self._exchange = Exchange(network, identity, device, model, record.id, wall_ms=wall_ms, in_thread=in_thread)
-        self._moments = MomentsExchange(network, record.id, model, device, states)
-        self._tester = ChangeTester(record, model, text, device, states, self._exchange, network.peer_id)
+        self._moments = MomentsExchange(network, record.id, steps.whole, device, states)
+        self._tester = ChangeTester(record, steps.whole, text, device, states, self._exchange, network.peer_id)
         self.standing: Standing = beginning(record)
         self.log: list[RoundEntry] = []
         self.parts: list[StatePart] = []  # of the current state
@@ -270,12 +274,25 @@ class Island:
         words = "failed in {0.failures} exchanges in a row, is expected again in round {0.until}"
         return {peer: words.format(one) for peer, one in rests.items()}
 
+    @property
+    def machines(self) -> Route:
+        """The machines of this island with their blocks, if it has several."""
+        return self._steps.route
+
+    async def close(self) -> None:
+        """Remove what is kept for this island's steps."""
+        await self._steps.close()
+
     def alive(self) -> set[str]:
         """Other islands of this job that were heard lately."""
         now = trio.current_time()
         return {peer for peer, one in self.heard.items() if now - one.at < self.timing.alive_s} - {
             *self.standing.banned
         }
+
+    def validated(self, loss: float) -> None:
+        """Note the loss, on text that is not trained on, of the state after the last round."""
+        self.figures.validation = [*self.figures.validation[-999:], (self.standing.step, loss)]
 
     def leave(self) -> None:
         """End `run` at the next step."""
@@ -326,7 +343,7 @@ class Island:
                 raise LeftOut(f"the others left this island out of {self.record.name}: {why}")
             if self._ahead is not None or self._behind():
                 await self._catch_up()
-            elif self._was_resumed and not self._model.has_moments and (others := self._same_head(self.head)):
+            elif self._was_resumed and self._moments.are_lacking and (others := self._same_head(self.head)):
                 self._was_resumed = False
                 await self._moments.take(others, Counter())
             elif self.is_finished or self.peer not in standing.members or not self._has_state:
@@ -358,20 +375,26 @@ class Island:
     async def _train(self, standing: Standing) -> None:
         """Make the steps of a round, fewer if most others are done already; none if the round is over."""
         record, tokens, steps = self.record, 0, 0
-        for step in range(standing.every):
-            if self._leaving or self._ahead is not None or (steps and self._is_late()):
-                break
+
+        def sequences(step: int) -> list[Sequence[int]]:
             if record.own_data:  # nobody else reads this text, so no position is left to others
                 places = positions_of(standing.step * record.batch, (self.peer,), self.peer, step, record.batch)
             else:
                 places = positions_of(standing.start, standing.members, self.peer, step, record.batch)
-            sequences = [self._text.sequence(sequence_at(place, self._text.count, record.seed)) for place in places]
-            done = await self._device.run_later(self._model.step, sequences, standing.step + step)
+            return [self._text.sequence(sequence_at(place, self._text.count, record.seed)) for place in places]
+
+        def stop(made: int) -> bool:
+            return self._leaving or self._ahead is not None or (made > 0 and self._is_late())
+
+        def made(done: StepFigures) -> None:
+            nonlocal steps, tokens
             steps, tokens = steps + 1, tokens + done.tokens
             self.figures.losses = [*self.figures.losses[-399:], done.loss]
             self.figures.steps += 1
             self.figures.tokens += done.tokens
-        if steps and self._ahead is None and not self._leaving:
+
+        counts = await self._steps.make(RoundTask(standing.every, standing.step, sequences, stop, made))
+        if counts and steps and self._ahead is None and not self._leaving:
             await self._arrive(standing, steps, tokens)
 
     async def _arrive(self, standing: Standing, steps: int, tokens: int) -> None:
@@ -675,8 +698,9 @@ class Island:
         self._own = self._candidate = self._ahead = None
         await self._keep(states, (await self._in_thread(hashed, states))[1])
         if self._text.held:
-            loss = await self._device.run_later(self._model.loss, self._text.held)
-            self.figures.validation = [*self.figures.validation[-999:], (standing.step, loss)]
+            loss = await self._steps.loss(self._text.held)
+            if loss is not None:
+                self.validated(loss)
         if self._settled is not None:
             await self._settled(entries, states)
         self.figures.settle_s = trio.current_time() - began
@@ -768,7 +792,7 @@ class Island:
         gave: Counter[str] = Counter()
         states = await self._states.fetch(self.record.id[:16], parts, holders, gave)
         await self._device.run_later(self._model.load, states)
-        if not self._model.has_moments and not await self._moments.take(holders, gave):
+        if self._moments.are_lacking and not await self._moments.take(holders, gave):
             log.info("%s goes on with fresh moments: nobody has given any", self.record.name)
         self.figures.fetched += 1
         self._has_state = True

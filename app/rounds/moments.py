@@ -91,8 +91,9 @@ class MomentsExchange:
     """Gives the moments of one island to newcomers, and takes those of others."""
 
     def __init__(
-        self, network: Network, job: bytes, model: MomentsModel, device: Device, states: StateStore
+        self, network: Network, job: bytes, model: MomentsModel | None, device: Device, states: StateStore
     ) -> None:
+        """Without a model that is whole here, there are no moments to give or to take."""
         self._network, self._job, self._model = network, job, model
         self._device, self._states = device, states
         self._run = b"moments" + job[:16]
@@ -100,11 +101,16 @@ class MomentsExchange:
         self._offer: Offer | None = None
         self._writing = trio.Lock()
 
+    @property
+    def are_lacking(self) -> bool:
+        """True if this island would begin with fresh moments, and could take over those of another."""
+        return self._model is not None and not self._model.has_moments
+
     async def answer(self, number: int) -> bytes:
         """Return what this island's moments are, in round `number`; raises `RemoteError` if it has none."""
         async with self._writing:
             if self._taken_in != number:
-                if not self._model.has_moments:
+                if self._model is None or not self._model.has_moments:
                     raise RemoteError("this island has no moments yet", wire.NOT_YET)
                 before = self._offer.parts if self._offer is not None else ()
                 made = await self._device.run_later(self._model.moments)
@@ -119,6 +125,9 @@ class MomentsExchange:
     async def take(self, peers: Sequence[str], gave: Counter[str]) -> bool:
         """Take over the moments of one of these islands; False if none of them has any that can be used."""
         offers: dict[str, Offer] = {}
+        model = self._model
+        if model is None:
+            return False
 
         async def ask(peer: str) -> None:
             try:
@@ -128,22 +137,22 @@ class MomentsExchange:
             except (P2PError, RecordError) as error:
                 log.debug("%s offers no moments: %s", peer, error)
                 return
-            if [part.size_bytes for part in offer.parts] == self._model.moments_bytes:
+            if [part.size_bytes for part in offer.parts] == model.moments_bytes:
                 offers[peer] = offer
 
         async with trio.open_nursery() as nursery:
             for peer in list(peers)[:MOST_ASKED]:
                 nursery.start_soon(ask, peer)
         for peer in best_offers(offers, gave, self._network.peer_id):
-            if await self._took(peer, offers[peer]):
+            if await self._took(model, peer, offers[peer]):
                 return True
         return False
 
-    async def _took(self, peer: str, offer: Offer) -> bool:
+    async def _took(self, model: MomentsModel, peer: str, offer: Offer) -> bool:
         with trio.move_on_after(self._patience_s(peer, offer)):
             try:
                 parts = await self._states.fetch(self._run, offer.parts, [peer])
-                await self._device.run_later(self._model.take_moments, Taken(offer.steps, parts, offer.norms))
+                await self._device.run_later(model.take_moments, Taken(offer.steps, parts, offer.norms))
                 return True
             except (AppError, EngineError, trio.TooSlowError) as error:
                 log.info("the moments of %s could not be taken over: %s", peer, error)

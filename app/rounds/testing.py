@@ -64,13 +64,14 @@ class ChangeTester:
     def __init__(
         self,
         record: TrainingRecord,
-        model: TryingModel,
+        model: TryingModel | None,
         text: Sequences,
         device: Device,
         states: StateStore,
         exchange: Exchange,
         me: str,
     ) -> None:
+        """Without a model that is whole here, nothing is tested."""
         self._record, self._model, self._text, self._device = record, model, text, device
         self._states, self._exchange, self._me = states, exchange, me
         self._scope = trio.CancelScope()
@@ -87,15 +88,17 @@ class ChangeTester:
 
     async def run(self, past: PastRound, tests: Sequence[DrawnTest]) -> None:
         """Make the tests of a round for which this island was drawn, until `stop` is called."""
-        found = [0] * (2 * len(tests))
+        found, model = [0] * (2 * len(tests)), self._model
+        if model is None:
+            return
         with self._scope as scope:
             for at, test in enumerate(tests):
                 if self._me in test.testers:
-                    found[2 * at : 2 * at + 2] = await self._tested(past, test)
+                    found[2 * at : 2 * at + 2] = await self._tested(model, past, test)
                     if scope is self._scope:
                         self.told = tuple(found)
 
-    async def _tested(self, past: PastRound, test: DrawnTest) -> list[int]:
+    async def _tested(self, model: TryingModel, past: PastRound, test: DrawnTest) -> list[int]:
         """Return the ratios of losses with a change and without it: of what its author read, and of unseen text.
 
         Both are 0 if that could not be measured, and the worst if the author does not show what it committed to.
@@ -114,7 +117,7 @@ class ChangeTester:
         used = [text for text in texts if text]
         try:
             states = await self._states.fetch(self._record.id[:16], past.parts, ())
-            losses = iter(await self._device.run_later(self._model.trial, states, leaves, past.standing.codec, used))
+            losses = iter(await self._device.run_later(model.trial, states, leaves, past.standing.codec, used))
         except (AppError, EngineError, trio.TooSlowError) as error:
             log.warning("the change of %s in round %s could not be tested: %s", test.peer, entry.round, error)
             return [0, 0]

@@ -75,17 +75,17 @@ def test_an_offer_that_is_none_is_refused(values: dict[str, Any]) -> None:
 
 async def newcomer(swarm: IslandSwarm, number: int = 4) -> Node:
     """Let an island join after some rounds, and wait until it takes part."""
-    await swarm.until(lambda: swarm.nodes[0].island.standing.round >= 3)
+    await swarm.until(lambda: swarm.nodes[0].island.standing.round >= 2)
     late = swarm.add(number, has_model=False)
     await swarm.until(lambda: late.island.figures.fetched > 0)
     return late
 
 
 async def test_a_newcomer_takes_over_moments(tmp_path: Path, patient_clock: MockClock) -> None:
-    async with open_islands(tmp_path, 0, 1, 2, steps=60) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, steps=40) as swarm:
         late = await newcomer(swarm)
         assert late.model.has_moments
-        assert late.model._model.version >= 10  # steps that the moments are of
+        assert late.model._model.version >= 5  # steps that the moments are of
         await swarm.finished(0, 1, 2, 4)
         assert members_of(late.island.log)[-1] == 4
         assert not any(entry.doubted for entry in late.island.log)
@@ -101,27 +101,26 @@ async def test_wrong_moments_are_not_taken(tmp_path: Path, patient_clock: MockCl
         honest = model.moments
         model.moments = lambda: honest()._replace(norms=(1e6, 1e6))
 
-    async with open_islands(tmp_path, 0, 1, 2, steps=60) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, steps=40) as swarm:
         liar = swarm.add(3, change=wrong)
         await swarm.until(lambda: liar.name in swarm.nodes[0].island.standing.members)
         late = await newcomer(swarm)
         own = late.model.moments()
         assert 0 < own.norms[0] < 1e3
-        await swarm.finished(0, 1, 2, 3, 4)
 
 
 @pytest.mark.parametrize("how", ["none", "damaged"])
 async def test_without_moments_a_newcomer_begins_with_fresh_ones(
     tmp_path: Path, how: str, patient_clock: MockClock
 ) -> None:
-    async with open_islands(tmp_path, 0, 1, steps=60) as swarm:
+    async with open_islands(tmp_path, 0, 1, steps=40) as swarm:
         for node in swarm.nodes.values():
             model: Any = node.model
             honest = model.moments
 
             def damaged(honest: Any = honest) -> Any:
                 found = honest()
-                return found._replace(parts=[b"\xff" * len(data) for data in found.parts])
+                return found._replace(parts=[data[:2] + b"\xff" * (len(data) - 2) for data in found.parts])
 
             model.moments = damaged
             if how == "none":
@@ -138,20 +137,20 @@ async def test_without_moments_a_newcomer_begins_with_fresh_ones(
 
 
 async def test_a_giver_that_dies_costs_its_moments_alone(tmp_path: Path, patient_clock: MockClock) -> None:
-    async with open_islands(tmp_path, 0, 1, 2, steps=120) as swarm:
-        await swarm.until(lambda: swarm.nodes[0].island.standing.round >= 3)
+    async with open_islands(tmp_path, 0, 1, 2, steps=40) as swarm:
+        await swarm.until(lambda: swarm.nodes[0].island.standing.round >= 2)
         late = swarm.add(4, has_model=False)
         asked: Counter[str] = Counter()
         exchange = late.island._moments
         took = exchange._took
 
-        async def dying(peer: str, found: Offer) -> bool:
+        async def dying(model: Any, peer: str, found: Offer) -> bool:
             if not asked:
                 swarm.kill(next(number for number, node in swarm.nodes.items() if node.name == peer))
             asked[peer] += 1
-            return await took(peer, found)
+            return await took(model, peer, found)
 
-        exchange._took = dying  # type: ignore[method-assign]
+        exchange._took = dying  # type: ignore[method-assign, assignment]
         await swarm.until(lambda: late.island.figures.fetched > 0)
         assert len(asked) == 2
         assert late.model.has_moments
