@@ -43,8 +43,6 @@ class Room(NamedTuple):
 class NoMachines(AppError):
     """The machines that would train together do not have room for all blocks of a model."""
 
-    code = "no_machines"
-
 
 @dataclass(frozen=True)
 class Helpers:

@@ -340,7 +340,7 @@ class TrainJobs:
         await trio.to_thread.run_sync(self._store.save, job, entries, states)
         if (running := self.running.get(job.record.id)) is not None:
             self._write(job, running.island, RUNNING)
-            if len(entries) > 1:
+            if len(entries) > 1 and not running.island.machines:  # a forecast is for islands of one machine
                 await self._compare(running, entries[:-1])
 
     async def _compare(self, running: RunningTraining, entries: Sequence[RoundEntry]) -> None:

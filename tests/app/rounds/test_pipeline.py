@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -19,10 +20,14 @@ from app.routing.route import Hop, NoRoute, Route
 from app.training.hop import TrainingServer, TrainingTerms
 from app.training.states import StateStore
 from app.training.wire import JobOrder
+from engine.errors import EngineError, TrainingError, TrainingFull
 from engine.full_runner import FullRunner
+from engine.island import IslandTerms, PipelineModel
 from engine.sources.hf_config import parse_config
-from engine.training.optimiser import AdamW
-from engine.training.parameters import drawn_model
+from engine.training.full import FullModel
+from engine.training.optimiser import AdamW, Muon, Schedule
+from engine.training.outer import Nesterov
+from engine.training.parameters import drawn_model, joined, part_weights
 from tests.app.hash_model import InlineDevice
 from tests.app.rounds.island_swarm import CONFIG, CPU, IslandSwarm, Lesson, Node, Text, members_of, open_islands
 
@@ -276,11 +281,60 @@ async def test_nothing_of_an_island_is_left_at_its_machines(tmp_path: Path, pati
         await steps_of(swarm.nodes[0]).close()
 
 
+@pytest.mark.parametrize("optimiser", [AdamW(weight_decay=0.1), Muon(weight_decay=0.1)])
+def test_blocks_and_ends_make_the_steps_of_a_whole_model(optimiser: AdamW | Muon) -> None:
+    vectors = drawn_model(FOUR, 1)
+    whole = FullModel(FOUR, vectors, CPU, optimiser=optimiser, graph_bytes=0)
+    owner = PipelineModel(FOUR, vectors, CPU, terms_of(optimiser))
+    runner = FullRunner(FOUR, (0, 4), CPU, optimiser=optimiser, rows=64, under_way=2, usable_bytes=2**40)
+    runner.load({block: owner.first_state(block) for block in range(4)})
+    text, schedule = Text(16), Schedule(1e-2, 100)
+    for step in range(3):
+        batches = owner.batches([text.sequence(10 * step + at) for at in range(8)])
+        assert len(batches) == 2
+        wanted = whole.step(batches, schedule, step, 1.0)
+        total = sum(run_batch(owner, runner, batch, number) for number, batch in enumerate(batches))
+        run_batch(owner, runner, batches[0], 0, counts=False)  # once more, which changes nothing
+        tokens = sum(batch.counted for batch in batches)
+        norm = math.sqrt(math.fsum([*runner.squared_norms(), *owner.ends.squared_norms()])) / tokens
+        assert total / tokens == wanted.loss
+        assert norm == pytest.approx(wanted.norm, rel=1e-12)
+        clip = min(1.0, 1.0 / (wanted.norm + 1e-6))
+        runner.step(schedule.at(step), 1 / tokens, clip)
+        runner.commit()
+        owner.ends.step(schedule.at(step), 1 / tokens, clip)
+    for block in range(4):
+        owner.gather(block, runner.state(block))
+    assert torch.equal(owner._own(), joined(FOUR, whole.vectors()))
+    # a block goes on with the moments that it has
+    renewed = owner.renewed(1, runner.state(1))
+    assert renewed != runner.state(1)
+    assert (
+        renewed[24 + 4 * part_weights(FOUR, "block.1") :] == runner.state(1)[24 + 4 * part_weights(FOUR, "block.1") :]
+    )
+
+
+def terms_of(optimiser: AdamW | Muon) -> IslandTerms:
+    return IslandTerms(Schedule(1e-2, 100), 1.0, optimiser, Nesterov(), "int8", True, rows=64)
+
+
+def run_batch(owner: PipelineModel, runner: FullRunner, batch: Any, number: int, *, counts: bool = True) -> float:
+    """One micro-batch through all blocks and back."""
+    ends, sequences = owner.ends, batch.token_ids.shape[0]
+    rows = runner.rows(memoryview(ends.embed(batch, "f32")), "f32")
+    for block in range(4):
+        rows = runner.forward(block, number, rows, sequences)
+    hidden = memoryview(runner.data(rows, "f32"))
+    found = ends.begin_loss(batch, hidden, "f32", gradient=True, number=number).result("f32")
+    gradient = runner.rows(memoryview(found.gradient), "f32")
+    for block in reversed(range(4)):
+        gradient = runner.backward(block, number, gradient, counts)
+    ends.back(batch, number, memoryview(runner.data(gradient, "f32")), "f32")
+    return found.total
+
+
 @pytest.mark.parametrize("muon", [False, True])
 def test_a_runner_refuses_what_does_not_fit(muon: bool) -> None:
-    from engine.errors import EngineError, TrainingError, TrainingFull
-    from engine.training.optimiser import Muon
-
     kind: Any = Muon if muon else AdamW
     terms: dict[str, Any] = {"optimiser": kind(), "rows": 64, "under_way": 2}
     with pytest.raises(TrainingFull):
