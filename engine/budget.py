@@ -350,6 +350,24 @@ def plan_full(config: ModelConfig, precision: Precision, rows: int, usable_bytes
     return FullBudget(weights, state, exchange, inputs, min(left, config.n_blocks * graph), workspace)
 
 
+def full_blocks_bytes(config: ModelConfig, precision: Precision, blocks: int, rows: int, under_way: int) -> int:
+    """Bytes of some blocks whose weights are all trained, with so many micro-batches between their two passes."""
+    weights = block_weights(config)
+    copy = 0 if precision.weight_bytes >= 4 else int(weights * precision.weight_bytes)
+    inputs = under_way * rows * config.hidden_size * precision.compute_bytes
+    wide = rows * (3 * config.intermediate_size + 3 * config.hidden_size) * precision.compute_bytes
+    workspace = block_graph_bytes(config, precision, rows) + wide + 20 * weights
+    return blocks * (FULL_WEIGHT_BYTES * weights + copy + inputs) + workspace
+
+
+def full_ends_bytes(config: ModelConfig, precision: Precision, rows: int) -> int:
+    """Bytes of embedding and head whose weights are all trained, with the state to go back to, and of a loss."""
+    weights = ends_bytes(config, unquantised(1), embedding=True, head=True)
+    copy = 0 if precision.weight_bytes >= 4 else int(weights * precision.weight_bytes)
+    kept = 3 * 4 * weights
+    return FULL_WEIGHT_BYTES * weights + copy + kept + 20 * weights + loss_bytes(config, precision, rows)
+
+
 def loss_bytes(config: ModelConfig, precision: Precision, rows: int) -> int:
     """Bytes that the loss of a micro-batch and its gradient take at the asker, besides the head's own weights."""
     logits = 3 * LOSS_ROWS * config.vocab_size * 4

@@ -6,6 +6,7 @@ different leaves. Not thread-safe. Knows no peers; `app.rounds` decides whose ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,16 +17,19 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.errors import TrainingError
+from engine.full_runner import FullOwnerEnds
 from engine.model.block import WeightOptions
+from engine.sources.base import block_part
 from engine.sources.layout import part_names
 from engine.training.codecs import GROUP, Codec, bounded, decode, encode, encoded_bytes
-from engine.training.full import FullModel
+from engine.training.full import FullModel, pack_part, unpack_part
 from engine.training.local_trainer import MicroBatch, StepResult
 from engine.training.optimiser import AdamW, Muon, Schedule
 from engine.training.outer import Nesterov, agreement, likeness, merged, nesterov_step
-from engine.training.parameters import divided, joined, model_weights, part_weights
+from engine.training.parameters import divided, joined, matrix_weights, model_weights, part_weights
 
 LEAF = 4 * GROUP  # numbers
+MOMENTS_ROUNDING = 0.01  # of a norm that may be lost in bfloat16
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,14 @@ class Merged(NamedTuple):
     past: list[float]  # cosine with what was merged in the last round; empty if that is not known
 
 
+class InnerMoments(NamedTuple):
+    """The optimiser's moments of an island after so many steps, for one that joins: bfloat16, first and then second."""
+
+    steps: int
+    parts: Sequence[bytes]
+    norms: tuple[float, float]  # of all first and of all second moments
+
+
 class _Encoded(NamedTuple):
     """Leaves and their number format."""
 
@@ -64,21 +76,12 @@ class _Shared:
     momentum: Tensor
 
 
-class IslandModel:
-    """A whole model that is trained here."""
+class RoundModel:
+    """What an island has between two rounds and shares in them; where its own weights are is left to others."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        vectors: Mapping[str, Tensor],
-        options: WeightOptions,
-        terms: IslandTerms,
-        *,
-        graph_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, vectors: Mapping[str, Tensor], terms: IslandTerms) -> None:
         self.config, self.terms = config, terms
         self.codec: Codec = terms.codec  # of the current round; all its changes are in it
-        self._model = FullModel(config, vectors, options, optimiser=terms.optimiser, graph_bytes=graph_bytes)
         values = joined(config, vectors)
         self._shared = _Shared(values, torch.zeros_like(values))
         self._residual = torch.zeros_like(values)  # what rounding kept back from the changes sent so far
@@ -86,6 +89,14 @@ class IslandModel:
         self._next: _Shared | None = None
         self._next_change: _Encoded | None = None  # that leads to the next state
         self._past: _Encoded | None = None  # the merged change of the last round; the bytes are the caller's own
+
+    def _own(self) -> Tensor:
+        """The island's own weights, joined."""
+        raise NotImplementedError
+
+    def _go_on_from(self, values: Tensor) -> None:
+        """Replace the island's own weights by those that all islands have; moments stay."""
+        raise NotImplementedError
 
     @property
     def leaves(self) -> int:
@@ -97,22 +108,11 @@ class IslandModel:
         """Most bytes of a leaf in the current round."""
         return encoded_bytes(LEAF, self.codec)
 
-    # Steps
-
-    def step(self, sequences: Sequence[Sequence[int]], number: int) -> StepResult:
-        """Make step `number` of the job, from 0; raises `NotFinite` and changes nothing if the loss is not finite."""
-        return self._model.step(self._batches(sequences), self.terms.schedule, number, self.terms.clip)
-
-    def loss(self, sequences: Sequence[Sequence[int]]) -> float:
-        """Mean loss of the island's own weights on sequences that are not trained on."""
-        return self._model.loss(self._batches(sequences))
-
     # Rounds
 
     def change(self) -> list[bytes]:
         """Return the leaves of what this island has changed since the last round; raises `NotFinite`."""
-        own = joined(self.config, self._model.vectors())
-        self._sent = self._shared.values - own + self._residual
+        self._sent = self._shared.values - self._own() + self._residual
         return [encode(leaf, self.codec) for leaf in self._sent.split(LEAF)]
 
     def merge(self, rows: Sequence[Sequence[bytes]], first: int, weights: Sequence[float]) -> Merged:
@@ -157,19 +157,27 @@ class IslandModel:
             )
         self._shared, self._next, self._sent = self._next, None, None
         self._past, self._next_change = self._next_change, None
-        self._model.set_vectors(divided(self.config, self._shared.values))
+        self._go_on_from(self._shared.values)
 
     def states(self) -> list[bytes]:
         """The shared state of each part, in their order."""
         return self._packed(self._shared)
 
     def load(self, states: Sequence[bytes]) -> None:
-        """Go on from these states of all parts, with fresh moments; raises `TrainingError` if they do not fit."""
+        """Go on from these states of all parts; moments stay. Raises `TrainingError` if the states do not fit."""
         values, momentum = unpacked(self.config, states)
         self._shared, self._next, self._sent = _Shared(values, momentum), None, None
         self._past = self._next_change = None
         self._residual = torch.zeros_like(values)
-        self._model.set_vectors(divided(self.config, values), fresh=True)
+        self._go_on_from(values)
+
+    def batches(self, sequences: Sequence[Sequence[int]]) -> list[MicroBatch]:
+        """Micro-batches of sequences of one length, in which every token but the first is to be foretold."""
+        ids = torch.tensor(np.asarray(sequences, dtype=np.int64))
+        labels = torch.full_like(ids, -100)
+        labels[:, :-1] = ids[:, 1:]
+        most = max(1, self.terms.rows // ids.shape[1])
+        return [MicroBatch(*pair) for pair in zip(ids.split(most), labels.split(most), strict=True)]
 
     # Inside
 
@@ -189,13 +197,139 @@ class IslandModel:
             raise TrainingError(f"a change has no leaf {index}")
         return size
 
-    def _batches(self, sequences: Sequence[Sequence[int]]) -> list[MicroBatch]:
-        """Micro-batches of sequences of one length, in which every token but the first is to be foretold."""
-        ids = torch.tensor(np.asarray(sequences, dtype=np.int64))
-        labels = torch.full_like(ids, -100)
-        labels[:, :-1] = ids[:, 1:]
-        most = max(1, self.terms.rows // ids.shape[1])
-        return [MicroBatch(*pair) for pair in zip(ids.split(most), labels.split(most), strict=True)]
+
+class IslandModel(RoundModel):
+    """A whole model that is trained here."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        vectors: Mapping[str, Tensor],
+        options: WeightOptions,
+        terms: IslandTerms,
+        *,
+        graph_bytes: int | None = None,
+    ) -> None:
+        super().__init__(config, vectors, terms)
+        self._model = FullModel(config, vectors, options, optimiser=terms.optimiser, graph_bytes=graph_bytes)
+
+    # Steps
+
+    def step(self, sequences: Sequence[Sequence[int]], number: int) -> StepResult:
+        """Make step `number` of the job, from 0; raises `NotFinite` and changes nothing if the loss is not finite."""
+        return self._model.step(self.batches(sequences), self.terms.schedule, number, self.terms.clip)
+
+    def loss(self, sequences: Sequence[Sequence[int]]) -> float:
+        """Mean loss of the island's own weights on sequences that are not trained on."""
+        return self._model.loss(self.batches(sequences))
+
+    def trial(
+        self, states: Sequence[bytes], leaves: Sequence[bytes], codec: Codec, texts: Sequence[Sequence[Sequence[int]]]
+    ) -> list[tuple[float, float]]:
+        """Return the mean loss on each text of the shared weights in some states, and of where a change leads to.
+
+        The island's own weights stay as they are. Raises `TrainingError` if these are no leaves of a change.
+        """
+        if len(leaves) != self.leaves:
+            raise TrainingError(f"{len(leaves)} leaves are not the {self.leaves} of a change")
+        names = part_names(self.config)
+        values = torch.cat([_weights(self.config, *pair) for pair in zip(names, states, strict=True)])
+        change = self._joined(_Encoded(leaves, codec), 0, self.leaves)
+        kept = self._model.vectors()
+        try:
+            losses = []
+            for weights in (values, values - change):
+                self._model.set_vectors(divided(self.config, weights))
+                losses.append([self.loss(text) for text in texts])
+        finally:
+            self._model.set_vectors(kept)
+        return list(zip(*losses, strict=True))
+
+    # Moments
+
+    @property
+    def has_moments(self) -> bool:
+        """True once this island has made a step, or taken over another's moments."""
+        return self._model.version > 0
+
+    def moments(self) -> InnerMoments:
+        """The moments of this island as they are now."""
+        pairs = list(self._model.moments().values())
+        norms = [math.sqrt(math.fsum(float(pair[side].double().square().sum()) for pair in pairs)) for side in (0, 1)]
+        return InnerMoments(self._model.version, [_shorter(torch.cat(pair)) for pair in pairs], (norms[0], norms[1]))
+
+    def take_moments(self, moments: InnerMoments) -> None:
+        """Go on with the moments of another island; raises `TrainingError` if they are none, or not what they claim."""
+        own, found = self._model.moments(), dict[str, tuple[Tensor, Tensor]]()
+        if [len(data) for data in moments.parts] != self.moments_bytes or moments.steps < 1:
+            raise TrainingError("these are not the moments of a model of this shape")
+        for (part, (first, _)), data in zip(own.items(), moments.parts, strict=True):
+            numbers = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).float()
+            found[part] = numbers[: first.numel()], numbers[first.numel() :]
+            if not bool(torch.isfinite(numbers).all()) or bool((found[part][1] < 0).any()):
+                raise TrainingError(f"the moments of {part} are none that training makes")
+        for side, claimed in enumerate(moments.norms):
+            norm = math.sqrt(math.fsum(float(pair[side].double().square().sum()) for pair in found.values()))
+            if abs(norm - claimed) > MOMENTS_ROUNDING * claimed:
+                raise TrainingError(f"the moments have the norm {norm:.3g}, not {claimed:.3g}")
+        self._model.set_moments(found, moments.steps)
+
+    @property
+    def moments_bytes(self) -> list[int]:
+        """Bytes of each part's moments."""
+        return [2 * (first.numel() + second.numel()) for first, second in self._model.moments().values()]
+
+    # Inside
+
+    def _own(self) -> Tensor:
+        return joined(self.config, self._model.vectors())
+
+    def _go_on_from(self, values: Tensor) -> None:
+        self._model.set_vectors(divided(self.config, values))
+
+
+class PipelineModel(RoundModel):
+    """The owner's part of an island of several machines: the ends, and what the island shares in rounds.
+
+    The blocks' own weights and moments are where the blocks are; `gather` takes their weights in, block by block, and
+    `renewed` gives a block its state for the next round.
+    """
+
+    def __init__(
+        self, config: ModelConfig, vectors: Mapping[str, Tensor], options: WeightOptions, terms: IslandTerms
+    ) -> None:
+        super().__init__(config, vectors, terms)
+        self.ends = FullOwnerEnds(config, vectors, options, terms.optimiser)
+        self._gathered = self._shared.values.clone()
+
+    def first_state(self, block: int) -> bytes:
+        """The state of a block that begins with the shared weights and fresh moments."""
+        count = part_weights(self.config, block_part(block))
+        muon = isinstance(self.terms.optimiser, Muon)
+        second = count - matrix_weights(self.config, block_part(block)) if muon else count
+        return pack_part(0, self._block(self._shared.values, block), bytes(4 * (count + second)))
+
+    def gather(self, block: int, state: bytes) -> None:
+        """Take in a block's own weights from its state; raises `TrainingError` if it is none."""
+        self._block(self._gathered, block).copy_(unpack_part(state, part_weights(self.config, block_part(block)))[1])
+
+    def renewed(self, block: int, state: bytes) -> bytes:
+        """Return a block's state with the shared weights and the moments that it has; raises `TrainingError`."""
+        steps, _, moments = unpack_part(state, part_weights(self.config, block_part(block)))
+        return pack_part(steps, self._block(self._shared.values, block), moments)
+
+    # Inside
+
+    def _own(self) -> Tensor:
+        parts = divided(self.config, self._gathered)
+        return joined(self.config, {**parts, **self.ends.vectors()})
+
+    def _go_on_from(self, values: Tensor) -> None:
+        self._gathered.copy_(values)
+        self.ends.set_vectors(divided(self.config, values))
+
+    def _block(self, values: Tensor, block: int) -> Tensor:
+        return divided(self.config, values)[block_part(block)]
 
 
 def first_states(config: ModelConfig, vectors: Mapping[str, Tensor]) -> list[bytes]:
@@ -216,6 +350,18 @@ def unpacked(config: ModelConfig, states: Sequence[bytes]) -> tuple[Tensor, Tens
     if not bool(torch.isfinite(values).all() and torch.isfinite(momentum).all()):
         raise TrainingError("a state has numbers that are not finite")
     return values, momentum
+
+
+def _weights(config: ModelConfig, part: str, state: bytes) -> Tensor:
+    """Return the weights in the state of one part, without the momentum; raises `TrainingError` if it is none."""
+    count = part_weights(config, part)
+    if len(state) != 8 * count:
+        raise TrainingError(f"{len(state)} bytes are not the state of {part}")
+    return torch.from_numpy(np.frombuffer(state, dtype="<f4", count=count).astype(np.float32))
+
+
+def _shorter(vector: Tensor) -> bytes:
+    return vector.cpu().to(torch.bfloat16).view(torch.int16).numpy().astype("<i2", copy=False).tobytes()
 
 
 def _bytes(vector: Tensor) -> bytes:

@@ -83,7 +83,7 @@ class TrainingRunner:
 
     def data(self, rows: Tensor, dtype: str) -> bytes:
         """Return rows as numbers for the wire; raises `NotFinite` if they do not fit its format."""
-        return _data(rows, dtype)
+        return data_of(rows, dtype)
 
     def forward(self, block: int, number: int, rows: Tensor, sequences: int) -> Tensor:
         """Run a micro-batch through one block; see `TrainedSpan.forward`."""
@@ -185,9 +185,11 @@ class OwnerEnds:
 
     def embed(self, batch: MicroBatch, wire: str) -> bytes:
         """Return a micro-batch's embeddings as numbers for the wire."""
-        return _data(self._ends.embed(batch.token_ids), wire)
+        return data_of(self._ends.embed(batch.token_ids), wire)
 
-    def begin_loss(self, batch: MicroBatch, hidden: memoryview, dtype: str, *, gradient: bool) -> OwnerLoss:
+    def begin_loss(
+        self, batch: MicroBatch, hidden: memoryview, dtype: str, *, gradient: bool, number: int
+    ) -> OwnerLoss:
         """Begin to compute the loss of the last hidden states, with or without its gradient."""
         rows = to_tensor([hidden], dtype, self.hidden_size)
         return OwnerLoss(self._ends.begin_loss(rows, batch.labels, gradient=gradient))
@@ -206,7 +208,7 @@ class OwnerLoss:
     def result(self, wire: str) -> BatchLoss:
         """Return the loss, with the gradient as numbers for the wire if it was asked for; raises `NotFinite`."""
         found = self._loss.result()
-        return BatchLoss(found.total, _data(found.gradient, wire) if found.gradient.numel() else b"")
+        return BatchLoss(found.total, data_of(found.gradient, wire) if found.gradient.numel() else b"")
 
 
 def owner_ends(ends: SwarmEnds) -> OwnerEnds:
@@ -225,7 +227,8 @@ def version_of(state: bytes, settings: AdapterSettings, config: ModelConfig) -> 
     return unpack_state(state, weight_count(layout(config, settings.rank, settings.targets)))[0]
 
 
-def _data(rows: Tensor, dtype: str) -> bytes:
+def data_of(rows: Tensor, dtype: str) -> bytes:
+    """Return rows as numbers for the wire; raises `NotFinite` if they do not fit its format."""
     data = to_bytes(rows, dtype)
     if not is_finite(to_tensor([data], dtype, rows.shape[1])):
         raise NotFinite(f"a number is not finite in {dtype}")

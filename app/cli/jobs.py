@@ -95,6 +95,8 @@ def _show_training(facts: dict[str, Any], *, as_json: bool) -> int:
             "" if data is None else f", {data['tokens']} tokens of {data['source']} ({data['licence'] or 'no licence'})"
         )
         print(one_line(f"island      {island['peer']}: {island['steps']} steps in the last round{text}"))
+    for peer, start, stop in facts["machines"]:
+        print(f"machine     {peer}: blocks {start}:{stop} of the island here")
     for label, name in (("left out", "left_out"), ("resting", "resting"), ("doubted", "doubted")):
         for peer, why in facts[name].items():
             print(f"{label:<12}{peer}: {why}")

@@ -294,7 +294,8 @@ class Settings:
     train: Literal["never", "trusted", "members"] = _setting(
         "choice",
         "trusted",
-        "Whose fine-tuning jobs may use the blocks hosted here: nobody's, those of trusted peers, or of all members.",
+        "Whose jobs may train here: nobody's, those of trusted peers, or of all members. Fine-tuning uses the hosted "
+        "blocks; islands of several machines have blocks of their own here.",
         live=True,
         options=("never", "trusted", "members"),
     )

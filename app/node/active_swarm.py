@@ -43,6 +43,7 @@ from app.node.context import NodeContext
 from app.node.hosting_loop import HostingLoop
 from app.node.peer_views import peer_views
 from app.planning.machines import MachineSpec
+from app.rounds.machines import Helpers
 from app.rounds.train_jobs import TrainJobs, TrainPlace
 from app.routing.estimates import route_neighbours
 from app.routing.planner import PrivacyPreferences
@@ -372,12 +373,22 @@ class ActiveSwarm:
             network=network,
             identity=self._context.identity,
             states=states,
-            members=lambda: [member.peer for member in self.members() if member.present],
+            members=self._others,
             is_member=self.weights.sharing.is_member,
             cache=self._context.manifests.cache,
             memory_limit=lambda: self.memory_limit_bytes,
             look=self._look_at_machine,
+            helpers=Helpers(network, self._others, partial(self._room_here, network.peer_id), self._train_self),
         )
+
+    def _others(self) -> list[str]:
+        """Members that are there now."""
+        return [member.peer for member in self.members() if member.present]
+
+    async def _room_here(self, peer: str) -> int:
+        """Bytes that this node's training server gives to islands of its own."""
+        training = self.hosting_loop.training if self.hosting_loop is not None else None
+        return 0 if training is None else await training.room_for(peer)
 
     async def _serve_self(self, stream: FrameStream) -> None:
         """Serve a session that this node's own reply opens to its own blocks."""

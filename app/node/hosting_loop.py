@@ -33,7 +33,7 @@ from app.training.consent import terms_of
 from app.training.hop import TrainingServer, TrainingTerms
 from app.training.reply_adapters import AdapterFetcher
 from app.training.states import StateStore
-from app.training.wiring import blocks_of
+from app.training.wiring import FullBlocksOn, blocks_of
 from app.weights.extents import WeightsError
 from app.weights.model_weights import ModelWeights
 from engine.errors import DeviceFull, EngineError
@@ -240,7 +240,9 @@ class HostingLoop:
             with trio.move_on_after(0 if blocks is not None else MEET_MEMBERS_S):
                 await self._membership.joined()
         loader = BlockLoader(self._weights, self._observer.steps)
-        self.training = training = TrainingServer(self._network, loader.device, self._states, self._training_terms)
+        self.training = training = TrainingServer(
+            self._network, loader.device, self._states, self._training_terms, FullBlocksOn(settings.chosen_device)
+        )
         self.block_host = BlockHost(
             self._network,
             self._membership,

@@ -138,6 +138,13 @@ class Exchange:
         """Return the merged leaves of a round that others have finished; raises what asking one of them raises."""
         return await self._merged_by(giver, range(self._model.leaves), deadline, ExchangeAttempt(members))
 
+    async def change_of(self, members: MemberList, arrival: Arrival, deadline: float) -> list[bytes]:
+        """Return a member's whole change, which we were drawn to test; raises what asking it raises, or `RecordError`.
+
+        That its leaves can be decoded is not checked.
+        """
+        return await self._committed(ExchangeAttempt(members), arrival, range(self._model.leaves), deadline)
+
     async def two_faced(self, attempt: ExchangeAttempt, peer: str, deadline: float) -> set[str]:
         """Return the members that signed another share for this peer than for us; raises `P2PError` or `RecordError`.
 
@@ -194,6 +201,13 @@ class Exchange:
         self, attempt: ExchangeAttempt, arrival: Arrival, leaves: range, deadline: float
     ) -> list[bytes]:
         """Return some leaves of a member's change, checked against what it committed to; raises `RecordError`."""
+        found = await self._committed(attempt, arrival, leaves, deadline)
+        await self._device.run_later(self._model.check, found, leaves.start)
+        return found
+
+    async def _committed(
+        self, attempt: ExchangeAttempt, arrival: Arrival, leaves: range, deadline: float
+    ) -> list[bytes]:
         if not leaves:
             return []
         where = {"list": attempt.members.hash.hex()}
@@ -207,7 +221,6 @@ class Exchange:
             or (await self._in_thread(hashes_of, found))[0] != hashes[leaves.start : leaves.stop]
         ):
             raise RecordError("its change is not the one that it committed to")
-        await self._device.run_later(self._model.check, found, leaves.start)
         return found
 
     async def _signed_by(self, peer: str, attempt: ExchangeAttempt, deadline: float) -> MergedShare:

@@ -6,7 +6,7 @@ Loads torch: import it inside functions.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,26 @@ from app.planning.training_step import StepTask
 from app.rounds.island import hashed
 from app.rounds.record import MAX_EVERY, TrainingRecord
 from app.rounds.statements import MAX_SOURCE_CHARS
+from app.rounds.steps import PipelineTerms
 from app.training.dataset import Document, order, read_records
 from app.training.record import checked_name
 from app.training.states import part_of
-from engine.budget import FullBudget, allowance_on, plan_full, unquantised
+from app.training.wire import full_order
+from engine.budget import (
+    ROUND_WEIGHT_BYTES,
+    FullBudget,
+    allowance_on,
+    full_blocks_bytes,
+    full_ends_bytes,
+    plan_full,
+    unquantised,
+)
 from engine.config import ModelConfig
 from engine.device.dtypes import pick_dtype
 from engine.device.probe import Device, find_device, probe_devices
-from engine.island import IslandModel, IslandTerms, first_states, unpacked
+from engine.island import IslandModel, IslandTerms, PipelineModel, first_states, unpacked
 from engine.model.block import WeightOptions
-from engine.sources.base import ModelSource, TokenizerSpec
+from engine.sources.base import ModelSource, TokenizerSpec, block_part
 from engine.sources.hf_config import parse_config
 from engine.sources.opening import open_source
 from engine.sources.shape import config_values, open_shape
@@ -41,7 +51,9 @@ from engine.training.codecs import codec_named
 from engine.training.export import folder_files
 from engine.training.optimiser import AdamW, Muon, Schedule
 from engine.training.outer import Nesterov
-from engine.training.parameters import divided, drawn_model, read_model
+from engine.training.parameters import divided, drawn_model, part_weights, read_model
+from engine.training_runner import SUM_BYTES
+from engine.wire import wire_name
 
 RESERVED = ("join", "leave", "export", "log")  # words of the command line
 HELD_SHARE, HELD_MOST = 0.05, 32  # sequences to validate with
@@ -49,6 +61,7 @@ ROWS = 1024  # of a micro-batch
 NO_LICENCE = "the swarm is public: name the licence of the text with --licence"
 Rows = np.ndarray[Any, np.dtype[np.uint32]]
 WEIGHT_DECAY, CLIP = 0.1, 1.0
+OWNER_WEIGHT_BYTES = ROUND_WEIGHT_BYTES + 4  # for rounds, and the island's own weights where those of blocks come in
 MORE_EVERY = 10  # times the steps of the first round, at most
 
 
@@ -84,16 +97,34 @@ class Founded:
     sequences: int
 
 
+class DoesNotFit(AppError):
+    """The state of a model is too large for this machine."""
+
+    def __init__(self, text: str, config: ModelConfig, length: int) -> None:
+        super().__init__(text)
+        self.config, self.length = config, length
+
+
 def prepare(
-    wish: TrainWish, *, swarm: str, founder: str, public: bool, cache: Path, limit_bytes: int | None = None
+    wish: TrainWish,
+    *,
+    swarm: str,
+    founder: str,
+    public: bool,
+    cache: Path,
+    limit_bytes: int | None = None,
+    alone: bool = True,
 ) -> Founded:
-    """Check a wish and make a job of it; raises `AppError` or `EngineError`, one line for what is wrong."""
+    """Check a wish and make a job of it; raises `AppError` or `EngineError`, one line for what is wrong.
+
+    If this machine trains it `alone` and is too small, that is a `DoesNotFit`.
+    """
     _check(wish, public=public)
     source = open_shape(Path(wish.shape)) if wish.shape else open_source(wish.model or "starter", cache)
     config = source.config
     if wish.length > config.context_length:
         raise AppError(f"--length {wish.length} is more than the model's context of {config.context_length}")
-    budget, _, _ = plan_island(config, wish.length, limit_bytes)
+    budget, _, _ = (plan_island if alone else plan_owner)(config, wish.length, limit_bytes)
     texts, sequences = _texts(wish, source)
     public_texts = {name: part_of(data)[0] for name, data in texts.items()}
     if wish.own_data:
@@ -217,12 +248,49 @@ def plan_island(
     usable = allowance_on(device, limit_bytes or None).usable_bytes
     budget = plan_full(config, unquantised(dtype.itemsize), max(ROWS, length), usable)
     if budget.total_bytes > usable:
-        raise AppError(
+        raise DoesNotFit(
             f"training {budget.weights} weights takes {format_size(budget.total_bytes)}, but {device.id} has "
             f"{format_size(usable)} to spare: give a smaller model"
-            + (f", or raise max_vram, which is {format_size(limit_bytes)}" if limit_bytes else "")
+            + (f", or raise max_vram, which is {format_size(limit_bytes)}" if limit_bytes else ""),
+            config,
+            length,
         )
     return budget, device, dtype
+
+
+def plan_owner(
+    config: ModelConfig, length: int, limit_bytes: int | None = None
+) -> tuple[FullBudget, Device, torch.dtype]:
+    """Choose the device for the owner's part of an island of several machines; raises `AppError` if it is too small.
+
+    The ends are trained on the device, and what rounds need of all weights is in the machine's memory. The budget is
+    that of the whole model.
+    """
+    device = find_device(None, devices := probe_devices())
+    dtype = pick_dtype(device.id)
+    precision, rows = unquantised(dtype.itemsize), max(ROWS, length)
+    budget = plan_full(config, precision, rows, 0)
+    ends, shared = full_ends_bytes(config, precision, rows), OWNER_WEIGHT_BYTES * budget.weights
+    memory = find_device("cpu", devices)
+    wanted = [(device, ends + shared)] if device.id == memory.id else [(device, ends), (memory, shared)]
+    for one, size in wanted:
+        usable = allowance_on(one, limit_bytes or None if one.id == device.id else None).usable_bytes
+        if size > usable:
+            raise AppError(
+                f"even with other machines for all blocks, training {budget.weights} weights takes "
+                f"{format_size(size)} here, but {one.id} has {format_size(usable)} to spare: give a smaller model"
+            )
+    return budget, device, dtype
+
+
+def block_needs(config: ModelConfig, length: int) -> Callable[[int, int], int]:
+    """Return what some blocks take at a machine whose number format is not known, with so many micro-batches."""
+
+    def needs(blocks: int, under_way: int) -> int:
+        rows = max(ROWS, length)
+        return max(full_blocks_bytes(config, unquantised(size), blocks, rows, under_way) for size in (2, 4))
+
+    return needs
 
 
 def usual_step(record: TrainingRecord) -> StepTask:
@@ -243,8 +311,30 @@ def make_model(
     """Return the model of an island and its device; without vectors it starts as drawn from the seed."""
     config = config_of(record)
     budget, device, dtype = plan_island(config, record.length, limit_bytes)
+    options = WeightOptions(torch.device(device.id), dtype)
+    vectors = vectors or drawn_model(config, record.seed)
+    return IslandModel(config, vectors, options, _terms(record), graph_bytes=budget.graph_bytes), device.id
+
+
+def make_pipeline(
+    record: TrainingRecord, vectors: dict[str, torch.Tensor] | None, limit_bytes: int | None = None
+) -> tuple[PipelineModel, str, PipelineTerms]:
+    """Return the owner's part of an island of several machines, its device, and what the machines train."""
+    config, how = config_of(record), _terms(record)
+    _, device, dtype = plan_owner(config, record.length, limit_bytes)
+    options = WeightOptions(torch.device(device.id), dtype)
+    model = PipelineModel(config, vectors or drawn_model(config, record.seed), options, how)
+    order = full_order(
+        record.shape, blocks=config.n_blocks, optimiser=record.optimiser, weight_decay=record.weight_decay,
+        rows=how.rows, wire=wire_name(dtype),
+    )  # fmt: skip
+    sums_bytes = SUM_BYTES * part_weights(config, block_part(0))
+    return model, device.id, PipelineTerms(order, how.schedule.at, how.clip, sums_bytes)
+
+
+def _terms(record: TrainingRecord) -> IslandTerms:
     decay = record.weight_decay
-    terms = IslandTerms(
+    return IslandTerms(
         schedule=Schedule(record.rate, record.steps, record.warm_up),
         clip=record.clip,
         optimiser=Muon(weight_decay=decay) if record.optimiser == "muon" else AdamW(weight_decay=decay),
@@ -253,9 +343,6 @@ def make_model(
         robust=record.merging == "clip",
         rows=max(ROWS, record.length),
     )
-    options = WeightOptions(torch.device(device.id), dtype)
-    vectors = vectors or drawn_model(config, record.seed)
-    return IslandModel(config, vectors, options, terms, graph_bytes=budget.graph_bytes), device.id
 
 
 class TokenText:

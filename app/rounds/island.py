@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -50,6 +51,7 @@ from app.rounds.log import (
     read_entry,
     replay,
 )
+from app.rounds.moments import MomentsExchange, parts_in
 from app.rounds.reading import positions_of, sequence_at
 from app.rounds.record import TrainingRecord
 from app.rounds.statements import (
@@ -73,8 +75,11 @@ from app.rounds.statements import (
     sign_result,
     texts_of,
 )
+from app.rounds.steps import RoundTask, StepFigures, StepMaker
+from app.rounds.testing import ChangeTester, PastRound
+from app.routing.route import Route
 from app.training.states import StateStore, part_of
-from app.training.wire import MAX_STATE_BYTES, StatePart
+from app.training.wire import StatePart
 from engine.errors import EngineError
 from p2p.envelope import parse
 from p2p.errors import EnvelopeError, P2PError, RemoteError
@@ -84,7 +89,6 @@ log = logging.getLogger("shoal.rounds")
 T = TypeVar("T")
 
 KEPT_ATTEMPTS = 4  # whose merged leaves are kept for members that are late
-MAX_PARTS = 5000
 MAX_PEERS = 256
 _LISTS_MORE = 2  # lists of one leader in a round, beyond one for each member that it may have to leave out
 _LONGEST_DISREGARD = 7  # doublings
@@ -106,12 +110,10 @@ class RoundTiming:
 
 
 class IslandMath(MergingModel, Protocol):
-    """An island's model; `engine.island.IslandModel` has it."""
+    """An island's model in rounds; `engine.island.RoundModel` has it."""
 
     codec: Any  # of the current round
 
-    def step(self, sequences: Sequence[Sequence[int]], number: int) -> Any: ...
-    def loss(self, sequences: Sequence[Sequence[int]]) -> float: ...
     def change(self) -> list[bytes]: ...
     def advance(self, leaves: Sequence[bytes]) -> list[bytes]: ...
     def commit(self, *, counted: bool) -> None: ...
@@ -192,11 +194,14 @@ class Island:
         found: Callable[[], Iterable[str]],
         wall_ms: Callable[[], int],
         own_data: OwnData | None = None,
+        steps: StepMaker,
         timing: RoundTiming | None = None,
         settled: Callable[[list[RoundEntry], list[bytes]], Awaitable[None]] | None = None,
         in_thread: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
     ) -> None:
         """`found` names peers that may take part, `settled` is called with the log and the state after each round.
+
+        `steps` changes the model between rounds.
 
         `own_data` is what this island says of its text, signed, if the job has every member train on its own.
         """
@@ -206,8 +211,11 @@ class Island:
         self.data_of: dict[str, OwnData] = {} if own_data is None else {own_data.peer: own_data}
         self._network, self._identity, self._found, self._wall_ms = network, identity, found, wall_ms
         self._model, self._text, self._device, self._states = model, text, device, states
+        self._steps = steps
         self._in_thread, self._verifying = in_thread, trio.Lock()
         self._exchange = Exchange(network, identity, device, model, record.id, wall_ms=wall_ms, in_thread=in_thread)
+        self._moments = MomentsExchange(network, record.id, steps.whole, device, states)
+        self._tester = ChangeTester(record, steps.whole, text, device, states, self._exchange, network.peer_id)
         self.standing: Standing = beginning(record)
         self.log: list[RoundEntry] = []
         self.parts: list[StatePart] = []  # of the current state
@@ -222,6 +230,7 @@ class Island:
         self._complete_at: float | None = None  # when all who are there had arrived in the current round
         self._lags_s: list[float] = []
         self._own: OwnChange | None = None
+        self._tested: OwnChange | None = None  # of the last round, for those who were drawn to test it
         self._lists: list[MemberList] = []  # of the current round that name this island
         self._first_list_at: dict[str, float] = {}  # by its leader
         self._tried: set[str] = set()  # members of exchanges of this round in which this island took part
@@ -236,6 +245,7 @@ class Island:
         self._nursery: trio.Nursery
         self._leaving = False
         self._has_state = False
+        self._was_resumed = False  # it goes on from a state on disk, where no moments are
 
     @property
     def peer(self) -> str:
@@ -264,12 +274,25 @@ class Island:
         words = "failed in {0.failures} exchanges in a row, is expected again in round {0.until}"
         return {peer: words.format(one) for peer, one in rests.items()}
 
+    @property
+    def machines(self) -> Route:
+        """The machines of this island with their blocks, if it has several."""
+        return self._steps.route
+
+    async def close(self) -> None:
+        """Remove what is kept for this island's steps."""
+        await self._steps.close()
+
     def alive(self) -> set[str]:
         """Other islands of this job that were heard lately."""
         now = trio.current_time()
         return {peer for peer, one in self.heard.items() if now - one.at < self.timing.alive_s} - {
             *self.standing.banned
         }
+
+    def validated(self, loss: float) -> None:
+        """Note the loss, on text that is not trained on, of the state after the last round."""
+        self.figures.validation = [*self.figures.validation[-999:], (self.standing.step, loss)]
 
     def leave(self) -> None:
         """End `run` at the next step."""
@@ -285,7 +308,7 @@ class Island:
         if states is not None:
             self.standing = replay(self.record, entries)
             await self._device.run(self._model.load, states)
-            self.log = list(entries)
+            self.log, self._was_resumed = list(entries), True
             self._heads |= {entry.hash for entry in entries}
         self._model.codec = self.standing.codec
         found = await self._device.run(self._model.states)
@@ -320,6 +343,9 @@ class Island:
                 raise LeftOut(f"the others left this island out of {self.record.name}: {why}")
             if self._ahead is not None or self._behind():
                 await self._catch_up()
+            elif self._was_resumed and self._moments.are_lacking and (others := self._same_head(self.head)):
+                self._was_resumed = False
+                await self._moments.take(others, Counter())
             elif self.is_finished or self.peer not in standing.members or not self._has_state:
                 outside = self._has_state and not self.is_finished
                 self.figures.waiting = f"waits until round {standing.round} of the others is over" if outside else ""
@@ -349,20 +375,26 @@ class Island:
     async def _train(self, standing: Standing) -> None:
         """Make the steps of a round, fewer if most others are done already; none if the round is over."""
         record, tokens, steps = self.record, 0, 0
-        for step in range(standing.every):
-            if self._leaving or self._ahead is not None or (steps and self._is_late()):
-                break
+
+        def sequences(step: int) -> list[Sequence[int]]:
             if record.own_data:  # nobody else reads this text, so no position is left to others
                 places = positions_of(standing.step * record.batch, (self.peer,), self.peer, step, record.batch)
             else:
                 places = positions_of(standing.start, standing.members, self.peer, step, record.batch)
-            sequences = [self._text.sequence(sequence_at(place, self._text.count, record.seed)) for place in places]
-            done = await self._device.run_later(self._model.step, sequences, standing.step + step)
+            return [self._text.sequence(sequence_at(place, self._text.count, record.seed)) for place in places]
+
+        def stop(made: int) -> bool:
+            return self._leaving or self._ahead is not None or (made > 0 and self._is_late())
+
+        def made(done: StepFigures) -> None:
+            nonlocal steps, tokens
             steps, tokens = steps + 1, tokens + done.tokens
             self.figures.losses = [*self.figures.losses[-399:], done.loss]
             self.figures.steps += 1
             self.figures.tokens += done.tokens
-        if steps and self._ahead is None and not self._leaving:
+
+        counts = await self._steps.make(RoundTask(standing.every, standing.step, sequences, stop, made))
+        if counts and steps and self._ahead is None and not self._leaving:
             await self._arrive(standing, steps, tokens)
 
     async def _arrive(self, standing: Standing, steps: int, tokens: int) -> None:
@@ -584,6 +616,7 @@ class Island:
         """Run one attempt; the result says what state it leads to, or who failed."""
         assert self._own is not None
         began = trio.current_time()
+        self._tester.stop()
         self._tried |= {*members.members}
         attempt = self._attempts[members.hash] = ExchangeAttempt(members)
         while len(self._attempts) > KEPT_ATTEMPTS:
@@ -601,7 +634,10 @@ class Island:
         except EngineError as error:
             log.warning("the merged change of round %s cannot be used: %s", members.round, error)
         self.figures.bytes_in = attempt.bytes_in
-        made = Result(self.record.id, members.round, members.hash, root, failed, attempt.report, past=attempt.past)
+        made = Result(
+            self.record.id, members.round, members.hash, root, failed, attempt.report, past=attempt.past,
+            tested=self._tester.told,
+        )  # fmt: skip
         return sign_result(self._identity, made, self._wall_ms())
 
     # --- taking over --------------------------------------------------------------------------------------------------
@@ -619,7 +655,9 @@ class Island:
             attempt.merged = dict(enumerate(leaves))
         await self._device.run_later(lambda: self._model.commit(counted=counted))
         self._rests = self._rests_after(entry.list)
+        past = PastRound(self.standing, self.parts, entry)
         await self._settle(standing, [*self.log, entry], states)
+        self._nursery.start_soon(self._tester.run, past, standing.tests)
 
     async def _result_of(self, entry: RoundEntry) -> tuple[list[bytes], list[bytes]]:
         """Return the merged leaves of a round and the states after it, from the first member whose leaves fit."""
@@ -655,11 +693,14 @@ class Island:
         self._tried.clear()
         self._failed_here.clear()
         self._stands_down_until, self._complete_at = 0.0, None
+        self._tester.begin_round()
+        self._tested = self._own if any(test.peer == self.peer for test in standing.tests) else None
         self._own = self._candidate = self._ahead = None
         await self._keep(states, (await self._in_thread(hashed, states))[1])
         if self._text.held:
-            loss = await self._device.run_later(self._model.loss, self._text.held)
-            self.figures.validation = [*self.figures.validation[-999:], (standing.step, loss)]
+            loss = await self._steps.loss(self._text.held)
+            if loss is not None:
+                self.validated(loss)
         if self._settled is not None:
             await self._settled(entries, states)
         self.figures.settle_s = trio.current_time() - began
@@ -747,13 +788,20 @@ class Island:
         parts = parts_in(wire.fields_of(answer, "parts"))
         if root_over(parts) != standing.root or [part.size_bytes for part in parts] != self._sizes:
             raise RecordError(f"{peer} names other parts than those of round {standing.round}")
-        holders = [peer, *(other for other in self.alive() if self.heard[other].head == standing.prev)]
-        states = await self._states.fetch(self.record.id[:16], parts, list(dict.fromkeys(holders))[:8])
+        holders = list(dict.fromkeys([peer, *self._same_head(standing.prev)]))[:8]
+        gave: Counter[str] = Counter()
+        states = await self._states.fetch(self.record.id[:16], parts, holders, gave)
         await self._device.run_later(self._model.load, states)
+        if self._moments.are_lacking and not await self._moments.take(holders, gave):
+            log.info("%s goes on with fresh moments: nobody has given any", self.record.name)
         self.figures.fetched += 1
         self._has_state = True
         await self._settle(standing, entries, states)
         return True
+
+    def _same_head(self, head: bytes) -> list[str]:
+        """Islands that have the state after a round."""
+        return [peer for peer in self.alive() if self.heard[peer].head == head]
 
     async def _log_of(self, peer: str) -> tuple[list[RoundEntry], Standing]:
         """Return another island's log and where the job stands after it; raises `RecordError` at the first wrong entry.
@@ -940,6 +988,8 @@ class Island:
             if not self._has_state or fields.integer("round", 0, MAX_ROUNDS) != self.standing.round:
                 raise RemoteError(f"the state here is that of round {self.standing.round}", wire.NOT_YET)
             return canonical({"parts": [[part.root.hex(), part.size_bytes] for part in self.parts]})
+        if method == wire.MOMENTS:
+            return await self._moments.answer(self.standing.round)
         return await self._on_exchange(method, peer, fields)
 
     async def _on_statement(self, peer: str, raw: bytes) -> bytes:
@@ -1019,13 +1069,16 @@ class Island:
         count = 0 if method == wire.HASHES else fields.integer("count", 1, wire.RUN_LEAVES)
         if method == wire.MERGED:
             return wire.pack(await self._merged(attempt, range(first, first + count), until))
-        own = self._own
+        own, testers = self._own, set[str]()
+        if self._tested is not None and self._tested.arrival.round == attempt.members.round:
+            own = self._tested
+            testers = {peer for test in self.standing.tests if test.peer == self.peer for peer in test.testers}
         if own is None or peer not in members or own.arrival.round != attempt.members.round:
             raise RemoteError("the change of this round is not here any more", wire.WRONG)
         if method == wire.HASHES:
             return b"".join(own.hashes)
         share = share_ranges(len(own.leaves), len(members))[members.index(peer)]
-        if not share.start <= first < first + count <= share.stop:
+        if peer not in testers and not share.start <= first < first + count <= share.stop:
             raise RemoteError("these leaves are merged by another member", wire.WRONG)
         return wire.pack(own.leaves[first : first + count])
 
@@ -1090,15 +1143,3 @@ def hashed(states: Sequence[bytes]) -> tuple[bytes, list[StatePart]]:
 def root_over(parts: Iterable[StatePart]) -> bytes:
     """Return the root of a state: a hash over the roots of all its parts."""
     return hashlib.sha256(b"".join(part.root for part in parts)).digest()
-
-
-def parts_in(fields: Fields) -> list[StatePart]:
-    """Return the parts in an answer; raises `RecordError`."""
-    parts = []
-    for item in fields.items("parts", MAX_PARTS):
-        match item:
-            case [str(root), int(size)] if 0 < size <= MAX_STATE_BYTES:
-                parts.append(StatePart(Fields(fields.what, {"root": root}).hex_bytes("root", HASH_BYTES), size))
-            case _:
-                fields.refuse("parts", "pairs of a hash and a number of bytes")
-    return parts

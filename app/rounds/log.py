@@ -5,7 +5,8 @@ An entry is canonical JSON in an envelope of the domain `shoal/round/entry`:
     job, round, prev   as in `app.rounds.statements`
     list, results      the signed list of the attempt that counted, and every member's result (envelopes in base64)
     root               of the state after the round: SHA-256 over the roots of all parts, which all results name
-    doubted            peer -> why its change is unlike the others', a copy, or a replay of the last merged one
+    doubted            peer -> why its change is unlike the others', a copy, or a replay of the last merged one, or why
+                       that of the round before did harm, as those say who were drawn to test it
     left_out           peer -> why it takes no more part in the job
     next               who takes part in the next round, in the order in which they take turns in reading
     every, codec       steps of the next round, and the number format of its changes, within the record's bounds
@@ -52,6 +53,7 @@ from app.rounds.statements import (
     signed,
     texts_of,
 )
+from app.rounds.testers import DrawnTest, drawn_tests, harmful
 from p2p.identity import PEER_ID_CHARS, Identity
 
 ENTRY = "shoal/round/entry"
@@ -99,6 +101,7 @@ class Standing:
     root: bytes
     doubts: tuple[tuple[str, ...], ...] = ()  # of the last rounds
     left_out: Mapping[str, str] | None = None
+    tests: tuple[DrawnTest, ...] = ()  # of changes of the last round, which the next round's results tell of
 
     @property
     def banned(self) -> Mapping[str, str]:
@@ -126,7 +129,7 @@ def make_entry(
 ) -> RoundEntry:
     """Sign the entry of a round in which all members ended with the same root; `present` may take part in the next."""
     ordered = sorted(results, key=lambda result: members.members.index(result.peer))
-    doubts = _doubts(members, ordered)
+    doubts = _doubts(standing, members, ordered)
     left_out = _left_out(standing, doubts)
     step = standing.step + standing.every
     # those who took part first, then others who were expected, then newcomers
@@ -187,7 +190,7 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
         raise RecordError(f"{where} lacks the result of a member")
     if any((one.list, one.root) != (entry.list.hash, entry.root) for one in entry.results):
         raise RecordError(f"{where}: its members did not end with the same state")
-    doubts = _doubts(entry.list, entry.results)
+    doubts = _doubts(standing, entry.list, entry.results)
     left_out = _left_out(standing, doubts)
     if (dict(entry.doubted), dict(entry.left_out)) != (doubts, left_out):
         raise RecordError(f"{where} doubts or leaves out others than its reports say")
@@ -212,7 +215,7 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
     doubts_now = (*standing.doubts, tuple(sorted(doubts)))[-2:]
     return Standing(
         entry.round + 1, entry.hash, entry.next, entry.every, codec, step, start, tokens, entry.root, doubts_now,
-        left_out,
+        left_out, drawn_tests(entry.root, entry.list.members, doubts.keys() - left_out.keys()),
     )  # fmt: skip
 
 
@@ -275,12 +278,16 @@ def is_better(mine: Sequence[RoundEntry], theirs: Sequence[RoundEntry]) -> bool:
     return other > ours if other != ours else theirs[-1].hash < mine[-1].hash
 
 
-def _doubts(members: MemberList, results: Sequence[Result]) -> dict[str, str]:
-    """Those whose change is unlike the others', that of another member, or that of the last round, and why."""
+def _doubts(standing: Standing, members: MemberList, results: Sequence[Result]) -> dict[str, str]:
+    """Those whose change is unlike the others', that of another member, or that of the last round, and why.
+
+    Besides, those whose change of the round before did harm.
+    """
     reports = [result.report for result in results]
     unlike = doubted(measured(members.members, reports))
     again = replayed(past_likeness(members.members, reports, [result.past for result in results]))
-    return unlike | again | copied({arrival.peer: arrival.change for arrival in members.arrivals})
+    harm = harmful(standing.tests, {result.peer: result.tested for result in results})
+    return harm | unlike | again | copied({arrival.peer: arrival.change for arrival in members.arrivals})
 
 
 def _left_out(standing: Standing, doubts: Mapping[str, str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from typing import Any
 from app.core.canonical_json import Fields, canonical, check_version, decode_object
 from app.core.errors import RecordError
 from app.manifest.merkle import HASH_BYTES
-from app.training.wire import MAX_STATE_BYTES, StatePart
+from app.training.wire import MAX_STATE_BYTES, OPTIMISERS, StatePart
 from p2p.envelope import NEVER, Rule, open_envelope, seal
 from p2p.errors import EnvelopeError
 from p2p.identity import PEER_ID_CHARS, Identity
@@ -29,7 +29,6 @@ DOMAIN = "shoal/train"
 MAX_RECORD_BYTES = 48 * 1024
 MAX_STEPS = 10**9
 MAX_EVERY = 10**5
-OPTIMISERS = ("adamw", "muon")
 WIRES = {  # number formats of rounds; the first round has the first
     "auto": ("int8", "f32"),  # not int4: with its shorter rounds some members compute less than 0.9 of the time
     "f32": ("f32",),

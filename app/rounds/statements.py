@@ -8,7 +8,9 @@ have `job` (the hash that names it) and `round` (from 0).
     shoal/round/result   list (its hash), root (of the state after the round; empty if the exchange failed), failed
                          (peer -> why), report (peer -> norm and agreement of its change, in the share merged here),
                          past (thousandths: cosine of each change in that share, in the order of the list, with what
-                         was merged in the round before; empty or missing if that is not known here)
+                         was merged in the round before; empty or missing if that is not known here),
+                         tested (thousandths: losses with changes of the round before over those without, which the
+                         signer was drawn to measure, see `app.rounds.testers`; empty or missing if it was not)
     shoal/round/share    list (its hash), root (over the hashes of the leaves that the signer merged in that attempt)
     shoal/round/data     (no round) tokens, source, licence: what the signer trains on in a job of `own_data`
 
@@ -27,6 +29,7 @@ from typing import Any
 from app.core.canonical_json import Fields, canonical, check_version, decode_object
 from app.core.errors import RecordError
 from app.manifest.merkle import HASH_BYTES
+from app.rounds.testers import MOST_RATIO, MOST_TESTED
 from p2p.envelope import MAX_ENVELOPE_BYTES, MAX_PAYLOAD_BYTES, NEVER, Envelope, Rule, open_envelope, seal
 from p2p.errors import EnvelopeError
 from p2p.identity import PEER_ID_CHARS, Identity
@@ -97,6 +100,7 @@ class Result:
     peer: str = ""
     raw: bytes = b""
     past: tuple[int, ...] = ()  # thousandths
+    tested: tuple[int, ...] = ()  # likewise
 
 
 @dataclass(frozen=True)
@@ -182,7 +186,7 @@ def sign_result(identity: Identity, result: Result, now_ms: int) -> Result:
         "job": result.job.hex(), "round": result.round, "list": result.list.hex(), "root": result.root.hex(),
         "failed": {peer: why[:MAX_WHY_CHARS] for peer, why in result.failed.items()},
         "report": {peer: [float(f"{number:.6g}") for number in pair] for peer, pair in result.report.items()},
-        "past": list(result.past),
+        "past": list(result.past), "tested": list(result.tested),
     }  # fmt: skip
     return read_result(signed(identity, RESULT, values, now_ms), now_ms)
 
@@ -208,6 +212,7 @@ def read_result(raw: bytes, now_ms: int) -> Result:
         peer=envelope.peer,
         raw=raw,
         past=tuple(fields.integers("past", -1010, 1010, max_items=MAX_MEMBERS, default=[])),
+        tested=tuple(fields.integers("tested", 0, MOST_RATIO, max_items=2 * MOST_TESTED, default=[])),
     )
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trio
 
 from app.core.canonical_json import canonical
+from app.core.compute import Device
 from app.core.device_thread import DeviceThread
 from app.core.errors import AppError, RecordError
 from app.core.network import Network
@@ -25,8 +27,10 @@ from app.planning.machines import Fleet, MachineSpec
 from app.rounds import wire
 from app.rounds.island import Island, RoundServer, hashed
 from app.rounds.log import RoundEntry, codec_of, up_to
+from app.rounds.machines import Helpers, machine_routes
 from app.rounds.record import TrainingRecord, sign_training
 from app.rounds.statements import OwnData, sign_data
+from app.rounds.steps import LocalSteps, PipelinePlace, PipelineSteps, StepMaker
 from app.rounds.train_store import (
     FAILED,
     FINISHED,
@@ -42,6 +46,7 @@ from app.rounds.train_store import (
 from app.routing.cost import ASSUMED_BYTES_PER_S
 from app.training.forecasts import step_here_s
 from app.training.states import StateStore
+from app.training.trainer import RouteFinder
 from engine.errors import EngineError
 from p2p.errors import P2PError
 from p2p.identity import Identity
@@ -50,7 +55,7 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
     from app.config.home import Home
-    from app.rounds.founding import Founded, TrainWish
+    from app.rounds.founding import DoesNotFit, Founded, TrainWish
 
 log = logging.getLogger("shoal.rounds")
 
@@ -73,6 +78,7 @@ class TrainPlace:
     cache: Path
     memory_limit: Callable[[], int | None]  # the user's
     look: Callable[[], MachineSpec]  # measures this machine, which takes a moment the first time
+    helpers: Helpers | None = None  # for islands of several machines
 
 
 @dataclass
@@ -197,11 +203,11 @@ class TrainJobs:
         return found | {OWN_DATA_FILE: canonical({"source": source_of(data), "licence": licence})}
 
     async def _prepared(self, wish: TrainWish) -> Founded:
-        from app.rounds.founding import prepare
+        from app.rounds.founding import DoesNotFit, prepare
 
         place = self._place
 
-        def made() -> Founded:
+        def made(*, alone: bool) -> Founded:
             return prepare(
                 wish,
                 swarm=place.swarm,
@@ -209,9 +215,25 @@ class TrainJobs:
                 public=place.public,
                 cache=place.cache,
                 limit_bytes=place.memory_limit(),
+                alone=alone,
             )
 
-        return await trio.to_thread.run_sync(made)
+        try:
+            return await trio.to_thread.run_sync(partial(made, alone=True))
+        except DoesNotFit as error:
+            await self._routes(error, own_data=wish.own_data)(frozenset())  # raises if other machines do not suffice
+            return await trio.to_thread.run_sync(partial(made, alone=False))
+
+    def _routes(self, error: DoesNotFit, *, own_data: bool) -> RouteFinder:
+        """Return how to find machines for a model that is too large for this one; raises the error if none may help.
+
+        Hops see the hidden states of what is trained on, so a text of this node's own is not trained on through others.
+        """
+        from app.rounds.founding import block_needs
+
+        if self._place.helpers is None or own_data:
+            raise error
+        return machine_routes(self._place.helpers, error.config.n_blocks, block_needs(error.config, error.length))
 
     async def _known(self) -> list[tuple[TrainingRecord, bytes, str]]:
         """Return the jobs that members take part in, with who does: (record, its signed bytes, peer)."""
@@ -244,14 +266,14 @@ class TrainJobs:
 
     async def _begin(self, job: StoredTraining, vectors: Any) -> None:
         """Make an island, with the state that it goes on from, and run it in a task of its own."""
-        from app.rounds.founding import TokenText, make_model
+        from app.rounds.founding import TokenText
 
         assert self._nursery is not None, "jobs need a running node"
         place, record = self._place, job.record
         names = {"tokens", "held", *record.texts}
         texts = {name: await trio.to_thread.run_sync((job.folder / name).read_bytes) for name in names}
         text = await trio.to_thread.run_sync(TokenText, texts["tokens"], texts["held"], record)
-        model, device = await trio.to_thread.run_sync(make_model, record, vectors, place.memory_limit())
+        model, device, steps = await self._model(record, vectors)
         machine = await trio.to_thread.run_sync(place.look)
         for name in record.texts:  # members fetch these by hash; a text of this node's own is not among them
             await place.states.keep(record.id[:16], texts[name])
@@ -260,10 +282,12 @@ class TrainJobs:
             claim = OwnData(record.id, text.count * record.length, *named)
             own_data = sign_data(place.identity, claim, wall_ms())
         island = Island(
-            place.network, place.identity, record, model, text, DeviceThread(device), place.states,
-            found=place.members, wall_ms=wall_ms, own_data=own_data,
+            place.network, place.identity, record, model, text, device, place.states, found=place.members,
+            wall_ms=wall_ms, own_data=own_data, steps=steps,
             settled=lambda entries, states: self._save(job, entries, states),
         )  # fmt: skip
+        if isinstance(steps, PipelineSteps):
+            steps.validated = island.validated
         entries = await trio.to_thread.run_sync(self._store.log, job)
         states = await trio.to_thread.run_sync(self._store.states, job)
         if states is not None:
@@ -276,6 +300,22 @@ class TrainJobs:
         self._server.records[record.id] = job.raw
         self.running[record.id] = RunningTraining(job, island, machine)
         self._nursery.start_soon(self._run_job, self.running[record.id])
+
+    async def _model(self, record: TrainingRecord, vectors: Any) -> tuple[Any, Device, StepMaker]:
+        """Make an island's model, its device and what makes its steps: this machine, or several if it is too small."""
+        from app.rounds.founding import DoesNotFit, make_model, make_pipeline
+
+        place, limit = self._place, self._place.memory_limit()
+        try:
+            model, name = await trio.to_thread.run_sync(make_model, record, vectors, limit)
+        except DoesNotFit as error:
+            routes = self._routes(error, own_data=record.own_data)
+            owner, name, terms = await trio.to_thread.run_sync(make_pipeline, record, vectors, limit)
+            device = DeviceThread(name)
+            machines = PipelinePlace(routes, own_server=None if place.helpers is None else place.helpers.own_server)
+            return owner, device, PipelineSteps(place.network, owner, device, place.states, terms, machines)
+        device = DeviceThread(name)
+        return model, device, LocalSteps(model, device)
 
     async def _run_job(self, running: RunningTraining) -> None:
         """Run an island until the job is finished, left or failed, and write down which."""
@@ -290,6 +330,8 @@ class TrainJobs:
         finally:
             del self.running[job.record.id]
             running.ended.set()
+            with trio.CancelScope(shield=True):
+                await island.close()
             if not island.is_finished:  # a finished one still serves those who are late
                 self._server.islands.pop(job.record.id, None)
                 self._server.records.pop(job.record.id, None)
@@ -298,7 +340,7 @@ class TrainJobs:
         await trio.to_thread.run_sync(self._store.save, job, entries, states)
         if (running := self.running.get(job.record.id)) is not None:
             self._write(job, running.island, RUNNING)
-            if len(entries) > 1:
+            if len(entries) > 1 and not running.island.machines:  # a forecast is for islands of one machine
                 await self._compare(running, entries[:-1])
 
     async def _compare(self, running: RunningTraining, entries: Sequence[RoundEntry]) -> None:
@@ -374,6 +416,7 @@ def figures_of(island: Island, status: str) -> dict[str, Any]:
         "wire": standing.codec, "losses": figures.losses, "validation": figures.validation[-KEPT_VALIDATION:],
         "doubted": dict(island.log[-1].doubted) if island.log else {}, "resting": island.resting,
         "left_s": figures.left_s if status == RUNNING else None,
+        "machines": [[hop.peer, hop.span.start, hop.span.stop] for hop in island.machines],
         "checkpoint_age_s": now - figures.checkpoint_at,
         "checkpoint_ms": wall_ms() - int(1000 * (now - figures.checkpoint_at)),
     }  # fmt: skip

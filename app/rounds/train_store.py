@@ -198,6 +198,7 @@ def facts_of(record: TrainingRecord) -> dict[str, Any]:
         "validation_loss": None, "tokens": 0, "tokens_per_s": None, "islands": [], "left_out": {},
         "bytes_per_round": 0, "utilisation": None, "waiting": "", "every": record.every, "wire": record.codecs[0],
         "losses": [], "validation": [], "doubted": {}, "resting": {}, "left_s": None,
+        "machines": [],
     }  # fmt: skip
 
 

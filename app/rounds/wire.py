@@ -6,17 +6,22 @@
     rounds.say     a signed statement          -> empty, or the entry of its round where that is over already; for a
                                                   list, the arrival of a member that it leaves out without cause
     rounds.hashes  list                        -> hashes of all leaves of the change that its arrival committed to
-    rounds.share   list, first, count          -> leaves of the change (blobs), for the member that merges them
+    rounds.share   list, first, count          -> leaves of the change (blobs), for the member that merges them; all of
+                                                  them for those who were drawn to test it in the next round
     rounds.merged  list, first, count          -> merged leaves (blobs), for everybody
     rounds.signed  list                        -> what members signed for the shares that they merged (blobs): the one
                                                   asked, and those whose shares it has taken
     rounds.log     round, count                -> entries from a round on (blobs)
     rounds.parts   round                       -> `parts`: root and bytes of each part's state after the round before
+    rounds.moments (nothing)                   -> `parts`: root and bytes of the moments of each part, as they were at
+                                                  some moment of this round or the one before in the island asked;
+                                                  `steps` that they are of, and `norms` of the first and the second
 
 `list` is the hash of the signed member list. Requests for something that is not there yet wait for it, at most
-`WAIT_S`, and then fail with the code `not_yet`; a member that could not merge its share answers `failed`. The states
-themselves travel as parts by hash (`app.training.states`). Blobs are byte strings, each after its length (4 bytes, big
-endian). Statements are specified in `app.rounds.statements` and `app.rounds.log`.
+`WAIT_S`, and then fail with the code `not_yet`; a member that could not merge its share answers `failed`. A checkpoint
+is what `parts` and `moments` name: weights and outer momentum, which the log attests, and moments, which are each
+island's own. They travel as parts by hash (`app.training.states`). Blobs are byte strings, each after its length (4
+bytes, big endian). Statements are specified in `app.rounds.statements` and `app.rounds.log`.
 """
 
 from __future__ import annotations
@@ -31,8 +36,8 @@ from app.manifest.merkle import HASH_BYTES
 
 JOBS, HELLO, SAY = "rounds.jobs", "rounds.hello", "rounds.say"
 HASHES, SHARE, MERGED = "rounds.hashes", "rounds.share", "rounds.merged"
-SIGNED, LOG, PARTS = "rounds.signed", "rounds.log", "rounds.parts"
-OF_ISLANDS = (HELLO, SAY, HASHES, SHARE, MERGED, SIGNED, LOG, PARTS)  # with a job, answered by its island
+SIGNED, LOG, PARTS, MOMENTS = "rounds.signed", "rounds.log", "rounds.parts", "rounds.moments"
+OF_ISLANDS = (HELLO, SAY, HASHES, SHARE, MERGED, SIGNED, LOG, PARTS, MOMENTS)  # with a job, answered by its island
 NOT_YET, FAILED, UNKNOWN, WRONG = "not_yet", "failed", "unknown_job", "bad_request"
 
 WAIT_S = 2.0  # short: until the answer comes, nobody knows whether it is lost

@@ -1,4 +1,4 @@
-"""The training server: runs the jobs of owners through the blocks that this node hosts.
+"""The training server: runs the jobs of owners through the blocks that this node hosts, or that are a job's own.
 
 A micro-batch's way through this hop, all of it in this file: a stream's reader leaves a frame to its job (`_on_frame`),
 the job's task judges it (`app.training.ledger`), runs it block by block on the device whenever no reply waits there
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import trio
 
+from app.core.canonical_json import canonical
 from app.core.compute import Device
 from app.core.errors import AppError, RecordError
 from app.core.network import FrameStream, Network, Priority
@@ -36,6 +37,7 @@ from app.training.states import StateStore
 from app.training.wire import (
     PASSES,
     PROTOCOL,
+    ROOM,
     SLICE_BYTES,
     HopWay,
     JobOrder,
@@ -102,6 +104,16 @@ class JobBlocks(Protocol):
 
 
 MakeBlocks = Callable[[JobOrder, int], JobBlocks]  # (order, bytes to spare); raises `EngineError`; runs on the device
+
+
+class FullMaker(Protocol):
+    """Makes blocks whose weights are all trained, for jobs of any model; `app.training.wiring` implements it."""
+
+    def room(self, spare_bytes: int) -> int:
+        """Return the bytes that a job may have here, of these; runs on the device."""
+
+    def make(self, order: JobOrder, spare_bytes: int) -> JobBlocks:
+        """Make the blocks of an order; raises `EngineError`; runs on the device."""
 
 
 @dataclass(frozen=True)
@@ -207,10 +219,17 @@ class TrainingServer:
     """Serves the jobs of many owners; `host` gives and takes the blocks."""
 
     def __init__(
-        self, network: Network, device: Device, states: StateStore, terms: Callable[[], TrainingTerms]
+        self,
+        network: Network,
+        device: Device,
+        states: StateStore,
+        terms: Callable[[], TrainingTerms],
+        full: FullMaker | None = None,
     ) -> None:
+        """Without `full`, jobs that train all weights are refused."""
         self._network, self._device, self._states, self._terms = network, device, states, terms
         self._make: MakeBlocks | None = None
+        self._full = full
         self._jobs: dict[bytes, HopJob] = {}
         self._ended: dict[bytes, int] = {}  # run -> epoch: an old OPEN must not bring a job back
         self._nursery: trio.Nursery
@@ -242,14 +261,15 @@ class TrainingServer:
                 self._network, PROTOCOL, self._nursery, lost=self._link_lost, undeliverable=self._undeliverable
             )
             self._network.accept(PROTOCOL, self.attend)
+            self._network.serve(ROOM, self._on_room)
             self._states.serve()
             task_status.started()
             await trio.sleep_forever()
 
     async def host(self, make: MakeBlocks | None) -> None:
-        """Train with these blocks from now on; all jobs end, and their owners are told."""
+        """Train with these blocks from now on; jobs of the old ones end, and their owners are told."""
         self._make = make
-        for job in list(self._jobs.values()):
+        for job in [job for job in self._jobs.values() if not job.ledger.order.is_full]:
             await self._trouble(job, HopError("draining", "this node does not host these blocks any more"))
             self._end(job)
 
@@ -332,13 +352,34 @@ class TrainingServer:
         terms = self._terms()
         if why := terms.refuses(owner):
             return HopError("refused", why)
-        if self._make is None:
+        if order.is_full and self._full is None:
+            return HopError("refused", "this node trains adapters only")
+        if not order.is_full and self._make is None:
             return HopError("busy", "this node hosts no blocks now")
-        if sum(other is not job and not other.answers.broken for other in self._jobs.values()) >= terms.jobs:
+        if self._is_full_up(job):
             return HopError("busy", f"this node trains at most {terms.jobs} jobs at a time", "train_jobs")
         if owner != self._network.peer_id and order.rows > MAX_ROWS:
             return HopError("refused", f"micro-batches have at most {MAX_ROWS} rows, not {order.rows}")
         return None
+
+    def _is_full_up(self, job: HopJob | None) -> bool:
+        """True if as many other jobs train here as may."""
+        others = sum(other is not job and not other.answers.broken for other in self._jobs.values())
+        return others >= self._terms().jobs
+
+    @property
+    def _spare_bytes(self) -> int:
+        used = sum(job.blocks.memory_bytes for job in self._jobs.values() if job.blocks is not None)
+        return self._terms().memory_bytes - used
+
+    async def room_for(self, peer: str) -> int:
+        """Return how many bytes a job of a peer may have here that trains all weights."""
+        if self._full is None or self._terms().refuses(peer) or self._is_full_up(None):
+            return 0
+        return max(0, await self._device.run_later(self._full.room, self._spare_bytes))
+
+    async def _on_room(self, peer: str, body: bytes) -> bytes:
+        return canonical({"bytes": await self.room_for(peer)})
 
     # --- a job --------------------------------------------------------------------------------------------------------
 
@@ -404,14 +445,13 @@ class TrainingServer:
         job.ledger.begin_epoch(frame.epoch, order, frame.position)
         job.sent.clear()
         job.blocks = None  # frees its memory before the same is taken again
-        if frame.epoch != job.ordered or self._make is None:
+        make = self._make if not order.is_full else None if self._full is None else self._full.make
+        if frame.epoch != job.ordered or make is None:
             return  # a later order is waiting
         with trio.CancelScope() as job.fetching:
             await self._note_kept(job, frame.position, order.states, others=False)
             data = await self._states.fetch(job.run, order.states, order.holders)
-            used = sum(other.blocks.memory_bytes for other in self._jobs.values() if other.blocks is not None)
-            spare = self._terms().memory_bytes - used
-            blocks = await self._device.run_later(self._make, order, spare)
+            blocks = await self._device.run_later(make, order, self._spare_bytes)
             if data:
                 states = dict(zip(order.span.blocks(), data, strict=True))
                 await self._device.run_later(blocks.load, states)

@@ -7,6 +7,7 @@ go with it. The adapters of replies travel in the same way (`app.training.reply_
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,16 @@ class StateStore:
             await self._in_thread(self._parts.files.keep, part, leaves, data)
         return state
 
-    async def fetch(self, run: bytes, states: Sequence[StatePart], holders: Sequence[str]) -> list[bytes]:
+    async def fetch(
+        self,
+        run: bytes,
+        states: Sequence[StatePart],
+        holders: Sequence[str],
+        gave: Counter[str] | None = None,
+    ) -> list[bytes]:
         """Return states, downloaded from their holders as far as they are not here, and keep them.
+
+        What each holder has given, in bytes, is added to `gave`.
 
         Raises `WeightsError` if the disk cannot be written or no holder is a member, `trio.TooSlowError` if nobody
         sends them in time.
@@ -77,7 +86,10 @@ class StateStore:
                     raise WeightsError(f"{missing[0]} is not here, and no member that has it is named")
                 self._changing |= roots
                 try:
-                    await Download(self._network, self._parts, self._server, lambda name: others).fetch(names)
+                    download = Download(self._network, self._parts, self._server, lambda name: others)
+                    await download.fetch(names)
+                    if gave is not None:
+                        gave.update(download.progress.from_peers)
                 finally:
                     self._changing -= roots
                     self._changed.notify()

@@ -104,7 +104,18 @@ class JobEnds(Protocol):
     def shape(self, batch: Any) -> tuple[int, int]: ...
     def counted(self, batches: Sequence[Any]) -> int: ...
     def embed(self, batch: Any, wire: str) -> bytes: ...
-    def begin_loss(self, batch: Any, hidden: memoryview, dtype: str, *, gradient: bool) -> LossRun: ...
+    def begin_loss(self, batch: Any, hidden: memoryview, dtype: str, *, gradient: bool, number: int) -> LossRun: ...
+
+
+class TrainedEnds(Protocol):
+    """Ends whose weights are trained too, at the owner; `engine.full_runner` implements it."""
+
+    def back(self, batch: Any, number: int, gradient: memoryview, dtype: str) -> None: ...
+    def clear(self) -> None: ...
+    def squared_norms(self) -> list[float]: ...
+    def step(self, rate: float, scale: float, clip: float) -> None: ...
+    def keep(self) -> None: ...
+    def restore(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -118,6 +129,7 @@ class JobTerms:
     snapshot_share: float = 1.0  # of the time that snapshots may take
     sums_bytes: int = 0  # of a block's summed gradients
     replicas: int = 4  # most holders of a block that train at the same time
+    copies: bool = True  # snapshots are kept by one more hop, besides the owner
     caution: Caution = field(default_factory=Caution)
 
 
@@ -246,7 +258,10 @@ class SwarmTrainer:
         own_server: OwnServer | None = None,
         patience: Patience | None = None,
         replicas: Replicas | None = None,
+        trained: TrainedEnds | None = None,
     ) -> None:
+        """`trained` are the ends once more, if they are trained themselves."""
+        self._trained = trained
         self._network, self._ends, self._device, self._states = network, ends, device, states
         self._routes, self._terms, self._own_server = routes, terms, own_server
         self._patience = patience or Patience()
@@ -294,8 +309,11 @@ class SwarmTrainer:
     async def resume(self, version: int, states: Sequence[bytes]) -> None:
         """Go on from the states of all blocks at this version, which an earlier run has saved."""
         parts = [await self._states.keep(self.states_run, state) for state in states]
-        self.snapshot = Snapshot(version, tuple(parts))
-        self.version = version
+        self.begin_at(Snapshot(version, tuple(parts)))
+
+    def begin_at(self, snapshot: Snapshot) -> None:
+        """Go on from a snapshot whose states are kept here."""
+        self.snapshot, self.version = snapshot, snapshot.version
 
     def leave_out(self, hops: Iterable[tuple[str, str]]) -> None:
         """Do without hops that an earlier run left out, for these reasons."""
@@ -334,6 +352,8 @@ class SwarmTrainer:
         self.route = self._with_replicas(await self._find_route())
         self.figures.epochs += 1
         self.version = self.snapshot.version
+        if self._trained is not None:
+            await self._device.run_later(self._trained.restore)
         failure: Exception | None = None
         async with trio.open_nursery() as nursery:
             epoch = _HopGroup(self, self.figures.epochs, nursery)
@@ -391,6 +411,8 @@ class SwarmTrainer:
     async def _take_snapshot(self, epoch: _HopGroup) -> None:
         begun = trio.current_time()
         self.snapshot = await self._survived(epoch, epoch.take_snapshot)
+        if self._trained is not None:
+            await self._device.run_later(self._trained.keep)
         await self._hooks.on_snapshot(self.snapshot)
         self._snapshot_at = trio.current_time()
         self._snapshot_s = self._snapshot_at - begun
@@ -428,6 +450,7 @@ class _HopGroup:
     def __init__(self, owner: SwarmTrainer, epoch: int, nursery: trio.Nursery) -> None:
         self._owner, self._epoch, self._nursery = owner, epoch, nursery
         self._ends, self._terms, self._patience = owner._ends, owner._terms, owner._patience
+        self._trained, self._device = owner._trained, owner._device
         self._links: dict[int, _Link] = {}  # by a number that stays
         self._plan: WayPlan
         self._round = 0  # of sums in this version
@@ -678,12 +701,16 @@ class _HopGroup:
         if not tokens or len(batches) > MAX_MICRO_BATCHES:
             raise TrainingStopped(f"step {version + 1} has {tokens} tokens that count in {len(batches)} micro-batches")
         progress = StepProgress(len(batches), len(self._links) + 1)
+        if self._trained is not None:
+            await self._device.run_later(self._trained.clear)
         tallies = await self._count_all(progress, batches)
         loss = math.fsum(progress.losses.values()) / tokens
         scale = 1 / tokens
         squares = [one for link, tally in zip(self._links.values(), tallies, strict=True)
                    for one in self._own_norms(link.hop, tally)]  # fmt: skip
         squares += await self._reduce(progress, batches)
+        if self._trained is not None:
+            squares += await self._device.run_later(self._trained.squared_norms)
         norm = scale * math.sqrt(math.fsum(squares))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise TrainingStopped(f"the loss of step {version + 1} is not finite: start again with a smaller rate")
@@ -698,6 +725,8 @@ class _HopGroup:
             await self._gather(Kind.COMMIT, order=plain(Kind.COMMIT, run, self._epoch, version + 1))
         except HopLost as lost:
             await self.go_on_without(lost)  # all others have the order, so the step is made
+        if self._trained is not None:
+            await self._device.run_later(self._trained.step, rate, scale, clip)
         return StepDone(version + 1, loss, tokens, norm, rate)
 
     def _own_norms(self, hop: Hop, tally: Tally) -> list[float]:
@@ -777,11 +806,14 @@ class _HopGroup:
 
     async def _on_pass(self, progress: StepProgress, frame: Frame, one: Pass, batch: Any) -> None:
         if frame.kind == Kind.BACK:
+            if self._trained is not None:
+                dtype = DTYPE_NAMES[frame.dtype]
+                await self._device.run_later(self._trained.back, batch, one.number, frame.body, dtype)
             self._came_back(progress, one)
         elif progress.reached_end(one.number, one.attempt):
             trains = frame.kind == Kind.FORWARD
             try:
-                found = await self._loss(batch, frame, gradient=trains)
+                found = await self._loss(batch, frame, one.number, gradient=trains)
             except NotFinite as error:
                 raise TrainingStopped(f"the loss of step {one.version + 1} is not finite: {error}") from error
             progress.losses[one.number] = found.total
@@ -791,10 +823,10 @@ class _HopGroup:
             else:
                 self._came_back(progress, one)
 
-    async def _loss(self, batch: Any, frame: Frame, *, gradient: bool) -> BatchLoss:
+    async def _loss(self, batch: Any, frame: Frame, number: int, *, gradient: bool) -> BatchLoss:
         """Compute the loss of a micro-batch, in parts between which replies can go; raises `NotFinite`."""
-        device = self._owner._device
-        begin = partial(self._ends.begin_loss, gradient=gradient)
+        device = self._device
+        begin = partial(self._ends.begin_loss, gradient=gradient, number=number)
         loss = await device.run_later(begin, batch, frame.body, DTYPE_NAMES[frame.dtype])
         while await device.run_later(loss.advance):
             pass
@@ -1085,7 +1117,7 @@ class _HopGroup:
                 raise HopLost(supplier, "it did not send its states in time") from None
             states += chosen
         others = [link for link in self._links.values() if link.hop.peer != owner._network.peer_id]
-        if others:
+        if others and self._terms.copies:
             keep = encode_parts(Kind.KEEP, owner.run_id, self._epoch, self.version, states, [owner._network.peer_id])
             await self._order_one(others[self.version % len(others)], Kind.KEEP, keep)
         await owner._states.forget(owner.states_run, keep=states)

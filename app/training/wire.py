@@ -1,4 +1,7 @@
-"""Wire format of `/shoal/1/train`, fine-tuning through several nodes: frames of `app.session.frame`. No I/O.
+"""Wire format of `/shoal/1/train`, training through several nodes: frames of `app.session.frame`. No I/O.
+
+A job trains adapters of the blocks that its hops host (`shoal finetune`), or all weights of blocks that are the job's
+own (`shoal train`, by an island of several machines).
 
     session   the job's run, made by its owner (`new_session_id`)
     epoch     raised only by the owner, at each change of the route or return to an earlier version
@@ -29,7 +32,7 @@ several hops hold a block there are several ways, and a hop has neighbours and b
     COMMIT    A>H  this version, the next one, is the current one from now on
     COMMIT    H>A  it is
     SNAPSHOT  A>H  keep the state of this version
-    SNAPSHOT  H>A  a JSON object: `parts`, root and bytes of each block's state, which `weights.chunk` serves
+    SNAPSHOT  H>A  a JSON object: `parts`, root and bytes of each block's state, which `train.chunk` serves
     KEEP      A>H  a JSON object: `parts` and `holders`; fetch and keep these states of other hops
     KEEP      H>A  they are here
     CLOSE     A>H  the job is over: free everything
@@ -41,6 +44,9 @@ Versions change in all blocks or in none: the owner commits a step once every ho
 earlier version if one of them died in between. Unknown kinds are an error, unknown JSON fields are ignored.
 `app.training.ledger` decides which frames count.
 
+The call `train.room` (an empty body) asks a node how many bytes it would give to a job of the asker that trains all
+weights; the answer is a JSON object: `bytes`.
+
 Sums go through the owner and not from holder to holder. A holder sends and receives them once, which is no more than in
 a butterfly of two holders and less than in one of three; the owner bears the rest. It sees every holder's sums whole,
 which it needs to find who lied, no holder can falsify the sums of another, and all receive the same bits.
@@ -48,7 +54,7 @@ which it needs to find who lied, no holder can falsify the sums of another, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
@@ -73,11 +79,13 @@ from app.session.frame import (
 )
 
 PROTOCOL = "/shoal/1/train"
+ROOM = "train.room"
 VERSION = 1
 MAX_MICRO_BATCHES = 2**12  # of one step
 MAX_ATTEMPTS = 2**4  # of one micro-batch in one epoch
 MAX_STEPS = 2**31
 MAX_RANK = 256
+OPTIMISERS = ("adamw", "muon")
 MAX_UNDER_WAY = 256
 MAX_STATE_BYTES = 2**33  # of one block
 MAX_HOLDERS = 8
@@ -116,7 +124,7 @@ _WITH_JSON = (Kind.OPEN, Kind.TALLY, Kind.STEP, Kind.SNAPSHOT, Kind.KEEP, Kind.T
 
 
 class StatePart(NamedTuple):
-    """Root and size of one block's state: its adapter and moments."""
+    """Root and size of one block's state: its adapter, or its weights, and moments."""
 
     root: bytes
     size_bytes: int
@@ -138,7 +146,7 @@ class JobOrder:
     span: Span
     predecessor: str
     successor: str
-    rank: int
+    rank: int  # of the adapters; 0: all weights are trained, in blocks of the job's own, and the next four mean nothing
     alpha: float
     targets: tuple[str, ...]
     dropout: float
@@ -152,6 +160,13 @@ class JobOrder:
     ways: tuple[HopWay, ...] = ()  # empty: one way, numbered 0, through all blocks
     shared: tuple[Span, ...] = ()  # blocks that others hold too, in runs with equal holders
     keeps: bool = False  # the hop goes on with the version that it has, and `states` are empty
+    shape: Mapping[str, Any] | None = None  # a config.json, if all weights are trained
+    optimiser: str = "adamw"
+
+    @property
+    def is_full(self) -> bool:
+        """True if all weights are trained rather than adapters."""
+        return self.shape is not None
 
     def way(self, number: int) -> HopWay | None:
         """Return the hop's part of a way; None if it has none."""
@@ -258,11 +273,14 @@ def encode_open(run: bytes, epoch: int, version: int, order: JobOrder) -> bytes:
     """Encode an OPEN frame, which begins an epoch at a hop."""
     values: dict[str, object] = {
         "v": VERSION, "start": order.span.start, "stop": order.span.stop, "before": order.predecessor,
-        "after": order.successor, "rank": order.rank, "alpha": order.alpha, "targets": list(order.targets),
-        "dropout": order.dropout, "seed": order.seed, "decay": order.weight_decay, "rows": order.rows,
-        "under_way": order.under_way, "wire": order.wire, "states": _parts_json(order.states),
-        "holders": list(order.holders),
+        "after": order.successor, "decay": order.weight_decay, "rows": order.rows, "under_way": order.under_way,
+        "wire": order.wire, "states": _parts_json(order.states), "holders": list(order.holders),
     }  # fmt: skip
+    if order.shape is not None:  # a hop that trains adapters only misses the rank, and refuses
+        values |= {"shape": dict(order.shape), "optimiser": order.optimiser}
+    else:
+        values |= {"rank": order.rank, "alpha": order.alpha, "targets": list(order.targets)}
+        values |= {"dropout": order.dropout, "seed": order.seed}
     if order.ways:
         values["ways"] = [[w.number, w.span.start, w.span.stop, w.predecessor, w.successor] for w in order.ways]
     if order.shared:
@@ -284,15 +302,19 @@ def decode_open(frame: Frame) -> JobOrder:
     if len(states) != (len(span) if frame.position and not keeps else 0):
         fields.refuse("states", "one for each block, or none at version 0")
     shared = _spans(fields, "shared", span)
+    is_full = "shape" in fields.values
+    optimiser = fields.text("optimiser", 8) if is_full else "adamw"
+    if optimiser not in OPTIMISERS:
+        fields.refuse("optimiser", f"one of {', '.join(OPTIMISERS)}")
     return JobOrder(
         span=span,
         predecessor=fields.text("before", 128),
         successor=fields.text("after", 128),
-        rank=fields.integer("rank", 1, MAX_RANK),
-        alpha=fields.number("alpha", 1e-6, 1e6),
-        targets=fields.texts("targets", 16, 16),
-        dropout=fields.number("dropout", 0, 0.99),
-        seed=fields.integer("seed", 0, 2**63),
+        rank=0 if is_full else fields.integer("rank", 1, MAX_RANK),
+        alpha=0.0 if is_full else fields.number("alpha", 1e-6, 1e6),
+        targets=() if is_full else fields.texts("targets", 16, 16),
+        dropout=0.0 if is_full else fields.number("dropout", 0, 0.99),
+        seed=0 if is_full else fields.integer("seed", 0, 2**63),
         weight_decay=fields.number("decay", 0, 1e3),
         rows=fields.integer("rows", 1, MAX_ROWS),
         under_way=fields.integer("under_way", 1, MAX_UNDER_WAY),
@@ -302,7 +324,19 @@ def decode_open(frame: Frame) -> JobOrder:
         ways=_ways(fields, span, shared),
         shared=shared,
         keeps=keeps,
+        shape=dict(fields.inner("shape").values) if is_full else None,
+        optimiser=optimiser,
     )
+
+
+def full_order(
+    shape: Mapping[str, Any], *, blocks: int, optimiser: str, weight_decay: float, rows: int, wire: str
+) -> JobOrder:
+    """Return the order of a job that trains all weights, for all blocks; the owner fills in each hop's part."""
+    return JobOrder(
+        Span(0, blocks), "", "", rank=0, alpha=0.0, targets=(), dropout=0.0, seed=0, weight_decay=weight_decay,
+        rows=rows, under_way=1, wire=wire, shape=shape, optimiser=optimiser,
+    )  # fmt: skip
 
 
 def encode_reduce(run: bytes, epoch: int, version: int, order: ReduceOrder) -> bytes:

@@ -1,4 +1,4 @@
-"""Connects training with the engine: orders of owners become blocks with adapters, and jobs become orders.
+"""Connects training with the engine: orders of owners become blocks, and jobs become orders.
 
 Imports the engine only when it is called, so that light starts do without it.
 """
@@ -36,6 +36,44 @@ def _make_blocks(hosted: SpanRunner, order: JobOrder, spare_bytes: int) -> JobBl
         under_way=order.under_way,
         usable_bytes=spare_bytes,
     )
+
+
+class FullBlocksOn:
+    """Makes blocks whose weights are all trained on this node's device; `app.training.hop.FullMaker`."""
+
+    def __init__(self, device: str | None) -> None:
+        """`device` is the setting; None takes the best one."""
+        self._device = device
+
+    def room(self, spare_bytes: int) -> int:
+        """Return the bytes that a job may have here, of these."""
+        from engine.budget import allowance_on
+        from engine.device.probe import chosen_devices, probe_devices
+
+        return min(spare_bytes, allowance_on(chosen_devices(self._device, probe_devices())[0], None).usable_bytes)
+
+    def make(self, order: JobOrder, spare_bytes: int) -> JobBlocks:
+        """Make the blocks of an order; raises `EngineError`."""
+        import torch
+
+        from engine.device.dtypes import pick_dtype
+        from engine.device.probe import chosen_devices, probe_devices
+        from engine.full_runner import FullRunner
+        from engine.model.block import WeightOptions
+        from engine.sources.hf_config import parse_config
+        from engine.training.optimiser import AdamW, Muon
+
+        device = chosen_devices(self._device, probe_devices())[0].id
+        kind = Muon if order.optimiser == "muon" else AdamW
+        return FullRunner(
+            parse_config(dict(order.shape or {}), "the job's order", {}),
+            (order.span.start, order.span.stop),
+            WeightOptions(torch.device(device), pick_dtype(device)),
+            optimiser=kind(weight_decay=order.weight_decay),
+            rows=order.rows,
+            under_way=order.under_way,
+            usable_bytes=self.room(spare_bytes),
+        )
 
 
 def order_of(settings: AdapterSettings, *, blocks: int, rows: int, wire: str, weight_decay: float = 0.0) -> JobOrder:

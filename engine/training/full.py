@@ -1,13 +1,16 @@
-"""Training of all weights of a model in one process: passes, summed gradients, and steps by AdamW or Muon.
+"""Training of all weights of a model: passes, summed gradients, and steps by AdamW or Muon.
 
-The weights are the job's own (`engine.training.parameters`); what a node serves never changes. Not thread-safe.
+`FullBlocks` and `FullEnds` are what one machine has of a model, `FullModel` is a whole one in this process. The weights
+are the job's own (`engine.training.parameters`); what a node serves never changes. Not thread-safe.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,9 +39,26 @@ from engine.training.optimiser import (
 from engine.training.parameters import is_block, matrix_weights, part_slots, part_weights, views
 
 _FUSED: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+_MAGIC = b"shoal weights 1\n"
+Turns = tuple[Tensor, Tensor]  # of a rotary embedding
 
 
-class _TrainedPart:
+class Optimisers(NamedTuple):
+    """How weights are changed: matrices of blocks by Muon if `uses_muon`, all others by AdamW."""
+
+    adamw: AdamW
+    muon: Muon
+    uses_muon: bool
+
+    @classmethod
+    def of(cls, optimiser: AdamW | Muon | None) -> Optimisers:
+        """Return those of a job; Muon's weight decay is AdamW's too."""
+        muon = optimiser if isinstance(optimiser, Muon) else Muon()
+        adamw = optimiser if isinstance(optimiser, AdamW) else AdamW(weight_decay=muon.weight_decay)
+        return cls(adamw, muon, isinstance(optimiser, Muon))
+
+
+class TrainedPart:
     """One part: its weights, their summed gradients and moments, and the tensors that passes compute with."""
 
     def __init__(self, config: ModelConfig, part: str, values: Tensor, how: WeightOptions, *, muon: bool) -> None:
@@ -78,6 +98,10 @@ class _TrainedPart:
                     total += leaf.grad
                     leaf.grad = None
 
+    def squared_norm(self) -> float:
+        """Squared norm of the summed gradients, in float64."""
+        return float(self.sums.double().square().sum())
+
     def refresh(self) -> None:
         """Let the copies be those of the current weights."""
         if self._copies:
@@ -85,8 +109,29 @@ class _TrainedPart:
                 for leaf, weights, _ in self._pairs:
                     leaf.copy_(weights)
 
-    def step(self, number: int, rate: float, factor: float, adamw: AdamW, muon: Muon) -> None:
+    def state(self, steps: int) -> bytes:
+        """Weights and moments as bytes, after so many steps."""
+        return pack_part(steps, self.values, _bytes(self.first) + _bytes(self.second))
+
+    @torch.no_grad()
+    def load(self, data: bytes) -> int:
+        """Go on from the bytes of a state; return its steps. Raises `TrainingError` if they are none."""
+        steps, values, rest = unpack_part(data, self.values.numel())
+        if len(rest) != 4 * (self.first.numel() + self.second.numel()):
+            raise TrainingError(f"the state of {self.part} has {len(rest)} bytes of moments, of another optimiser")
+        moments = _numbers(rest)
+        first, second = moments[: self.first.numel()], moments[self.first.numel() :]
+        if not bool(torch.isfinite(moments).all()) or bool((second < 0).any()):
+            raise TrainingError(f"the moments of {self.part} are none that training makes")
+        for own, vector in ((self.values, values), (self.first, first), (self.second, second)):
+            own.copy_(vector)
+        self.sums.zero_()
+        self.refresh()
+        return steps
+
+    def step(self, number: int, rate: float, factor: float, how: Optimisers) -> None:
         """Change the weights by their summed gradients times `factor`."""
+        adamw, muon = how.adamw, how.muon
         gradient = self.sums * factor
         middle, start = self.matrices, 0
         if self.muon:
@@ -98,13 +143,116 @@ class _TrainedPart:
                 own.copy_(made[0])
                 momentum.copy_(made[1])
         plain = AdamW(adamw.beta1, adamw.beta2, adamw.eps)  # biases and norms do not decay
-        for first, stop, how in ((start, middle, adamw), (middle, self.values.numel(), plain)):
+        for first, stop, each in ((start, middle, adamw), (middle, self.values.numel(), plain)):
             if first < stop:
                 second = self.second[first - start : stop - start]
                 state = Moments(self.values[first:stop], self.first[first:stop], second)
-                for old, new in zip(state, adamw_step(state, gradient[first:stop], number, rate, how), strict=True):
+                for old, new in zip(state, adamw_step(state, gradient[first:stop], number, rate, each), strict=True):
                     old.copy_(new)
         self.refresh()
+
+
+class FullBlocks:
+    """Some blocks of a model whose weights are all trained."""
+
+    def __init__(
+        self, config: ModelConfig, vectors: Mapping[int, Tensor], options: WeightOptions, how: Optimisers
+    ) -> None:
+        """Copy the vectors of these blocks; raises `TrainingError` if they do not fit the shape."""
+        self.config, self.options = config, options
+        self._rope = RotaryTable(config.rope, config.head_dim, options.device, options.dtype)
+        self.parts = {
+            index: TrainedPart(config, block_part(index), vector, options, muon=how.uses_muon)
+            for index, vector in vectors.items()
+        }
+        self._blocks = {index: _block(index, part.leaves) for index, part in self.parts.items()}
+
+    def turns(self, count: int, length: int) -> Turns:
+        """Rotary embeddings of `count` sequences of one length."""
+        if length > self.config.context_length:
+            raise TrainingError(
+                f"a sequence of {length} tokens is longer than the context {self.config.context_length}"
+            )
+        return self._rope.at(torch.arange(length, device=self.options.device).repeat(count))
+
+    def run(self, index: int, x: Tensor, count: int, rope: Turns) -> Tensor:
+        """Run `count` sequences through one block: (N, hidden) -> (N, hidden)."""
+        block, window = self._blocks[index], self.config.window_of(index)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend_whole(q, k, v, count, window)
+
+        def multiply(matrix: Matrix, rows: Tensor, residual: Tensor | None) -> Tensor:
+            linear: DenseLinear = getattr(block, matrix)
+            return linear(rows, residual, training=True)
+
+        return block_forward(block, self.config, x, rope, attend, multiply)
+
+    def back(
+        self, index: int, leaf: Tensor, y: Tensor | None, dy: Tensor, count: int, rope: Turns, *, counts: bool = True
+    ) -> Tensor:
+        """Return the gradient by a block's input from that by its output; the weights' go to the sums if it counts.
+
+        The output is computed again if it is not given with its graph.
+        """
+        if y is None:
+            with torch.enable_grad():
+                y = self.run(index, leaf.requires_grad_(), count, rope)
+        if not counts:
+            (dx,) = torch.autograd.grad(y, leaf, dy)
+            return dx
+        y.backward(dy)
+        self.parts[index].collect()
+        assert leaf.grad is not None
+        return leaf.grad
+
+
+class FullEnds:
+    """Embedding and head of a model whose weights are all trained."""
+
+    def __init__(self, config: ModelConfig, vectors: Mapping[str, Tensor], options: WeightOptions) -> None:
+        """Copy the vectors of both; raises `TrainingError` if they do not fit the shape."""
+        self.config = config
+        self.parts = {
+            part: TrainedPart(config, part, vectors[part], options, muon=False) for part in (EMBEDDING_PART, HEAD_PART)
+        }
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embed token ids (batch, length): (batch * length, hidden)."""
+        embedding = self.parts[EMBEDDING_PART].leaves["embedding"]
+        return F.embedding(token_ids.reshape(-1).to(embedding.device), embedding)
+
+    def back(self, embedded: Tensor, gradient: Tensor) -> None:
+        """Add the gradient of embedded tokens to the sums; `embedded` was computed with gradients."""
+        embedded.backward(gradient)
+        self.parts[EMBEDDING_PART].collect()
+
+    def loss(self, hidden: Tensor, labels: Tensor, *, gradient: bool, counts: bool = True) -> tuple[float, Tensor]:
+        """Return the summed loss of the rows that count and, if asked for, the gradient of all rows (N, hidden).
+
+        The gradients of the head's weights go to the sums if it counts.
+        """
+        norm = self.parts[HEAD_PART].leaves["final_norm"]
+        output = self.parts[HEAD_PART].leaves.get("output", self.parts[EMBEDDING_PART].leaves["embedding"])
+        labels = labels.reshape(-1).to(norm.device)
+        counted = (labels != IGNORED).nonzero().view(-1)
+        whole = torch.zeros_like(hidden) if gradient else hidden.new_empty(0)
+        total = torch.zeros((), dtype=torch.float64, device=norm.device)
+        for rows in counted.split(LOSS_ROWS):
+            with torch.set_grad_enabled(gradient):
+                leaf = hidden[rows].detach().requires_grad_(gradient)
+                normed = F.rms_norm(leaf, (leaf.shape[1],), norm, self.config.norm_eps)
+                loss = F.cross_entropy(F.linear(normed, output).float(), labels[rows], reduction="sum")
+            total += loss.detach().double()
+            if gradient and counts:
+                loss.backward()
+                assert leaf.grad is not None
+                whole[rows] = leaf.grad
+            elif gradient:
+                (whole[rows],) = torch.autograd.grad(loss, leaf)
+        for part in self.parts.values():
+            part.collect()
+        return float(total), whole
 
 
 class FullModel:
@@ -126,39 +274,34 @@ class FullModel:
         """
         self.config, self.options = config, options
         self.version = 0  # steps since the moments were fresh
-        self._muon = optimiser if isinstance(optimiser, Muon) else Muon()
-        self._adamw = optimiser if isinstance(optimiser, AdamW) else AdamW(weight_decay=self._muon.weight_decay)
-        self._graph_bytes = graph_bytes
-        self._rope = RotaryTable(config.rope, config.head_dim, options.device, options.dtype)
-        uses_muon = isinstance(optimiser, Muon)
-        self._parts = {
-            part: _TrainedPart(config, part, vectors[part], options, muon=uses_muon) for part in part_names(config)
-        }
-        self._blocks = [_block(index, self._parts[block_part(index)].leaves) for index in range(config.n_blocks)]
+        self._how, self._graph_bytes = Optimisers.of(optimiser), graph_bytes
+        own = {index: vectors[block_part(index)] for index in range(config.n_blocks)}
+        self._blocks = FullBlocks(config, own, options, self._how)
+        self._ends = FullEnds(config, vectors, options)
+        found = {**self._ends.parts, **{part.part: part for part in self._blocks.parts.values()}}
+        self._parts = {part: found[part] for part in part_names(config)}
 
     # Passes
 
     def run(self, batch: MicroBatch) -> float:
         """Run one micro-batch forwards and backwards; return its summed loss. Gradients go to the sums."""
         count, length = batch.token_ids.shape
-        self._check(length)
-        rope = self._turns(count, length)
+        rope = self._blocks.turns(count, length)
         with torch.enable_grad():
-            embedded = self._embed(batch.token_ids)
+            embedded = self._ends.embed(batch.token_ids)
         kept: list[tuple[Tensor, Tensor | None]] = []
         x = embedded.detach()
         keep = self._kept_blocks(count * length)
         for index in range(self.config.n_blocks):
             with torch.set_grad_enabled(index < keep):
                 leaf = x.detach().requires_grad_(index < keep)
-                y = self._forward(index, leaf, count, rope)
+                y = self._blocks.run(index, leaf, count, rope)
             kept.append((leaf, y if index < keep else None))
             x = y.detach()
-        total, gradient = self._loss(x, batch.labels, gradient=True)
+        total, gradient = self._ends.loss(x, batch.labels, gradient=True)
         for index in reversed(range(self.config.n_blocks)):
-            gradient = self._back(index, *kept.pop(), gradient, count, rope)
-        embedded.backward(gradient)
-        self._parts[EMBEDDING_PART].collect()
+            gradient = self._blocks.back(index, *kept.pop(), gradient, count, rope)
+        self._ends.back(embedded, gradient)
         return total
 
     @torch.no_grad()
@@ -167,11 +310,10 @@ class FullModel:
         total, tokens = 0.0, 0
         for batch in batches:
             count, length = batch.token_ids.shape
-            self._check(length)
-            x, rope = self._embed(batch.token_ids), self._turns(count, length)
+            x, rope = self._ends.embed(batch.token_ids), self._blocks.turns(count, length)
             for index in range(self.config.n_blocks):
-                x = self._forward(index, x, count, rope)
-            total += self._loss(x, batch.labels, gradient=False)[0]
+                x = self._blocks.run(index, x, count, rope)
+            total += self._ends.loss(x, batch.labels, gradient=False)[0]
             tokens += batch.counted
         return total / max(1, tokens)
 
@@ -185,26 +327,27 @@ class FullModel:
         tokens = sum(batch.counted for batch in batches)
         if not tokens:
             raise TrainingError("a step needs at least one token that counts")
+        scale = 1 / tokens
         try:
             loss = math.fsum(self.run(batch) for batch in batches) / tokens
-            norm = total_norm(self.squared_norms().values(), 1 / tokens)
+            norm = total_norm(self.squared_norms().values(), scale)
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise NotFinite(f"the loss of step {number + 1} is not finite")
-            self.apply(schedule.at(number), clip_factor(norm, clip) / tokens)
+            self.apply(schedule.at(number), scale * clip_factor(norm, clip))
         finally:
             self.clear()
         return StepResult(number + 1, loss, tokens, norm, schedule.at(number))
 
     def squared_norms(self) -> dict[str, float]:
         """Squared norm of each part's summed gradients, in float64."""
-        return {part: float(own.sums.double().square().sum()) for part, own in self._parts.items()}
+        return {part: own.squared_norm() for part, own in self._parts.items()}
 
     @torch.no_grad()
     def apply(self, rate: float, factor: float) -> None:
         """Change the weights by the summed gradients times `factor`."""
         self.version += 1
         for own in self._parts.values():
-            own.step(self.version, rate, factor, self._adamw, self._muon)
+            own.step(self.version, rate, factor, self._how)
 
     def clear(self) -> None:
         """Drop the summed gradients."""
@@ -222,26 +365,25 @@ class FullModel:
         return {part: own.values.cpu().clone() for part, own in self._parts.items()}
 
     @torch.no_grad()
-    def set_vectors(self, vectors: Mapping[str, Tensor], *, fresh: bool = False) -> None:
-        """Replace the weights of all parts; moments stay unless `fresh`."""
+    def set_vectors(self, vectors: Mapping[str, Tensor]) -> None:
+        """Replace the weights of all parts; moments stay."""
         for part, own in self._parts.items():
             own.values.copy_(vectors[part])
             own.refresh()
-            if fresh:
-                own.first.zero_()
-                own.second.zero_()
-        self.version = 0 if fresh else self.version
+
+    def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The first and second moments of each part, as they are kept."""
+        return {part: (own.first, own.second) for part, own in self._parts.items()}
+
+    @torch.no_grad()
+    def set_moments(self, moments: Mapping[str, tuple[Tensor, Tensor]], steps: int) -> None:
+        """Replace the moments of all parts by those after so many steps."""
+        for part, own in self._parts.items():
+            own.first.copy_(moments[part][0])
+            own.second.copy_(moments[part][1])
+        self.version = steps
 
     # Inside
-
-    def _check(self, length: int) -> None:
-        if length > self.config.context_length:
-            raise TrainingError(
-                f"a sequence of {length} tokens is longer than the context {self.config.context_length}"
-            )
-
-    def _turns(self, count: int, length: int) -> tuple[Tensor, Tensor]:
-        return self._rope.at(torch.arange(length, device=self.options.device).repeat(count))
 
     def _kept_blocks(self, rows: int) -> int:
         """How many blocks, from the first on, keep what their backward pass needs."""
@@ -249,54 +391,6 @@ class FullModel:
             return self.config.n_blocks
         graph = block_graph_bytes(self.config, unquantised(self.options.dtype.itemsize), rows)
         return min(self.config.n_blocks, self._graph_bytes // graph)
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        embedding = self._parts[EMBEDDING_PART].leaves["embedding"]
-        return F.embedding(token_ids.reshape(-1).to(embedding.device), embedding)  # (batch * length, hidden)
-
-    def _forward(self, index: int, x: Tensor, count: int, rope: tuple[Tensor, Tensor]) -> Tensor:
-        block, window = self._blocks[index], self.config.window_of(index)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend_whole(q, k, v, count, window)
-
-        def multiply(matrix: Matrix, rows: Tensor, residual: Tensor | None) -> Tensor:
-            linear: DenseLinear = getattr(block, matrix)
-            return linear(rows, residual, training=True)
-
-        return block_forward(block, self.config, x, rope, attend, multiply)
-
-    def _back(
-        self, index: int, leaf: Tensor, y: Tensor | None, dy: Tensor, count: int, rope: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        if y is None:
-            with torch.enable_grad():
-                y = self._forward(index, leaf.requires_grad_(), count, rope)
-        y.backward(dy)
-        self._parts[block_part(index)].collect()
-        assert leaf.grad is not None
-        return leaf.grad
-
-    def _loss(self, hidden: Tensor, labels: Tensor, *, gradient: bool) -> tuple[float, Tensor]:
-        """Return the summed loss of the rows that count and, if asked for, the gradient of all rows (N, hidden)."""
-        norm = self._parts[HEAD_PART].leaves["final_norm"]
-        output = self._parts[HEAD_PART].leaves.get("output", self._parts[EMBEDDING_PART].leaves["embedding"])
-        labels = labels.reshape(-1).to(norm.device)
-        counted = (labels != IGNORED).nonzero().view(-1)
-        whole = torch.zeros_like(hidden) if gradient else hidden.new_empty(0)
-        total = torch.zeros((), dtype=torch.float64, device=norm.device)
-        for rows in counted.split(LOSS_ROWS):
-            with torch.set_grad_enabled(gradient):
-                leaf = hidden[rows].detach().requires_grad_(gradient)
-                normed = F.rms_norm(leaf, (leaf.shape[1],), norm, self.config.norm_eps)
-                loss = F.cross_entropy(F.linear(normed, output).float(), labels[rows], reduction="sum")
-            total += loss.detach().double()
-            if gradient:
-                loss.backward()
-                assert leaf.grad is not None
-                whole[rows] = leaf.grad
-        self._parts[HEAD_PART].collect()
-        return float(total), whole
 
 
 def _span(group: Sequence[str], tensors: Mapping[str, Tensor]) -> Tensor:
@@ -324,3 +418,27 @@ def _block(index: int, leaves: Mapping[str, Tensor]) -> Block:
         gate_up,
         down,
     )
+
+
+def pack_part(steps: int, values: Tensor, moments: bytes) -> bytes:
+    """Return the state of a part: a magic, the steps since its moments were fresh, its weights, and its moments."""
+    return b"".join((_MAGIC, steps.to_bytes(8, "little"), _bytes(values), moments))
+
+
+def unpack_part(data: bytes, count: int) -> tuple[int, Tensor, bytes]:
+    """Return steps, weights and moments in the state of a part with `count` weights; raises `TrainingError`."""
+    start = len(_MAGIC) + 8
+    if not start + 4 * count <= len(data) <= start + 12 * count or data[: len(_MAGIC)] != _MAGIC:
+        raise TrainingError(f"{len(data)} bytes are not the state of a part with {count} weights")
+    values = _numbers(data[start : start + 4 * count])
+    if not bool(torch.isfinite(values).all()):
+        raise TrainingError("a state has weights that are not finite")
+    return int.from_bytes(data[len(_MAGIC) : start], "little"), values, data[start + 4 * count :]
+
+
+def _numbers(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, dtype="<f4").astype(np.float32))
+
+
+def _bytes(vector: Tensor) -> bytes:
+    return vector.cpu().numpy().astype("<f4", copy=False).tobytes()

@@ -24,6 +24,7 @@ from trio.testing import MockClock
 
 from app.api.client import Client, client_of
 from app.rounds.island import Island, RoundServer, RoundTiming, hashed
+from app.rounds.steps import LocalSteps
 from app.training.states import METHODS, StateStore
 from engine.island import IslandModel, first_states
 from engine.sources.shape import config_values
@@ -288,7 +289,10 @@ async def _joined() -> dict[str, float]:
             if entry.round >= first_round
             for arrival in entry.list.arrivals
         )
-        state_bytes = sum(part.size_bytes for part in late.parts)
+        model = late._steps.whole
+        assert model is not None
+        assert model.has_moments
+        state_bytes = sum(part.size_bytes for part in late.parts) + sum(model.moments_bytes)
         nursery.cancel_scope.cancel()
     return {
         "join_s": joined - began, "join_bound_s": 1.5 * state_bytes / LINK_BYTES_PER_S,
@@ -317,8 +321,9 @@ class JoinSwarm:
         store.serve()
         model = IslandModel(JOIN_SHAPE, vectors, train.CPU, train.terms())
         text = Speeches([[(row + at) % 256 for at in range(record.length)] for row in range(256)], [])
+        device = SlowDevice(0.2)
         island = Island(
-            network, identity(number), record, model, text, SlowDevice(0.2), store,
+            network, identity(number), record, model, text, device, store, steps=LocalSteps(model, device),
             found=lambda: [one.peer_id for one in self._networks], wall_ms=lambda: time.time_ns() // 10**6,
         )  # fmt: skip
         server = RoundServer(network, lambda peer: True)

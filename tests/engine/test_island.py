@@ -115,3 +115,107 @@ def test_bytes_that_are_no_leaves_or_states_are_refused() -> None:
     for wrong in (states[:-1], [*states[:-1], states[-1][:-4]], [b"\xff" * len(state) for state in states]):
         with pytest.raises(TrainingError):
             island.load(wrong)
+
+
+def trained(steps: int, every: int, count: int = 3, seed: int = 0) -> list[IslandModel]:
+    """Islands after some steps with rounds; their texts are random, with one order in them."""
+    islands = [made() for _ in range(count)]
+    for step in range(steps):
+        for number, island in enumerate(islands):
+            island.step(lesson(seed + 100 * step + number), step)
+        if (step + 1) % every == 0:
+            merge_all(islands)
+    return islands
+
+
+def lesson(seed: int) -> list[list[int]]:
+    """Sequences in which each token follows from the one before."""
+    return [[(start[0] + 7 * at) % 256 for at in range(16)] for start in sequences(seed, 4)]
+
+
+def newcomer_agreement(
+    islands: list[IslandModel], newcomer: IslandModel, steps: int, first: int
+) -> tuple[float, float]:
+    """Agreement of a newcomer's change with the others', and the usual one, after some steps."""
+    everybody = [*islands, newcomer]
+    for step in range(first, first + steps):
+        for number, island in enumerate(everybody):
+            island.step(lesson(7000 + 100 * step + number), step)
+    found = islands[0].merge([island.change() for island in everybody], 0, [1.0] * len(everybody)).report
+    return found[-1][1], sorted(cosine for _, cosine in found)[len(found) // 2]
+
+
+def test_with_the_moments_of_another_a_newcomer_agrees_as_usual() -> None:
+    islands = trained(40, 2)
+    agreements = []
+    for with_moments in (True, False):
+        newcomer = made()
+        newcomer.load(islands[0].states())
+        if with_moments:
+            newcomer.take_moments(islands[0].moments())
+            assert newcomer.has_moments
+        own = [made() for _ in islands]
+        for copy, island in zip(own, islands, strict=True):
+            copy.load(island.states())
+            copy.take_moments(island.moments())
+        agreements.append(newcomer_agreement(own, newcomer, 2, 40))
+    (taken, usual), (fresh, _) = agreements
+    assert taken > 0.8 * usual
+    assert fresh < taken
+
+
+def test_moments_are_the_same_but_for_rounding() -> None:
+    island, other = made(), made()
+    for step in range(6):
+        island.step(sequences(step), step)
+    merge_all([island])
+    other.load(island.states())
+    other.take_moments(island.moments())
+    assert other._model.version == 6
+    for mine, theirs in zip(island._model.moments().values(), other._model.moments().values(), strict=True):
+        for one, another in zip(mine, theirs, strict=True):
+            assert torch.allclose(one, another, rtol=2**-8, atol=0)
+    losses = [each.step(sequences(9), 6).loss for each in (island, other)]
+    assert losses[0] == losses[1]  # of the same weights
+    after = [each.step(sequences(10), 7).loss for each in (island, other)]
+    assert after[0] == pytest.approx(after[1], rel=1e-3)
+
+
+def test_moments_that_are_none_are_refused() -> None:
+    island, other = made(), made()
+    assert not island.has_moments
+    island.step(sequences(1), 0)
+    right = island.moments()
+    parts = list(right.parts)
+    nan, negative = b"\xff\x7f" * (len(parts[0]) // 2), b"\x80\xbf" * (len(parts[0]) // 2)
+    for wrong in (
+        right._replace(parts=parts[:-1]),
+        right._replace(parts=[parts[0][:-2], *parts[1:]]),
+        right._replace(parts=[nan, *parts[1:]]),
+        right._replace(parts=[negative, *parts[1:]]),
+        right._replace(norms=(2 * right.norms[0], right.norms[1])),
+        right._replace(steps=0),
+    ):
+        with pytest.raises(TrainingError):
+            other.take_moments(wrong)
+    assert not other.has_moments
+    assert not any(bool(each.any()) for pair in other._model.moments().values() for each in pair)
+    other.take_moments(right)
+
+
+def test_a_trial_says_what_a_change_does_and_leaves_the_island_as_it_was() -> None:
+    island, other = made(), made()
+    states, text = island.states(), [lesson(1), lesson(2)]
+    for step in range(5):
+        island.step(lesson(1), step)
+        other.step(lesson(3), step)
+    own = joined(CONFIG, other._model.vectors())
+    (read, unseen) = other.trial(states, island.change(), "int8", text)
+    assert read[1] < read[0]
+    assert read[0] == made().loss(lesson(1))
+    assert read[1] == pytest.approx(island.loss(lesson(1)), rel=1e-3)
+    assert unseen[0] == made().loss(lesson(2))
+    assert torch.equal(joined(CONFIG, other._model.vectors()), own)
+    with pytest.raises(TrainingError):
+        other.trial(states, island.change()[:-1], "int8", text)
+    assert torch.equal(joined(CONFIG, other._model.vectors()), own)

@@ -15,14 +15,18 @@ from app.rounds.island import Island, RoundServer, RoundTiming, TrainingText, ha
 from app.rounds.log import RoundEntry, replay
 from app.rounds.record import TrainingRecord, sign_training
 from app.rounds.statements import OwnData, sign_data
+from app.rounds.steps import LocalSteps, PipelinePlace, PipelineSteps, PipelineTerms, StepMaker
 from app.training.states import StateStore
+from app.training.trainer import Patience, RouteFinder
+from app.training.wire import full_order
 from engine.config import ModelConfig, Rope
-from engine.island import IslandModel, IslandTerms, first_states
+from engine.island import IslandModel, IslandTerms, PipelineModel, first_states
 from engine.model.block import WeightOptions
+from engine.sources.shape import config_values
 from engine.training.codecs import codec_named
 from engine.training.optimiser import AdamW, Schedule
 from engine.training.outer import Nesterov
-from engine.training.parameters import drawn_model
+from engine.training.parameters import drawn_model, part_weights
 from p2p.memory.fabric import LinkProfile, MemoryFabric, open_fabric
 from tests.app.hash_model import InlineDevice
 from tests.app.rounds.statements import RECORD
@@ -37,6 +41,7 @@ TIMING = RoundTiming(
     hello_s=1.0, alive_s=4.0, grace_least_s=0.5, grace_most_s=6.0, lead_s=4.0, exchange_s=20.0, quorum_s=20.0
 )
 UNHURRIED = RoundTiming(hello_s=10.0, alive_s=35.0)
+PATIENCE = Patience(open_s=1.0, ready_s=20.0, quiet_s=0.2, probe_s=1.0, route_s=600.0)  # of pipelines
 STEP_S = 0.1
 LINK = LinkProfile(delay_s=0.01)
 WORDS = "the shoal swims and the shoal learns, fish by fish and round by round, until all of them know it. "
@@ -110,8 +115,9 @@ class IslandSwarm:
         step_s: float = STEP_S,
         has_model: bool = True,
         change: Callable[[Any], None] | None = None,
+        routes: RouteFinder | None = None,
     ) -> Node:
-        """Start an island; number 0 is the founder."""
+        """Start an island, with `routes` one of several machines; number 0 is the founder."""
         who = identity(number)
         network = self.fabric.node(who.peer_id)
         record = self.record
@@ -121,7 +127,8 @@ class IslandSwarm:
             record.merging == "clip", rows=256,
         )  # fmt: skip
         config = self._lesson.config
-        model = IslandModel(config, self._lesson.vectors if has_model else drawn_model(config, 2), CPU, terms)
+        vectors = self._lesson.vectors if has_model else drawn_model(config, 2)
+        model: Any = (IslandModel if routes is None else PipelineModel)(config, vectors, CPU, terms)
         if change is not None:
             change(model)
         device = SlowSteps(model, step_s)
@@ -135,16 +142,38 @@ class IslandSwarm:
             text = self._lesson.own[number]
             said = OwnData(record.id, text.count * record.length, f"text {number}", "MIT")
             own_data = sign_data(who, said, int(wall_clock() * 1000))
+        steps: StepMaker = LocalSteps(model, device)
+        if routes is not None:
+            steps = self._pipeline(network, model, device, states, terms, routes)
         island = Island(
-            network, who, record, model, text, device, states, found=self.peers, own_data=own_data,
+            network, who, record, model, text, device, states, found=self.peers, own_data=own_data, steps=steps,
             wall_ms=lambda: int(wall_clock() * 1000), timing=self._timing, in_thread=in_place,
         )  # fmt: skip
+        if isinstance(steps, PipelineSteps):
+            steps.validated = island.validated
         server.islands[record.id] = island
         server.records[record.id] = self.raw
         server.serve()
         node = self.nodes[number] = Node(who.peer_id, island, model, device, trio.CancelScope(), server)
         self._nursery.start_soon(self._run, node)
         return node
+
+    def _pipeline(
+        self,
+        network: Any,
+        model: PipelineModel,
+        device: InlineDevice,
+        states: StateStore,
+        terms: IslandTerms,
+        routes: RouteFinder,
+    ) -> PipelineSteps:
+        config = self._lesson.config
+        order = full_order(
+            config_values(config), blocks=config.n_blocks, optimiser="adamw", weight_decay=self.record.weight_decay,
+            rows=terms.rows, wire="f32",
+        )  # fmt: skip
+        how = PipelineTerms(order, terms.schedule.at, terms.clip, 4 * part_weights(config, "block.0"))
+        return PipelineSteps(network, model, device, states, how, PipelinePlace(routes, patience=PATIENCE))
 
     async def _run(self, node: Node) -> None:
         with node.scope:

@@ -48,9 +48,11 @@ def result(
     root: bytes,
     report: Mapping[str, tuple[float, float]],
     past: tuple[int, ...] = (),
+    tested: tuple[int, ...] = (),
 ) -> Result:
     """One member's result."""
-    return sign_result(who, Result(found.job, found.round, found.hash, root, {}, report, past=past), NOW_MS)
+    made = Result(found.job, found.round, found.hash, root, {}, report, past=past, tested=tested)
+    return sign_result(who, made, NOW_MS)
 
 
 def round_of(

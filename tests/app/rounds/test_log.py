@@ -40,6 +40,7 @@ from app.rounds.statements import (
     sign_result,
     signed,
 )
+from app.rounds.testers import MOST_RATIO, MOST_TESTED
 from app.rounds.train_jobs import terms_of
 from p2p.envelope import NEVER, parse, seal
 from p2p.identity import PEER_ID_CHARS, Identity
@@ -319,7 +320,8 @@ def test_the_largest_round_fits_into_its_entry() -> None:
     found = members(standing, people, tokens=2**40)
     report = {peer: (1.23456e-12, -0.123456) for peer in found.members}
     past = (-1000,) * MAX_MEMBERS
-    results = [result(BY_PEER[peer], found, b"r" * 32, report, past) for peer in found.members]
+    tested = (MOST_RATIO,) * 2 * MOST_TESTED
+    results = [result(BY_PEER[peer], found, b"r" * 32, report, past, tested) for peer in found.members]
     fullest = max(len(parse(one.raw).payload) for one in results)
     padded = [
         changed(one.raw, RESULT, BY_PEER[one.peer], more="x" * (MAX_COUNTED_BYTES - fullest - 10)) for one in results

@@ -7,6 +7,7 @@ import json
 import math
 import struct
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -65,7 +66,22 @@ def orders(draw: st.DrawFn) -> tuple[int, JobOrder]:
         order = replace(order, shared=shared, ways=ways)
     if draw(st.booleans()):
         order = replace(order, keeps=True, states=())
+    if draw(st.booleans()):
+        shape = draw(st.dictionaries(names, st.integers(0, 10**6), max_size=4))
+        full: dict[str, Any] = {"rank": 0, "alpha": 0.0, "targets": (), "dropout": 0.0, "seed": 0, "shape": shape}
+        order = replace(order, **full, optimiser=draw(st.sampled_from(wire.OPTIMISERS)))
     return version, order
+
+
+def test_a_hop_that_trains_adapters_only_refuses_an_order_for_all_weights() -> None:
+    full = wire.full_order({"a": 1}, blocks=2, optimiser="muon", weight_decay=0.1, rows=64, wire="f32")
+    values = json.loads(bytes(wire.decode(wire.encode_open(RUN, 1, 0, full)).body))
+    assert wire.decode_open(wire.decode(with_json(Kind.OPEN, RUN, 1, 0, values))) == full
+    del values["shape"]  # which an older version does not know
+    with pytest.raises(RecordError, match="rank"):
+        wire.decode_open(wire.decode(with_json(Kind.OPEN, RUN, 1, 0, values)))
+    with pytest.raises(RecordError, match="optimiser"):
+        wire.decode_open(wire.decode(with_json(Kind.OPEN, RUN, 1, 0, {**values, "shape": {}, "optimiser": "sgd"})))
 
 
 @given(orders(), st.integers(0, 2**32 - 1))

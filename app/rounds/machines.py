@@ -1,0 +1,137 @@
+"""Which machines an island of several is made of: those that give room to this node's job, asked whenever steps begin.
+
+The owner divides the blocks among as few machines as hold them, itself first and then near ones, as evenly as their
+room allows. What a machine gives is decided by its user, as for fine-tuning (`app.training.consent`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import trio
+
+from app.core.canonical_json import decode_object
+from app.core.errors import AppError, RecordError
+from app.core.network import Network
+from app.core.span import Span
+from app.core.units import format_size
+from app.routing.route import Hop, Route
+from app.training.trainer import OwnServer, RouteFinder
+from app.training.wire import ROOM
+from p2p.errors import P2PError
+
+ASK_S = 5.0
+ASK_AGAIN_S = 5.0
+MOST_ASKED = 64  # members
+NEAR_S = 0.005  # round trips of machines that are equally near
+_MOST_ANSWER_BYTES = 4096
+_MOST_ROOM_BYTES = 2**60
+
+Needs = Callable[[int, int], int]  # (blocks, micro-batches under way) -> bytes
+
+
+class Room(NamedTuple):
+    """What a machine gives to an island."""
+
+    peer: str
+    room_bytes: int
+    rtt_s: float
+
+
+class NoMachines(AppError):
+    """The machines that would train together do not have room for all blocks of a model."""
+
+
+@dataclass(frozen=True)
+class Helpers:
+    """Who may help this node's islands, and this node as one of their machines."""
+
+    network: Network
+    members: Callable[[], Sequence[str]]
+    own_room: Callable[[], Awaitable[int]]
+    own_server: OwnServer
+
+
+def divided_blocks(blocks: int, rooms: Sequence[Room], needs: Needs) -> Route | None:
+    """Return which machine trains which blocks: the fewest machines, the first of these; None if they do not suffice.
+
+    The blocks are divided evenly as far as there is room. A machine keeps one more micro-batch than there are machines.
+    """
+    for count in range(1, len(rooms) + 1):
+        capacities = {one.peer: _capacity(blocks, one.room_bytes, needs, count + 1) for one in rooms}
+        # python's sort is stable: of machines with as much room the first ones are chosen, and the order stays
+        chosen = {one.peer for one in sorted(rooms, key=lambda one: -capacities[one.peer])[:count]}
+        peers = [one.peer for one in rooms if one.peer in chosen]
+        if sum(capacities[peer] for peer in peers) < blocks:
+            continue
+        taken = dict.fromkeys(peers, 0)
+        for _ in range(blocks):
+            taken[min((p for p in peers if taken[p] < capacities[p]), key=lambda peer: taken[peer])] += 1
+        route, start = list[Hop](), 0
+        for peer, some in taken.items():
+            if some:
+                route.append(Hop(peer, Span(start, start + some)))
+                start += some
+        return tuple(route)
+    return None
+
+
+def _capacity(blocks: int, room_bytes: int, needs: Needs, under_way: int) -> int:
+    low, high = 0, blocks  # needs grow with the number of blocks
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if needs(middle, under_way) <= room_bytes else (low, middle - 1)
+    return low
+
+
+def machine_routes(helpers: Helpers, blocks: int, needs: Needs) -> RouteFinder:
+    """Return a function that asks members for room and divides the blocks; it raises `NoMachines` if it is too little.
+
+    After that it asks again only some seconds later.
+    """
+    asked_at, failure = -ASK_AGAIN_S, NoMachines("nobody was asked yet")
+
+    async def find(avoid: frozenset[str]) -> Route:
+        nonlocal asked_at, failure
+        if trio.current_time() - asked_at < ASK_AGAIN_S:
+            raise failure
+        rooms = await ask_rooms(helpers, avoid)
+        route = divided_blocks(blocks, rooms, needs)
+        if route is None:
+            asked_at = trio.current_time()
+            offered = ", ".join(f"{one.peer} {format_size(one.room_bytes)}" for one in rooms) or "nobody anything"
+            failure = NoMachines(
+                f"the {blocks} blocks take {format_size(needs(blocks, 2))} in training, but members offer too little: "
+                f"{offered}; they can set train and train_memory"
+            )
+            raise failure
+        return route
+
+    return find
+
+
+async def ask_rooms(helpers: Helpers, avoid: frozenset[str]) -> list[Room]:
+    """Return who gives how much to a job of this node: this node first, then the nearest."""
+    network, found = helpers.network, list[Room]()
+    rtts = {link.peer: link.rtt_s for link in network.links()}
+
+    async def ask(peer: str) -> None:
+        try:
+            answer = await network.call(peer, ROOM, b"", timeout_s=ASK_S)
+            fields = decode_object(answer, "room", max_bytes=_MOST_ANSWER_BYTES)
+            found.append(Room(peer, fields.integer("bytes", 0, _MOST_ROOM_BYTES), rtts.get(peer) or ASK_S))
+        except (P2PError, RecordError):
+            pass  # it is gone, or of an older version
+
+    async def look_here() -> None:
+        found.append(Room(network.peer_id, await helpers.own_room(), 0.0))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(look_here)
+        for peer in [peer for peer in helpers.members() if peer not in avoid][:MOST_ASKED]:
+            nursery.start_soon(ask, peer)
+    useful = [one for one in found if one.room_bytes and one.peer not in avoid]
+    order = {one.peer: (one.peer != network.peer_id, int(one.rtt_s / NEAR_S), -one.room_bytes) for one in useful}
+    return sorted(useful, key=lambda one: (*order[one.peer], one.peer))

@@ -1,0 +1,274 @@
+"""Makes the steps of an island between two rounds: on this machine, or through a pipeline of several.
+
+In a pipeline the owner drives hops as in fine-tuning (`app.training.trainer`), but their blocks are the job's own and
+all their weights are trained. Every step is synchronous. A round begins with the states of all blocks (the weights that
+all islands have, and the moments of the round before), which hops fetch from the owner by hash, and ends with a
+snapshot, from which the owner takes the island's weights: 12 bytes a weight each way. If a hop dies the steps of the
+round are made again from its beginning over another route, so that the island's change is what it would have been; if
+there is none, the island waits, and the others make their rounds without it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from app.core.compute import Device
+from app.core.errors import AppError
+from app.core.network import Network
+from app.rounds.moments import MomentsModel
+from app.rounds.testing import TryingModel
+from app.routing.route import Route
+from app.training.states import StateStore
+from app.training.trainer import (
+    JobHooks,
+    JobTerms,
+    OwnServer,
+    Patience,
+    RouteFinder,
+    Snapshot,
+    StepDone,
+    SwarmTrainer,
+)
+from app.training.wire import JobOrder, StatePart
+from engine.errors import EngineError
+
+log = logging.getLogger("shoal.rounds")
+
+_FIRST_VERSION = 1  # states travel with every version but 0
+WAIT_S = 24 * 3600.0  # for machines; the island does without rounds meanwhile
+_NEVER = 2**31  # steps between snapshots: only rounds end with one
+
+
+class StepFigures(Protocol):
+    """What is known of a step that was made."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class RoundTask:
+    """The steps of one round."""
+
+    count: int
+    number: int  # of the first one in the job
+    sequences: Callable[[int], Sequence[Sequence[int]]]  # what a step of the round reads, from 0
+    stop: Callable[[int], bool]  # asked before each step, with the number of those made
+    made: Callable[[StepFigures], None]  # told of each step
+
+
+class WholeModel(TryingModel, MomentsModel, Protocol):
+    """A model that is whole in this process; `engine.island.IslandModel`."""
+
+    def step(self, sequences: Sequence[Sequence[int]], number: int) -> Any: ...
+    def loss(self, sequences: Sequence[Sequence[int]]) -> float: ...
+
+
+class StepMaker(Protocol):
+    """Makes the steps of rounds."""
+
+    @property
+    def whole(self) -> WholeModel | None:
+        """The model, if it is whole in this process."""
+
+    async def make(self, task: RoundTask) -> bool:
+        """Make steps until all are made or `stop` says so; False if none of them count."""
+
+    async def loss(self, held: Sequence[Sequence[int]]) -> float | None:
+        """Mean loss on text that is not trained on; None if it is measured with the next steps."""
+
+    @property
+    def route(self) -> Route:
+        """The machines of the latest steps, with their blocks; empty if it is this one alone."""
+
+    async def close(self) -> None:
+        """Remove what is kept for the steps."""
+
+
+class LocalSteps:
+    """Makes steps on this machine."""
+
+    route: Route = ()
+
+    def __init__(self, model: WholeModel, device: Device) -> None:
+        self.whole, self._device = model, device
+
+    async def make(self, task: RoundTask) -> bool:
+        """Make steps until all are made or `stop` says so; raises `EngineError`."""
+        for step in range(task.count):
+            if task.stop(step):
+                break
+            task.made(await self._device.run_later(self.whole.step, task.sequences(step), task.number + step))
+        return True
+
+    async def loss(self, held: Sequence[Sequence[int]]) -> float | None:
+        """Mean loss on text that is not trained on."""
+        return await self._device.run_later(self.whole.loss, held)
+
+    async def close(self) -> None:
+        """Nothing is kept."""
+
+
+class OwnersModel(Protocol):
+    """The owner's part of a pipeline; `engine.island.PipelineModel` has it."""
+
+    @property
+    def ends(self) -> Any: ...
+    def batches(self, sequences: Sequence[Sequence[int]]) -> Sequence[Any]: ...
+    def first_state(self, block: int) -> bytes: ...
+    def gather(self, block: int, state: bytes) -> None: ...
+    def renewed(self, block: int, state: bytes) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class PipelineTerms:
+    """What a pipeline trains and how."""
+
+    order: JobOrder  # for all blocks
+    rate_of: Callable[[int], float]  # of a step of the job, from 0
+    clip: float
+    sums_bytes: int  # of a block's summed gradients
+
+
+@dataclass(frozen=True)
+class PipelinePlace:
+    """Where a pipeline finds its machines."""
+
+    routes: RouteFinder
+    own_server: OwnServer | None = None  # for blocks at the owner itself
+    patience: Patience = field(default_factory=lambda: Patience(route_s=WAIT_S))
+
+
+class _Stopped(Exception):
+    """The steps of a round are not wanted any more, while no route is found."""
+
+
+class PipelineSteps:
+    """Makes steps through several machines; the owner's side of an island."""
+
+    whole: WholeModel | None = None
+
+    def __init__(
+        self,
+        network: Network,
+        model: OwnersModel,
+        device: Device,
+        states: StateStore,
+        terms: PipelineTerms,
+        place: PipelinePlace,
+        validated: Callable[[float], None] = lambda loss: None,
+    ) -> None:
+        """`validated` is told the loss on the text that `loss` was last called with, when a round begins."""
+        self._model, self._device, self._states, self._terms = model, device, states, terms
+        self._held: Sequence[Sequence[int]] = ()
+        self._stop: Callable[[int], bool] = lambda made: False
+        self._routes, self.validated = place.routes, validated
+        self._begun = _FIRST_VERSION, 0  # version and step of the job with which the round began
+        self._parts: tuple[StatePart, ...] = ()  # of all blocks, as hops gave them last
+        job = JobTerms(
+            terms.order, self._rate_of, terms.clip, snapshot_every=_NEVER, sums_bytes=terms.sums_bytes, replicas=1,
+            copies=False,
+        )  # fmt: skip
+        self.trainer = SwarmTrainer(
+            network, model.ends, device, states, self._found, job, own_server=place.own_server,
+            patience=place.patience, trained=model.ends,
+        )  # fmt: skip
+        self.trainer.begin_at(Snapshot(_FIRST_VERSION))
+
+    @property
+    def route(self) -> Route:
+        """The machines of the latest steps, with their blocks."""
+        return self.trainer.route
+
+    async def make(self, task: RoundTask) -> bool:
+        """Make steps until all are made or `stop` says so; raises `TrainingStopped` or `WeightsError`.
+
+        They do not count if a hop gave weights that cannot be used, which is not used again, or if `stop` says so while
+        there are no machines.
+        """
+        first = self.trainer.version
+        self._begun, self._stop = (first, task.number), task.stop
+        await self._renew()
+        told, stopped, held = first, False, self._held
+
+        def stop() -> bool:
+            nonlocal stopped
+            stopped = stopped or task.stop(self.trainer.version - first)
+            return stopped
+
+        def made(done: StepDone) -> None:
+            nonlocal told
+            if done.version > told:  # steps are made again after a hop was lost
+                told = done.version
+                task.made(done)
+
+        def batches(version: int) -> Sequence[Any]:
+            return self._model.batches(task.sequences(version - first))
+
+        def validation(version: int) -> Sequence[Any]:
+            return self._model.batches(held) if held and version == first else ()
+
+        def validated(version: int, loss: float) -> None:
+            self._held = ()
+            self.validated(loss)
+
+        try:
+            await self.trainer.run(first + task.count, batches, made, JobHooks(stop, validation, validated))
+        except _Stopped:
+            self.trainer.begin_at(Snapshot(first, self._parts))
+            return False
+        return await self._gather()
+
+    async def _found(self, avoid: frozenset[str]) -> Route:
+        """Find a route, unless the steps that it is for are not wanted any more."""
+        if self._stop(0):
+            raise _Stopped
+        return await self._routes(avoid)
+
+    async def loss(self, held: Sequence[Sequence[int]]) -> float | None:
+        """Have the next round begin with this text; None."""
+        self._held = held
+        return None
+
+    async def close(self) -> None:
+        """Remove what this node keeps for the pipeline."""
+        await self.trainer.close()
+
+    def _rate_of(self, version: int) -> float:
+        first, number = self._begun
+        return self._terms.rate_of(number + version - first)
+
+    async def _renew(self) -> None:
+        """Let the round begin with the weights that all islands have, and with the moments that blocks had last."""
+        states, run, made = self._states, self.trainer.states_run, []
+        for block in self._terms.order.span.blocks():
+            if self._parts:
+                (old,) = await states.fetch(run, [self._parts[block]], ())
+                state = await self._device.run_later(self._model.renewed, block, old)
+            else:
+                state = await self._device.run_later(self._model.first_state, block)
+            made.append(await states.keep(run, state))
+        self._parts = tuple(made)
+        await states.forget(run, keep=made)
+        self.trainer.begin_at(Snapshot(self.trainer.version, self._parts))
+
+    async def _gather(self) -> bool:
+        """Take in the weights of all blocks from the last snapshot; False if some cannot be used."""
+        found = self.trainer.snapshot.states
+        for block in self._terms.order.span.blocks():
+            try:
+                (state,) = await self._states.fetch(self.trainer.states_run, [found[block]], ())
+                await self._device.run_later(self._model.gather, block, state)
+            except (EngineError, AppError) as error:
+                peer = next(hop.peer for hop in self.route if block in hop.span)
+                log.warning("%s gave weights of block %s that cannot be used: %s", peer, block, error)
+                self.trainer.leave_out([(peer, f"its weights of block {block} cannot be used: {error}")])
+                self._parts = ()  # those of the round's beginning are gone: the next one begins with fresh moments
+                return False
+        self._parts = found
+        return True

@@ -1,0 +1,79 @@
+"""Whose change of a round is tested, by whom, and what follows from it. Pure.
+
+The lot is drawn from the root of the state after the round: nobody knows it before all have committed to their changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Collection, Mapping, Sequence
+from statistics import median_low
+from typing import NamedTuple
+
+ROUNDS_A_TEST = 8  # one round in so many, in the mean, has a change tested that nobody doubts
+TESTERS = 3  # of one change
+MOST_TESTED = 2  # changes of one round
+MOST_SEQUENCES = 16  # of what a member read, with which its change is tested
+HARM_READ, HARM_UNSEEN = 1050, 1200  # thousandths of the loss before, above which a change does harm
+RATIO_UNITS, MOST_RATIO = 1000, 10**6  # of a loss that is as before in a result's `tested`; of the worst
+
+
+class DrawnTest(NamedTuple):
+    """A member whose change of the last round is tested, and by whom."""
+
+    peer: str
+    testers: tuple[str, ...]
+
+
+def drawn_tests(root: bytes, members: Sequence[str], doubted: Collection[str]) -> tuple[DrawnTest, ...]:
+    """Return the tests of a round's changes: of members that were doubted, and now and then of one more by lot.
+
+    With fewer than three members there are none: the word of one tester is not enough to doubt another.
+    """
+    if len(members) < 3:
+        return ()
+
+    def lot(what: str, peer: str = "") -> bytes:
+        return hashlib.sha256(root + f"{what}/{peer}".encode()).digest()
+
+    tested = sorted({*doubted} & {*members}, key=lambda peer: lot("tested", peer))
+    if int.from_bytes(lot("round")[:8], "big") % ROUNDS_A_TEST == 0:
+        tested.append(min(members, key=lambda peer: lot("tested", peer)))
+    return tuple(
+        DrawnTest(one, tuple(sorted({*members} - {one}, key=lambda peer: lot(one, peer))[:TESTERS]))
+        for one in list(dict.fromkeys(tested))[:MOST_TESTED]
+    )
+
+
+def drawn_steps(root: bytes, tester: str, steps: int, batch: int) -> list[tuple[int, int]]:
+    """Return some of the sequences that a member read in a round, as steps and rows: others for every tester."""
+    drawn = random.Random(root + tester.encode()).sample(range(steps * batch), min(MOST_SEQUENCES, steps * batch))
+    return [divmod(one, batch) for one in sorted(drawn)]
+
+
+def loss_ratio(before: float, after: float) -> int:
+    """Return a loss in thousandths of the one before, as a result names it; never 0, which says that none was taken."""
+    ratio = after / before if before > 0 else math.inf
+    return max(1, min(MOST_RATIO, round(RATIO_UNITS * ratio))) if math.isfinite(ratio) else MOST_RATIO
+
+
+def harmful(tests: Sequence[DrawnTest], told: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Return the members whose change of the last round made the loss larger, and by how much, as testers say.
+
+    `told` are the ratios of each tester: for each test that of the text which the member read, and that of the text to
+    validate with; 0 is not measured. More than half of a test's testers have to say so, and at least two.
+    """
+    why = {}
+    for at, test in enumerate(tests):
+        pairs = [told[peer][2 * at : 2 * at + 2] for peer in test.testers if len(told.get(peer, ())) == 2 * len(tests)]
+        for side, (most, text) in enumerate(((HARM_READ, "text that it read"), (HARM_UNSEEN, "unseen text"))):
+            ratios = [pair[side] for pair in pairs if pair[side]]
+            if len(ratios) < 2 or 2 * len(ratios) <= len(test.testers):
+                continue
+            # of an even number the lower one, so that one tester alone cannot decide
+            if (ratio := median_low(ratios)) > most:
+                times = ratio / RATIO_UNITS
+                why[test.peer] = f"its change of the last round makes the loss on {text} {times:.2f} times as large"
+    return why

@@ -1,0 +1,135 @@
+"""Tests the change of another island: applies it to the state before the round, and measures what that does to losses.
+
+Who tests whom is drawn by lot (`app.rounds.testers`), and a test runs while this island makes the steps of the next
+round: it takes the whole change, checked against the hash that its author committed to, and a few forward passes. What
+comes of it is in this island's next result. A test that is not done by then says nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import trio
+
+from app.core.compute import Device
+from app.core.errors import AppError, RecordError
+from app.rounds.exchange import Exchange, ExchangeFailed
+from app.rounds.log import RoundEntry, Standing
+from app.rounds.reading import positions_of, sequence_at
+from app.rounds.record import TrainingRecord
+from app.rounds.testers import MOST_RATIO, DrawnTest, drawn_steps, loss_ratio
+from app.training.states import StateStore
+from app.training.wire import StatePart
+from engine.errors import EngineError
+from p2p.errors import P2PError, RemoteError
+
+log = logging.getLogger("shoal.rounds")
+
+TEST_S = 600.0  # longest time of a test; the next round ends it earlier
+
+
+class TryingModel(Protocol):
+    """What a test needs of an island's model; `engine.island.IslandModel` has it."""
+
+    def trial(
+        self, states: Sequence[bytes], leaves: Sequence[bytes], codec: Any, texts: Sequence[Sequence[Sequence[int]]]
+    ) -> list[tuple[float, float]]: ...
+
+
+class Sequences(Protocol):
+    """The text of a job, and what it is validated with."""
+
+    @property
+    def count(self) -> int: ...
+    def sequence(self, number: int) -> Sequence[int]: ...
+    @property
+    def held(self) -> Sequence[Sequence[int]]: ...
+
+
+@dataclass(frozen=True)
+class PastRound:
+    """A round whose changes are tested: where the job stood before it, the parts of that state, and its entry."""
+
+    standing: Standing
+    parts: Sequence[StatePart]
+    entry: RoundEntry
+
+
+class ChangeTester:
+    """Makes the tests of one island, one set after each round; `told` is what they found so far."""
+
+    def __init__(
+        self,
+        record: TrainingRecord,
+        model: TryingModel | None,
+        text: Sequences,
+        device: Device,
+        states: StateStore,
+        exchange: Exchange,
+        me: str,
+    ) -> None:
+        """Without a model that is whole here, nothing is tested."""
+        self._record, self._model, self._text, self._device = record, model, text, device
+        self._states, self._exchange, self._me = states, exchange, me
+        self._scope = trio.CancelScope()
+        self.told: tuple[int, ...] = ()
+
+    def begin_round(self) -> None:
+        """End all tests, and forget what they found: it was about another round."""
+        self.stop()
+        self._scope, self.told = trio.CancelScope(), ()
+
+    def stop(self) -> None:
+        """End the tests that are under way; what they found stays."""
+        self._scope.cancel()
+
+    async def run(self, past: PastRound, tests: Sequence[DrawnTest]) -> None:
+        """Make the tests of a round for which this island was drawn, until `stop` is called."""
+        found, model = [0] * (2 * len(tests)), self._model
+        if model is None:
+            return
+        with self._scope as scope:
+            for at, test in enumerate(tests):
+                if self._me in test.testers:
+                    found[2 * at : 2 * at + 2] = await self._tested(model, past, test)
+                    if scope is self._scope:
+                        self.told = tuple(found)
+
+    async def _tested(self, model: TryingModel, past: PastRound, test: DrawnTest) -> list[int]:
+        """Return the ratios of losses with a change and without it: of what its author read, and of unseen text.
+
+        Both are 0 if that could not be measured, and the worst if the author does not show what it committed to.
+        """
+        entry, deadline = past.entry, trio.current_time() + TEST_S
+        arrival = next(one for one in entry.list.arrivals if one.peer == test.peer)
+        try:
+            leaves = await self._exchange.change_of(entry.list, arrival, deadline)
+        except (RecordError, RemoteError) as error:
+            log.info("%s does not show its change of round %s: %s", test.peer, entry.round, error)
+            return [MOST_RATIO, MOST_RATIO]
+        except (ExchangeFailed, P2PError) as error:
+            log.info("the change of %s in round %s could not be had: %s", test.peer, entry.round, error)
+            return [0, 0]
+        texts = [self._read(past.standing, entry, test.peer, arrival.steps), self._text.held]
+        used = [text for text in texts if text]
+        try:
+            states = await self._states.fetch(self._record.id[:16], past.parts, ())
+            losses = iter(await self._device.run_later(model.trial, states, leaves, past.standing.codec, used))
+        except (AppError, EngineError, trio.TooSlowError) as error:
+            log.warning("the change of %s in round %s could not be tested: %s", test.peer, entry.round, error)
+            return [0, 0]
+        return [loss_ratio(*next(losses)) if text else 0 for text in texts]
+
+    def _read(self, standing: Standing, entry: RoundEntry, peer: str, steps: int) -> list[Sequence[int]]:
+        """Some of the sequences that a member was to read in a round; none if its text is its own."""
+        record = self._record
+        if record.own_data:
+            return []
+        found = []
+        for step, row in drawn_steps(entry.root, self._me, steps, record.batch):
+            place = positions_of(standing.start, standing.members, peer, step, record.batch)[row]
+            found.append(self._text.sequence(sequence_at(place, self._text.count, record.seed)))
+        return found

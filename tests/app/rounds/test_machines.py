@@ -1,0 +1,220 @@
+"""Which machines an island of several is made of, and jobs that need them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.lowlevel
+from hypothesis import given
+from hypothesis import strategies as st
+from trio.testing import MockClock
+
+from app.config.home import Home
+from app.core.device_thread import DeviceThread
+from app.core.errors import AppError
+from app.planning.machines import MachineSpec
+from app.rounds.founding import ROWS, TrainWish, block_needs
+from app.rounds.machines import ASK_AGAIN_S, Helpers, NoMachines, Room, ask_rooms, divided_blocks, machine_routes
+from app.rounds.train_jobs import TrainJobs, TrainPlace
+from app.training.hop import TrainingServer, TrainingTerms
+from app.training.states import StateStore
+from app.training.wire import ROOM
+from app.training.wiring import FullBlocksOn
+from engine.budget import plan_full, unquantised
+from engine.sources.hf_config import parse_config
+from p2p.memory.fabric import MemoryFabric, open_fabric
+from tests.app.rounds.test_pipeline import Maker
+from tests.app.swarms import identity
+
+
+def needs(blocks: int, under_way: int) -> int:
+    """Ten bytes a block, one for each micro-batch of it, and five for the machine."""
+    return blocks * (10 + under_way) + 5 if blocks else 0
+
+
+def rooms(*sizes: int) -> list[Room]:
+    return [Room(f"m{number}", size, 0.01) for number, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ((), None),
+        ((100,), {"m0": (0, 6)}),
+        ((70,), None),
+        ((16, 70), None),
+        ((50, 100), {"m1": (0, 6)}),  # one machine rather than two
+        ((50, 50), {"m0": (0, 3), "m1": (3, 6)}),
+        ((20, 70), {"m0": (0, 1), "m1": (1, 6)}),
+        ((20, 0, 70), {"m0": (0, 1), "m2": (1, 6)}),
+        ((40, 40, 40), {"m0": (0, 2), "m1": (2, 4), "m2": (4, 6)}),
+    ],
+)
+def test_blocks_are_divided_among_the_fewest_machines(
+    sizes: tuple[int, ...], wanted: dict[str, tuple[int, int]] | None
+) -> None:
+    route = divided_blocks(6, rooms(*sizes), needs)
+    assert (None if route is None else {hop.peer: (hop.span.start, hop.span.stop) for hop in route}) == wanted
+
+
+@given(st.integers(1, 40), st.lists(st.integers(0, 300), max_size=8))
+def test_a_division_is_whole_and_fits(blocks: int, sizes: list[int]) -> None:
+    route = divided_blocks(blocks, rooms(*sizes), needs)
+    if route is None:
+        # as many micro-batches as machines would be under way
+        most = sum(max((k for k in range(blocks + 1) if needs(k, len(sizes) + 1) <= size), default=0) for size in sizes)
+        assert most < blocks
+        return
+    assert [block for hop in route for block in hop.span.blocks()] == list(range(blocks))
+    assert len({hop.peer for hop in route}) == len(route)
+    for hop in route:
+        assert needs(len(hop.span), len(route) + 1) <= sizes[int(hop.peer[1:])]
+
+
+async def no_room() -> int:
+    return 0
+
+
+async def refuse(stream: Any) -> None:
+    raise AssertionError("nobody trains here")
+
+
+def helpers_of(fabric: MemoryFabric, name: str, *members: str) -> Helpers:
+    return Helpers(fabric.node(name), lambda: members, no_room, refuse)
+
+
+async def test_members_are_asked_for_room(autojump_clock: MockClock) -> None:
+    async with open_fabric() as fabric:
+        for name, answer in {
+            "a": b'{"bytes":100}',
+            "b": b'{"bytes":200}',
+            "none": b'{"bytes":0}',
+            "wrong": b'{"bytes":-1}',
+            "odd": b"\xff",
+        }.items():
+
+            async def answered(peer: str, body: bytes, answer: bytes = answer) -> bytes:
+                return answer
+
+            fabric.node(name).serve(ROOM, answered)
+        helpers = helpers_of(fabric, "owner", "a", "b", "none", "wrong", "odd", "gone")
+        assert [one.peer for one in await ask_rooms(helpers, frozenset())] == ["b", "a"]
+        assert [one.peer for one in await ask_rooms(helpers, frozenset({"b"}))] == ["a"]
+
+
+async def test_too_little_room_is_said_and_asked_for_again_later(autojump_clock: MockClock) -> None:
+    async with open_fabric() as fabric:
+        given, asked = [50], 0
+
+        async def answered(peer: str, body: bytes) -> bytes:
+            nonlocal asked
+            asked += 1
+            return json.dumps({"bytes": given[0]}).encode()
+
+        fabric.node("a").serve(ROOM, answered)
+        find = machine_routes(helpers_of(fabric, "owner", "a"), 6, needs)
+        for _ in range(3):
+            with pytest.raises(NoMachines, match="a 50 B"):
+                await find(frozenset())
+        assert asked == 1
+        given[0] = 100
+        await trio.sleep(ASK_AGAIN_S)
+        assert [hop.peer for hop in await find(frozenset())] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("terms", "found"),
+    [
+        (TrainingTerms(memory_bytes=1000), 1000),
+        (TrainingTerms(refuses=lambda owner: None if owner == "friend" else "no"), 2**62),
+        (TrainingTerms(refuses=lambda owner: "no"), 0),
+        (TrainingTerms(jobs=0), 0),
+    ],
+)
+async def test_a_machine_offers_what_its_user_allows(tmp_path: Path, terms: TrainingTerms, found: int) -> None:
+    from tests.app.hash_model import InlineDevice
+
+    async with open_fabric() as fabric:
+        network = fabric.node("machine")
+        server = TrainingServer(
+            network, InlineDevice(), StateStore(network, tmp_path, lambda peer: True), lambda: terms, Maker()
+        )
+        assert await server.room_for("friend") == found
+        only_adapters = TrainingServer(network, InlineDevice(), server._states, lambda: terms)
+        assert await only_adapters.room_for("friend") == 0
+
+
+# --- a job that is too large for its founder --------------------------------------------------------------------------
+
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 6, "hidden_size": 32, "intermediate_size": 64,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 264, "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+class JobNode:
+    """A node's training jobs, and its training server."""
+
+    def __init__(self, fabric: MemoryFabric, number: int, folder: Path, limit: int | None, room: int) -> None:
+        self.network: Any = fabric.node(identity(number).peer_id)
+        states = StateStore(self.network, folder / "states", lambda peer: True)
+        states.serve()
+        others = [identity(other).peer_id for other in range(2) if other != number]
+        terms = TrainingTerms(memory_bytes=room)
+        self.server = TrainingServer(self.network, DeviceThread("cpu"), states, lambda: terms, FullBlocksOn("cpu"))
+
+        async def own_room() -> int:
+            return await self.server.room_for(self.network.peer_id)
+
+        place = TrainPlace(
+            swarm="s" * 32, public=True, network=self.network, identity=identity(number), states=states,
+            members=lambda: others, is_member=lambda peer: True, cache=folder, memory_limit=lambda: limit,
+            look=lambda: MachineSpec("here", 10**10, 1e10, 1e11, kind="cpu"),
+            helpers=Helpers(self.network, lambda: others, own_room, self.server.attend),
+        )  # fmt: skip
+        self.jobs = TrainJobs(Home.open(folder / "home"), place)
+
+
+def wish_in(folder: Path, **more: Any) -> TrainWish:
+    data, shape = folder / "words.txt", folder / "shape.json"
+    data.write_text("The shoal swims, and every fish of it learns from all the others. " * 60)
+    shape.write_text(json.dumps(SHAPE))
+    wish: dict[str, Any] = {"every": 5, "batch": 64, "length": 32, "steps": 15, "licence": "CC0-1.0"}
+    return TrainWish("fish", (str(data),), shape=str(shape), **(wish | more))
+
+
+async def test_a_job_too_large_for_its_founder_is_trained_by_two(tmp_path: Path) -> None:
+    config = parse_config(dict(SHAPE), "the test", {})
+    whole = plan_full(config, unquantised(2), ROWS, 0).total_bytes
+    limit = min(whole, plan_full(config, unquantised(4), ROWS, 0).total_bytes) - 1
+    part = block_needs(config, 32)
+    async with open_fabric(1) as fabric, trio.open_nursery() as nursery:
+        owner = JobNode(fabric, 0, tmp_path / "0", limit, part(2, 3))
+        other = JobNode(fabric, 1, tmp_path / "1", None, part(3, 3))
+        for node in (owner, other):
+            await nursery.start(node.server.run)
+            await nursery.start(node.jobs.run)
+        with pytest.raises(NoMachines, match="6 blocks take"):
+            await owner.jobs.found(wish_in(tmp_path))
+        other.server._terms = lambda: TrainingTerms(memory_bytes=part(4, 3))
+        await trio.lowlevel.checkpoint()
+        with pytest.raises(AppError, match="to spare"):  # a text of one's own is trained on by nobody else
+            await owner.jobs.found(wish_in(tmp_path, own_data=True))
+        with trio.fail_after(120):
+            await owner.jobs.found(wish_in(tmp_path))
+            running = next(iter(owner.jobs.running.values()))
+            await running.ended.wait()
+        [facts] = await owner.jobs.facts()
+        assert facts["status"] == "finished", facts
+        assert facts["step"] == 15
+        assert [tuple(one) for one in facts["machines"]] == [
+            (owner.network.peer_id, 0, 2), (other.network.peer_id, 2, 6),
+        ]  # fmt: skip
+        assert facts["losses"][-1] < facts["losses"][0]
+        await other.server.no_jobs()
+        nursery.cancel_scope.cancel()

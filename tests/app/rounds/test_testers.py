@@ -1,0 +1,221 @@
+"""Testers are drawn by lot, and what they say decides only if most of them agree."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trio.testing import MockClock
+
+from app.core.errors import RecordError
+from app.rounds import testers
+from app.rounds.island import LeftOut
+from app.rounds.log import follow, make_entry, replay
+from app.rounds.testers import (
+    HARM_READ,
+    HARM_UNSEEN,
+    MOST_RATIO,
+    MOST_SEQUENCES,
+    MOST_TESTED,
+    ROUNDS_A_TEST,
+    TESTERS,
+    DrawnTest,
+    drawn_steps,
+    drawn_tests,
+    harmful,
+    loss_ratio,
+)
+from engine.island import LEAF
+from engine.training.codecs import encode
+from tests.app.rounds.island_swarm import open_islands
+from tests.app.rounds.statements import BY_PEER, NOW_MS, PEOPLE, RECORD, history, members, result, round_of
+
+PEERS = st.lists(st.text("abcdefgh", min_size=1, max_size=3), min_size=0, max_size=16, unique=True)
+
+
+def root(number: int) -> bytes:
+    return hashlib.sha256(number.to_bytes(4, "big")).digest()
+
+
+@given(st.integers(0, 10**6), PEERS, st.sets(st.text("abcdefgh", min_size=1, max_size=3), max_size=4))
+def test_nobody_tests_itself_and_all_draw_the_same(number: int, peers: list[str], doubted: set[str]) -> None:
+    tests = drawn_tests(root(number), peers, doubted)
+    assert tests == drawn_tests(root(number), peers[::-1], doubted)
+    assert len(tests) <= MOST_TESTED
+    assert len({test.peer for test in tests}) == len(tests)
+    assert bool(tests) or not doubted & {*peers} or len(peers) < 3
+    for test in tests:
+        assert test.peer in peers
+        assert test.peer not in test.testers
+        assert len({*test.testers}) == len(test.testers) == min(TESTERS, len(peers) - 1)
+        assert {*test.testers} <= {*peers}
+
+
+def test_lots_fall_on_all_alike() -> None:
+    peers, count = ["a", "b", "c", "d", "e"], 4000
+    drawn = [drawn_tests(root(number), peers, ()) for number in range(count)]
+    tested = Counter(test.peer for tests in drawn for test in tests)
+    testing = Counter(peer for tests in drawn for test in tests for peer in test.testers)
+    assert sum(tested.values()) == pytest.approx(count / ROUNDS_A_TEST, rel=0.15)
+    for peer in peers:
+        assert tested[peer] == pytest.approx(count / ROUNDS_A_TEST / 5, rel=0.4)
+        assert testing[peer] == pytest.approx(TESTERS * count / ROUNDS_A_TEST / 5, rel=0.3)
+
+
+def test_who_tests_depends_on_the_root_and_not_on_the_tested_alone() -> None:
+    peers = [f"peer{number}" for number in range(9)]
+    assert len({drawn_tests(root(number), peers, {"peer3"})[0].testers for number in range(50)}) > 30
+
+
+def test_the_doubted_are_tested_in_every_round() -> None:
+    for number in range(50):
+        assert "b" in {test.peer for test in drawn_tests(root(number), ["a", "b", "c"], {"b", "gone"})}
+
+
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 9))
+def test_drawn_sequences_are_among_those_that_were_read(number: int, steps: int, batch: int) -> None:
+    drawn = drawn_steps(root(number), "a", steps, batch)
+    assert len({*drawn}) == len(drawn) == min(MOST_SEQUENCES, steps * batch)
+    assert all(0 <= step < steps and 0 <= row < batch for step, row in drawn)
+
+
+THREE = (DrawnTest("liar", ("a", "b", "c")),)
+WORSE = (HARM_READ + 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("tests", "told", "found"),
+    [
+        ((), {"a": (5000, 5000)}, False),
+        (THREE, {}, False),
+        (THREE, {"a": WORSE, "b": WORSE, "c": (900, 0)}, True),
+        (THREE, {"a": WORSE, "b": (900, 0), "c": (900, 0)}, False),
+        (THREE, {"a": WORSE, "b": WORSE}, True),
+        (THREE, {"a": (MOST_RATIO, 0), "b": (900, 0)}, False),  # one liar among two testers
+        (THREE, {"a": WORSE}, False),
+        (THREE, {"a": WORSE, "b": (0, 0), "c": (0, 0)}, False),
+        (THREE, {"a": (HARM_READ, 0), "b": (HARM_READ, 0)}, False),
+        (THREE, {"a": (900, HARM_UNSEEN + 1), "b": (900, HARM_UNSEEN + 1)}, True),
+        (THREE, {"a": (900, HARM_UNSEEN), "b": (900, HARM_UNSEEN)}, False),
+        (THREE, {"x": WORSE, "y": WORSE, "z": WORSE}, False),  # who was not drawn has no say
+        (THREE, {"a": (*WORSE, 0, 0), "b": (*WORSE, 0, 0)}, False),  # about another number of tests
+        ((DrawnTest("liar", ("a", "b")),), {"a": WORSE, "b": WORSE}, True),
+        ((DrawnTest("liar", ("a", "b")),), {"a": WORSE, "b": (1000, 0)}, False),
+    ],
+)
+def test_most_testers_have_to_agree(tests: Sequence[DrawnTest], told: dict[str, tuple[int, ...]], found: bool) -> None:
+    assert (harmful(tests, told).keys() == {"liar"}) is found
+
+
+def test_each_test_has_its_own_ratios() -> None:
+    tests = (DrawnTest("one", ("a", "b")), DrawnTest("two", ("a", "b")))
+    assert harmful(tests, {"a": (900, 900, *WORSE), "b": (900, 900, *WORSE)}).keys() == {"two"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "ratio"),
+    [
+        (2.0, 1.0, 500), (2.0, 2.0, 1000), (2.0, math.nan, MOST_RATIO), (2.0, math.inf, MOST_RATIO),
+        (0.0, 1.0, MOST_RATIO), (1.0, 1e9, MOST_RATIO), (1.0, 0.0, 1),
+    ],
+)  # fmt: skip
+def test_losses_as_thousandths(before: float, after: float, ratio: int) -> None:
+    assert loss_ratio(before, after) == ratio
+
+
+def test_the_log_doubts_whom_drawn_testers_found_harmful() -> None:
+    people = PEOPLE[:4]
+    standing = replay(RECORD, history(2, people))
+    liar = people[1].peer_id
+    entry, standing = round_of(standing, people, liar=liar)
+    (test, *_) = (test for test in standing.tests if test.peer == liar)
+    assert liar in entry.doubted  # its change was unlike the others', so it is tested
+    found = members(standing, people)
+    at = 2 * standing.tests.index(test)
+    ratios = [900] * 2 * len(standing.tests)
+    ratios[at] = HARM_READ + 100
+    after = hashlib.sha256(found.raw).digest()
+    report = {peer: (1.0, 0.5) for peer in found.members}
+    results = [
+        result(BY_PEER[peer], found, after, report, tested=tuple(ratios) if peer in test.testers else ())
+        for peer in found.members
+    ]
+
+    def made(told: Sequence[Any]) -> Any:
+        leader = BY_PEER[found.leader]
+        return make_entry(
+            leader, RECORD, standing, found, told, every=10, codec="int8", present=(), now_ms=NOW_MS
+        )  # fmt: skip
+
+    harmed = made(results)
+    assert "1.15 times" in harmed.doubted[liar]
+    assert liar in harmed.left_out  # doubted twice in a row
+    assert follow(RECORD, standing, harmed).banned.keys() == {liar}
+    # a leader cannot leave the testers' word out
+    silent = [result(BY_PEER[peer], found, after, report) for peer in found.members]
+    assert not made(silent).doubted
+    forged = made(silent)
+    with pytest.raises(RecordError):
+        follow(RECORD, standing, forged.__class__(**{**forged.__dict__, "results": tuple(harmed.results)}))
+
+
+def overshoot(model: Any) -> None:
+    """Let an island send its change several times: like the others' in direction and near them in norm."""
+    honest = model.change
+
+    def lie() -> list[bytes]:
+        honest()
+        return [encode(leaf, model.codec) for leaf in (model._sent * 4.0).split(LEAF)]
+
+    model.change = lie
+
+
+async def test_who_does_harm_that_no_norm_shows_is_found_by_testers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient_clock: MockClock
+) -> None:
+    monkeypatch.setattr(testers, "ROUNDS_A_TEST", 1)
+    async with open_islands(tmp_path, 0, 1, 2, steps=400, rate=3e-2) as swarm:
+        liar = swarm.add(3, change=overshoot)
+        await swarm.until(lambda: liar.failure is not None, within_s=2000)
+        assert isinstance(liar.failure, LeftOut)
+        log = swarm.nodes[0].island.log
+        assert log[-1].left_out.keys() == {liar.name}
+        assert "makes the loss" in log[-1].left_out[liar.name]
+
+
+async def test_honest_changes_pass_every_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient_clock: MockClock
+) -> None:
+    monkeypatch.setattr(testers, "ROUNDS_A_TEST", 1)
+    async with open_islands(tmp_path, 0, 1, 2, 3, steps=40) as swarm:
+        await swarm.finished(0, 1, 2, 3)
+        log = swarm.nodes[0].island.log
+        told = [one.tested for entry in log for one in entry.results if one.tested]
+        assert len(told) >= TESTERS * (len(log) - 4)
+        assert all(0 < read <= HARM_READ for pairs in told for read in pairs[::2])
+        assert all(0 < unseen <= HARM_UNSEEN for pairs in told for unseen in pairs[1::2])
+        assert not any(entry.doubted for entry in log)
+
+
+async def test_who_does_not_show_its_change_is_doubted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient_clock: MockClock
+) -> None:
+    monkeypatch.setattr(testers, "ROUNDS_A_TEST", 1)
+    async with open_islands(tmp_path, 0, 1, 2, steps=400) as swarm:
+        liar = swarm.add(3)
+        hide = liar.island._settle
+
+        async def settle(*args: Any) -> None:
+            await hide(*args)
+            liar.island._tested = None
+
+        liar.island._settle = settle  # type: ignore[method-assign, assignment]
+        await swarm.until(lambda: liar.failure is not None, within_s=2000)
+        assert isinstance(liar.failure, LeftOut)
