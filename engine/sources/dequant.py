@@ -1,8 +1,7 @@
 """Decodes GGUF's block-quantised types to plain numbers with torch; `grid` keeps the same types as small integers.
 
 Every type stores a few shared scales per block and packs its small integers into bytes. All results are bit-identical
-to those of the `gguf` package, which the tests compare with; torch is several times faster than its numpy, and uses all
-cores.
+to those of the `gguf` package, with which the tests compare them.
 """
 
 from __future__ import annotations
