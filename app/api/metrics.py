@@ -9,39 +9,53 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from prometheus_client.core import CounterMetricFamily as Counter
-from prometheus_client.core import GaugeMetricFamily as Gauge
-from prometheus_client.core import Metric
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.registry import Collector
-
 from app.snapshot.views import STATES, Snapshot
 
-MEDIA_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_PEERS = 32
 MAX_HOPS = 32
 
 
-def exposition(snapshot: Snapshot) -> bytes:
-    """Return all metrics of a snapshot as the body of `/metrics`."""
-    return generate_latest(_SnapshotCollector(snapshot))
-
-
 @dataclass(frozen=True)
-class _SnapshotCollector(Collector):
-    snapshot: Snapshot
+class Metric:
+    """One metric with its samples: the values of its labels, and the number."""
 
-    def collect(self) -> Iterable[Metric]:
-        """Return the metrics that have a value."""
-        parts = (_node, _flow, _reuse, _guesses, _device, _links, _route)
-        return (metric for part in parts for metric in part(self.snapshot) if metric.samples)
+    kind: str  # gauge or counter
+    name: str
+    help: str
+    labels: Sequence[str]
+    samples: Sequence[tuple[Sequence[str], float]]
+
+    def text(self) -> str:
+        """Return the lines of the text format."""
+        lines = [f"# HELP {self.name} {self.help}", f"# TYPE {self.name} {self.kind}"]
+        for values, number in self.samples:
+            pairs = ",".join(f'{label}="{_escape(value)}"' for label, value in zip(self.labels, values, strict=True))
+            lines.append(f"{self.name}{f'{{{pairs}}}' if pairs else ''} {float(number)!r}")
+        return "".join(f"{line}\n" for line in lines)
 
 
-def _labelled(name: str, help: str, labels: Sequence[str], samples: Iterable[tuple[Sequence[str], float]]) -> Gauge:
-    gauge = Gauge(name, help, labels=labels)
-    for values, value in samples:
-        gauge.add_metric(values, value)
-    return gauge
+def exposition(snapshot: Snapshot) -> bytes:
+    """Return all metrics of a snapshot that have a value as the body of `/metrics`."""
+    parts = (_node, _flow, _reuse, _guesses, _device, _links, _route)
+    return "".join(metric.text() for part in parts for metric in part(snapshot) if metric.samples).encode()
+
+
+def _escape(value: str) -> str:
+    """Return the value of a label as it stands between quotes."""
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+def _gauge(name: str, help: str, value: float | None) -> Metric:
+    return Metric("gauge", name, help, (), [] if value is None else [((), value)])
+
+
+def _counter(name: str, help: str, value: float) -> Metric:
+    return Metric("counter", name, help, (), [((), value)])
+
+
+def _labelled(name: str, help: str, labels: Sequence[str], samples: Sequence[tuple[Sequence[str], float]]) -> Metric:
+    return Metric("gauge", name, help, labels, samples)
 
 
 def _node(snapshot: Snapshot) -> Iterable[Metric]:
@@ -50,25 +64,25 @@ def _node(snapshot: Snapshot) -> Iterable[Metric]:
     sessions = [((role,), sum(s.role == role for s in snapshot.active_sessions)) for role in ("asking", "serving")]
     yield _labelled("shoal_info", "The running version.", ("version",), [((snapshot.version,), 1)])
     yield _labelled("shoal_state", "1 for the node's current state, 0 for the others.", ("state",), states)
-    yield Gauge("shoal_paused", "1 while hosting is paused.", int(snapshot.courtesy.paused))
-    yield Gauge("shoal_start_time_seconds", "Unix time of the node's start.", snapshot.started_at_ms / 1000)
-    yield Gauge("shoal_blocks_hosted", "Blocks that this node hosts.", _hosted(snapshot))
-    yield Gauge("shoal_blocks_total", "Blocks of the model.", snapshot.blocks_total)
-    yield Gauge("shoal_peers", "Other known members of the swarm.", len(snapshot.peers))
-    yield Gauge("shoal_links", "Open connections to peers.", snapshot.network.links)
+    yield _gauge("shoal_paused", "1 while hosting is paused.", int(snapshot.courtesy.paused))
+    yield _gauge("shoal_start_time_seconds", "Unix time of the node's start.", snapshot.started_at_ms / 1000)
+    yield _gauge("shoal_blocks_hosted", "Blocks that this node hosts.", _hosted(snapshot))
+    yield _gauge("shoal_blocks_total", "Blocks of the model.", snapshot.blocks_total)
+    yield _gauge("shoal_peers", "Other known members of the swarm.", len(snapshot.peers))
+    yield _gauge("shoal_links", "Open connections to peers.", snapshot.network.links)
     yield _labelled("shoal_sessions", "Sessions that are open now.", ("role",), sessions)
-    yield Counter("shoal_served_tokens_total", "Tokens computed for others.", ever.served_tokens)
-    yield Counter("shoal_asked_tokens_total", "Tokens generated for this node's user.", ever.asked_tokens)
-    yield Counter("shoal_sent_bytes_total", "Bytes sent to peers.", ever.up_bytes)
-    yield Counter("shoal_received_bytes_total", "Bytes received from peers.", ever.down_bytes)
+    yield _counter("shoal_served_tokens_total", "Tokens computed for others.", ever.served_tokens)
+    yield _counter("shoal_asked_tokens_total", "Tokens generated for this node's user.", ever.asked_tokens)
+    yield _counter("shoal_sent_bytes_total", "Bytes sent to peers.", ever.up_bytes)
+    yield _counter("shoal_received_bytes_total", "Bytes received from peers.", ever.down_bytes)
     if snapshot.weights is not None:
         weights = snapshot.weights
-        yield Gauge("shoal_weights_held_bytes", "Model weights on this disk.", weights.bytes_held)
-        yield Counter("shoal_weights_given_bytes_total", "Model weights sent to peers.", weights.given_bytes)
+        yield _gauge("shoal_weights_held_bytes", "Model weights on this disk.", weights.bytes_held)
+        yield _counter("shoal_weights_given_bytes_total", "Model weights sent to peers.", weights.given_bytes)
         downloaded = weights.from_peers_bytes
-        yield Counter("shoal_weights_downloaded_bytes_total", "Model weights downloaded from peers.", downloaded)
-    yield Counter("shoal_audits_total", "Audits of other members.", ever.audits)
-    yield Counter("shoal_audits_passed_total", "Audits that found nothing wrong.", ever.audits_passed)
+        yield _counter("shoal_weights_downloaded_bytes_total", "Model weights downloaded from peers.", downloaded)
+    yield _counter("shoal_audits_total", "Audits of other members.", ever.audits)
+    yield _counter("shoal_audits_passed_total", "Audits that found nothing wrong.", ever.audits_passed)
 
 
 def _hosted(snapshot: Snapshot) -> int:
@@ -77,44 +91,44 @@ def _hosted(snapshot: Snapshot) -> int:
 
 def _flow(snapshot: Snapshot) -> Iterable[Metric]:
     flow = snapshot.flow
-    yield Gauge("shoal_served_tokens_per_second", "Tokens for others, recent mean.", flow.served_tokens_per_s)
-    yield Gauge("shoal_asked_tokens_per_second", "Tokens for this node's user, recent mean.", flow.asked_tokens_per_s)
-    yield Gauge("shoal_sent_bytes_per_second", "Bytes sent, recent mean.", flow.up_bytes_per_s)
-    yield Gauge("shoal_received_bytes_per_second", "Bytes received, recent mean.", flow.down_bytes_per_s)
-    yield Gauge("shoal_steps_per_second", "Device steps, recent mean.", flow.steps_per_s)
-    yield Gauge("shoal_batch_rows", "Sessions in a device step, recent mean.", flow.batch_rows)
-    yield Gauge("shoal_queued_sessions", "Sessions waiting for a device step.", flow.queued)
+    yield _gauge("shoal_served_tokens_per_second", "Tokens for others, recent mean.", flow.served_tokens_per_s)
+    yield _gauge("shoal_asked_tokens_per_second", "Tokens for this node's user, recent mean.", flow.asked_tokens_per_s)
+    yield _gauge("shoal_sent_bytes_per_second", "Bytes sent, recent mean.", flow.up_bytes_per_s)
+    yield _gauge("shoal_received_bytes_per_second", "Bytes received, recent mean.", flow.down_bytes_per_s)
+    yield _gauge("shoal_steps_per_second", "Device steps, recent mean.", flow.steps_per_s)
+    yield _gauge("shoal_batch_rows", "Sessions in a device step, recent mean.", flow.batch_rows)
+    yield _gauge("shoal_queued_sessions", "Sessions waiting for a device step.", flow.queued)
 
 
 def _reuse(snapshot: Snapshot) -> Iterable[Metric]:
     reuse = snapshot.reuse
-    yield Counter("shoal_prompt_tokens_total", "Prompt tokens of this node's user.", reuse.prompt_tokens)
-    yield Counter("shoal_prompt_cached_tokens_total", "Of these, cached at the hops.", reuse.cached_tokens)
-    yield Gauge("shoal_kept_sessions", "Sessions of this node's user that rest at hops.", reuse.kept_sessions)
-    yield Gauge("shoal_resting_sessions", "Sessions that rest at this node.", reuse.resting_sessions)
-    yield Gauge("shoal_resting_tokens", "Tokens of KV cache that only resting sessions hold.", reuse.resting_tokens)
-    yield Counter("shoal_reused_tokens_total", "Tokens cached here that new sessions began with.", reuse.reused_tokens)
+    yield _counter("shoal_prompt_tokens_total", "Prompt tokens of this node's user.", reuse.prompt_tokens)
+    yield _counter("shoal_prompt_cached_tokens_total", "Of these, cached at the hops.", reuse.cached_tokens)
+    yield _gauge("shoal_kept_sessions", "Sessions of this node's user that rest at hops.", reuse.kept_sessions)
+    yield _gauge("shoal_resting_sessions", "Sessions that rest at this node.", reuse.resting_sessions)
+    yield _gauge("shoal_resting_tokens", "Tokens of KV cache that only resting sessions hold.", reuse.resting_tokens)
+    yield _counter("shoal_reused_tokens_total", "Tokens cached here that new sessions began with.", reuse.reused_tokens)
 
 
 def _guesses(snapshot: Snapshot) -> Iterable[Metric]:
     guesses = snapshot.guesses
-    yield Counter("shoal_guessed_tokens_total", "Guessed tokens sent through the hops.", guesses.guessed_tokens)
-    yield Counter("shoal_accepted_tokens_total", "Guessed tokens that were right.", guesses.accepted_tokens)
+    yield _counter("shoal_guessed_tokens_total", "Guessed tokens sent through the hops.", guesses.guessed_tokens)
+    yield _counter("shoal_accepted_tokens_total", "Guessed tokens that were right.", guesses.accepted_tokens)
 
 
 def _device(snapshot: Snapshot) -> Iterable[Metric]:
     device = snapshot.hardware
     if device is None:
         return
-    yield Gauge("shoal_kv_bytes", "Memory reserved for the sessions' KV cache.", device.cache_bytes)
-    yield Gauge("shoal_kv_used_bytes", "KV cache memory in use by sessions.", device.cache_used_bytes)
-    yield Gauge("shoal_weights_bytes", "Memory of the hosted blocks.", device.weights_bytes)
-    yield Gauge("shoal_step_seconds", "Typical time of a decode step.", device.step_s)
-    yield Gauge("shoal_device_memory_bytes", "The device's total memory.", device.memory_total_bytes)
-    yield Gauge("shoal_device_free_bytes", "The device's free memory.", device.memory_free_bytes)
-    yield Gauge("shoal_device_load", "The device's load, 0 to 1.", device.load)
-    yield Gauge("shoal_device_temperature_celsius", "The device's temperature.", device.temperature_c)
-    yield Gauge("shoal_device_power_watts", "The device's power draw.", device.power_w)
+    yield _gauge("shoal_kv_bytes", "Memory reserved for the sessions' KV cache.", device.cache_bytes)
+    yield _gauge("shoal_kv_used_bytes", "KV cache memory in use by sessions.", device.cache_used_bytes)
+    yield _gauge("shoal_weights_bytes", "Memory of the hosted blocks.", device.weights_bytes)
+    yield _gauge("shoal_step_seconds", "Typical time of a decode step.", device.step_s)
+    yield _gauge("shoal_device_memory_bytes", "The device's total memory.", device.memory_total_bytes)
+    yield _gauge("shoal_device_free_bytes", "The device's free memory.", device.memory_free_bytes)
+    yield _gauge("shoal_device_load", "The device's load, 0 to 1.", device.load)
+    yield _gauge("shoal_device_temperature_celsius", "The device's temperature.", device.temperature_c)
+    yield _gauge("shoal_device_power_watts", "The device's power draw.", device.power_w)
 
 
 def _links(snapshot: Snapshot) -> Iterable[Metric]:
@@ -147,6 +161,6 @@ def _route(snapshot: Snapshot) -> Iterable[Metric]:
     ]
     help = "Time of a token at each hop of the latest reply's route."
     yield _labelled("shoal_hop_seconds", help, ("hop", "peer", "part"), samples)
-    yield Gauge("shoal_return_seconds", "Time from the last hop back to this node.", route.return_s)
-    yield Gauge("shoal_ends_seconds", "Time of embedding, head and sampling on this node.", route.ends_s)
-    yield Gauge("shoal_token_seconds", "Typical time of a token of the latest reply.", route.token_s)
+    yield _gauge("shoal_return_seconds", "Time from the last hop back to this node.", route.return_s)
+    yield _gauge("shoal_ends_seconds", "Time of embedding, head and sampling on this node.", route.ends_s)
+    yield _gauge("shoal_token_seconds", "Typical time of a token of the latest reply.", route.token_s)

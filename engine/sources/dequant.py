@@ -1,14 +1,12 @@
 """Decodes GGUF's block-quantised types to plain numbers with torch; `grid` keeps the same types as small integers.
 
-Every type stores a few shared scales per block and packs its small integers into bytes. The common types are decoded
-here (several times faster than with numpy, and on all cores), the rest by the `gguf` package. All results are
-bit-identical to that package's.
+Every type stores a few shared scales per block and packs its small integers into bytes. All results are bit-identical
+to those of the `gguf` package, with which the tests compare them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +22,7 @@ def dequantise(raw: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     blocks = raw.view(-1, size)  # (blocks, bytes of a block)
     result = torch.empty(blocks.shape[0], elements, dtype=dtype)
     step = max(_SLICE_ELEMENTS // elements, 1)
-    expand = _DECODERS.get(kind) or _with_gguf(kind)
+    expand = _DECODERS[kind]
     for start in range(0, blocks.shape[0], step):
         result[start : start + step] = expand(blocks[start : start + step])
     return result
@@ -86,6 +84,30 @@ def _paired_nibbles(packed: Tensor) -> Tensor:
     return torch.cat([groups & 0x0F, groups >> 4], dim=2).reshape(-1, 8, 32)
 
 
+def _pairs_of_bits(packed: Tensor) -> Tensor:
+    """Unpack (blocks, 64) bytes to (blocks, 16, 16) values of 2 bits: of every 32 bytes the lowest bits come first."""
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 1, 4, 1)
+    return ((packed.reshape(-1, 2, 1, 32) >> shifts) & 3).reshape(-1, 16, 16)
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    scales, minima = blocks[:, :16] & 0x0F, blocks[:, :16] >> 4  # (blocks, 16)
+    scales, minima = scales * _half(blocks, 80), minima * _half(blocks, 82)
+    values = _pairs_of_bits(blocks[:, 16:80]).float()
+    return values.mul_(scales.unsqueeze(-1)).sub_(minima.unsqueeze(-1)).reshape(-1, 256)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    low, high = blocks[:, 96:104], blocks[:, 104:108]  # of the sixteen 6-bit scales
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 4, 1)
+    high = ((high.unsqueeze(1) >> shifts) & 3).reshape(-1, 16) << 4
+    scales = (torch.cat([low & 0x0F, low >> 4], dim=1) | high).float().sub_(32.0) * _half(blocks, 108)  # (blocks, 16)
+    shifts = torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
+    third = (((blocks[:, :32].unsqueeze(1) >> shifts) & 1) << 2).reshape(-1, 16, 16)
+    values = (_pairs_of_bits(blocks[:, 32:96]) | third).float().sub_(4.0)
+    return values.mul_(scales.unsqueeze(-1)).reshape(-1, 256)
+
+
 def _q4_k(blocks: Tensor) -> Tensor:
     scales, minima = _scales_and_minima(blocks)
     return _paired_nibbles(blocks[:, 16:]).float().mul_(scales).sub_(minima).reshape(-1, 256)
@@ -110,19 +132,6 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 _DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
 }  # fmt: skip
-
-
-def _with_gguf(kind: str) -> Callable[[Tensor], Tensor]:
-    """Return the `gguf` package's decoder, for the rarer types."""
-    import gguf  # slow to import and rarely needed
-
-    number: Any = gguf.GGMLQuantizationType[kind]
-
-    def expand(blocks: Tensor) -> Tensor:
-        row = blocks.reshape(1, -1)  # the package works row by row
-        return torch.from_numpy(gguf.dequantize(row.numpy(), number)).view(blocks.shape[0], -1)
-
-    return expand
