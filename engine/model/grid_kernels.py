@@ -103,16 +103,16 @@ def _chunk_product(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _grid_product_kernel(
     x_ptr, words_ptr, out_ptr, scale_ptr, minimum_ptr, bias_ptr, residual_ptr, rows, n_out, mask,
     K_SIZE: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr,
     PART: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    # WIDTH * SPLITS warps: each multiplies TILES tiles with every SPLITS-th chunk of columns. With a gate, the two tiles
-    # of a warp are one of the gate and one of what it gates. What lies past the last row, tile or chunk is replaced by
-    # that: rows and tiles are not stored, and past the last column x is zero.
+    # WIDTH * SPLITS warps: each multiplies TILES tiles with every SPLITS-th chunk of columns. With a gate, a warp's two
+    # tiles are one of the gate and one of what it gates. What lies past the last row, tile or chunk is replaced by the
+    # last: such rows and tiles are not stored, and past the last column x is zero.
     WARPS: tl.constexpr = WIDTH * SPLITS
     CHUNK: tl.constexpr = PART * PARTS
     CHUNKS: tl.constexpr = (K_SIZE + CHUNK - 1) // CHUNK
@@ -197,7 +197,6 @@ def _grid_dense_kernel(
     PART: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     # One program converts one chunk of a tile for each of its warps.
-    WORDS: tl.constexpr = 4 // PARTS
     CHUNK: tl.constexpr = PART * PARTS
     CHUNKS: tl.constexpr = (K_SIZE + CHUNK - 1) // CHUNK
     FACTORS: tl.constexpr = CHUNK // GROUP
@@ -256,8 +255,8 @@ def multiply(
     _grid_product_kernel[(triton.cdiv(rows, padded), triton.cdiv(n_out, per_program))](
         x, grid.integers, out, grid.scale, _or(grid.minimum, grid.scale), _or(bias, x), _or(residual, x), rows, n_out,
         _MASK, **_form(grid), ROWS=padded, TILES=tile.tiles, WIDTH=tile.width, SPLITS=tile.splits,
-        STAGES=tile.stages, GATED=gated,
-        BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=tile.width * tile.splits,
+        STAGES=tile.stages, GATED=gated, BIAS=bias is not None, RESIDUAL=residual is not None,
+        num_warps=tile.width * tile.splits,
     )  # fmt: skip
 
 
@@ -267,7 +266,8 @@ def dense(grid: TiledGrid, dtype: torch.dtype) -> Tensor:
     out = torch.empty(n_out, k_size, device=grid.scale.device, dtype=dtype)
     tiles, chunks = grid.integers.shape[:2]
     _grid_dense_kernel[(tiles, triton.cdiv(chunks, warps))](
-        grid.integers, out, grid.scale, _or(grid.minimum, grid.scale), _MASK, **_form(grid), WARPS=warps, num_warps=warps,
+        grid.integers, out, grid.scale, _or(grid.minimum, grid.scale), _MASK, **_form(grid), WARPS=warps,
+        num_warps=warps,
     )  # fmt: skip
     return out
 
