@@ -15,7 +15,8 @@ from engine.device.kinds import kind_named
 MB = 10**6
 KV_SHARE = 0.25  # fraction of the allowed memory that the KV cache gets
 HEAD_SHARE = 0.25  # largest fraction of a GPU's allowed memory for the head
-CONVERTED_ROWS = 2048  # rows of a quantised matrix that are converted at a time
+CONVERTED_ROWS = 2048  # rows of a matrix in int8 that are converted at a time
+CONVERTED_NUMBERS = 1 << 26  # of a matrix in a grid that are converted at a time; much fewer leave a large GPU idle
 LOSS_ROWS = 128  # rows whose logits are held at a time when a loss is computed
 ADAPTER_ROLES = ("q", "k", "v", "o", "gate", "up", "down")  # matrices of a block that adapters can change
 
@@ -26,6 +27,7 @@ class Precision:
 
     weight_bytes: float  # per weight of a block's matrices, scales included
     compute_bytes: int  # per number of activations, norms, biases, KV cache, embedding and head
+    converted: int = 0  # numbers of a matrix that prompts and training need converted at a time
 
 
 FLOAT32 = Precision(4.0, 4)
@@ -51,8 +53,9 @@ def grid_weights(weight_bytes: float, compute_bytes: int, *, on_cpu: bool) -> Pr
     A CPU's products are computed by ONNX Runtime, with the integers packed twice (for few rows and for many) and with
     scales, zero points and minima in a form of their own.
     """
-    copies = 2 * (1.0 if weight_bytes >= 1 else 0.5) + 9 / 16 if on_cpu else 0.0
-    return Precision(weight_bytes + copies, compute_bytes)
+    if not on_cpu:
+        return Precision(weight_bytes, compute_bytes, CONVERTED_NUMBERS)
+    return Precision(weight_bytes + 2 * (1.0 if weight_bytes >= 1 else 0.5) + 9 / 16, compute_bytes)
 
 
 @dataclass(frozen=True)
@@ -301,8 +304,9 @@ def plan_training(config: ModelConfig, precision: Precision, task: TrainingTask,
     state = task.blocks * ADAPTER_WEIGHT_BYTES * adapter_weights(config, task.rank, task.targets)
     inputs = task.under_way * task.blocks * task.rows * config.hidden_size * precision.compute_bytes
     graph = block_graph_bytes(config, precision, task.rows)
-    # Besides what a block keeps, its backward pass has gradients of the widest rows, and an int8 matrix as numbers.
+    # Besides what a block keeps, its backward pass has gradients of the widest rows, and quantised rows as numbers.
     converted = min(CONVERTED_ROWS, 2 * config.intermediate_size) * config.hidden_size
+    converted = max(converted, _converted(config, precision))
     wide = task.rows * (3 * config.intermediate_size + 3 * config.hidden_size)
     workspace = graph + (converted + wide) * precision.compute_bytes
     left = max(0, usable_bytes - weights - state - inputs - workspace)
@@ -391,13 +395,18 @@ LOGIT_BYTES = 640
 
 
 def workspace_bytes(config: ModelConfig, precision: Precision, rows: int, *, head: bool) -> int:
-    """Bytes for the activations of one prefill chunk, shared by all blocks, and for the logits if `head`."""
+    """Bytes for the activations of one prefill chunk, shared by all blocks, for converted weights, and for logits."""
     c = config
     q_size, kv_size = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     # Residual, normed input and output; q, k, v and the attention's output; gate, up and their product.
     per_row = 3 * c.hidden_size + 2 * q_size + 2 * kv_size + 3 * c.intermediate_size
     logits = c.vocab_size * LOGIT_BYTES if head else 0
-    return rows * per_row * precision.compute_bytes + logits
+    return (rows * per_row + _converted(c, precision)) * precision.compute_bytes + logits
+
+
+def _converted(config: ModelConfig, precision: Precision) -> int:
+    """Numbers of the largest part of a matrix in a grid that is converted at a time."""
+    return min(precision.converted, 2 * config.intermediate_size * config.hidden_size)
 
 
 def default_headroom(kind: str, total_bytes: int) -> int:

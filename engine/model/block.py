@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.device.kinds import kind_of
+from engine.model.grid_tiles import fits_tiles, tiled
 from engine.model.linear import DenseLinear, GridLinear, Int8Linear, Linear, packed
 from engine.model.rope import rotate
 from engine.sources.grid import QUANTISED_GROUP, Grid, join, quantise
@@ -117,7 +118,8 @@ def build_block(index: int, reader: TensorReader, how: WeightOptions) -> Block:
             return made
         if how.quantisation in ("int4", "stored") and (grids := _grids(reader, roles, how)):
             grid = join(grids)
-            return GridLinear(grid.in_words() if kind_of(how.device).captures_steps else grid, bias)
+            in_tiles = kind_of(how.device).captures_steps and fits_tiles(grid)
+            return GridLinear(tiled(grid) if in_tiles else grid, bias)
         weight = torch.empty(sum(sizes), columns, device=how.device, dtype=how.dtype)
         pending.update(zip(roles, weight.split(sizes), strict=True))
         return DenseLinear(weight, bias)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.model.block import Attend, Block, block_forward
+from engine.model.grid_tiles import TiledGrid, tiled
 from engine.model.kv_cache import PAGE_TOKENS, BlockCache, KVLease, KVPool, Segment
 from engine.model.linear import DenseLinear, GridLinear
 from engine.model.rope import RotaryTable
@@ -67,14 +68,15 @@ def triton_grids_work() -> bool:
 
 def _grids_are_right(device: torch.device) -> bool:
     """Compare products of one row and of two, and the conversion, with those of the same numbers."""
+    from engine.model import grid_kernels
     from engine.model import triton_kernels as kernels
 
     generator = torch.Generator().manual_seed(0)
-    grid = quantise(torch.randn(64, 128, generator=generator)).in_words().to(device)
+    grid = tiled(quantise(torch.randn(64, 256, generator=generator))).to(device)
     dense = grid.dense(torch.float32)
-    right = torch.allclose(kernels.dense_grid(grid, torch.float32), dense, atol=1e-5)
+    right = torch.allclose(grid_kernels.dense(grid, torch.float32), dense, atol=1e-5)
     for rows in (1, 2):
-        x, out = torch.randn(rows, 128, generator=generator).to(device), torch.empty(rows, 64, device=device)
+        x, out = torch.randn(rows, 256, generator=generator).to(device), torch.empty(rows, 64, device=device)
         kernels.product(x, GridLinear(grid), out, kernels.Fold())
         right = right and torch.allclose(out, x @ dense.t(), atol=1e-2)
     return right
@@ -165,9 +167,9 @@ class DecodeGraphs:
         self._pending: dict[ShapeKey, int] = {}  # and how often each ran
         self._memory: Any = None  # memory pool shared by all graphs
         self._max_pages = max(1, min(-(-parts.config.context_length // PAGE_TOKENS), parts.pool.scratch_page))
-        in_grids = any(isinstance(linear, GridLinear) for block in parts.blocks for linear in block.linears)
-        works = triton_grids_work() if in_grids else triton_works()
-        self.fused = works and _kernels_support(parts.config)
+        grids = [linear.grid for block in parts.blocks for linear in block.linears if isinstance(linear, GridLinear)]
+        works = triton_grids_work() if grids else triton_works()
+        self.fused = works and _kernels_support(parts.config) and all(isinstance(grid, TiledGrid) for grid in grids)
         parts.pool.clears_slots = not self.fused  # `plain_step` reads whole pages, `fused_step` only written slots
 
     def covers(self, segments: Sequence[Segment]) -> bool:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.budget import CONVERTED_ROWS
+from engine.budget import CONVERTED_NUMBERS, CONVERTED_ROWS
 from engine.device.kinds import kind_of
+from engine.model.grid_tiles import TILE_ROWS, TiledGrid
 from engine.model.onnx_graph import GridProduct, runtime
 from engine.sources.grid import Grid
 
@@ -202,32 +203,39 @@ class GridLinear:
     of the matrix after the other is converted to the numbers of x; CUDA's decode steps have kernels of their own.
     """
 
-    grid: Grid
+    grid: Grid | TiledGrid
     bias: Tensor | None = None
-    convert: Callable[[Grid, torch.dtype], Tensor] = Grid.dense  # a kernel for it may be faster than torch's operations
+    convert: Callable[[TiledGrid, torch.dtype], Tensor] = TiledGrid.dense  # a kernel is faster than torch's operations
     _product: GridProduct | None = None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, *, training: bool = False) -> Tensor:
         """Return the product for rows x (N, in), plus the residual if given; `training` as for dense weights."""
-        if x.device.type == "cpu" and x.dtype == torch.float32 and not training and runtime() is not None:
+        with_integers = x.device.type == "cpu" and x.dtype == torch.float32 and not training
+        if with_integers and isinstance(self.grid, Grid) and runtime() is not None:
             self._product = self._product or GridProduct(self.grid, self.bias)
             out = self._product(x)
         else:
-            out = torch.cat([F.linear(x, self.convert(rows, x.dtype)) for rows in self._slices()], dim=1)
+            out = torch.cat([F.linear(x, weight) for weight in self._converted(x.dtype)], dim=1)
             out = out if self.bias is None else out + self.bias
         return out if residual is None else residual + out
 
     def input_gradient(self, gradient: Tensor) -> Tensor:
         """Return the gradient of the rows x for that of the product, (N, out) -> (N, in)."""
-        dx = gradient.new_zeros(gradient.shape[0], self.grid.shape[1])
-        for rows, own in zip(self._slices(), gradient.split(CONVERTED_ROWS, dim=1), strict=True):
-            dx.addmm_(own, self.convert(rows, gradient.dtype))
+        dx, first = gradient.new_zeros(gradient.shape[0], self.grid.shape[1]), 0
+        for weight in self._converted(gradient.dtype):
+            dx.addmm_(gradient[:, first : first + len(weight)], weight)
+            first += len(weight)
         return dx
 
-    def _slices(self) -> list[Grid]:
-        """The grid in parts, so that the converted weights take little memory."""
-        count = self.grid.shape[0]
-        return [self.grid.rows(slice(first, first + CONVERTED_ROWS)) for first in range(0, count, CONVERTED_ROWS)]
+    def _converted(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yield the matrix as numbers, some rows after the others, so that they take little memory."""
+        (n_out, n_in), on_gpu = self.grid.shape, isinstance(self.grid, TiledGrid)
+        # As few slices of equal size as the limit allows.
+        slices = -(-n_out * n_in // CONVERTED_NUMBERS) if on_gpu else -(-n_out // CONVERTED_ROWS)
+        count = -(-n_out // (slices * TILE_ROWS)) * TILE_ROWS
+        for first in range(0, n_out, count):
+            rows = self.grid.rows(slice(first, first + count))
+            yield rows.dense(dtype) if isinstance(rows, Grid) else self.convert(rows, dtype)
 
     @property
     def nbytes(self) -> int:

@@ -17,6 +17,7 @@ from engine.config import ModelConfig
 from engine.model.block import Attend, Block, Matrix
 from engine.model.linear import GridLinear, Linear
 from engine.model.onnx_graph import Graph, GraphWriter, GridConstants, many_rows, runtime
+from engine.sources.grid import Grid
 
 MAX_BOUND = 8  # rows of the largest step whose memory is kept: it saves a tenth of a millisecond a block
 _Weights = Mapping[Matrix, GridConstants]
@@ -109,7 +110,8 @@ class SpanGraphs:
     def add(self, block: Block) -> None:
         """Compile a block's graphs, if all its matrices are grids on the CPU and ONNX Runtime is there."""
         on_cpu = block.attn_norm.device.type == "cpu"
-        if on_cpu and all(isinstance(each, GridLinear) for each in block.linears) and runtime() is not None:
+        in_grids = all(isinstance(each, GridLinear) and isinstance(each.grid, Grid) for each in block.linears)
+        if on_cpu and in_grids and runtime() is not None:
             self._blocks[block.index] = BlockGraphs(block, self._config)
 
     def keep(self, start: int, stop: int) -> None:
@@ -145,6 +147,7 @@ class SpanGraphs:
 
 def _constants(linear: Linear) -> GridConstants:
     assert isinstance(linear, GridLinear), "a block with graphs has grids only"
+    assert isinstance(linear.grid, Grid), "tiles are for GPUs"
     return GridConstants(linear.grid, linear.bias)
 
 

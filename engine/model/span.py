@@ -17,6 +17,7 @@ from engine.errors import EngineError, SessionError
 from engine.model.attention import Plans, StepPlan, attend_cached, write_cache
 from engine.model.block import Attend, Block, Multiply, WeightOptions, block_forward, build_block
 from engine.model.cuda_graphs import MAX_AHEAD, DecodeGraphs, SpanParts, StepUnderWay, triton_grids_work
+from engine.model.grid_tiles import TiledGrid
 from engine.model.kv_cache import BlockCache, KVLease, KVPool, Segment
 from engine.model.linear import GridLinear
 from engine.model.onnx_block import SpanGraphs
@@ -81,10 +82,10 @@ class SpanRunner:
         for block in blocks:
             self._cpu_graphs.add(block)
             for linear in block.linears:
-                if isinstance(linear, GridLinear) and linear.grid.by_words and triton_grids_work():
-                    from engine.model.triton_kernels import dense_grid  # imports Triton, which a CPU does without
+                if isinstance(linear, GridLinear) and isinstance(linear.grid, TiledGrid) and triton_grids_work():
+                    from engine.model.grid_kernels import dense  # imports Triton, which a CPU does without
 
-                    linear.convert = dense_grid
+                    linear.convert = dense
 
     def keep(self, start: int, stop: int) -> None:
         """Free all blocks but [start, stop), with their cache; sessions that use others must be closed before.

@@ -32,7 +32,6 @@ class Grid:
     quantised: Tensor  # uint8: (out, in), or (out, in / 2) with the even column of each pair in the low half
     scale: Tensor  # (out, in / group), float16 or float32
     minimum: Tensor | None  # like `scale`
-    by_words: bool = False  # the columns of a group are in another order: that of `in_words`
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -56,33 +55,21 @@ class Grid:
 
     def integers(self) -> Tensor:
         """Return the integers as uint8 (out, in)."""
-        if self.by_words:
-            words = self.quantised.view(torch.int32).view(self.shape[0], -1, 1, self.group * self.bits // 32)
-            shifts = torch.arange(0, 32, self.bits, dtype=torch.int32, device=words.device)[:, None]
-            return ((words >> shifts) & ((1 << self.bits) - 1)).to(torch.uint8).view(self.shape)
         return unpack(self.quantised) if self.bits == 4 else self.quantised
-
-    def in_words(self) -> Grid:
-        """Return the grid in the order of a GPU's kernels: integer s of word w of a group is column s × words + w.
-
-        A thread that has some neighbouring words of a group then needs neighbouring numbers of a row for each s.
-        """
-        if self.by_words:
-            return self
-        words = self.group * self.bits // 32
-        integers = self.integers().view(self.shape[0], -1, 32 // self.bits, words).transpose(2, 3)
-        integers = integers.reshape(self.shape)
-        return replace(self, quantised=pack(integers) if self.bits == 4 else integers, by_words=True)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix as numbers, computed in float32."""
-        values = self.integers().view(self.shape[0], -1, self.group).float()
-        scale = self.scale.float()[..., None]
-        if self.minimum is None:
-            values = values.sub_(self.zero).mul_(scale)
-        else:
-            values = values.mul_(scale).add_(self.minimum.float()[..., None])
-        return values.view(self.shape).to(dtype)
+        return numbers_of(self.integers(), self.group, self.zero, self.scale, self.minimum).to(dtype)
+
+
+def numbers_of(integers: Tensor, group: int, zero: int, scale: Tensor, minimum: Tensor | None) -> Tensor:
+    """Return integers (out, in) with their scales and minima, (out, in / group), as float32."""
+    values = integers.reshape(integers.shape[0], -1, group).float()
+    if minimum is None:
+        values = values.sub_(zero).mul_(scale.float()[..., None])
+    else:
+        values = values.mul_(scale.float()[..., None]).add_(minimum.float()[..., None])
+    return values.reshape(integers.shape)
 
 
 def unpack(packed: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
     python -m tests.bench.fourbit_cuda [--json] [--blocks 32] [--context 512] [--steps 100] [--tiles]
 
 `error_*` are products beside those with the weights as numbers, relative to their length. Times are medians by CUDA
-events around the public step, host work included, as in `tests.bench.cuda`. `--tiles` also times other tiles of the two
-kernels, as GB/s of weights, to choose from.
+events around the public step, host work included, as in `tests.bench.cuda`. `--tiles` also times other tiles of the
+product, by replays of a captured graph, as GB/s of weights, to choose from.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from typing import Any
 
 import torch
 
+from engine.model import grid_kernels
 from engine.model import triton_kernels as kernels
+from engine.model.cuda_graphs import captured
+from engine.model.grid_tiles import TiledGrid, tiled
 from engine.model.kv_cache import Segment
 from engine.model.linear import GridLinear
 from engine.model.span import SpanRunner
@@ -32,17 +35,17 @@ SHAPES = {"qkv": (6144, 4096, False), "gate_up": (28672, 4096, True), "down": (4
 FORMS: dict[str, tuple[Any, ...]] = {"q4_0": (4, 32, 8), "q8_0": (8, 32, 128), "q6_k": (8, 16, 32)}
 
 
-def random_grid(form: str, n_out: int, n_in: int) -> Grid:
+def random_grid(form: str, n_out: int, n_in: int) -> TiledGrid:
     """A grid with random integers, or one rounded from random numbers."""
     if form == "int4":
-        return quantise(torch.randn(n_out, n_in, device="cuda") * 0.02).in_words()
+        return tiled(quantise(torch.randn(n_out, n_in, device="cuda") * 0.02))
     bits, group, zero = FORMS[form]
     integers = torch.randint(0, 256, (n_out, n_in * bits // 8), device="cuda", dtype=torch.uint8)
     scale = (0.5 + torch.rand(n_out, n_in // group, device="cuda")) / 1024
-    return Grid(bits, group, zero, integers, scale.half() if group == 32 else scale, None).in_words()
+    return tiled(Grid(bits, group, zero, integers, scale.half() if group == 32 else scale, None))
 
 
-def multiply(grid: Grid, x: torch.Tensor, out: torch.Tensor, *, gated: bool) -> None:
+def multiply(grid: TiledGrid, x: torch.Tensor, out: torch.Tensor, *, gated: bool) -> None:
     """The product as a decode step computes it."""
     kernels.product(x, GridLinear(grid), out, kernels.Fold(gated=gated))
 
@@ -50,7 +53,7 @@ def multiply(grid: Grid, x: torch.Tensor, out: torch.Tensor, *, gated: bool) -> 
 def errors() -> dict[str, float]:
     """The largest relative error of each form over all shapes, and of the conversion for prompts."""
     found: dict[str, float] = {}
-    for form, rows in product(("int4", *FORMS), (1, 8)):
+    for form, rows in product(("int4", *FORMS), (1, 8, 32)):
         for n_out, n_in, gated in SHAPES.values():
             torch.manual_seed(1)
             grid = random_grid(form, n_out, n_in)
@@ -65,7 +68,7 @@ def errors() -> dict[str, float]:
             name = f"error_{form}_rows{rows}"
             error = float((out.float() - expected).norm() / expected.norm())
             found[name] = max(found.get(name, 0.0), error)
-            converted = (kernels.dense_grid(grid, torch.float32) - dense).norm() / dense.norm()
+            converted = (grid_kernels.dense(grid, torch.float32) - dense).norm() / dense.norm()
             found[f"error_{form}_numbers"] = max(found.get(f"error_{form}_numbers", 0.0), float(converted))
     return found
 
@@ -99,16 +102,16 @@ def span_figures(blocks: int, context: int, count: int, prefix: str, quantisatio
 
 
 @contextmanager
-def _tile(name: str, tile: object) -> Iterator[None]:
-    before = getattr(kernels, name)
-    setattr(kernels, name, lambda bits, gated: tile)
+def _tile(tile: grid_kernels.ProductTile) -> Iterator[None]:
+    before = grid_kernels.product_tile
+    setattr(grid_kernels, "product_tile", lambda *_, **__: tile)  # noqa: B010
     try:
         yield
     finally:
-        setattr(kernels, name, before)
+        setattr(grid_kernels, "product_tile", before)  # noqa: B010
 
 
-def _rate(grids: list[Grid], rows: int, n_out: int, *, gated: bool) -> float:
+def _rate(grids: list[TiledGrid], rows: int, n_out: int, *, gated: bool) -> float:
     """GB of weights a second, over matrices that do not fit into the cache together."""
     x = torch.randn(rows, grids[0].shape[1], device="cuda", dtype=torch.bfloat16)
     out = torch.empty(rows, n_out // 2 if gated else n_out, device="cuda", dtype=torch.bfloat16)
@@ -117,24 +120,30 @@ def _rate(grids: list[Grid], rows: int, n_out: int, *, gated: bool) -> float:
         for grid in grids:
             multiply(grid, x, out, gated=gated)
 
-    return sum(grid.nbytes for grid in grids) / 1e6 / by_events(all_of_them, 20, 5)
+    graph = captured(all_of_them, torch.device("cuda"), None)
+    return sum(grid.nbytes for grid in grids) / 1e6 / by_events(graph.replay, 10, 3)
 
 
 def tiles() -> dict[str, dict[str, float]]:
-    """GB/s of each tile, for each shape: of one row, and of eight."""
-    one = [kernels.GridTile(n, g, w) for n, g, w in product((2, 4, 8, 16), (32, 64, 128), (2, 4, 8))]
-    many = [kernels.GridProductTile(n, b, w, s) for n, b, w, s in product((16, 32, 64), (32, 64), (2, 4), (2, 3, 4))]
+    """GB/s of the best tiles, for each shape and number of rows."""
     found: dict[str, dict[str, float]] = {}
     for shape, (n_out, n_in, gated) in SHAPES.items():
         grids = [random_grid("int4", n_out, n_in) for _ in range(4 if gated else 12)]
-        for rows, name, choices in ((1, "grid_vector_tile", one), (8, "grid_product_tile", many)):
-            rates: dict[str, float] = {}
-            for tile in choices:
-                with _tile(name, tile):
-                    rates[str(tuple(tile))] = _tried(partial(_rate, grids, rows, n_out, gated=gated))
+        for rows in (1, 8, 16, 32):
+            choices = product((2,) if gated else (1, 2), (1, 2, 4), (1, 2, 4, 8, 16))
+            rates = {
+                str(choice): _tried(partial(_rate_of, grids, rows, choice, n_out, gated=gated))
+                for choice in choices
+                if choice[1] * choice[2] <= 16
+            }
             best = sorted(rates, key=rates.__getitem__, reverse=True)[:6]
             found[f"{shape}_rows{rows}"] = {tile: round(rates[tile], 1) for tile in best}
     return found
+
+
+def _rate_of(grids: list[TiledGrid], rows: int, choice: tuple[int, int, int], n_out: int, *, gated: bool) -> float:
+    with _tile(grid_kernels.ProductTile(*choice)):
+        return _rate(grids, rows, n_out, gated=gated)
 
 
 def _tried(rate: Callable[[], float]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gguf
 import numpy as np
@@ -11,17 +11,18 @@ import pytest
 import torch
 
 from engine.errors import SourceError
+from engine.model.grid_tiles import fits_tiles, tiled
 from engine.model.linear import GridLinear
 from engine.sources.base import BLOCK_ROLES, ModelSource, block_part
 from engine.sources.dequant import dequantise
 from engine.sources.gguf import open_gguf
-from engine.sources.grid import GRID_KINDS, Grid, decode_grid, grid_bytes_per_weight, join, quantise
+from engine.sources.grid import GRID_KINDS, Grid, decode_grid, grid_bytes_per_weight, join, pack, quantise
 from engine.sources.layout import KIND_SIZES
 from engine.sources.tensors import PartReader, load_part
 from tests.engine.gguf_models import write_gguf
 from tests.engine.models import VARIANT
 
-ROWS, COLUMNS = 24, 512
+ROWS, COLUMNS = 48, 512
 _FACTORS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where a block has its float16 numbers
 
 
@@ -50,8 +51,39 @@ def test_a_grid_has_the_very_numbers_of_its_file(kind: str) -> None:
     expected = dequantise(raw_matrix(kind), kind, torch.float32).view(ROWS, COLUMNS)
     assert torch.equal(grid.dense(torch.float32), expected)
     assert grid.nbytes == grid_bytes_per_weight(kind) * ROWS * COLUMNS < expected.nbytes / 3
-    for order in (grid, grid.in_words()):
-        assert torch.equal(order.rows(slice(3, 9)).dense(torch.float32), expected[3:9])
+    assert torch.equal(grid.rows(slice(3, 9)).dense(torch.float32), expected[3:9])
+    tiles = tiled(grid)
+    assert torch.equal(tiles.dense(torch.float32), expected)
+    assert torch.equal(tiles.rows(slice(16, 48)).dense(torch.float32), expected[16:48])
+    assert tiles.nbytes == grid.nbytes
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (4, 128), (8, 32), (8, 16)])
+@pytest.mark.parametrize("columns", [128, 384, 576, 64])
+def test_tiles_have_the_numbers_of_their_grid(bits: Literal[4, 8], group: int, columns: int) -> None:
+    if columns % group:
+        pytest.skip("a row consists of whole groups")
+    random = torch.Generator().manual_seed(columns)
+    integers = torch.randint(0, 256, (32, columns * bits // 8), dtype=torch.uint8, generator=random)
+    scale, minimum = (torch.rand(32, columns // group, generator=random) for _ in range(2))
+    for minima in (None, minimum):
+        grid = Grid(bits, group, 8, integers, scale, minima)
+        assert fits_tiles(grid)
+        assert torch.equal(tiled(grid).dense(torch.float32), grid.dense(torch.float32))
+
+
+def test_a_thread_of_a_tensor_core_has_its_integers_side_by_side() -> None:
+    integers = torch.randint(0, 16, (32, 256), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    words = tiled(Grid(4, 32, 8, pack(integers), torch.ones(32, 8), None)).integers
+    tile, chunk, half, row, thread, part = 1, 1, 0, 5, 2, 3
+    word = int(words[tile, chunk, half, row, thread, part]) & 0xFFFFFFFF
+    first = 128 * chunk + 32 * part + 8 * thread  # of the eight columns that the thread multiplies in one part
+    own = integers[16 * tile + 8 * half + row, first : first + 8].tolist()
+    assert [(word >> shift) & 15 for shift in (0, 16, 4, 20, 8, 24, 12, 28)] == own
+
+
+def test_rows_that_are_no_whole_tiles_stay_as_they_are() -> None:
+    assert not fits_tiles(Grid(4, 32, 8, torch.zeros(24, 64, dtype=torch.uint8), torch.ones(24, 4), None))
 
 
 @pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K", "Q6_K"), ("Q4_0", "Q8_0"), ("Q4_0", "Q4_1"), ("Q8_0", "Q6_K")])

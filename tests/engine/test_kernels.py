@@ -12,8 +12,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # must be set before Triton is imported
 triton = pytest.importorskip("triton")
 
+from engine.model import grid_kernels  # noqa: E402
 from engine.model import triton_kernels as kernels  # noqa: E402
 from engine.model.cuda_graphs import BATCHES, SpanParts, _grids_are_right, fused_step, page_table, plain_step  # noqa: E402
+from engine.model.grid_tiles import tiled  # noqa: E402
 from engine.model.kv_cache import PAGE_TOKENS, Segment  # noqa: E402
 from engine.model.linear import GridLinear  # noqa: E402
 from engine.model.span import SpanRunner  # noqa: E402
@@ -22,9 +24,10 @@ from tests.engine.random_spans import CASES, random_span, small_config  # noqa: 
 
 
 def _grid(bits: Literal[4, 8], group: int, zero: int, factors: torch.dtype, *, minima: bool = False) -> Grid:
+    columns = max(96, 3 * group)
     random = torch.Generator().manual_seed(bits + group)
-    quantised = torch.randint(0, 256, (40, 96 * bits // 8), dtype=torch.uint8, generator=random)
-    scale, minimum = (torch.rand(40, 96 // group, generator=random).to(factors) / 64 for _ in range(2))
+    quantised = torch.randint(0, 256, (96, columns * bits // 8), dtype=torch.uint8, generator=random)
+    scale, minimum = (torch.rand(96, columns // group, generator=random).to(factors) / 64 for _ in range(2))
     return Grid(bits, group, zero, quantised, scale, minimum if minima else None)
 
 
@@ -100,29 +103,33 @@ def assert_same(flavour: str, span: SpanRunner, segments: list[Segment]) -> None
     assert (captured - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
-KINDS = {  # rows, columns, and a scale for 16 or 32 columns
-    "4 bits, minima": quantise(torch.randn(40, 96, generator=torch.Generator().manual_seed(3))),
+KINDS = {  # 96 rows, and 3 groups or more
+    "4 bits, minima": quantise(torch.randn(96, 96, generator=torch.Generator().manual_seed(3))),
     "4 bits": _grid(4, 32, 8, torch.float16),
+    "4 bits, a scale for 64": _grid(4, 64, 8, torch.float16, minima=True),
+    "4 bits, a scale for 128": _grid(4, 128, 8, torch.float16, minima=True),
+    "4 bits, finer scales": _grid(4, 32, 8, torch.float32, minima=True),
     "8 bits": _grid(8, 32, 128, torch.float16),
     "6 bits": _grid(8, 16, 32, torch.float32),
     "8 bits, minima": _grid(8, 32, 0, torch.float32, minima=True),
 }
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 11, pytest.param(50, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("fold", ["plain", "norm and gate", "bias and residual"])
 def test_a_product_with_a_grid_is_that_with_its_numbers(kind: str, rows: int, fold: str) -> None:
     torch.manual_seed(0)
-    grid = KINDS[kind].in_words().to(torch.device(DEVICE))
+    grid = tiled(KINDS[kind]).to(torch.device(DEVICE))
+    n_in = grid.shape[1]
     gated, extra = fold == "norm and gate", fold == "bias and residual"
-    n_out = 20 if gated else 40
-    x, bias = torch.randn(rows, 96, device=DEVICE), torch.randn(40, device=DEVICE) if extra else None
-    norm = torch.rand(96, device=DEVICE) + 0.5 if gated else None
+    n_out = 48 if gated else 96
+    x, bias = torch.randn(rows, n_in, device=DEVICE), torch.randn(96, device=DEVICE) if extra else None
+    norm = torch.rand(n_in, device=DEVICE) + 0.5 if gated else None
     residual = torch.randn(rows, n_out, device=DEVICE) if extra else None
     out = torch.empty(rows, n_out, device=DEVICE)
     kernels.product(x, GridLinear(grid, bias), out, kernels.Fold(norm, 1e-5, gated, residual))
-    normed = x if norm is None else torch.nn.functional.rms_norm(x, (96,), norm, 1e-5)
+    normed = x if norm is None else torch.nn.functional.rms_norm(x, (n_in,), norm, 1e-5)
     expected = torch.nn.functional.linear(normed, grid.dense(torch.float32), bias)
     if gated:
         gate, up = expected.chunk(2, dim=-1)
@@ -131,11 +138,35 @@ def test_a_product_with_a_grid_is_that_with_its_numbers(kind: str, rows: int, fo
     assert (out - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
+_NO_BFLOAT16 = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies bfloat16 as integers")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=_NO_BFLOAT16)])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_rows_of_16_bits_give_the_same_product(kind: str, dtype: torch.dtype) -> None:
+    grid = tiled(KINDS[kind]).to(torch.device(DEVICE))
+    x = torch.randn(2, grid.shape[1], generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    out = torch.empty(2, 96, device=DEVICE)
+    kernels.product(x, GridLinear(grid), out, kernels.Fold())
+    expected = x.float() @ grid.dense(torch.float32).t()  # integers and rows are exact, so that sums are too
+    assert (out - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("tile", [(1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1), (2, 2, 1)])
+def test_any_tile_gives_the_same_product(tile: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = tiled(KINDS["4 bits, minima"]).to(torch.device(DEVICE))
+    monkeypatch.setattr(grid_kernels, "product_tile", lambda *_, **__: grid_kernels.ProductTile(*tile))
+    x, out = torch.randn(3, 96, device=DEVICE), torch.empty(3, 96, device=DEVICE)
+    kernels.product(x, GridLinear(grid), out, kernels.Fold())
+    expected = x @ grid.dense(torch.float32).t()
+    assert (out - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_grid_becomes_numbers(kind: str) -> None:
-    grid = KINDS[kind].in_words().to(torch.device(DEVICE))
+    grid = tiled(KINDS[kind]).to(torch.device(DEVICE))
     expected = grid.dense(torch.float32)
-    assert (kernels.dense_grid(grid, torch.float32) - expected).abs().max() <= 1e-6 * expected.abs().max()
+    assert (grid_kernels.dense(grid, torch.float32) - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
 def test_the_self_test_of_grids_finds_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +192,7 @@ def test_a_captured_step_of_four_bits_equals_an_ordinary_one(
     for block in span.blocks:  # as they are built for CUDA
         for linear in (block.qkv, block.o, block.gate_up, block.down):
             assert isinstance(linear, GridLinear)
-            linear.grid = linear.grid.in_words()
+            linear.grid = tiled(linear.grid) if isinstance(linear.grid, Grid) else linear.grid
     for cache in span.pool.blocks:
         cache.keys.zero_(), cache.values.zero_()
     assert_same("fused", span, _sessions(span, lengths, [1] * len(lengths)))

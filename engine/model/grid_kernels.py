@@ -1,0 +1,289 @@
+"""Triton kernels for weights in a grid (`engine.model.grid_tiles`): products with few rows, and conversion to numbers.
+
+A product of few rows is limited by memory bandwidth if unpacking takes fewer instructions than reading does cycles: on
+an H200 about two for each weight. So integers are unpacked two at a time, and not converted: an integer under the right
+exponent is the number offset + integer, which a tensor core multiplies exactly. The offset's part of the sum, and the
+minima, are a multiple of the sum of the row, and scales are applied to the sums of a group. Each warp works alone on
+its part of the columns; the tensors' dimensions repeat what a thread holds, so that no data moves between threads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.model.grid_tiles import TILE_ROWS, TiledGrid
+
+MOST_ROWS = 32  # of one program; more rows take several
+_MASK = 0x000F000F  # the lowest four bits of both halves of a word
+
+
+@triton.jit
+def _pairs(words, mask, SHIFT: tl.constexpr, EXPONENT: tl.constexpr, NUMBER: tl.constexpr):
+    # Four bits of both halves of each word as two numbers of 16 bits, offset + integer: (...) -> (..., 2). The mask is
+    # an argument, because with two constants the compiler needs two instructions instead of one.
+    both = ((words >> SHIFT) & mask) | EXPONENT
+    low = both.to(tl.int16).to(NUMBER, bitcast=True)
+    high = (both >> 16).to(tl.int16).to(NUMBER, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def _unpacked(words, mask, BITS: tl.constexpr, HIGH: tl.constexpr, EXPONENT: tl.constexpr, NUMBER: tl.constexpr):
+    # All integers of 4 bits, or the low or high 4 bits of those of 8: (..., 2 halves, integers of a half).
+    numbers = tl.join(_pairs(words, mask, HIGH, EXPONENT, NUMBER), _pairs(words, mask, BITS + HIGH, EXPONENT, NUMBER))
+    if BITS == 4:
+        others = tl.join(_pairs(words, mask, 8, EXPONENT, NUMBER), _pairs(words, mask, 12, EXPONENT, NUMBER))
+        numbers = tl.join(numbers, others)  # (..., half, integer % 2, integer // 2)
+    return numbers
+
+
+@triton.jit
+def _weights(
+    words, mask, TILES: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr,
+    HIGH: tl.constexpr, EXPONENT: tl.constexpr, NUMBER: tl.constexpr,
+):  # fmt: skip
+    # The left side of a product: (tiles, 2, warps, 8, 4, 4) -> (parts * warps, rows, columns of a part).
+    WORDS: tl.constexpr = 4 // PARTS
+    numbers = _unpacked(words, mask, BITS, HIGH, EXPONENT, NUMBER)
+    if BITS == 4:
+        numbers = tl.permute(numbers, (5, 2, 0, 1, 3, 8, 7, 4, 6))
+    else:
+        numbers = tl.reshape(numbers, (TILES, 2, WARPS, 8, 4, PARTS, WORDS, 2, 2))
+        numbers = tl.permute(numbers, (5, 2, 0, 1, 3, 6, 8, 4, 7))
+    # (parts, warps, tiles, half, row, pair of a thread's columns, thread, column of the pair)
+    return tl.reshape(numbers, (PARTS * WARPS, TILES * 16, WORDS * 128 // BITS))
+
+
+@triton.jit
+def _spread(factors, TILES: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr, FACTORS: tl.constexpr):
+    # Scales as what a thread has of the sums: (tiles, 2, warps, 8, 4, factors) -> (parts, warps, tiles, 2, 8, 1, 4, 1).
+    factors = factors.to(tl.float32)
+    if FACTORS < PARTS:
+        shape: tl.constexpr = (TILES, 2, WARPS, 8, 4, FACTORS, PARTS // FACTORS)
+        factors = tl.reshape(tl.broadcast_to(factors[:, :, :, :, :, :, None], shape), (TILES, 2, WARPS, 8, 4, PARTS))
+    return tl.permute(factors, (5, 2, 0, 1, 3, 4))[:, :, :, :, :, None, :, None]
+
+
+@triton.jit
+def _chunk_product(
+    acc, words, scale, minimum, x, mask,
+    BITS: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+    FACTORS: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    # The sums of one chunk, added to those before: (parts, warps, tiles, 2 halves, 8 rows, R, 4 threads, 2 columns).
+    dtype = x.dtype
+    HALF: tl.constexpr = dtype == tl.float16
+    NUMBER: tl.constexpr = tl.float16 if HALF else tl.bfloat16
+    LOW: tl.constexpr = 0x64006400 if HALF else 0x43004300  # the exponents of 1024 and 128, whose last bit counts 1
+    HIGH: tl.constexpr = 0x74007400 if HALF else 0x45004500  # of 16384 and 2048, whose last bit counts 16
+    PLANES: tl.constexpr = (1024 if HALF else 128) + (0 if BITS == 4 else (16384 if HALF else 2048))
+    OFFSET: tl.constexpr = PLANES + (0 if MINIMUM else ZERO)
+    right = tl.permute(tl.reshape(x, (PARTS, R, WARPS, 8, 4, PART // 8, 2)), (0, 2, 5, 4, 6, 1, 3))
+    right = tl.reshape(right, (PARTS * WARPS, PART, R * 8))
+    sums = tl.dot(
+        tl.full((PARTS * WARPS, TILES * 16, PART), 1.0 if MINIMUM else -OFFSET, dtype), right, input_precision="ieee"
+    )
+    left = _weights(words, mask, TILES, WARPS, PARTS, BITS, 0, LOW, NUMBER).to(dtype)
+    if MINIMUM:
+        part = tl.dot(left, right, input_precision="ieee")
+    else:
+        part = tl.dot(left, right, sums, input_precision="ieee")
+    if BITS == 8:
+        left = _weights(words, mask, TILES, WARPS, PARTS, BITS, 4, HIGH, NUMBER).to(dtype)
+        part = tl.dot(left, right, part, input_precision="ieee")
+    by = _spread(scale, TILES, WARPS, PARTS, FACTORS)
+    acc += tl.reshape(part, acc.shape) * by
+    if MINIMUM:
+        acc += tl.reshape(sums, acc.shape) * (_spread(minimum, TILES, WARPS, PARTS, FACTORS) - OFFSET * by)
+    return acc
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _grid_product_kernel(
+    x_ptr, words_ptr, out_ptr, scale_ptr, minimum_ptr, bias_ptr, residual_ptr, rows, n_out, mask,
+    K_SIZE: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr,
+    PART: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    # WIDTH * SPLITS warps: each multiplies TILES tiles with every SPLITS-th chunk of columns. With a gate, a warp's two
+    # tiles are one of the gate and one of what it gates. What lies past the last row, tile or chunk is replaced by the
+    # last: such rows and tiles are not stored, and past the last column x is zero.
+    WARPS: tl.constexpr = WIDTH * SPLITS
+    CHUNK: tl.constexpr = PART * PARTS
+    CHUNKS: tl.constexpr = (K_SIZE + CHUNK - 1) // CHUNK
+    STEPS: tl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
+    EVEN: tl.constexpr = STEPS * SPLITS * CHUNK == K_SIZE
+    FACTORS: tl.constexpr = CHUNK // GROUP
+    LANE: tl.constexpr = PART // 4
+    R: tl.constexpr = ROWS // 8
+
+    # Dimensions of the weights: tiles, halves of a tile, warps, rows of a half, threads of a row, words.
+    tiles = tl.arange(0, TILES)[:, None, None, None, None, None]
+    halves = tl.arange(0, 2)[None, :, None, None, None, None]
+    warps = tl.arange(0, WARPS)[None, None, :, None, None, None]
+    of_half = tl.arange(0, 8)[None, None, None, :, None, None]
+    threads = tl.arange(0, 4)[None, None, None, None, :, None]
+    wide = tl.program_id(1) * WIDTH + warps // SPLITS
+    if GATED:
+        tile = tl.minimum(wide, n_out // 16 - 1) + tiles * (n_out // 16)
+    else:
+        tile = tl.minimum(wide * TILES + tiles, n_out // 16 - 1)
+    place = (tile * CHUNKS * 2 + halves) * 8 + of_half  # of a row of the first chunk
+    word = (place * 4 + threads) * 4 + tl.arange(0, 4)[None, None, None, None, None, :]
+    # All four threads of a row have its scales. The hint keeps the compiler from distributing them in another order.
+    factor = place * FACTORS + threads * 0 + tl.arange(0, FACTORS)[None, None, None, None, None, :]
+    factor = tl.max_contiguous(factor, (1, 1, 1, 1, 1, FACTORS))
+    first = warps % SPLITS
+
+    # Dimensions of the rows: parts of a chunk, eights of rows, warps, rows, threads, columns of a thread.
+    row = tl.arange(0, R)[None, :, None, None, None, None] * 8 + tl.arange(0, 8)[None, None, None, :, None, None]
+    row = tl.minimum(row + tl.program_id(0) * ROWS, rows - 1)
+    column = tl.arange(0, PARTS)[:, None, None, None, None, None] * PART
+    column += tl.arange(0, 4)[None, None, None, None, :, None] * LANE
+    column += tl.arange(0, LANE)[None, None, None, None, None, :] + first * CHUNK
+    at = row * K_SIZE + column
+
+    acc = tl.zeros((PARTS, WARPS, TILES, 2, 8, R, 4, 2), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        chunk = first + step * SPLITS
+        if not EVEN:
+            chunk = tl.minimum(chunk, CHUNKS - 1)
+        words = tl.load(words_ptr + word + chunk * 256, eviction_policy="evict_first")
+        scale = tl.load(scale_ptr + factor + chunk * 16 * FACTORS)
+        minimum = scale
+        if MINIMUM:
+            minimum = tl.load(minimum_ptr + factor + chunk * 16 * FACTORS)
+        ahead = step * SPLITS * CHUNK
+        if EVEN:
+            x = tl.load(x_ptr + at + ahead)
+        else:
+            x = tl.load(x_ptr + at + ahead, mask=column + ahead < K_SIZE, other=0.0)
+        acc = _chunk_product(
+            acc, words, scale, minimum, x, mask, BITS, ZERO, MINIMUM, PART, PARTS, FACTORS, TILES, WARPS, R
+        )
+
+    total = tl.reshape(tl.sum(acc, axis=0), (WIDTH, SPLITS, TILES, 2, 8, R, 4, 2))
+    total = tl.sum(total, axis=1)  # (width, tiles, 2, 8, R, 4, 2)
+    N: tl.constexpr = WIDTH * 16 * (1 if GATED else TILES)
+    n = tl.program_id(1) * N + tl.arange(0, N)
+    if GATED:
+        both = tl.reshape(tl.permute(total, (4, 5, 6, 0, 2, 3, 1)), (ROWS, N, 2))
+        gate, up = tl.split(both)
+        if BIAS:
+            gate += tl.load(bias_ptr + n, mask=n < n_out, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias_ptr + n_out + n, mask=n < n_out, other=0.0).to(tl.float32)[None, :]
+        result = gate * tl.sigmoid(gate) * up
+    else:
+        result = tl.reshape(tl.permute(total, (4, 5, 6, 0, 1, 2, 3)), (ROWS, N))
+        if BIAS:
+            result += tl.load(bias_ptr + n, mask=n < n_out, other=0.0).to(tl.float32)[None, :]
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    where = r[:, None] * n_out + n[None, :]
+    mine = (r[:, None] < rows) & (n[None, :] < n_out)
+    if RESIDUAL:
+        result += tl.load(residual_ptr + where, mask=mine, other=0.0).to(tl.float32)
+    tl.store(out_ptr + where, result.to(out_ptr.dtype.element_ty), mask=mine)
+
+
+@triton.jit
+def _grid_dense_kernel(
+    words_ptr, out_ptr, scale_ptr, minimum_ptr, mask,
+    K_SIZE: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr,
+    PART: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    # One program converts one chunk of a tile for each of its warps.
+    CHUNK: tl.constexpr = PART * PARTS
+    CHUNKS: tl.constexpr = (K_SIZE + CHUNK - 1) // CHUNK
+    FACTORS: tl.constexpr = CHUNK // GROUP
+    LANE: tl.constexpr = PART // 4
+    OFFSET: tl.constexpr = 128 + (0 if BITS == 4 else 2048) + (0 if MINIMUM else ZERO)
+    tile = tl.program_id(0)
+    chunk = tl.program_id(1) * WARPS + tl.arange(0, WARPS)[None, :, None, None, None]
+    halves = tl.arange(0, 2)[:, None, None, None, None]
+    of_half = tl.arange(0, 8)[None, None, :, None, None]
+    threads = tl.arange(0, 4)[None, None, None, :, None]
+    place = ((tile * CHUNKS + chunk) * 2 + halves) * 8 + of_half
+    word = (place * 4 + threads) * 4 + tl.arange(0, 4)[None, None, None, None, :]
+    words = tl.load(words_ptr + word, mask=chunk < CHUNKS, other=0, eviction_policy="evict_first")
+    numbers = _unpacked(words, mask, BITS, 0, 0x43004300, tl.bfloat16).to(tl.float32) - OFFSET
+    if BITS == 4:
+        numbers = tl.permute(numbers, (0, 1, 2, 3, 4, 7, 6, 5))  # (2, warps, 8, 4, parts, the columns of a word)
+    else:
+        numbers += _unpacked(words, mask, BITS, 4, 0x45004500, tl.bfloat16).to(tl.float32)
+        numbers = tl.permute(numbers, (0, 1, 2, 3, 4, 6, 5))
+    numbers = tl.reshape(numbers, (2, WARPS, 8, 4, PARTS, LANE))
+    part = tl.arange(0, PARTS)[None, None, None, None, :]
+    factor = tl.max_contiguous(place * FACTORS + threads * 0 + part * PART // GROUP, (1, 1, 1, 1, 1))
+    numbers *= tl.load(scale_ptr + factor, mask=chunk < CHUNKS, other=0.0).to(tl.float32)[:, :, :, :, :, None]
+    if MINIMUM:
+        numbers += tl.load(minimum_ptr + factor, mask=chunk < CHUNKS, other=0.0).to(tl.float32)[:, :, :, :, :, None]
+    row = (tile * 16 + halves * 8 + of_half)[:, :, :, :, :, None].to(tl.int64)
+    column = (chunk * CHUNK + part * PART + threads * LANE)[:, :, :, :, :, None]
+    column += tl.arange(0, LANE)[None, None, None, None, None, :]
+    tl.store(out_ptr + row * K_SIZE + column, numbers.to(out_ptr.dtype.element_ty), mask=column < K_SIZE)
+
+
+class ProductTile(NamedTuple):
+    """Shape of the work of one program: its warps take `width` × `tiles` tiles, each of them split by columns."""
+
+    tiles: int
+    width: int
+    splits: int
+    stages: int = 3  # loads under way
+
+
+def product_tile(rows: int, k_size: int, *, gated: bool) -> ProductTile:
+    """Return the fastest tile measured on an H200 for Llama-8B's shapes."""
+    splits = min(8, triton.next_power_of_2(max(1, k_size // 512)))
+    return ProductTile(2 if gated else 1, 1, splits)
+
+
+def multiply(
+    x: Tensor, grid: TiledGrid, out: Tensor, bias: Tensor | None, residual: Tensor | None, *, gated: bool
+) -> None:
+    """Compute out (rows, n_out) = x Wᵀ with bias, gate and residual; with a gate, n_out is half the rows of W."""
+    rows, n_out = out.shape
+    assert n_out % TILE_ROWS == 0, "a tile has rows of the gate, or of what it gates"
+    padded = min(MOST_ROWS, max(8, triton.next_power_of_2(rows)))
+    tile = product_tile(padded, grid.shape[1], gated=gated)
+    per_program = TILE_ROWS * tile.width * (1 if gated else tile.tiles)
+    _grid_product_kernel[(triton.cdiv(rows, padded), triton.cdiv(n_out, per_program))](
+        x, grid.integers, out, grid.scale, _or(grid.minimum, grid.scale), _or(bias, x), _or(residual, x), rows, n_out,
+        _MASK, **_form(grid), ROWS=padded, TILES=tile.tiles, WIDTH=tile.width, SPLITS=tile.splits,
+        STAGES=tile.stages, GATED=gated, BIAS=bias is not None, RESIDUAL=residual is not None,
+        num_warps=tile.width * tile.splits,
+    )  # fmt: skip
+
+
+def dense(grid: TiledGrid, dtype: torch.dtype) -> Tensor:
+    """Return a grid as numbers, (out, in)."""
+    warps, (n_out, k_size) = 4, grid.shape
+    out = torch.empty(n_out, k_size, device=grid.scale.device, dtype=dtype)
+    tiles, chunks = grid.integers.shape[:2]
+    _grid_dense_kernel[(tiles, triton.cdiv(chunks, warps))](
+        grid.integers, out, grid.scale, _or(grid.minimum, grid.scale), _MASK, **_form(grid), WARPS=warps,
+        num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def _form(grid: TiledGrid) -> dict[str, int | bool]:
+    return {
+        "K_SIZE": grid.shape[1],
+        "GROUP": grid.form.group,
+        "BITS": grid.form.bits,
+        "ZERO": grid.zero,
+        "MINIMUM": grid.minimum is not None,
+        "PART": grid.form.part,
+        "PARTS": grid.form.parts,
+    }
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A kernel takes a pointer even for what it never reads."""
+    return other if tensor is None else tensor
