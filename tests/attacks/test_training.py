@@ -237,6 +237,10 @@ async def test_states_larger_than_the_adapters_are_not_read(
     async with open_job_swarm(source, tmp_path, (0, 8)) as swarm:
         owner, run, part = await offered(swarm, "owner", 1 << 22)
         names = reads_of(swarm, monkeypatch)
+        await owner.send(encode_parts(Kind.KEEP, run, 1, 0, [part], ["owner"]))
+        with trio.fail_after(20):
+            assert decode(await owner.receive()).kind == Kind.KEEP
+        names.clear()
         order = replace(ORDER, states=(part,) * 8, holders=("owner",))
         await owner.send(encode_open(run, 2, 1, order))
         with trio.fail_after(20):
@@ -464,6 +468,7 @@ async def test_small_frames_count_for_the_memory_that_they_take(
     read = trainer._HopGroup._next
 
     async def watched(epoch: Any, *args: Any) -> Any:
+        await trio.testing.wait_all_tasks_blocked()  # as long as the owner would compute
         waiting.append(epoch._arrived.statistics().current_buffer_used)
         return await read(epoch, *args)
 
