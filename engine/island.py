@@ -30,6 +30,7 @@ from engine.training.parameters import divided, joined, matrix_weights, model_we
 
 LEAF = 4 * GROUP  # numbers
 MOMENTS_ROUNDING = 0.01  # of a norm that may be lost in bfloat16
+MOST_MERGED = 1000.0  # times this island's own change, which may be of far fewer steps than those of others
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,18 @@ class RoundModel:
         """Raise `TrainingError` unless these are leaves of a change, from number `first` on."""
         for index, leaf in enumerate(leaves):
             decode(leaf, self._leaf_size(first + index), self.codec)
+
+    def check_merged(self, leaves: Sequence[bytes], first: int) -> None:
+        """Raise `TrainingError` if these merged leaves are far larger than this island's own whole change.
+
+        Clipping keeps what is merged among the changes, so only whoever merged them can have made them so large.
+        """
+        if not self.terms.robust or self._sent is None:
+            return
+        merged_norm = float(self._joined(_Encoded(leaves, self.codec), first, len(leaves)).double().norm())
+        own_norm = float(self._sent.double().norm())
+        if own_norm and merged_norm > MOST_MERGED * own_norm:
+            raise TrainingError(f"merged numbers of the norm {merged_norm:.3g}, where a change has {own_norm:.3g}")
 
     def advance(self, leaves: Sequence[bytes]) -> list[bytes]:
         """Compute the next shared state from all merged leaves; return the state of each part, in their order.

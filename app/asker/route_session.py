@@ -138,12 +138,17 @@ class HopLinks:
         link = self._links.get(peer)
         if link is not None and not link.outbox.broken:
             return link
-        async with self._opening.setdefault(peer, trio.Lock()):
-            link = self._links.get(peer)
-            if link is None or link.outbox.broken:
-                link = self._links[peer] = HopLink(await self._open(peer, timeout_s), self._nursery)
-                self._nursery.start_soon(link.read)
-            return link
+        lock = self._opening.setdefault(peer, trio.Lock())
+        try:
+            async with lock:
+                link = self._links.get(peer)
+                if link is None or link.outbox.broken:
+                    link = self._links[peer] = HopLink(await self._open(peer, timeout_s), self._nursery)
+                    self._nursery.start_soon(link.read)
+                return link
+        finally:
+            if not lock.locked():  # nobody else waits for it
+                self._opening.pop(peer, None)
 
     def is_open(self, peer: str) -> bool:
         """True if a link to the peer is open."""

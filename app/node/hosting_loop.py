@@ -260,7 +260,8 @@ class HostingLoop:
             nursery.cancel_scope.cancel()
 
     def _training_terms(self) -> TrainingTerms:
-        return terms_of(self._context.config().settings, self._network.peer_id)
+        settings = self._context.config().settings
+        return terms_of(settings, self._network.peer_id, self._weights.sharing.is_member)
 
     def _settle_without_hosting(self, state: State, why: Reason) -> None:
         """Drop the startup steps of hosting and settle in `state`."""

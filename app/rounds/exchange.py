@@ -4,7 +4,8 @@ An all-reduce in two trips: each member fetches its share (a range of leaves) of
 fetches the shares that the others merged. So it sees all versions of its share together, as clipping requires. A change
 is checked against the hash that its arrival committed to: nobody can send different ones, or copy another's.
 Merged leaves are checked against what their merger has signed: if members end with different states, whoever signed two
-versions of its share is known. That a share was merged rightly is not checked.
+versions of its share is known. That a share was merged rightly is not checked, but that it is not far larger than any
+change: numbers with which no model can go on would end everybody's part.
 Merging is computed by the device; who failed whom is said in the result and decided by the one who leads.
 """
 
@@ -48,6 +49,7 @@ class MergingModel(Protocol):
     @property
     def leaf_bytes(self) -> int: ...
     def check(self, leaves: Sequence[bytes], first: int) -> None: ...
+    def check_merged(self, leaves: Sequence[bytes], first: int) -> None: ...
     def merge(self, rows: Sequence[Sequence[bytes]], first: int, weights: Sequence[float]) -> Any: ...
 
 
@@ -127,6 +129,7 @@ class Exchange:
             leaves = await self._merged_by(members[index], ranges[index], deadline, attempt)
             if (await self._in_thread(hashes_of, leaves))[1] != share.root:
                 raise RecordError("its share is not the one that it signed")
+            await self._device.run_later(self._model.check_merged, leaves, ranges[index].start)
             attempt.shares[share.peer] = share
             attempt.merged.update(zip(ranges[index], leaves, strict=True))
 

@@ -734,13 +734,11 @@ class Island:
         Nor at that of anybody else who is not of the round: new names cost nothing, and looking costs steps. Briefly
         for one that made another round meanwhile, and while there are no steps to lose.
         """
-        if is_brief:
-            self._disregarded[peer] = self._disregarded.get(peer, (0, 0.0))[0], trio.current_time() + _BRIEFLY_S
-            return
-        self._disregarded[peer] = self._longer(self._disregarded.get(peer, (0, 0.0))[0])
+        times, _ = self._disregarded.get(peer, (0, 0.0))
+        self._disregarded[peer] = (times, trio.current_time() + _BRIEFLY_S) if is_brief else self._longer(times)
         while len(self._disregarded) > MAX_PEERS:
             del self._disregarded[next(iter(self._disregarded))]
-        if peer not in self.standing.members:
+        if not is_brief and peer not in self.standing.members:
             self._strangers = self._longer(self._strangers[0])
 
     def _longer(self, times: int) -> tuple[int, float]:

@@ -327,6 +327,9 @@ class TrainJobs:
         except (AppError, EngineError, P2PError, OSError) as error:
             log.warning("training %s failed: %s", job.record.name, error)
             self._write(job, island, FAILED, str(error)[:1000])
+        except Exception as error:  # torch raises errors of every kind; they must not end the node's other work
+            log.exception("training %s failed", job.record.name)
+            self._write(job, island, FAILED, f"{type(error).__name__} while computing: {error}"[:1000])
         finally:
             del self.running[job.record.id]
             running.ended.set()

@@ -25,8 +25,8 @@ from app.training.ways import stretches
 NEVER, TRUSTED = "never", "trusted"
 
 
-def terms_of(settings: Settings, own_peer: str) -> TrainingTerms:
-    """Return what this node gives to jobs; its own user's jobs are never refused."""
+def terms_of(settings: Settings, own_peer: str, is_member: Callable[[str], bool]) -> TrainingTerms:
+    """Return what this node gives to jobs; its own user's jobs are never refused, those of strangers always."""
 
     def refuses(owner: str) -> str | None:
         if owner == own_peer:
@@ -35,6 +35,8 @@ def terms_of(settings: Settings, own_peer: str) -> TrainingTerms:
             return "this node trains for nobody"
         if settings.train == TRUSTED and owner not in settings.trusted:
             return "this node trains only for peers that its user trusts"
+        if owner not in settings.trusted and not is_member(owner):
+            return "this node trains only for members of its swarm"
         return None
 
     memory = 2**62 if settings.train_memory is None else settings.train_memory

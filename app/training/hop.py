@@ -21,7 +21,7 @@ from app.core.compute import Device
 from app.core.errors import AppError, RecordError
 from app.core.network import FrameStream, Network, Priority
 from app.core.signal import Signal
-from app.core.span import Span
+from app.core.span import MAX_BLOCKS, Span
 from app.session.frame import (
     DTYPE_NAMES,
     MAX_ROWS,
@@ -56,6 +56,7 @@ from app.training.wire import (
     encode_tally,
     encode_trouble,
     length_of,
+    most_state_bytes,
     pass_header,
     pass_of,
     sequences_of,
@@ -70,8 +71,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("shoal.training")
 
 IDLE_S = 180.0  # a job whose owner is silent for so long is ended
+IDLE_STREAM_S = 60.0  # a stream to a neighbour over which nothing went for so long is closed: it keeps its link open
 MAX_PARKED = 4
 MAX_KEPT_BYTES = 8 * 2**30  # of states on disk, of all jobs
+MAX_KEPT_STATES = 2 * MAX_BLOCKS  # of one version of a job: those of all blocks, and of this hop's where they differ
 MAX_WAITING_BYTES = 2**28  # of frames that wait, of one job
 SENDER_SHARE, NEIGHBOURS_SHARE = 0.5, 0.75  # of it: of one sender, and of all but the owner
 MAX_REJECTIONS = 64  # passes in an epoch about which the owner is told that they were rejected
@@ -264,7 +267,9 @@ class TrainingServer:
             self._network.serve(ROOM, self._on_room)
             self._states.serve()
             task_status.started()
-            await trio.sleep_forever()
+            while True:
+                await trio.sleep(IDLE_STREAM_S / 2)
+                await self._outboxes.close_idle((), trio.current_time() - IDLE_STREAM_S)
 
     async def host(self, make: MakeBlocks | None) -> None:
         """Train with these blocks from now on; jobs of the old ones end, and their owners are told."""
@@ -284,11 +289,15 @@ class TrainingServer:
         answers = PeerOutbox(stream, self._nursery)
         try:
             while True:
-                await self._on_frame(decode(await stream.receive()), stream.peer, answers)
+                with trio.fail_after(2 * IDLE_S):
+                    message = await stream.receive()
+                await self._on_frame(decode(message), stream.peer, answers)
         except RecordError as error:
             log.info("%s sent a frame that is not understood: %s", stream.peer, error)
             self.dropped += 1
             await stream.reset()
+        except trio.TooSlowError:
+            await stream.reset()  # an open stream would keep its link from being closed when others need it
         except P2PError:
             pass  # the stream ended
         finally:
@@ -450,9 +459,13 @@ class TrainingServer:
             return  # a later order is waiting
         with trio.CancelScope() as job.fetching:
             await self._note_kept(job, frame.position, order.states, others=False)
-            data = await self._states.fetch(job.run, order.states, order.holders)
+            await self._states.obtain(job.run, order.states, order.holders)
             blocks = await self._device.run_later(make, order, self._spare_bytes)
-            if data:
+            if order.states:
+                # The owner names sizes and hashes: only what these blocks can have is read into memory.
+                if any(state.size_bytes > most_state_bytes(blocks.sums_bytes) for state in order.states):
+                    raise RecordError("states larger than those of the job's blocks")
+                data = [await self._states.read(state) for state in order.states]
                 states = dict(zip(order.span.blocks(), data, strict=True))
                 await self._device.run_later(blocks.load, states)
             job.blocks = blocks
@@ -466,6 +479,8 @@ class TrainingServer:
             ledger.commit(ledger.epoch, frame.position)
         is_here = (ledger.version, ledger.order.span) == (frame.position, order.span)
         ledger.begin_epoch(frame.epoch, order, frame.position)
+        for neighbour in job.sent.keys() - order.neighbours - {""}:
+            del job.sent[neighbour]
         if blocks is None or not is_here:
             job.blocks = None
             raise AppError(f"version {frame.position} of blocks {order.span} is not here")
@@ -631,7 +646,7 @@ class TrainingServer:
     async def _keep(self, job: HopJob, sender: str, frame: Frame) -> None:
         parts, holders = decode_parts(frame)
         await self._note_kept(job, frame.position, parts)
-        await self._states.fetch(job.run, parts, holders)
+        await self._states.obtain(job.run, parts, holders)
         await self._answer(job, plain(Kind.KEEP, job.run, frame.epoch, frame.position))
 
     async def _note_kept(self, job: HopJob, version: int, parts: Sequence[StatePart], *, others: bool = True) -> None:
@@ -641,12 +656,13 @@ class TrainingServer:
         """
         versions = {version, *sorted(job.kept.keys() - {version})[-1:]} if others else {version}
         job.kept = {kept: states for kept, states in job.kept.items() if kept in versions}
-        job.kept[version] = [*job.kept.get(version, ()), *parts]
+        job.kept[version] = list(dict.fromkeys((*job.kept.get(version, ()), *parts)))
         wanted = [state for states in job.kept.values() for state in states]
         elsewhere = sum(other.kept_bytes for other in self._jobs.values() if other is not job)
-        if job.kept_bytes + elsewhere > MAX_KEPT_BYTES:
+        if job.kept_bytes + elsewhere > MAX_KEPT_BYTES or len(job.kept[version]) > MAX_KEPT_STATES:
             job.kept.clear()
-            raise RecordError(f"jobs may keep at most {MAX_KEPT_BYTES} bytes of states here")
+            most = f"{MAX_KEPT_BYTES} bytes of states here, and {MAX_KEPT_STATES} states of a version"
+            raise RecordError(f"jobs may keep at most {most}")
         await self._states.forget(job.run, keep=wanted)
 
     def _blocks(self, job: HopJob) -> JobBlocks:

@@ -20,6 +20,7 @@ from app.training.wire import JobOrder, Pass
 USUAL_OF = 32  # latest sizes of which the median is the usual one
 USUAL_FROM = 8  # sizes before one can be unusual
 UNUSUAL = 100.0  # times the usual size
+LARGEST = 1e12  # whatever is usual: far beyond what models have, and its square is a float32
 
 
 class PassVerdict(Enum):
@@ -159,8 +160,8 @@ class UsualSize:
         self._sizes: deque[float] = deque(maxlen=USUAL_OF)
 
     def accepts(self, size: float) -> bool:
-        """True if a size is finite and at most `UNUSUAL` times the median of those accepted before."""
-        if not 0 <= size < float("inf"):
+        """True if a size is at most `LARGEST`, and at most `UNUSUAL` times the median of those accepted before."""
+        if not 0 <= size <= LARGEST:  # NaN too
             return False
         if len(self._sizes) >= USUAL_FROM and size > UNUSUAL * max(statistics.median(self._sizes), 1e-12):
             return False

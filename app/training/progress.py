@@ -63,6 +63,11 @@ class StepProgress:
         return True
 
     @property
+    def most_tried(self) -> int:
+        """The micro-batch that was sent most often."""
+        return max(self._attempts, key=self._attempts.__getitem__)
+
+    @property
     def under_way(self) -> int:
         """Number of micro-batches under way."""
         return len(self._under_way)

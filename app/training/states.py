@@ -69,14 +69,30 @@ class StateStore:
         holders: Sequence[str],
         gave: Counter[str] | None = None,
     ) -> list[bytes]:
-        """Return states, downloaded from their holders as far as they are not here, and keep them.
+        """Return the bytes of states, all of them in memory; raises as `obtain` does."""
+        await self.obtain(run, states, holders, gave)
+        return [await self.read(state) for state in states]
+
+    async def read(self, state: StatePart) -> bytes:
+        """Return the bytes of a state that is here; raises `WeightsError` if it is not."""
+        data: bytes = await self._in_thread(self._parts.whole, _name(state))
+        return data
+
+    async def obtain(
+        self,
+        run: bytes,
+        states: Sequence[StatePart],
+        holders: Sequence[str],
+        gave: Counter[str] | None = None,
+    ) -> None:
+        """Keep states, downloaded from their holders to the disk as far as they are not here.
 
         What each holder has given, in bytes, is added to `gave`.
 
         Raises `WeightsError` if the disk cannot be written or no holder is a member, `trio.TooSlowError` if nobody
         sends them in time.
         """
-        names = [self._part(run, state).name for state in states]
+        names = list(dict.fromkeys(self._part(run, state).name for state in states))  # blocks may have equal states
         roots = {state.root for state in states}
         others = [peer for peer in holders if peer != self._network.peer_id and self._is_member(peer)]
         with trio.fail_after(FETCH_S):
@@ -93,7 +109,6 @@ class StateStore:
                 finally:
                     self._changing -= roots
                     self._changed.notify()
-        return [await self._in_thread(self._parts.whole, name) for name in names]
 
     async def forget(self, run: bytes, keep: Sequence[StatePart] = ()) -> None:
         """Remove the states that no run needs any more but this one, except those to keep."""
@@ -115,7 +130,7 @@ class StateStore:
                 self._changed.notify()
 
     def _part(self, run: bytes, state: StatePart) -> Part:
-        part = Part(f"the state {state.root.hex()}", state.size_bytes, state.root)
+        part = Part(_name(state), state.size_bytes, state.root)
         known = self._parts.part(state.root)
         # a size that somebody named and that nobody has must not stand in the way of the right one
         if known is not None and known.size_bytes != state.size_bytes and self._parts.files.holds(known):
@@ -123,6 +138,10 @@ class StateStore:
         self._parts.add(part)
         self._runs.setdefault(state.root, set()).add(run)
         return part
+
+
+def _name(state: StatePart) -> str:
+    return f"the state {state.root.hex()}"
 
 
 def part_of(data: bytes) -> tuple[StatePart, list[bytes]]:

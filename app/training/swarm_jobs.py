@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -258,7 +259,8 @@ class SwarmJobs:
         order = order_of(adapter_settings(record), blocks=config.n_blocks, rows=record.rows, wire=wire)
         schedule = Schedule(record.rate, record.steps, record.warm_up)
         sums = sums_bytes(adapter_settings(record), config)
-        terms = JobTerms(order, schedule.at, record.clip, SNAPSHOT_EVERY, SNAPSHOT_SHARE, sums)
+        version_at = partial(version_of, settings=adapter_settings(record), config=config)
+        terms = JobTerms(order, schedule.at, record.clip, SNAPSHOT_EVERY, SNAPSHOT_SHARE, sums, version_at)
         trainer = SwarmTrainer(
             place.network, owner_ends(ends), place.device, place.states, place.routes(config.n_blocks, wire), terms,
             own_server=place.own_server, replicas=place.replicas(config.n_blocks, wire),
@@ -266,7 +268,7 @@ class SwarmJobs:
         states = await trio.to_thread.run_sync(self._jobs.load_state, record.id)
         if states is not None:
             blocks = [states[block] for block in sorted(states)]
-            version = await trio.to_thread.run_sync(version_of, blocks[0], adapter_settings(record), config)
+            version = await trio.to_thread.run_sync(version_at, blocks[0])
             await trainer.resume(version, blocks)
         trainer.leave_out(job.progress.left_out)
         progress = back_at(trainer.version, job, material)
@@ -291,12 +293,18 @@ class SwarmJobs:
                 await self._leave(running)
             except (AppError, EngineError, P2PError, OSError, trio.TooSlowError) as error:
                 log.warning("job %s failed: %s", record.id, error)
-                running.progress = replace(running.progress, status="failed", why=str(error)[:1000])
-                self._save(running)
+                self._note_failure(running, str(error))
+            except Exception as error:  # torch raises errors of every kind; they must not end the node's other work
+                log.exception("job %s failed", record.id)
+                self._note_failure(running, f"{type(error).__name__} while computing: {error}")
             finally:
                 del self.running[record.id]
                 with trio.CancelScope(shield=True):
                     await trainer.close()
+
+    def _note_failure(self, running: RunningJob, why: str) -> None:
+        running.progress = replace(running.progress, status="failed", why=why[:1000])
+        self._save(running)
 
     async def _leave(self, running: RunningJob) -> None:
         """Store the adapter of a job whose steps are done; else write that it was paused or stopped."""

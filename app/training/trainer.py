@@ -61,12 +61,14 @@ from app.training.wire import (
     encode_step,
     frame_bytes,
     length_of,
+    most_state_bytes,
     pass_header,
     pass_of,
     sequences_of,
     sums_frames,
 )
-from engine.errors import NotFinite
+from app.weights.extents import WeightsError
+from engine.errors import EngineError, NotFinite
 from p2p.errors import P2PError
 
 log = logging.getLogger("shoal.training")
@@ -74,8 +76,9 @@ T = TypeVar("T")
 
 MAX_REJECTED = 3  # frames of one hop that must not be computed with, in one epoch
 MAX_QUEUED_BYTES = 2**26  # of one hop's frames that wait here; then its stream is not read
-_STATE_OVERHEAD_BYTES = 2**16
+_FRAME_COST_BYTES = 512  # of memory that a frame takes besides its bytes
 MAX_FAILURES = 12  # epochs in a row without a step
+MAX_SUSPECTED = 3  # times that a hop may have stopped the job, before it is not asked again
 
 
 class BatchLoss(Protocol):
@@ -128,6 +131,7 @@ class JobTerms:
     snapshot_every: int = 10  # steps, at least
     snapshot_share: float = 1.0  # of the time that snapshots may take
     sums_bytes: int = 0  # of a block's summed gradients
+    version_of: Callable[[bytes], int] | None = None  # of a block's state; raises `EngineError` for what is none
     replicas: int = 4  # most holders of a block that train at the same time
     copies: bool = True  # snapshots are kept by one more hop, besides the owner
     caution: Caution = field(default_factory=Caution)
@@ -155,6 +159,7 @@ class Patience:
     ready_s: float = 330.0  # for a hop to fetch states and begin
     quiet_s: float = 1.0  # without any frame before hops are asked how they are, at least
     probe_s: float = 3.0  # for the answer
+    stuck_s: float = 600.0  # for a hop that answers, and brings the job no further
     route_s: float = 600.0  # for a route
 
 
@@ -236,6 +241,40 @@ class Replicas:
 OwnServer = Callable[[FrameStream], Awaitable[None]]
 
 
+class Suspicion:
+    """Who of several hops is left when one of them stops the job, and nobody can tell which.
+
+    Each of them is in its turn. One that was suspected before comes first, and those with whom a step is made after
+    that are cleared: so one that stops every epoch it takes part in is found, whomever it says is at fault.
+    """
+
+    def __init__(self) -> None:
+        self._times: Counter[str] = Counter()  # each counts once from one step to the next
+        self._lately: set[str] = set()  # suspected since the last step
+        self._tried: set[str] = set()  # of these, in the present turn
+
+    def choose(self, peers: Sequence[str]) -> str:
+        """Return the peer to go on without."""
+        if self._tried >= set(peers):
+            self._tried -= set(peers)
+        chosen = min(peers, key=lambda peer: (peer in self._tried, -self._times[peer]))  # of equals the first
+        self._times[chosen] += chosen not in self._lately
+        self._lately.add(chosen)
+        self._tried.add(chosen)
+        return chosen
+
+    def is_proven(self, peer: str) -> bool:
+        """True if a peer was suspected so often that it is not to be asked again."""
+        return self._times[peer] >= MAX_SUSPECTED
+
+    def clear(self, peers: Iterable[str]) -> None:
+        """A step was made with these peers."""
+        self._lately.clear()
+        self._tried.clear()
+        for peer in peers:
+            self._times.pop(peer, None)
+
+
 class _Link(NamedTuple):
     """The stream to one hop."""
 
@@ -278,6 +317,7 @@ class SwarmTrainer:
         self._refused: set[str] = set()
         self._refusals: dict[str, str] = {}  # why
         self._failed: dict[str, float] = {}  # peer -> when; not used again for a while
+        self._suspicion = Suspicion()
         self._hooks = JobHooks()
         self._snapshot_at = 0.0
         self._snapshot_s = 0.0  # that the last one took
@@ -365,6 +405,7 @@ class SwarmTrainer:
                 while self.version < steps and not self._hooks.asked_to_leave():
                     on_step(await self._survived(epoch, partial(epoch.step, batches(self.version))))
                     self.version += 1
+                    self._suspicion.clear(hop.peer for hop in epoch.hops)
                     await self._validate(epoch)
                     if self._snapshot_is_due or self.version == steps:
                         await self._take_snapshot(epoch)
@@ -419,12 +460,13 @@ class SwarmTrainer:
         self.figures.snapshots_s += self._snapshot_s
 
     async def _find_route(self) -> Route:
-        """Return a route without hops that refused or failed; after a while those that failed are tried again."""
-        recent = self._lately_failed
+        """Return a route without hops that refused or failed; without another one, with those that failed first."""
         deadline = trio.current_time() + self._patience.route_s
         while True:
-            with suppress(AppError):
-                return await self._routes(frozenset(self._refused | recent))
+            recent = sorted(self._lately_failed, key=self._failed.__getitem__)
+            for count in range(len(recent)):
+                with suppress(AppError):
+                    return await self._routes(frozenset(self._refused.union(recent[count:])))
             try:
                 return await self._routes(frozenset(self._refused))
             except AppError as error:
@@ -462,10 +504,12 @@ class _HopGroup:
         self._taken = Signal()
         self._heard_at: dict[int, float] = {}
         self._heard = Signal()
+        self._forward_at = trio.current_time()  # when something last brought the job forward
         self._busy: dict[int, int] = {}  # hop -> micro-batches that wait or are computed there, as it said last
         self._pause_s = Ewma(0.2)  # between two frames
         self._sizes = {kind: UsualSize() for kind in PASSES}
         self._rejected: Counter[str] = Counter()
+        self._complaints: Counter[tuple[str, str]] = Counter()  # (who complains, about whose numbers)
         self._sent: dict[str, dict[str, int]] = {}  # hop -> bytes to each receiver in this epoch, as it said last
 
     # --- links --------------------------------------------------------------------------------------------------------
@@ -593,23 +637,29 @@ class _HopGroup:
                     self._heard.notify()
                     if not frame.epoch:
                         self._send.send_nowait((index, HopLost(peer, "it has forgotten the job")))
+                        return
                 elif frame.epoch == self._epoch:
-                    self._queued[index] += frame_bytes(frame)
+                    self._queued[index] += _cost(frame)
                     self._send.send_nowait((index, frame))
         except RecordError as error:
             self._send.send_nowait((index, HopLost(peer, f"it sent what is not understood: {error}", refused=True)))
         except P2PError as error:
             self._send.send_nowait((index, HopLost(peer, f"its stream broke: {error}")))
 
-    async def _next(self) -> tuple[int, Frame] | None:
-        """Return the next frame of a hop; None if all hops are well and idle, so something got lost."""
+    async def _next(self, awaited: Collection[int] = ()) -> tuple[int, Frame] | None:
+        """Return the next frame of a hop; None if all hops are well and idle, so something got lost.
+
+        Raises `HopLost` if nothing brought the job forward for `stuck_s`: for one of the hops that are `awaited`, or
+        else for one that says it computes.
+        """
         quiet_s = max(self._patience.quiet_s, 8 * self._pause_s.value)
         begun = trio.current_time()
         while True:
+            self._check_progress(awaited)
             with trio.move_on_after(quiet_s):
                 index, found = await self._arrived.receive()
                 if isinstance(found, Frame):
-                    self._queued[index] -= frame_bytes(found)
+                    self._queued[index] -= _cost(found)
                     self._taken.notify()
                 if index not in self._links or (isinstance(found, Frame) and found.epoch != self._epoch):
                     continue  # of a hop that was left, or of the epoch before
@@ -624,6 +674,25 @@ class _HopGroup:
             await self._probe()
             if not any(self._busy.values()) and not self._arrived.statistics().current_buffer_used:
                 return None
+
+    def _came_forward(self) -> None:
+        self._forward_at = trio.current_time()
+
+    def _check_progress(self, awaited: Collection[int]) -> None:
+        stuck_s = trio.current_time() - self._forward_at
+        if stuck_s <= self._patience.stuck_s:
+            return
+        busy = [index for index, count in self._busy.items() if count]
+        suspects = [index for index in awaited or busy if index in self._links] or list(self._links)
+        raise self._suspected(
+            [self._links[index].hop.peer for index in suspects], f"nothing came of its work for {stuck_s:.0f} s"
+        )
+
+    def _suspected(self, peers: Sequence[str], why: str) -> HopLost:
+        """Return the loss of one of several hops, one of which stopped the job."""
+        suspicion = self._owner._suspicion
+        peer = suspicion.choose(peers)
+        return HopLost(peer, why, refused=suspicion.is_proven(peer))
 
     async def _probe(self) -> None:
         """Ask every hop how it is; raises `HopLost` for one that does not answer."""
@@ -644,7 +713,7 @@ class _HopGroup:
             sender = self._neighbour(peer, int(way) if way.isdecimal() else 0, -1 if direction == "forward" else 1)
             if sender is None:  # this node's own numbers are checked before they are sent
                 raise HopLost(peer, f"it refuses what this node sends: {trouble.text}", refused=True)
-            self._reject(sender, trouble.text)
+            self._complain(peer, sender, trouble.text)
             return True
         if trouble.code == "link":
             return True
@@ -658,12 +727,26 @@ class _HopGroup:
         at = peers.index(peer) + side
         return peers[at] if 0 <= at < len(peers) else None
 
-    def _reject(self, peer: str, why: str) -> None:
-        """Count numbers of a hop that must not be computed with; too many of them end the epoch."""
+    def _complain(self, complainer: str, sender: str, why: str) -> None:
+        """Count numbers that one hop says another sent it; too many of them cost one of the two its place.
+
+        Only these two have seen the numbers, and either may lie.
+        """
+        self._note_rejected(sender, why)
+        self._complaints[complainer, sender] += 1
+        if self._complaints[complainer, sender] >= MAX_REJECTED:
+            text = f"{complainer} cannot use what {sender} sent it {MAX_REJECTED} times: {why}"
+            raise self._suspected((sender, complainer), text)
+
+    def _note_rejected(self, peer: str, why: str) -> None:
         self._owner.figures.rejected[peer] += 1
         self._owner.figures.rejected_why[peer] = why
-        self._rejected[peer] += 1
         log.warning("%s sent numbers that are not used: %s", peer, why)
+
+    def _reject(self, peer: str, why: str) -> None:
+        """Count numbers of a hop that must not be computed with; too many of them end the epoch."""
+        self._note_rejected(peer, why)
+        self._rejected[peer] += 1
         if self._rejected[peer] >= MAX_REJECTED:
             raise HopLost(peer, f"it sent {MAX_REJECTED} times what cannot be used: {why}", refused=True)
 
@@ -674,11 +757,14 @@ class _HopGroup:
         """
         found: dict[int, Frame] = {}
         deadline = trio.current_time() + (wait_s or math.inf)
+        self._came_forward()
         if order is not None:
             await self._to_all(order)
         while len(found) < len(self._links):
-            came = await self._next()
+            came = await self._next(self._links.keys() - found.keys())
             if came is not None and came[1].kind == kind:
+                if came[0] not in found:
+                    self._came_forward()
                 found[came[0]] = came[1]
             elif came is None and order is not None:
                 await self._to_all(order, except_for=found)
@@ -759,6 +845,7 @@ class _HopGroup:
         At most one more than there are hops are under way, and at each hop no more than it was told.
         """
         version, wire = self.version, self._terms.order.wire
+        self._came_forward()
         while not progress.is_back:
             while (number := progress.next_number) is not None:
                 way = self._draw(progress, number, batches[number])
@@ -801,6 +888,7 @@ class _HopGroup:
 
     def _came_back(self, progress: StepProgress, one: Pass) -> None:
         if progress.came_back(one.number, one.attempt):
+            self._came_forward()
             drawn, sent_at = self._drawn[one.number]
             self._owner._times.came_back(self._plan.ways[one.way], drawn, trio.current_time() - sent_at)
 
@@ -811,6 +899,7 @@ class _HopGroup:
                 await self._device.run_later(self._trained.back, batch, one.number, frame.body, dtype)
             self._came_back(progress, one)
         elif progress.reached_end(one.number, one.attempt):
+            self._came_forward()
             trains = frame.kind == Kind.FORWARD
             try:
                 found = await self._loss(batch, frame, one.number, gradient=trains)
@@ -873,8 +962,8 @@ class _HopGroup:
     def _run_again(self, progress: StepProgress, numbers: Sequence[int] | None = None) -> None:
         self._owner.figures.micro_batches_again += progress.under_way if numbers is None else len(numbers)
         if not progress.run_again(numbers):
-            first = next(iter(self._links.values())).hop.peer
-            raise HopLost(first, "a micro-batch did not come back after many attempts")
+            way = self._plan.ways[progress.ways[progress.most_tried]]
+            raise self._suspected([hop.peer for hop in way], "a micro-batch did not come back after many attempts")
 
     async def _tally(self, progress: StepProgress) -> list[Tally]:
         order = plain(Kind.TALLY, self._owner.run_id, self._epoch, self.version)
@@ -948,18 +1037,21 @@ class _HopGroup:
                     owner.figures.bytes_out += sum(map(len, parts))
                     await link.outbox.push(OutboundFrame(parts, Priority.BULK))
 
+        self._came_forward()
         await send_rest()
         while waiting:
-            came = await self._next()
+            came = await self._next(waiting)
             if came is None:
                 await send_rest()
-            elif came[1].kind == Kind.REDUCE:
+            elif came[1].kind == Kind.REDUCE and came[0] in waiting:
+                self._came_forward()
                 waiting.discard(came[0])
 
     async def _collect(self, wanted: Mapping[str, Sequence[Span]]) -> dict[tuple[str, Span], Numbers]:
         """Have all holders hand over their sums, and return those that are wanted, by peer and run of blocks."""
         owner, version = self._owner, self.version
         buffers: dict[int, SumsBuffer] = {}
+        furthest: Counter[int] = Counter()  # slice of each
         found: dict[int, Numbers] = {}
 
         async def order_rest() -> None:
@@ -971,15 +1063,20 @@ class _HopGroup:
                     order = encode_reduce(owner.run_id, self._epoch, version, ReduceOrder(self._round, runs))
                     await link.outbox.push(_control(order))
 
+        self._came_forward()
         await order_rest()
         while len(found) < len(buffers):
-            came = await self._next()
+            came = await self._next(buffers.keys() - found.keys())
             if came is None:
                 await order_rest()
             elif came[1].kind == Kind.SUMS and self._is_of_round(came[1]) and came[0] in buffers.keys() - found.keys():
                 link = self._links[came[0]]
                 data = self._checked(link, buffers[came[0]].add, came[1])
+                if came[1].revision > furthest[came[0]]:  # slices may begin again and again
+                    furthest[came[0]] = came[1].revision
+                    self._came_forward()
                 if data is not None:
+                    self._came_forward()
                     found[came[0]] = from_bytes(data)
                     if not await owner._device.run_later(is_finite, found[came[0]]):
                         raise HopLost(link.hop.peer, "its summed gradients are not finite", refused=True)
@@ -1095,7 +1192,7 @@ class _HopGroup:
             parts, _ = self._checked(link, decode_parts, frame)
             if len(parts) != len(link.hop.span):
                 raise HopLost(link.hop.peer, "it kept states of other blocks than its own", refused=True)
-            if any(part.size_bytes > self._most_state_bytes for part in parts):
+            if any(part.size_bytes > most_state_bytes(self._terms.sums_bytes) for part in parts):
                 raise HopLost(link.hop.peer, "it names states larger than those of the job's adapter", refused=True)
             kept[link.hop.peer] = parts
         starts = {hop.peer: hop.span.start for hop in self.hops}
@@ -1111,10 +1208,7 @@ class _HopGroup:
             chosen, votes = Counter(held.values()).most_common(1)[0]
             self.differs |= votes < len(held)
             supplier = next(peer for peer in held if held[peer] == chosen)
-            try:
-                await owner._states.fetch(owner.states_run, chosen, [supplier])
-            except trio.TooSlowError:
-                raise HopLost(supplier, "it did not send its states in time") from None
+            await self._obtain(chosen, supplier)
             states += chosen
         others = [link for link in self._links.values() if link.hop.peer != owner._network.peer_id]
         if others and self._terms.copies:
@@ -1124,20 +1218,41 @@ class _HopGroup:
         kept_by = tuple(link.hop.peer for link in others)
         return Snapshot(self.version, tuple(states), kept_by)
 
-    @property
-    def _most_state_bytes(self) -> int:
-        """Bytes of a block's adapter with both moments, which are as many numbers as its sums each, and a heading."""
-        return 3 * self._terms.sums_bytes + _STATE_OVERHEAD_BYTES
+    async def _obtain(self, parts: Sequence[StatePart], supplier: str) -> None:
+        """Fetch the states that a hop names, and read them once: a snapshot of anything else would be the job's end.
+
+        Raises `HopLost`.
+        """
+        owner, version_of = self._owner, self._terms.version_of
+        try:
+            await owner._states.obtain(owner.states_run, parts, [supplier])
+        except trio.TooSlowError:
+            raise HopLost(supplier, "it did not send its states in time") from None
+        except WeightsError as error:
+            raise HopLost(supplier, f"its states cannot be kept: {error}") from error
+        for part in parts if version_of is not None else ():
+            try:
+                version = await owner._device.run_later(version_of, await owner._states.read(part))
+            except EngineError as error:
+                raise HopLost(supplier, f"its states are none: {error}", refused=True) from error
+            if version != self.version:
+                raise HopLost(supplier, f"its states are of version {version}", refused=True)
 
     async def _order_one(self, link: _Link, kind: Kind, message: bytes) -> None:
         """Send one hop an order and wait for its answer."""
+        self._came_forward()
         await link.outbox.push(_control(message))
         while True:
-            came = await self._next()
+            came = await self._next([index for index, one in self._links.items() if one is link])
             if came is None:
                 await link.outbox.push(_control(message))
             elif came[1].kind == kind and self._links.get(came[0]) is link:
                 return
+
+
+def _cost(frame: Frame) -> int:
+    """Bytes of memory that a frame takes while it waits."""
+    return frame_bytes(frame) + _FRAME_COST_BYTES
 
 
 def _control(message: bytes) -> OutboundFrame:

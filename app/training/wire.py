@@ -88,6 +88,7 @@ MAX_RANK = 256
 OPTIMISERS = ("adamw", "muon")
 MAX_UNDER_WAY = 256
 MAX_STATE_BYTES = 2**33  # of one block
+_STATE_HEADING_BYTES = 2**16  # at most
 MAX_HOLDERS = 8
 MAX_WAYS = 2**6  # of one epoch
 MAX_ROUNDS = 2**16  # of sums in one version
@@ -453,6 +454,11 @@ def decode_parts(frame: Frame) -> tuple[tuple[StatePart, ...], tuple[str, ...]]:
 def encode_trouble(run: bytes, epoch: int, version: int, trouble: HopError) -> bytes:
     """Encode a TROUBLE frame; its text is cut to 400 characters."""
     return encode_error(Kind.TROUBLE, run, epoch, version, trouble)
+
+
+def most_state_bytes(sums_bytes: int) -> int:
+    """Bytes of a block's adapter with both moments, each as many numbers as its sums, and a heading."""
+    return 3 * sums_bytes + _STATE_HEADING_BYTES
 
 
 def frame_bytes(frame: Frame) -> int:

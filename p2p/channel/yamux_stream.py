@@ -58,6 +58,7 @@ class YamuxStream:
         self.send_closed = False
         self.recv_closed = False
         self._broken: str | None = None
+        self._is_read = True
         self._arrived = trio.Event()
         self._write_lock = trio.Lock()
         self._burst = 0
@@ -155,9 +156,16 @@ class YamuxStream:
             raise WriteClosed("this side closed the stream")
 
     def on_body(self, body: bytes) -> None:
-        """Buffer bytes that arrived and wake the reader."""
+        """Buffer bytes that arrived and wake the reader; they are dropped if there is none."""
+        if not self._is_read:
+            return
         self.receiving.push(body, self._connection.now())
         self._arrived.set()
+
+    def stop_reading(self) -> None:
+        """Drop what is unread and what is still to come: whoever read this stream has ended."""
+        self._is_read = False
+        self.receiving.discard()
 
     def on_end(self) -> None:
         """Note that the peer has closed its side and wake the reader."""

@@ -90,6 +90,12 @@ class Admission:
         """Number of connections counted as open."""
         return self._connections.total()
 
+    @property
+    def has_room_inbound(self) -> bool:
+        """True if one more peer may connect to this node; the rest of the connections is for dials of its own."""
+        begun = self._connections.total() + self._handshakes.total()
+        return begun < self.limits.connections * self.limits.inbound_share
+
     def begin_handshake(self, ip: IPAddress, now: float) -> str | None:
         """Count one inbound handshake from `ip`, or return why it is refused; pair it with `end_handshake`."""
         if self.deny.denies_ip(ip):
@@ -99,7 +105,7 @@ class Admission:
             return "too many handshakes are in progress"
         if self._handshakes[ip] >= self.limits.handshakes_per_ip:
             return "too many handshakes from its address are in progress"
-        if self._connections.total() + self._handshakes.total() >= self.limits.connections * self.limits.inbound_share:
+        if not self.has_room_inbound:
             return "too many connections are open"
         if self._connections[ip] >= self.limits.connections_per_ip:
             return "too many connections from its address are open"

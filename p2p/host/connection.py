@@ -233,5 +233,9 @@ class Connection:
             log.exception("the handler of %s failed on a stream from %s", stream.protocol, self.peer)
         finally:
             self.inbound_streams -= 1
-            if not served:
+            if served:
+                # Else bytes that the handler left would count as unread until the connection ends.
+                muxed_stream.stop_reading()
+                await stream.close()
+            else:
                 await stream.reset()

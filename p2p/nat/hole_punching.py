@@ -117,6 +117,8 @@ class HolePuncher:
 
     async def _punch(self, peer: str, theirs: Sequence[Address], *, initiator: bool) -> bool:
         """Dial all addresses in parallel from the listening port, repeatedly for `_DIAL_S`; True if one succeeds."""
+        deny = self._host.admission.deny
+        theirs = [address for address in theirs if address.ip is not None and not deny.denies_ip(address.ip)]
         if peer in self._busy or not theirs:
             return False
         self._busy.add(peer)
@@ -149,6 +151,7 @@ class HolePuncher:
             except (P2PError, OSError, trio.TooSlowError) as error:
                 sockopts.abort(stream.socket)
                 log.debug("a punched connection to %s failed: %s", peer, error)
+                await trio.sleep(_RETRY_S)  # whoever answers there need not be the peer, and did not ask for dials
                 continue
             except BaseException:
                 sockopts.abort(stream.socket)

@@ -66,7 +66,8 @@ class UpnpRouter:
         """Forward `external_port` to `port` of this machine; raises `MappingRefused`."""
         try:
             self._igd.addportmapping(external_port, "TCP", self._igd.lanaddr, port, DESCRIPTION, "", lifetime_s)
-            return Mapping("UPnP", str(self._igd.externalipaddress()), external_port, lifetime_s)
+            address = ipaddress.ip_address(str(self._igd.externalipaddress()))  # empty at some routers without a line
+            return Mapping("UPnP", str(address), external_port, lifetime_s)
         except Exception as error:
             raise MappingRefused(f"the router refuses to forward port {external_port}: {error}") from error
 

@@ -165,7 +165,7 @@ class RelayClient:
         if stream.peer not in self._places:
             await send_message(stream, StopMessage(StopType.STATUS, status=Status.PERMISSION_DENIED))
             return
-        if self._circuits[stream.peer] >= MAX_CIRCUITS_A_RELAY:
+        if self._circuits[stream.peer] >= MAX_CIRCUITS_A_RELAY or not self._host.admission.has_room_inbound:
             await send_message(stream, StopMessage(StopType.STATUS, status=Status.RESOURCE_LIMIT_EXCEEDED))
             return
         self._circuits[stream.peer] += 1

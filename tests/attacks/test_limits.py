@@ -189,7 +189,11 @@ ROWS: dict[str, tuple[float, ...]] = {
     "fine-tuning at a hop": (
         training_hop.MAX_WAITING_BYTES / MIB,
         training_hop.MAX_KEPT_BYTES / 2**30,
+        training_hop.MAX_KEPT_STATES,
+        training_hop.IDLE_STREAM_S,
         trainer.MAX_QUEUED_BYTES / MIB,
+        trainer._FRAME_COST_BYTES,
+        trainer.Patience().stuck_s,
     ),
     "responses kept for programs": (
         response_store.MOST,

@@ -176,6 +176,25 @@ async def test_a_change_of_the_largest_numbers_ends_nobodys_part(tmp_path: Path,
         assert len(took_part(swarm, liar.name)) <= 3
 
 
+def merges_largest(model: Any) -> None:
+    """Let a model make the largest numbers of the share that it merges."""
+    honest = model.merge
+
+    def lie(rows: Any, first: int, weights: Any) -> Any:
+        found = honest(rows, first, weights)
+        return found._replace(leaves=[_largest(leaf) for leaf in found.leaves]) if len(rows) > 2 else found
+
+    model.merge = lie
+
+
+async def test_a_share_of_the_largest_numbers_ends_nobodys_part(tmp_path: Path, autojump_clock: MockClock) -> None:
+    """Whoever merges a share is believed, but no model could go on with such numbers."""
+    async with open_islands(tmp_path, 0, 1, 2) as swarm:
+        liar = swarm.add(3, change=merges_largest)
+        await swarm.finished(0, 1, 2)
+        assert not any(node.failure for node in swarm.nodes.values() if node is not liar)
+
+
 # --- histories that nobody else made ----------------------------------------------------------------------------------
 
 

@@ -15,8 +15,9 @@ from app.core.network import FrameStream, Priority
 from app.core.span import Span
 from app.session.frame import HopError, decode_hop_error, new_session_id, plain, with_json
 from app.session.outbound import OutboundFrame
-from app.training import hop, trainer
+from app.training import hop, progress, trainer
 from app.training.hop import HopJob, TrainingTerms
+from app.training.states import StateStore
 from app.training.wire import (
     PROTOCOL,
     JobOrder,
@@ -32,7 +33,7 @@ from app.training.wire import (
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
 from p2p.errors import P2PError
-from tests.app.training.job_swarm import JobSwarm, Losses, batches_of, open_job_swarm, undisturbed
+from tests.app.training.job_swarm import PATIENCE, JobSwarm, Losses, batches_of, open_job_swarm, undisturbed
 
 ORDER = JobOrder(Span(0, 8), "", "", 4, 8.0, ("q", "v"), 0.0, 3, 0.0, 64, 2, "f32")
 
@@ -196,6 +197,118 @@ async def test_the_owner_is_told_of_some_rejected_passes_and_not_of_thousands(
         assert kinds == [Kind.TROUBLE] * hop.MAX_REJECTIONS + [Kind.STATE]
 
 
+async def offered(swarm: JobSwarm, name: str, size: int) -> tuple[FrameStream, bytes, StatePart]:
+    """A job of `name` at `n0`, which is ready, and a state that `name` offers."""
+    stream, run = await opened(swarm, name)
+    states = StateStore(swarm.fabric.nodes[name], swarm.folder / f"{name}-states", lambda peer: True)
+    states.serve()
+    return stream, run, await states.keep(b"offered", bytes(size))
+
+
+def reads_of(swarm: JobSwarm, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of all states that `n0` reads into memory from now on."""
+    parts: Any = swarm.nodes["n0"].states._parts
+    whole, names = parts.whole, list[str]()
+
+    def noted(name: str) -> bytes:
+        names.append(name)
+        return bytes(whole(name))
+
+    monkeypatch.setattr(parts, "whole", noted)
+    return names
+
+
+async def test_a_state_to_keep_that_is_named_a_thousand_times_is_not_held_in_memory(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_job_swarm(source, tmp_path, (0, 8)) as swarm:
+        owner, run, part = await offered(swarm, "owner", 1 << 20)
+        names = reads_of(swarm, monkeypatch)
+        for times in (1, 1000):
+            await owner.send(encode_parts(Kind.KEEP, run, 1, 0, [part] * times, ["owner"]))
+            with trio.fail_after(20):
+                assert decode(await owner.receive()).kind == Kind.KEEP
+        assert names == []
+
+
+async def test_states_larger_than_the_adapters_are_not_read(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_job_swarm(source, tmp_path, (0, 8)) as swarm:
+        owner, run, part = await offered(swarm, "owner", 1 << 22)
+        names = reads_of(swarm, monkeypatch)
+        await owner.send(encode_parts(Kind.KEEP, run, 1, 0, [part], ["owner"]))
+        with trio.fail_after(20):
+            assert decode(await owner.receive()).kind == Kind.KEEP
+        names.clear()
+        order = replace(ORDER, states=(part,) * 8, holders=("owner",))
+        await owner.send(encode_open(run, 2, 1, order))
+        with trio.fail_after(20):
+            trouble = decode_hop_error(decode(await owner.receive()))
+        assert (trouble.code, names) == ("failed", [])
+
+
+async def test_states_that_are_kept_again_and_again_take_no_more_memory(source: ModelSource, tmp_path: Path) -> None:
+    async with open_job_swarm(source, tmp_path, (0, 8)) as swarm:
+        owner, run, part = await offered(swarm, "owner", 1 << 10)
+        server: Any = swarm.nodes["n0"].server
+        (job,) = server._jobs.values()
+        for _ in range(5):
+            await owner.send(encode_parts(Kind.KEEP, run, 1, 0, [part] * 100, ["owner"]))
+            with trio.fail_after(20):
+                assert decode(await owner.receive()).kind == Kind.KEEP
+        assert job.kept == {0: [part]}
+
+
+async def test_an_owner_names_no_more_states_than_blocks_have(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hop, "MAX_KEPT_STATES", 16)
+    async with open_job_swarm(source, tmp_path, (0, 8)) as swarm:
+        owner, run = await opened(swarm, "owner")
+        parts = [StatePart(bytes([number]) * 32, 1) for number in range(17)]
+        await owner.send(encode_parts(Kind.KEEP, run, 1, 0, parts, ["owner"]))
+        with trio.fail_after(20):
+            assert decode_hop_error(decode(await owner.receive())).code == "failed"
+        server: Any = swarm.nodes["n0"].server
+        assert [job.kept for job in server._jobs.values()] == [{}]
+
+
+async def test_neighbours_that_an_owner_names_do_not_keep_links_open(
+    source: ModelSource, tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A link with an open stream is never pruned, so an owner could fill the connections of a node."""
+    async with open_job_swarm(source, tmp_path, (0, 8)) as swarm:
+        arrived, ended = trio.Event(), trio.Event()
+
+        async def attend(stream: FrameStream) -> None:
+            try:
+                while True:
+                    await stream.receive()
+                    arrived.set()
+            except P2PError:
+                ended.set()
+
+        swarm.fabric.node("after").accept(PROTOCOL, attend)
+        owner, run = await opened(swarm, "owner", replace(ORDER, successor="after"))
+        body = bytes(4 * 64 * 4)
+        head = pass_header(Kind.FORWARD, run, 1, Pass(0, 0, 0), dtype="f32", rows=4, width=64, length=len(body))
+        await owner.send(head + body)
+        with trio.fail_after(10):
+            await arrived.wait()
+        with trio.fail_after(3 * hop.IDLE_STREAM_S):
+            await ended.wait()
+
+
+async def test_a_stream_on_which_nothing_comes_is_closed(
+    source: ModelSource, tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with open_job_swarm(source, tmp_path, (0, 8)) as swarm:
+        stream = await swarm.fabric.node("stranger").open("n0", PROTOCOL)
+        with trio.fail_after(3 * hop.IDLE_S), pytest.raises(P2PError):
+            await stream.receive()
+
+
 # --- a hop against the owner ------------------------------------------------------------------------------------------
 
 
@@ -217,7 +330,71 @@ def huge_states(job: HopJob, frame: Any) -> list[bytes]:
     return [encode_parts(Kind.SNAPSHOT, job.run, frame.epoch, frame.position, parts)]
 
 
+def says_it_computes(server: Any) -> None:
+    """Let a server take passes and say for ever that it computes them."""
+    honest = server._on_frame
+
+    async def answer(frame: Any, peer: str, answers: Any) -> None:
+        if frame.kind == Kind.PROBE:
+            state = plain(Kind.STATE, frame.session, frame.epoch, 0, rows=1)
+            await answers.push(OutboundFrame((state,), Priority.CONTROL))
+        elif frame.kind != Kind.FORWARD:
+            await honest(frame, peer, answers)
+
+    server._on_frame = answer
+
+
+def chatters(server: Any) -> None:
+    """Let a server drop passes and send frames that bring nothing forward instead, so that it is never quiet."""
+
+    async def chatter(job: HopJob, sender: str, frame: Any) -> None:
+        server._nursery.start_soon(go_on, job, frame)
+
+    async def go_on(job: HopJob, frame: Any) -> None:
+        while not job.answers.broken:
+            ready = plain(Kind.READY, job.run, frame.epoch, frame.position)
+            await job.answers.push(OutboundFrame((ready,), Priority.CONTROL))
+            await trio.sleep(0.05)
+
+    server._forward = chatter
+
+
+def names_states_twice(server: Any) -> None:
+    """Let a server name the states of the first snapshot again, with other sizes."""
+    first: list[StatePart] = []
+    honest = server._snapshot
+
+    async def snapshot(job: HopJob, sender: str, frame: Any) -> None:
+        if first:
+            parts = [StatePart(part.root, part.size_bytes + 1) for part in first]
+            raw = encode_parts(Kind.SNAPSHOT, job.run, frame.epoch, frame.position, parts)
+            await job.answers.push(OutboundFrame((raw,), Priority.CONTROL))
+        else:
+            await honest(job, sender, frame)
+            first.extend(job.kept[frame.position])
+
+    server._snapshot = snapshot
+
+
+def keeps_nothing_of_use(server: Any) -> None:
+    """Let a server keep zeros of the right length instead of its states."""
+
+    async def snapshot(job: HopJob, sender: str, frame: Any) -> None:
+        parts = []
+        for block in job.span.blocks():
+            size = len(job.blocks.state(block)) if job.blocks is not None else 1
+            parts.append(await server._states.keep(job.run, bytes(size)))
+        raw = encode_parts(Kind.SNAPSHOT, job.run, frame.epoch, frame.position, parts)
+        await job.answers.push(OutboundFrame((raw,), Priority.CONTROL))
+
+    server._snapshot = snapshot
+
+
 HOSTILE = {
+    "work that never ends": says_it_computes,
+    "frames without end": chatters,
+    "states of other sizes": names_states_twice,
+    "states that are none": keeps_nothing_of_use,
     "an error that is none": instead_of(
         "_tally", lambda job, frame: [with_json(Kind.TROUBLE, job.run, frame.epoch, 0, {"code": 7})]
     ),
@@ -237,11 +414,83 @@ async def test_a_hostile_hop_costs_the_owner_its_place_and_not_the_job(
     async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
         await swarm.train("spare", 0, 4)
         HOSTILE[what](swarm.nodes["n0"].server)
-        losses, owner = Losses(), swarm.owner(every=1)
-        await owner.run(3, batches_of, losses)
+        losses, owner = Losses(), swarm.owner(every=1, patience=replace(PATIENCE, stuck_s=1.0))
+        with trio.fail_after(60):
+            await owner.run(3, batches_of, losses)
         losses.check(wanted)
         assert any(why.startswith("n0") for why in owner.figures.lost)
         assert {hop.peer for hop in owner.route} == {"spare", "n1"}
+
+
+def complains(job: HopJob, frame: Any) -> list[bytes]:
+    return [encode_trouble(job.run, frame.epoch, 0, HopError("input", "I do not like it", "forward"))]
+
+
+def swallows(job: HopJob, frame: Any) -> list[bytes]:
+    return []
+
+
+@pytest.mark.parametrize("lie", [complains, swallows])
+async def test_a_hop_that_blames_another_does_not_end_the_job(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: Callable[[HopJob, Any], list[bytes]]
+) -> None:
+    """Nobody but `n0` holds the first blocks, while others hold those of the liar behind it."""
+    monkeypatch.setattr(progress, "MAX_ATTEMPTS", 4)
+    wanted, _ = undisturbed(source, 3)
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        await swarm.train("spare", 4, 8)
+        instead_of("_forward", lie)(swarm.nodes["n1"].server)
+        losses, owner = Losses(), swarm.owner()
+        with trio.fail_after(60):
+            await owner.run(3, batches_of, losses)
+        losses.check(wanted)
+        assert {hop.peer for hop in owner.route} == {"n0", "spare"}
+
+
+def test_who_stops_every_epoch_is_found_whomever_it_blames() -> None:
+    suspicion = trainer.Suspicion()
+    found = []
+    for _ in range(3):
+        found += [suspicion.choose(("honest", "liar"))]
+        if found[-1] == "honest":  # nobody else holds its blocks: the next epoch is with the same two
+            found += [suspicion.choose(("honest", "liar"))]
+        suspicion.clear(["honest"])  # a step was made without the liar
+    assert found == ["honest", "liar", "liar", "liar"]
+    assert suspicion.is_proven("liar")
+    assert not suspicion.is_proven("honest")
+
+
+async def test_small_frames_count_for_the_memory_that_they_take(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frame of 40 bytes takes more than ten times as much while it waits."""
+    waiting: list[int] = []
+    read = trainer._HopGroup._next
+
+    async def watched(epoch: Any, *args: Any) -> Any:
+        await trio.testing.wait_all_tasks_blocked()  # as long as the owner would compute
+        waiting.append(epoch._arrived.statistics().current_buffer_used)
+        return await read(epoch, *args)
+
+    monkeypatch.setattr(trainer._HopGroup, "_next", watched)
+    monkeypatch.setattr(trainer, "MAX_QUEUED_BYTES", 1 << 16)
+
+    def flood(server: Any) -> None:
+        honest = server._tally
+
+        async def tally(job: HopJob, sender: str, frame: Any) -> None:
+            useless = plain(Kind.READY, job.run, frame.epoch, frame.position)
+            for _ in range(3000):
+                await job.answers.push(OutboundFrame((useless,), Priority.CONTROL))
+            await honest(job, sender, frame)
+
+        server._tally = tally
+
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        flood(swarm.nodes["n0"].server)
+        losses = Losses()
+        await swarm.owner().run(1, batches_of, losses)
+    assert 0 < max(waiting) <= 2 * (1 << 16) // 512
 
 
 async def test_a_hop_that_floods_its_owner_is_read_no_faster_than_it_is_used(
@@ -252,9 +501,9 @@ async def test_a_hop_that_floods_its_owner_is_read_no_faster_than_it_is_used(
     queued: list[int] = []
     read = trainer._HopGroup._next
 
-    async def watched(epoch: Any) -> Any:
+    async def watched(epoch: Any, *args: Any) -> Any:
         queued.append(max(epoch._queued.values(), default=0))
-        return await read(epoch)
+        return await read(epoch, *args)
 
     monkeypatch.setattr(trainer._HopGroup, "_next", watched)
 

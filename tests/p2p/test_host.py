@@ -403,3 +403,25 @@ def test_the_hello_of_a_stranger_is_checked() -> None:
             heartbeat.Hello.decode(body, peer)
     many = b'{"version":1,"addresses":[%s]}' % b",".join(b'"/ip4/10.0.0.%d/tcp/1"' % n for n in range(1, 200))
     assert len(heartbeat.Hello.decode(many, peer).addresses) == 16
+
+
+async def test_bytes_that_a_handler_leaves_unread_count_no_longer_than_it_runs() -> None:
+    """Else a peer could fill the count of unread bytes without sending more than one stream's worth at a time."""
+
+    async def brief(stream: Stream) -> None:
+        await stream.write(b"!")
+        await stream.close()
+
+    a, b = make_host(), make_host()
+    async with running(a, b):
+        a.handle("/test/1/brief", brief)
+        connection = await b.connect(a.peer_id, a.addresses)
+        for _ in range(3):
+            stream = await connection.open_stream("/test/1/brief")
+            await stream.write(bytes(1 << 18))
+            assert await stream.read(1) == b"!"
+            await stream.close()
+        assert await ask_echo(b, a) == b"hello"  # so all that was sent before has arrived
+        (accepted,) = a.connections()
+        await until(lambda: not accepted.muxed.table.budget.unread)
+        assert accepted.muxed.table.budget._node.total == 0

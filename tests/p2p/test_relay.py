@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 import trio
@@ -13,9 +14,9 @@ import trio
 from p2p.addresses import Address, parse_address
 from p2p.errors import P2PError, PeerUnreachable, ProtocolError, Refused
 from p2p.host.messages import address_bytes, address_from_bytes, receive_message, send_message
-from p2p.nat import relay_client
+from p2p.nat import hole_punching, relay_client
 from p2p.nat.hole_punching import PROTOCOL as DCUTR
-from p2p.nat.hole_punching import HolePunch, PunchType, _addresses
+from p2p.nat.hole_punching import HolePunch, HolePuncher, PunchType, _addresses
 from p2p.nat.reachability import Reach, Reachability
 from p2p.nat.relay_client import RelayClient, best_relay
 from p2p.nat.relay_server import RelayLimits, RelayServer
@@ -23,7 +24,7 @@ from p2p.nat.relay_wire import HOP, STOP, Status, StopMessage, StopType
 from p2p.nat.traversal import Traversal
 from p2p.network import Libp2pNetwork
 from tests.p2p.network_contract import echo
-from tests.p2p.nodes import make_host, make_network, until
+from tests.p2p.nodes import GENEROUS, make_host, make_network, until
 from tests.p2p.test_host import ask_echo, running
 
 Hidden = tuple[Libp2pNetwork, Libp2pNetwork, Address]
@@ -178,6 +179,18 @@ async def test_only_a_relay_with_a_place_may_bring_visitors() -> None:
         assert await ask_echo(stranger, victim) == b"hello"
 
 
+async def test_a_relay_brings_no_visitors_into_the_places_of_dials() -> None:
+    victim, relay = make_host(replace(GENEROUS, connections=2, inbound_share=0.5)), make_host()
+    client = RelayClient(victim)
+    async with running(victim, relay):
+        connection = await relay.connect(victim.peer_id, victim.addresses)
+        await until(lambda: bool(victim.connections()))
+        client._places[relay.peer_id] = math.inf
+        stream = await connection.open_stream(STOP)
+        await send_message(stream, StopMessage(StopType.CONNECT, make_host().peer_id))
+        assert (await receive_message(stream, StopMessage)).status == Status.RESOURCE_LIMIT_EXCEEDED
+
+
 async def test_a_peer_dials_back_only_where_the_asker_comes_from() -> None:
     asker, helper = make_host(), make_host()
     async with running(asker, helper):
@@ -293,6 +306,20 @@ async def test_the_puncher_knocks_on_no_private_door() -> None:
     message = HolePunch(PunchType.CONNECT, (*(address_bytes(place) for place in places), b"junk"))
     assert [str(address) for address in _addresses(message)] == ["/ip4/8.8.8.8/tcp/1"]
     await trio.lowlevel.checkpoint()
+
+
+async def test_the_puncher_keeps_to_the_deny_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    dialled: list[str] = []
+
+    async def connect(host: str, port: int, source: int | None = None) -> trio.SocketStream:
+        dialled.append(host)
+        raise OSError("refused")
+
+    monkeypatch.setattr(hole_punching.sockopts, "connect", connect)
+    puncher = HolePuncher(make_host(deny=("8.8.0.0/16",)), list, lambda peer: None)
+    theirs = [parse_address(text) for text in ("/ip4/8.8.8.8/tcp/1", "/ip4/9.9.9.9/tcp/1")]
+    assert not await puncher._punch(make_host().peer_id, theirs, initiator=True)
+    assert set(dialled) == {"9.9.9.9"}
 
 
 def test_places_are_taken_at_near_relays_of_different_networks() -> None:

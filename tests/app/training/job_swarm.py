@@ -25,7 +25,7 @@ from engine.sources.base import ModelSource
 from engine.training.adapters import AdapterSettings
 from engine.training.head import TrainingEnds
 from engine.training.local_trainer import LocalTrainer, MicroBatch
-from engine.training_runner import OwnerEnds, sums_bytes
+from engine.training_runner import OwnerEnds, sums_bytes, version_of
 from p2p.errors import PeerUnreachable
 from p2p.memory.fabric import LinkProfile, MemoryFabric, open_fabric
 from tests.app.hash_model import InlineDevice
@@ -215,7 +215,10 @@ class JobSwarm:
         config = self.source.config
         order = order_of(settings, blocks=config.n_blocks, rows=more.pop("rows", 64), wire=more.pop("wire", "f32"))
         rate_of = more.pop("rate_of", SCHEDULE.at)
-        terms = JobTerms(order, rate_of, snapshot_every=every, sums_bytes=sums_bytes(settings, config))
+        terms = JobTerms(
+            order, rate_of, snapshot_every=every, sums_bytes=sums_bytes(settings, config),
+            version_of=partial(version_of, settings=settings, config=config),
+        )  # fmt: skip
         terms = replace(terms, **more.pop("terms", {}))
         ends = OwnerEnds(TrainingEnds(load_ends(self.source, OPTIONS)), config.hidden_size)
         routes: RouteFinder = more.pop("routes", self.route)

@@ -20,18 +20,18 @@ from p2p.memory.fabric import MemoryFabric, open_fabric
 
 
 @pytest.mark.parametrize(
-    ("train", "trusted", "stranger"), [("never", False, False), ("trusted", True, False), ("members", True, True)]
+    ("train", "served"), [("never", {"me"}), ("trusted", {"me", "friend"}), ("members", {"me", "friend", "member"})]
 )
-def test_whose_jobs_a_node_trains(train: str, trusted: bool, stranger: bool) -> None:
+def test_whose_jobs_a_node_trains(train: str, served: set[str]) -> None:
     settings = Settings(train=train, trusted=("friend",))  # type: ignore[arg-type]
-    refuses = terms_of(settings, "me").refuses
-    assert (refuses("me"), refuses("friend") is None, refuses("stranger") is None) == (None, trusted, stranger)
+    refuses = terms_of(settings, "me", lambda peer: peer == "member").refuses
+    assert {peer for peer in ("me", "friend", "member", "stranger") if refuses(peer) is None} == served
 
 
 def test_limits_are_those_of_the_settings() -> None:
-    terms = terms_of(Settings(train_jobs=3, train_memory=500), "me")
+    terms = terms_of(Settings(train_jobs=3, train_memory=500), "me", bool)
     assert (terms.jobs, terms.memory_bytes) == (3, 500)
-    assert terms_of(Settings(train_memory=None), "me").memory_bytes > 2**60
+    assert terms_of(Settings(train_memory=None), "me", bool).memory_bytes > 2**60
     assert (Settings().train, Settings().train_jobs) == ("trusted", 1)
 
 

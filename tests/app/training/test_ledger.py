@@ -109,6 +109,11 @@ def test_sizes_far_beyond_the_usual_are_refused() -> None:
     assert usual.accepts(0.99 * UNUSUAL)
 
 
+@pytest.mark.parametrize("size", [1e13, float("inf"), float("nan"), -1.0])
+def test_the_first_sizes_are_not_taken_as_usual_whatever_they_are(size: float) -> None:
+    assert not UsualSize().accepts(size)
+
+
 def test_a_micro_batch_is_not_tried_for_ever() -> None:
     progress = StepProgress(1, 1)
     tries = 0
