@@ -18,7 +18,7 @@ from engine.config import ModelConfig
 from engine.errors import TrainingError
 from engine.model.block import WeightOptions
 from engine.sources.layout import part_names
-from engine.training.codecs import GROUP, Codec, bounded, decode, encode, encoded_bytes
+from engine.training.codecs import GROUP, Codec, bounded, check, decode, encode, encoded_bytes
 from engine.training.full import FullModel
 from engine.training.local_trainer import MicroBatch, StepResult
 from engine.training.optimiser import AdamW, Muon, Schedule
@@ -83,6 +83,7 @@ class IslandModel:
         self._shared = _Shared(values, torch.zeros_like(values))
         self._residual = torch.zeros_like(values)  # what rounding kept back from the changes sent so far
         self._sent: Tensor | None = None  # the change of this round, with the residual, before rounding
+        self._sent_leaves: list[bytes] = []  # the same after rounding; the bytes are the caller's own
         self._next: _Shared | None = None
         self._next_change: _Encoded | None = None  # that leads to the next state
         self._past: _Encoded | None = None  # the merged change of the last round; the bytes are the caller's own
@@ -113,7 +114,8 @@ class IslandModel:
         """Return the leaves of what this island has changed since the last round; raises `NotFinite`."""
         own = joined(self.config, self._model.vectors())
         self._sent = self._shared.values - own + self._residual
-        return [encode(leaf, self.codec) for leaf in self._sent.split(LEAF)]
+        self._sent_leaves = [encode(leaf, self.codec) for leaf in self._sent.split(LEAF)]
+        return self._sent_leaves
 
     def merge(self, rows: Sequence[Sequence[bytes]], first: int, weights: Sequence[float]) -> Merged:
         """Merge the leaves from number `first` on, one row of leaves for each member; raises `TrainingError`."""
@@ -132,7 +134,7 @@ class IslandModel:
     def check(self, leaves: Sequence[bytes], first: int) -> None:
         """Raise `TrainingError` unless these are leaves of a change, from number `first` on."""
         for index, leaf in enumerate(leaves):
-            decode(leaf, self._leaf_size(first + index), self.codec)
+            check(leaf, self._leaf_size(first + index), self.codec)
 
     def advance(self, leaves: Sequence[bytes]) -> list[bytes]:
         """Compute the next shared state from all merged leaves; return the state of each part, in their order.
@@ -151,11 +153,8 @@ class IslandModel:
         """Go on from the next shared state; `counted` if this island's own change is in it."""
         assert self._next is not None, "no round has been computed"
         if counted and self._sent is not None:
-            codec = self.codec
-            self._residual = torch.cat(
-                [leaf - decode(encode(leaf, codec), leaf.numel(), codec) for leaf in self._sent.split(LEAF)]
-            )
-        self._shared, self._next, self._sent = self._next, None, None
+            self._residual = self._sent - self._joined(_Encoded(self._sent_leaves, self.codec), 0, self.leaves)
+        self._shared, self._next, self._sent, self._sent_leaves = self._next, None, None, []
         self._past, self._next_change = self._next_change, None
         self._model.set_vectors(divided(self.config, self._shared.values))
 
@@ -166,7 +165,7 @@ class IslandModel:
     def load(self, states: Sequence[bytes]) -> None:
         """Go on from these states of all parts, with fresh moments; raises `TrainingError` if they do not fit."""
         values, momentum = unpacked(self.config, states)
-        self._shared, self._next, self._sent = _Shared(values, momentum), None, None
+        self._shared, self._next, self._sent, self._sent_leaves = _Shared(values, momentum), None, None, []
         self._past = self._next_change = None
         self._residual = torch.zeros_like(values)
         self._model.set_vectors(divided(self.config, values), fresh=True)

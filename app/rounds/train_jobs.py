@@ -298,11 +298,11 @@ class TrainJobs:
         await trio.to_thread.run_sync(self._store.save, job, entries, states)
         if (running := self.running.get(job.record.id)) is not None:
             self._write(job, running.island, RUNNING)
-            if len(entries) > 1:
-                await self._compare(running, entries[:-1])
+            if running.island.figures.measured_round == entries[-1].round:
+                await self._compare(running, entries)
 
     async def _compare(self, running: RunningTraining, entries: Sequence[RoundEntry]) -> None:
-        """Keep the forecast of a job's last round but one, which the figures are still of, beside its speed.
+        """Keep the forecast of a job's last round, which the figures are of, beside its speed.
 
         The others are taken to be machines like this one, each with the connection that was measured.
         """
@@ -374,6 +374,6 @@ def figures_of(island: Island, status: str) -> dict[str, Any]:
         "wire": standing.codec, "losses": figures.losses, "validation": figures.validation[-KEPT_VALIDATION:],
         "doubted": dict(island.log[-1].doubted) if island.log else {}, "resting": island.resting,
         "left_s": figures.left_s if status == RUNNING else None,
-        "checkpoint_age_s": now - figures.checkpoint_at,
-        "checkpoint_ms": wall_ms() - int(1000 * (now - figures.checkpoint_at)),
+        "checkpoint_age_s": now - island.checkpoint.at,
+        "checkpoint_ms": wall_ms() - int(1000 * (now - island.checkpoint.at)),
     }  # fmt: skip

@@ -19,9 +19,12 @@ starts from the same 100 common steps, has a constant rate, and islands exchange
                     it, beside four honest ones; `poison_found_after` has the rounds that this took. One who copies is
                     left out together with the one whose change it sends: without a leak, no island has another's.
 `poison_clip_ratio`, `poison_plain_ratio`   the same for each lie if nobody is left out: clipped, and averaged plainly
-`islands2_vs_local` tokens a second of two nodes on this machine over those of one process that makes steps alone
+`islands2_vs_local` tokens a second of two nodes on this machine, which share its cores, over those of one process that
+                    makes steps alone with all of them; after the first rounds, in which the job finds the number of
+                    steps of a round (`islands2_every`)
 `round_overhead_s`  seconds of a round of these two in which a node makes no steps
-`utilisation_20mbit`   share of a round in which two nodes make steps, 50 ms and 20 Mbit/s apart
+`utilisation_20mbit`   share of a round in which two nodes make steps, 50 ms and 20 Mbit/s apart, after the first
+                    rounds, with steps and bytes of a round (`utilisation_20mbit_every`, `utilisation_20mbit_bytes`)
 `churn_loss_ratio`  four islands of which one is killed every 30 s while another joins, beside four that stay
 `own_data_vs_like`  four islands each of which has an era as its own text, beside four that read all eras
 `join_s`            seconds until a newcomer has the state, over links of 20 Mbit/s, from three members of which one
@@ -375,8 +378,14 @@ FIGURES: dict[str, Callable[[Bench], object]] = {
     "poison_found_after": Bench.found_after,
     "poison_clip_ratio": lambda bench: bench.ratios("clip"),
     "poison_plain_ratio": lambda bench: bench.ratios("plain"),
-    **_of("nodes", "islands2_vs_local", "local_tokens_per_s", "round_overhead_s"),
-    **_of("slow_nodes", "utilisation_20mbit", "utilisation_20mbit_every", "round_overhead_20mbit_s"),
+    **_of("nodes", "islands2_vs_local", "islands2_every", "local_tokens_per_s", "round_overhead_s"),
+    **_of(
+        "slow_nodes",
+        "utilisation_20mbit",
+        "utilisation_20mbit_every",
+        "utilisation_20mbit_bytes",
+        "round_overhead_20mbit_s",
+    ),
     "churn_loss_ratio": lambda bench: bench.ratio("churn", "stay"),
     "churn_killed": lambda bench: sum(one.killed for one in bench.outcomes("churn")),
     "churn_longest_wait_s": lambda bench: max(one.longest_wait_s for one in bench.outcomes("churn")),

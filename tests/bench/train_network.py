@@ -42,7 +42,9 @@ from tests.p2p.nodes import make_network
 from tests.process.node_process import Place, Serving, wait_until
 
 RTT_S, LINK_BYTES_PER_S = 0.05, 20e6 / 8
-BATCH_TOKENS, ROUNDS = 1024, 8  # of a step of a node; measured rounds
+BATCH_TOKENS = 1024  # of a step of a node
+FIRST_ROUNDS, ROUNDS = 5, 6  # in which the job finds the number of steps; that are measured
+POLL_S = 0.25  # long enough that asking for figures costs the nodes nothing
 LOCAL_S = 10.0
 KILL_EVERY_S, LIFE_STEP_S = 30.0, 0.5
 JOIN_SHAPE = replace(train.CONFIG, n_blocks=6, hidden_size=96, head_dim=24, intermediate_size=320)
@@ -66,23 +68,27 @@ def nodes() -> dict[str, float]:
     """Speed of two nodes on this machine beside one process, and what a round costs them."""
     before = local_tokens_per_s()
     with open_nodes() as clients:
+        seen_rounds(clients, FIRST_ROUNDS)
         rounds = seen_rounds(clients, ROUNDS)
+        every = facts_of(clients[0])["every"]
     local = mean((before, local_tokens_per_s()))
     first, last = rounds[0], rounds[-1]
     both = (last.tokens - first.tokens) / (last.at - first.at)
     return {
-        "islands2_vs_local": both / local, "local_tokens_per_s": local,
+        "islands2_vs_local": both / local, "islands2_every": every, "local_tokens_per_s": local,
         "round_overhead_s": median(one.seconds * (1 - one.utilisation) for one in rounds),
     }  # fmt: skip
 
 
 def slow_nodes() -> dict[str, float]:
-    """Share of the time in which two nodes make steps, over slow links; the first rounds find the number of steps."""
+    """Share of the time in which two nodes make steps, over slow links."""
     with open_nodes(RTT_S, LINK_BYTES_PER_S) as clients:
-        rounds = seen_rounds(clients, 2 * ROUNDS)[ROUNDS:]
-        every = facts_of(clients[0])["step"] / facts_of(clients[0])["round"]
+        seen_rounds(clients, FIRST_ROUNDS)
+        rounds = seen_rounds(clients, ROUNDS)
+        facts = facts_of(clients[0])
     return {
-        "utilisation_20mbit": mean(one.utilisation for one in rounds), "utilisation_20mbit_every": every,
+        "utilisation_20mbit": mean(one.utilisation for one in rounds), "utilisation_20mbit_every": facts["every"],
+        "utilisation_20mbit_bytes": facts["bytes_per_round"],
         "round_overhead_20mbit_s": median(one.seconds * (1 - one.utilisation) for one in rounds),
     }  # fmt: skip
 
@@ -116,9 +122,11 @@ def open_nodes(rtt_s: float = 0.0, bytes_per_s: float = 0.0) -> Iterator[list[Cl
             for index, port in enumerate(ports)
         ]
         assert places[0].shoal("create", "bench", "--model", "tiny-random").status == 0
-        stack.enter_context(Serving(places[0], "--discovery=invite", *ways[0])).ready()
-        invite = places[0].shoal("invite").out.strip()
-        stack.enter_context(Serving(places[1], "--discovery=invite", *ways[1], SHOAL_INVITE=invite)).ready()
+        # as many threads in all as the process has that they are compared with: more would wait for each other
+        threads = str(max(1, torch.get_num_threads() // len(places)))
+        stack.enter_context(Serving(places[0], "--discovery=invite", *ways[0], OMP_NUM_THREADS=threads)).ready()
+        more = {"SHOAL_INVITE": places[0].shoal("invite").out.strip(), "OMP_NUM_THREADS": threads}
+        stack.enter_context(Serving(places[1], "--discovery=invite", *ways[1], **more)).ready()
         clients = [client_of(place.home) for place in places]
         wish = {
             "name": "bench", "data": [str(data)], "shape": str(shape), "steps": 10**6, "every": train.EVERY,
@@ -154,7 +162,7 @@ def seen_rounds(clients: Sequence[Client], count: int) -> list[Seen]:
                 if share is not None and tokens_per_s:
                     at = time.monotonic()
                     seen.append(Seen(at, facts["round"], facts["tokens"], share, gained / tokens_per_s))
-        time.sleep(0.05)
+        time.sleep(POLL_S)
     return seen
 
 
@@ -288,7 +296,7 @@ async def _joined() -> dict[str, float]:
             if entry.round >= first_round
             for arrival in entry.list.arrivals
         )
-        state_bytes = sum(part.size_bytes for part in late.parts)
+        state_bytes = sum(part.size_bytes for part in late.checkpoint.parts)
         nursery.cancel_scope.cancel()
     return {
         "join_s": joined - began, "join_bound_s": 1.5 * state_bytes / LINK_BYTES_PER_S,
