@@ -6,6 +6,7 @@ An island makes many steps alone; in rounds, all islands merge what they have le
 
 Pure: `record` is the job, `log` the signed rounds that can be replayed, `statements` what islands say of a round under
 way, `reading` which sequences an island reads, and `decisions` who leads, who is waited for and who is left out.
-`wire` is the format of requests, `exchange` moves the shares of a round, `island` runs one island's part in a job, and
-`train_jobs` founds, joins and ends jobs on a node. Steps, codecs and merging are computed by `engine`.
+`wire` is the format of requests, `exchange` moves the shares of a round, `checkpoint` writes the state after it,
+`island` runs one island's part in a job, and `train_jobs` founds, joins and ends jobs on a node. Steps, codecs and
+merging are computed by `engine`.
 """
