@@ -2,6 +2,9 @@
 
 Bytes in and bytes out. A change travels as leaves of `LEAF` numbers, each encoded by itself, so that members can merge
 different leaves. Not thread-safe. Knows no peers; `app.rounds` decides whose changes are merged when.
+
+A leaf that has hardly changed may wait for the next round, and is empty in this one. In every round that is allowed for
+half of the leaves, the same for all islands: so none waits twice, and the other half shows who sends nothing at all.
 """
 
 from __future__ import annotations
@@ -39,13 +42,14 @@ class IslandTerms:
     codec: Codec  # of the first round
     robust: bool  # merge by centred clipping
     rows: int  # most rows of a micro-batch
+    significance: float = 0.0  # a leaf waits whose change has a smaller norm than this share of its weights'; 0: none
 
 
 class Merged(NamedTuple):
-    """The leaves of a share after merging, and figures of each change in it."""
+    """The leaves of a share after merging, and figures of each change in it, of leaves that all have sent."""
 
     leaves: list[bytes]
-    report: list[tuple[float, float]]  # norm and agreement
+    report: list[tuple[float, float]]  # norm and agreement; empty if there is no such leaf
     past: list[float]  # cosine with what was merged in the last round; empty if that is not known
 
 
@@ -78,6 +82,7 @@ class IslandModel:
     ) -> None:
         self.config, self.terms = config, terms
         self.codec: Codec = terms.codec  # of the current round; all its changes are in it
+        self.round = 0  # number of the current round
         self._model = FullModel(config, vectors, options, optimiser=terms.optimiser, graph_bytes=graph_bytes)
         values = joined(config, vectors)
         self._shared = _Shared(values, torch.zeros_like(values))
@@ -114,7 +119,11 @@ class IslandModel:
         """Return the leaves of what this island has changed since the last round; raises `NotFinite`."""
         own = joined(self.config, self._model.vectors())
         self._sent = self._shared.values - own + self._residual
-        self._sent_leaves = [encode(leaf, self.codec) for leaf in self._sent.split(LEAF)]
+        pairs = enumerate(zip(self._sent.split(LEAF), self._shared.values.split(LEAF), strict=True))
+        self._sent_leaves = [
+            b"" if self._may_wait(number) and self._is_small(leaf, weights) else encode(leaf, self.codec)
+            for number, (leaf, weights) in pairs
+        ]
         return self._sent_leaves
 
     def merge(self, rows: Sequence[Sequence[bytes]], first: int, weights: Sequence[float]) -> Merged:
@@ -125,16 +134,27 @@ class IslandModel:
         changes = torch.stack([self._joined(_Encoded(row, codec), first, count) for row in rows])
         # whoever sends the largest numbers that `decode` allows must not make this island fail
         whole = bounded(merged(changes, weights, clip=self.terms.robust))
-        past: list[float] = []
+        leaves = [
+            encode(leaf, codec) if any(row[index] for row in rows) else b""
+            for index, leaf in enumerate(whole.split(LEAF))
+        ]
+        past = None
         if self._past is not None:
-            same = self._past._replace(leaves=self._past.leaves[first : first + count])
-            past = likeness(changes, self._joined(same, first, count))
-        return Merged([encode(leaf, codec) for leaf in whole.split(LEAF)], agreement(changes), past)
+            past = self._joined(self._past._replace(leaves=self._past.leaves[first : first + count]), first, count)
+        if self.terms.significance:  # compare what all have sent
+            sizes = [self._leaf_size(first + index) for index in range(count)]
+            sent = torch.cat([torch.full((size,), not self._may_wait(first + at)) for at, size in enumerate(sizes)])
+            changes, past = changes[:, sent], None if past is None else past[sent]
+        if not changes.shape[1]:
+            return Merged(leaves, [], [])
+        return Merged(leaves, agreement(changes), [] if past is None else likeness(changes, past))
 
     def check(self, leaves: Sequence[bytes], first: int) -> None:
         """Raise `TrainingError` unless these are leaves of a change, from number `first` on."""
         for index, leaf in enumerate(leaves):
-            check(leaf, self._leaf_size(first + index), self.codec)
+            size = self._leaf_size(first + index)
+            if leaf or not self._may_wait(first + index):
+                check(leaf, size, self.codec)
 
     def advance(self, leaves: Sequence[bytes]) -> list[bytes]:
         """Compute the next shared state from all merged leaves; return the state of each part, in their order.
@@ -180,7 +200,17 @@ class IslandModel:
     def _joined(self, part: _Encoded, first: int, count: int) -> Tensor:
         """The numbers in leaves of a change, from number `first` on; raises `TrainingError` if these are none."""
         sizes = map(self._leaf_size, range(first, first + count))
-        return torch.cat([decode(leaf, size, part.codec) for leaf, size in zip(part.leaves, sizes, strict=True)])
+        return torch.cat([self._decoded(leaf, size, part.codec) for leaf, size in zip(part.leaves, sizes, strict=True)])
+
+    def _decoded(self, leaf: bytes, size: int, codec: Codec) -> Tensor:
+        return torch.zeros(size) if not leaf and self.terms.significance else decode(leaf, size, codec)
+
+    def _may_wait(self, number: int) -> bool:
+        """True for a leaf that may be empty in this round: every second one, and the others in the next round."""
+        return self.terms.significance > 0 and (number + self.round) % 2 == 1
+
+    def _is_small(self, leaf: Tensor, weights: Tensor) -> bool:
+        return float(leaf.norm()) < self.terms.significance * float(weights.norm())
 
     def _leaf_size(self, index: int) -> int:
         size = min(LEAF, self._shared.values.numel() - index * LEAF)

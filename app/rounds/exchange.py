@@ -190,7 +190,8 @@ class Exchange:
             _, root = await self._in_thread(hashes_of, found.leaves)
             share = MergedShare(self._job, attempt.members.hash, root)
             attempt.shares[self._network.peer_id] = sign_share(self._identity, share, self._wall_ms())
-            attempt.report.update(zip(members, found.report, strict=True))
+            if found.report:
+                attempt.report.update(zip(members, found.report, strict=True))
             attempt.past = tuple(round(PAST_UNITS * cosine) for cosine in found.past)
         attempt.merged.update(zip(mine, found.leaves, strict=True))
         attempt.changed.notify()

@@ -110,6 +110,7 @@ class IslandMath(MergingModel, Protocol):
     """An island's model; `engine.island.IslandModel` has it."""
 
     codec: Any  # of the current round
+    round: int
 
     def step(self, sequences: Sequence[Sequence[int]], number: int) -> Any: ...
     def loss(self, sequences: Sequence[Sequence[int]]) -> float: ...
@@ -299,7 +300,7 @@ class Island:
             await self._device.run(self._model.load, states)
             self.log = list(entries)
             self._heads |= {entry.hash for entry in entries}
-        self._model.codec = self.standing.codec
+        self._model.codec, self._model.round = self.standing.codec, self.standing.round
         found = await self._device.run(self._model.states)
         root, parts = await self._in_thread(hashed, found)
         self._sizes = [part.size_bytes for part in parts]
@@ -668,7 +669,8 @@ class Island:
             lags = [at - min(self._arrived_at.values()) for at in self._arrived_at.values()]
             self._lags_s = [*self._lags_s, *lags][-64:]
         self.figures.paces = self._paces()
-        self.standing, self.log, self._model.codec = standing, entries, standing.codec
+        self.standing, self.log = standing, entries
+        self._model.codec, self._model.round = standing.codec, standing.round
         self._heads = {GENESIS, *(entry.hash for entry in entries)}
         self._arrivals.clear()
         self._arrived_at.clear()

@@ -16,7 +16,8 @@
 `list` is the hash of the signed member list. Requests for something that is not there yet wait for it, at most
 `WAIT_S`, and then fail with the code `not_yet`; a member that could not merge its share answers `failed`. The states
 themselves travel as parts by hash (`app.training.states`). Blobs are byte strings, each after its length (4 bytes, big
-endian). Statements are specified in `app.rounds.statements` and `app.rounds.log`.
+endian); a leaf that waits for the next round is an empty one. Statements are specified in `app.rounds.statements` and
+`app.rounds.log`.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ starts from the same 100 common steps, has a constant rate, and islands exchange
 `diloco_vs_alone`   the same beside one island without rounds
 `int8_vs_f32`, `diloco_bytes_ratio`   the same beside float32 rounds, and its bytes beside float32 gradients every step
 `int4_vs_f32`       the same with int4 rounds, beside float32 rounds
+`filter_vs_all`, `filter_bytes_ratio`   int8 rounds in which small changes wait, beside those in which none do: their
+                    losses, and bytes
 `unlike_vs_like`    each island reads an era of its own, beside all eras for all
 `poison_loss_ratio` the worst of `poison_loss_ratios`: one of four lies and is left out once two rounds in a row doubted
                     it, beside four honest ones; `poison_found_after` has the rounds that this took. One who copies is
@@ -62,6 +64,7 @@ from app.rounds.decisions import (
     replayed,
     share_ranges,
 )
+from app.rounds.founding import SIGNIFICANCE
 from app.rounds.island import RoundTiming
 from app.rounds.reading import positions_of, sequence_at
 from engine.config import ModelConfig, Rope
@@ -178,6 +181,7 @@ class Islands:
         position, doubts, sent_bytes, found_after = COMMON * BATCH, list[list[str]](), 0, math.inf
         for first in range(0, steps, EVERY):
             for name in names:
+                models[name].round = len(doubts)
                 text = data.eras[int(name[-1])] if self.unlike else data.whole
                 at, turns = (position // ISLANDS, [name]) if self.unlike else (position, names)
                 rows = [positions_of(at, turns, name, step, BATCH) for step in range(EVERY)]
@@ -186,8 +190,9 @@ class Islands:
             sent = {name: models[name].change() for name in names}
             if self.lie and liar in sent:
                 sent[liar] = self.lie(models[liar], [sent[name] for name in names if name != liar])
-            doubts.append(_merge(models, sent))
-            sent_bytes += 2 * sum(map(len, sent[names[0]]))
+            merged, doubted_now = _merge(models, sent)
+            doubts.append(doubted_now)
+            sent_bytes += sum(map(len, sent[names[0]])) + sum(map(len, merged))
             if self.leaves_out and (out := left_out_after(doubts)):
                 assert liar in out or self.lie is None, f"{out} were left out and not the liar"
                 names = [name for name in names if name not in out]
@@ -195,8 +200,8 @@ class Islands:
         return Outcome(models[names[0]].loss(data.held), sent_bytes, found_after)
 
 
-def _merge(models: Mapping[str, IslandModel], sent: Mapping[str, list[bytes]]) -> list[str]:
-    """Let all islands that sent a change go on from the merged one; return whose change is doubted."""
+def _merge(models: Mapping[str, IslandModel], sent: Mapping[str, list[bytes]]) -> tuple[list[bytes], list[str]]:
+    """Let all islands that sent a change go on from the merged one; return that, and whose change is doubted."""
     names = list(sent)
     merged, reports, pasts = list[bytes](), [], []
     for share in share_ranges(models[names[0]].leaves, len(names)):
@@ -211,7 +216,7 @@ def _merge(models: Mapping[str, IslandModel], sent: Mapping[str, list[bytes]]) -
         models[name].commit(counted=True)
     roots = {name: hashlib.sha256(b"".join(leaves)).digest() for name, leaves in sent.items()}
     again = replayed(past_likeness(names, reports, pasts))
-    return list(doubted(measured(names, reports)) | again | copied(roots))
+    return merged, list(doubted(measured(names, reports)) | again | copied(roots))
 
 
 @dataclass(frozen=True)
@@ -305,6 +310,7 @@ RUNS: dict[str, Run] = {
     "diloco": Islands(),
     "diloco_f32": Islands(changes={"codec": "f32"}),
     "diloco_int4": Islands(changes={"codec": "int4"}),
+    "diloco_filter": Islands(changes={"significance": SIGNIFICANCE}),
     "diloco_unlike": Islands(unlike=True),
     **{f"poison_{name}": Islands(lie=lie) for name, lie in LIES.items()},
     **{f"clip_{name}": Islands(lie=lie, leaves_out=False) for name, lie in LIES.items()},
@@ -342,6 +348,11 @@ class Bench:
         dense = 2 * self.steps * encoded_bytes(model_weights(CONFIG), "f32")
         return self.outcomes("diloco")[0].sent_bytes / dense
 
+    def filter_bytes_ratio(self) -> float:
+        """Bytes of rounds in which small changes wait over those of rounds in which none do."""
+        filtered, whole = (sum(one.sent_bytes for one in self.outcomes(run)) for run in ("diloco_filter", "diloco"))
+        return filtered / whole
+
     def found_after(self) -> dict[str, float]:
         """Most rounds until a liar was left out, by lie."""
         return {name: max(one.found_after for one in self.outcomes(f"poison_{name}")) for name in LIES}
@@ -371,6 +382,8 @@ FIGURES: dict[str, Callable[[Bench], object]] = {
     "diloco_vs_alone": lambda bench: bench.ratio("diloco", "alone"),
     "int8_vs_f32": lambda bench: bench.ratio("diloco", "diloco_f32"),
     "int4_vs_f32": lambda bench: bench.ratio("diloco_int4", "diloco_f32"),
+    "filter_vs_all": lambda bench: bench.ratio("diloco_filter", "diloco"),
+    "filter_bytes_ratio": Bench.filter_bytes_ratio,
     "diloco_bytes_ratio": Bench.bytes_ratio,
     "unlike_vs_like": lambda bench: bench.ratio("diloco_unlike", "diloco"),
     "poison_loss_ratio": lambda bench: max(bench.ratios("poison").values()),
