@@ -22,8 +22,8 @@ starts from the same 100 common steps, has a constant rate, and islands exchange
                     left out together with the one whose change it sends: without a leak, no island has another's.
 `poison_clip_ratio`, `poison_plain_ratio`   the same for each lie if nobody is left out: clipped, and averaged plainly
 `islands2_vs_local` tokens a second of two nodes on this machine, which share its cores, over those of one process that
-                    makes steps alone with all of them; after the first rounds, in which the job finds the number of
-                    steps of a round (`islands2_every`)
+                    makes steps alone, with one thread or all; after the first rounds, in which the job finds the number
+                    of steps of a round (`islands2_every`)
 `round_overhead_s`  seconds of a round of these two in which a node makes no steps
 `utilisation_20mbit`   share of a round in which two nodes make steps, 50 ms and 20 Mbit/s apart, after the first
                     rounds, with steps and bytes of a round (`utilisation_20mbit_every`, `utilisation_20mbit_bytes`)

@@ -45,7 +45,7 @@ RTT_S, LINK_BYTES_PER_S = 0.05, 20e6 / 8
 BATCH_TOKENS = 1024  # of a step of a node
 FIRST_ROUNDS, ROUNDS = 5, 6  # in which the job finds the number of steps; that are measured
 POLL_S = 0.25  # long enough that asking for figures costs the nodes nothing
-LOCAL_S = 10.0
+LOCAL_S = 5.0  # with each number of threads
 KILL_EVERY_S, LIFE_STEP_S = 30.0, 0.5
 JOIN_SHAPE = replace(train.CONFIG, n_blocks=6, hidden_size=96, head_dim=24, intermediate_size=320)
 
@@ -94,15 +94,22 @@ def slow_nodes() -> dict[str, float]:
 
 
 def local_tokens_per_s() -> float:
-    """Tokens a second of a process that makes the same steps alone, without rounds."""
+    """Tokens a second of a process that makes the same steps alone, without rounds, with one thread or all of them.
+
+    The faster one counts: on a busy machine, threads wait for each other.
+    """
     model = train.island(drawn_model(train.CONFIG, 0), train.terms())
     rows = [[(7 * row + at) % 256 for at in range(train.LENGTH)] for row in range(BATCH_TOKENS // train.LENGTH)]
-    tokens = model.step(rows, 0).tokens
-    began, steps = time.perf_counter(), 0
-    while (took := time.perf_counter() - began) < LOCAL_S:
-        model.step(rows, 1 + steps)
-        steps += 1
-    return steps * tokens / took
+    threads, speeds = torch.get_num_threads(), list[float]()
+    for count in (1, threads):
+        torch.set_num_threads(count)
+        tokens = model.step(rows, 0).tokens
+        began, steps = time.perf_counter(), 0
+        while (took := time.perf_counter() - began) < LOCAL_S:
+            model.step(rows, 1 + steps)
+            steps += 1
+        speeds.append(steps * tokens / took)
+    return max(speeds)
 
 
 @contextmanager
@@ -122,11 +129,12 @@ def open_nodes(rtt_s: float = 0.0, bytes_per_s: float = 0.0) -> Iterator[list[Cl
             for index, port in enumerate(ports)
         ]
         assert places[0].shoal("create", "bench", "--model", "tiny-random").status == 0
-        # as many threads in all as the process has that they are compared with: more would wait for each other
-        threads = str(max(1, torch.get_num_threads() // len(places)))
-        stack.enter_context(Serving(places[0], "--discovery=invite", *ways[0], OMP_NUM_THREADS=threads)).ready()
-        more = {"SHOAL_INVITE": places[0].shoal("invite").out.strip(), "OMP_NUM_THREADS": threads}
-        stack.enter_context(Serving(places[1], "--discovery=invite", *ways[1], **more)).ready()
+        # Nodes on one machine share its cores: more threads than cores, or two on one core, would wait for each other.
+        threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // len(places))), "OMP_PROC_BIND": "false"}
+        stack.enter_context(Serving(places[0], "--discovery=invite", *ways[0], **threads)).ready()
+        invite = places[0].shoal("invite").out.strip()
+        second = Serving(places[1], "--discovery=invite", *ways[1], SHOAL_INVITE=invite, **threads)
+        stack.enter_context(second).ready()
         clients = [client_of(place.home) for place in places]
         wish = {
             "name": "bench", "data": [str(data)], "shape": str(shape), "steps": 10**6, "every": train.EVERY,
