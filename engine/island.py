@@ -2,6 +2,9 @@
 
 Bytes in and bytes out. A change travels as leaves of `LEAF` numbers, each encoded by itself, so that members can merge
 different leaves. Not thread-safe. Knows no peers; `app.rounds` decides whose changes are merged when.
+
+A leaf that has hardly changed may wait for the next round, and is empty in this one. In every round that is allowed for
+half of the leaves, the same for all islands: so none waits twice, and the other half shows who sends nothing at all.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from engine.full_runner import FullOwnerEnds
 from engine.model.block import WeightOptions
 from engine.sources.base import block_part
 from engine.sources.layout import part_names
-from engine.training.codecs import GROUP, Codec, bounded, decode, encode, encoded_bytes
+from engine.training.codecs import GROUP, Codec, bounded, check, decode, encode, encoded_bytes
 from engine.training.full import FullModel, pack_part, unpack_part
 from engine.training.local_trainer import MicroBatch, StepResult
 from engine.training.optimiser import AdamW, Muon, Schedule
@@ -44,13 +47,14 @@ class IslandTerms:
     codec: Codec  # of the first round
     robust: bool  # merge by centred clipping
     rows: int  # most rows of a micro-batch
+    significance: float = 0.0  # a leaf waits whose change has a smaller norm than this share of its weights'; 0: none
 
 
 class Merged(NamedTuple):
-    """The leaves of a share after merging, and figures of each change in it."""
+    """The leaves of a share after merging, and figures of each change in it, of leaves that all have sent."""
 
     leaves: list[bytes]
-    report: list[tuple[float, float]]  # norm and agreement
+    report: list[tuple[float, float]]  # norm and agreement; empty if there is no such leaf
     past: list[float]  # cosine with what was merged in the last round; empty if that is not known
 
 
@@ -83,10 +87,12 @@ class RoundModel:
     def __init__(self, config: ModelConfig, vectors: Mapping[str, Tensor], terms: IslandTerms) -> None:
         self.config, self.terms = config, terms
         self.codec: Codec = terms.codec  # of the current round; all its changes are in it
+        self.round = 0  # number of the current round
         values = joined(config, vectors)
         self._shared = _Shared(values, torch.zeros_like(values))
         self._residual = torch.zeros_like(values)  # what rounding kept back from the changes sent so far
         self._sent: Tensor | None = None  # the change of this round, with the residual, before rounding
+        self._sent_leaves: list[bytes] = []  # the same after rounding; the bytes are the caller's own
         self._next: _Shared | None = None
         self._next_change: _Encoded | None = None  # that leads to the next state
         self._past: _Encoded | None = None  # the merged change of the last round; the bytes are the caller's own
@@ -114,7 +120,12 @@ class RoundModel:
     def change(self) -> list[bytes]:
         """Return the leaves of what this island has changed since the last round; raises `NotFinite`."""
         self._sent = self._shared.values - self._own() + self._residual
-        return [encode(leaf, self.codec) for leaf in self._sent.split(LEAF)]
+        pairs = enumerate(zip(self._sent.split(LEAF), self._shared.values.split(LEAF), strict=True))
+        self._sent_leaves = [
+            b"" if self._may_wait(number) and self._is_small(leaf, weights) else encode(leaf, self.codec)
+            for number, (leaf, weights) in pairs
+        ]
+        return self._sent_leaves
 
     def merge(self, rows: Sequence[Sequence[bytes]], first: int, weights: Sequence[float]) -> Merged:
         """Merge the leaves from number `first` on, one row of leaves for each member; raises `TrainingError`."""
@@ -124,16 +135,27 @@ class RoundModel:
         changes = torch.stack([self._joined(_Encoded(row, codec), first, count) for row in rows])
         # whoever sends the largest numbers that `decode` allows must not make this island fail
         whole = bounded(merged(changes, weights, clip=self.terms.robust))
-        past: list[float] = []
+        leaves = [
+            encode(leaf, codec) if any(row[index] for row in rows) else b""
+            for index, leaf in enumerate(whole.split(LEAF))
+        ]
+        past = None
         if self._past is not None:
-            same = self._past._replace(leaves=self._past.leaves[first : first + count])
-            past = likeness(changes, self._joined(same, first, count))
-        return Merged([encode(leaf, codec) for leaf in whole.split(LEAF)], agreement(changes), past)
+            past = self._joined(self._past._replace(leaves=self._past.leaves[first : first + count]), first, count)
+        if self.terms.significance:  # compare what all have sent
+            sizes = [self._leaf_size(first + index) for index in range(count)]
+            sent = torch.cat([torch.full((size,), not self._may_wait(first + at)) for at, size in enumerate(sizes)])
+            changes, past = changes[:, sent], None if past is None else past[sent]
+        if not changes.shape[1]:
+            return Merged(leaves, [], [])
+        return Merged(leaves, agreement(changes), [] if past is None else likeness(changes, past))
 
     def check(self, leaves: Sequence[bytes], first: int) -> None:
         """Raise `TrainingError` unless these are leaves of a change, from number `first` on."""
         for index, leaf in enumerate(leaves):
-            decode(leaf, self._leaf_size(first + index), self.codec)
+            size = self._leaf_size(first + index)
+            if leaf or not self._may_wait(first + index):
+                check(leaf, size, self.codec)
 
     def check_merged(self, leaves: Sequence[bytes], first: int) -> None:
         """Raise `TrainingError` if these merged leaves are far larger than this island's own whole change.
@@ -164,11 +186,8 @@ class RoundModel:
         """Go on from the next shared state; `counted` if this island's own change is in it."""
         assert self._next is not None, "no round has been computed"
         if counted and self._sent is not None:
-            codec = self.codec
-            self._residual = torch.cat(
-                [leaf - decode(encode(leaf, codec), leaf.numel(), codec) for leaf in self._sent.split(LEAF)]
-            )
-        self._shared, self._next, self._sent = self._next, None, None
+            self._residual = self._sent - self._joined(_Encoded(self._sent_leaves, self.codec), 0, self.leaves)
+        self._shared, self._next, self._sent, self._sent_leaves = self._next, None, None, []
         self._past, self._next_change = self._next_change, None
         self._go_on_from(self._shared.values)
 
@@ -179,7 +198,7 @@ class RoundModel:
     def load(self, states: Sequence[bytes]) -> None:
         """Go on from these states of all parts; moments stay. Raises `TrainingError` if the states do not fit."""
         values, momentum = unpacked(self.config, states)
-        self._shared, self._next, self._sent = _Shared(values, momentum), None, None
+        self._shared, self._next, self._sent, self._sent_leaves = _Shared(values, momentum), None, None, []
         self._past = self._next_change = None
         self._residual = torch.zeros_like(values)
         self._go_on_from(values)
@@ -202,7 +221,17 @@ class RoundModel:
     def _joined(self, part: _Encoded, first: int, count: int) -> Tensor:
         """The numbers in leaves of a change, from number `first` on; raises `TrainingError` if these are none."""
         sizes = map(self._leaf_size, range(first, first + count))
-        return torch.cat([decode(leaf, size, part.codec) for leaf, size in zip(part.leaves, sizes, strict=True)])
+        return torch.cat([self._decoded(leaf, size, part.codec) for leaf, size in zip(part.leaves, sizes, strict=True)])
+
+    def _decoded(self, leaf: bytes, size: int, codec: Codec) -> Tensor:
+        return torch.zeros(size) if not leaf and self.terms.significance else decode(leaf, size, codec)
+
+    def _may_wait(self, number: int) -> bool:
+        """True for a leaf that may be empty in this round: every second one, and the others in the next round."""
+        return self.terms.significance > 0 and (number + self.round) % 2 == 1
+
+    def _is_small(self, leaf: Tensor, weights: Tensor) -> bool:
+        return float(leaf.norm()) < self.terms.significance * float(weights.norm())
 
     def _leaf_size(self, index: int) -> int:
         size = min(LEAF, self._shared.values.numel() - index * LEAF)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import trio
 
@@ -36,6 +36,9 @@ from app.rounds.statements import (
 from engine.errors import EngineError
 from p2p.errors import DeadlineExceeded, P2PError, PeerUnreachable, Refused, RemoteError
 from p2p.identity import Identity
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 RETRY_S = 0.5
 UNREACHABLE_TRIES = 3
@@ -125,8 +128,10 @@ class Exchange:
         await self._merge(attempt, rows, mine)
 
         async def collect(index: int) -> None:
-            share = await self._signed_by(members[index], attempt, deadline)
-            leaves = await self._merged_by(members[index], ranges[index], deadline, attempt)
+            share, leaves = await _both(
+                lambda: self._signed_by(members[index], attempt, deadline),
+                lambda: self._merged_by(members[index], ranges[index], deadline, attempt),
+            )
             if (await self._in_thread(hashes_of, leaves))[1] != share.root:
                 raise RecordError("its share is not the one that it signed")
             await self._device.run_later(self._model.check_merged, leaves, ranges[index].start)
@@ -195,7 +200,8 @@ class Exchange:
             _, root = await self._in_thread(hashes_of, found.leaves)
             share = MergedShare(self._job, attempt.members.hash, root)
             attempt.shares[self._network.peer_id] = sign_share(self._identity, share, self._wall_ms())
-            attempt.report.update(zip(members, found.report, strict=True))
+            if found.report:
+                attempt.report.update(zip(members, found.report, strict=True))
             attempt.past = tuple(round(PAST_UNITS * cosine) for cosine in found.past)
         attempt.merged.update(zip(mine, found.leaves, strict=True))
         attempt.changed.notify()
@@ -213,18 +219,24 @@ class Exchange:
     ) -> list[bytes]:
         if not leaves:
             return []
-        where = {"list": attempt.members.hash.hex()}
-        size = HASH_BYTES * self._model.leaves
-        hashes = wire.unpack_hashes(await self._ask(arrival.peer, wire.HASHES, where, deadline, attempt, size))
-        if len(hashes) != self._model.leaves or await self._in_thread(root_of, hashes) != arrival.change:
-            raise RecordError("its change is not the one that it committed to")
-        found = await self._leaves_of(arrival.peer, wire.SHARE, leaves, deadline, attempt)
+        hashes, found = await _both(
+            lambda: self._hashes_of(attempt, arrival, deadline),
+            lambda: self._leaves_of(arrival.peer, wire.SHARE, leaves, deadline, attempt),
+        )
         if (
             len(found) != len(leaves)
             or (await self._in_thread(hashes_of, found))[0] != hashes[leaves.start : leaves.stop]
         ):
             raise RecordError("its change is not the one that it committed to")
         return found
+
+    async def _hashes_of(self, attempt: ExchangeAttempt, arrival: Arrival, deadline: float) -> list[bytes]:
+        """Return the hashes of all leaves of a member's change, which its arrival committed to."""
+        where, size = {"list": attempt.members.hash.hex()}, HASH_BYTES * self._model.leaves
+        hashes = wire.unpack_hashes(await self._ask(arrival.peer, wire.HASHES, where, deadline, attempt, size))
+        if len(hashes) != self._model.leaves or await self._in_thread(root_of, hashes) != arrival.change:
+            raise RecordError("its change is not the one that it committed to")
+        return hashes
 
     async def _signed_by(self, peer: str, attempt: ExchangeAttempt, deadline: float) -> MergedShare:
         """Return a member's word for the share that it merges, once it has; raises `RecordError` if it gives none."""
@@ -301,6 +313,29 @@ class Exchange:
                 if unreachable >= UNREACHABLE_TRIES or trio.current_time() >= deadline:
                     raise
             await trio.sleep(RETRY_S)
+
+
+async def _both(first: Callable[[], Awaitable[A]], second: Callable[[], Awaitable[B]]) -> tuple[A, B]:
+    """Return what two requests that need not wait for each other are answered; raises the error of the first to fail.
+
+    The other one is given up then.
+    """
+    found: dict[int, Any] = {}
+    failures: list[Exception] = []
+
+    async def attempted(index: int, function: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            found[index] = await function()
+        except (P2PError, AppError, EngineError) as error:
+            failures.append(error)
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(attempted, 0, first)
+        nursery.start_soon(attempted, 1, second)
+    if failures:
+        raise failures[0]
+    return found[0], found[1]
 
 
 def hashes_of(leaves: Sequence[bytes]) -> tuple[list[bytes], bytes]:

@@ -62,6 +62,7 @@ NO_LICENCE = "the swarm is public: name the licence of the text with --licence"
 Rows = np.ndarray[Any, np.dtype[np.uint32]]
 WEIGHT_DECAY, CLIP = 0.1, 1.0
 OWNER_WEIGHT_BYTES = ROUND_WEIGHT_BYTES + 4  # for rounds, and the island's own weights where those of blocks come in
+SIGNIFICANCE = 0.01  # share of its weights below which a leaf's change waits a round
 MORE_EVERY = 10  # times the steps of the first round, at most
 
 
@@ -143,7 +144,7 @@ def prepare(
         least_every=min(wish.every, wish.steps), most_every=min(MAX_EVERY, MORE_EVERY * wish.every),
         optimiser=wish.optimizer, rate=wish.rate, warm_up=wish.steps // 20, weight_decay=WEIGHT_DECAY, clip=CLIP,
         wire=wish.wire, merging="clip", outer_rate=0.7, outer_momentum=0.9, seed=wish.seed,
-        created_ms=wall_ms(), own_data=wish.own_data,
+        created_ms=wall_ms(), own_data=wish.own_data, significance=SIGNIFICANCE,
     )  # fmt: skip
     return Founded(record, texts, vectors, budget, sequences)
 
@@ -342,6 +343,7 @@ def _terms(record: TrainingRecord) -> IslandTerms:
         codec=codec_named(record.codecs[0]),
         robust=record.merging == "clip",
         rows=max(ROWS, record.length),
+        significance=record.significance,
     )
 
 

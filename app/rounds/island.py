@@ -26,6 +26,7 @@ from app.core.network import Network, Payload
 from app.core.signal import Signal
 from app.manifest.merkle import HASH_BYTES
 from app.rounds import wire
+from app.rounds.checkpoint import CheckpointWriter
 from app.rounds.decisions import (
     Rest,
     grace_s,
@@ -113,6 +114,7 @@ class IslandMath(MergingModel, Protocol):
     """An island's model in rounds; `engine.island.RoundModel` has it."""
 
     codec: Any  # of the current round
+    round: int
 
     def change(self) -> list[bytes]: ...
     def advance(self, leaves: Sequence[bytes]) -> list[bytes]: ...
@@ -150,6 +152,15 @@ class Heard:
     head: bytes
 
 
+class _Candidate(NamedTuple):
+    """The state that a round would lead to."""
+
+    list_hash: bytes
+    root: bytes
+    states: list[bytes]
+    parts: list[StatePart]
+
+
 class Pace(NamedTuple):
     """How fast an island was in a round, as seen from here."""
 
@@ -165,17 +176,19 @@ class IslandFigures:
     validation: list[tuple[int, float]] = field(default_factory=list)
     steps: int = 0  # made here
     tokens: int = 0  # counted here
-    train_s: float = 0.0
-    settle_s: float = 0.0  # that it took to keep the state after the last round
+    step_s: float = 0.0  # that a step of the last round took
+    arrive_s: float = 0.0  # that it took to commit to the last change
+    settle_s: float = 0.0  # that it took to go on from the state after the last round
+    settled_at: float = 0.0  # when that was
     bytes_in: int = 0  # of the last exchange
     repeated: int = 0  # exchanges that had to be made again
     fetched: int = 0  # states taken over as parts
     waiting: str = ""  # for whom a round waits, and until when
-    checkpoint_at: float = 0.0
-    round_tokens_per_s: float = 0.0  # of all islands, in the last round
+    measured_round: int = -1  # the last round that was made here from its steps on; the next figures are of it
+    round_tokens_per_s: float = 0.0  # of all islands
     paces: dict[str, Pace] = field(default_factory=dict)  # of those that arrived here in the last round
     left_s: float | None = None  # until all steps are done, if rounds go on as the last one did
-    utilisation: float | None = None  # share of the last round in which steps were made
+    utilisation: float | None = None  # share of the measured round in which steps were made
 
 
 class Island:
@@ -218,7 +231,7 @@ class Island:
         self._tester = ChangeTester(record, steps.whole, text, device, states, self._exchange, network.peer_id)
         self.standing: Standing = beginning(record)
         self.log: list[RoundEntry] = []
-        self.parts: list[StatePart] = []  # of the current state
+        self.checkpoint = CheckpointWriter(record.id[:16], states, kept=record.parts)
         self.heard: dict[str, Heard] = {}
         self._heads = {GENESIS}  # of all rounds in the log
         self._sizes: list[int] = []  # of the parts of a state
@@ -236,7 +249,7 @@ class Island:
         self._tried: set[str] = set()  # members of exchanges of this round in which this island took part
         self._attempts: dict[bytes, ExchangeAttempt] = {}  # by the hash of the list
         self._results: dict[bytes, dict[str, Result]] = {}
-        self._candidate: tuple[bytes, bytes, list[bytes]] | None = None  # hash of the list, root, states
+        self._candidate: _Candidate | None = None
         self._ahead: RoundEntry | None = None
         self._rests: dict[str, Rest] = {}  # members that failed in exchanges of the last rounds, as seen from here
         self._failed_here: set[str] = set()  # members whom this island accused in this round
@@ -310,13 +323,14 @@ class Island:
             await self._device.run(self._model.load, states)
             self.log, self._was_resumed = list(entries), True
             self._heads |= {entry.hash for entry in entries}
-        self._model.codec = self.standing.codec
+        self._model.codec, self._model.round = self.standing.codec, self.standing.round
         found = await self._device.run(self._model.states)
         root, parts = await self._in_thread(hashed, found)
         self._sizes = [part.size_bytes for part in parts]
         self._has_state = root == self.standing.root
         if self._has_state:
-            await self._keep(found, parts)
+            await self.checkpoint.keep(self.standing.round, found, parts)
+            self.figures.settled_at = trio.current_time()
 
     async def run(self) -> None:
         """Take part until all steps are done or `leave` was called; raises `LeftOut`, `EngineError` or `OSError`."""
@@ -354,27 +368,29 @@ class Island:
             else:
                 began = trio.current_time()
                 self.figures.waiting = ""
-                await self._train(standing)
-                trained = trio.current_time()
+                trained = await self._train(standing)
                 if self._own is not None:
                     await self._guarded_round(standing)
-                self.figures.train_s += trained - began
                 if self.standing is not standing:
                     self._measure(standing, began, trained)
+        await self.checkpoint.finish()
 
     def _is_over(self) -> bool:
         """True if all steps are done, and nobody who was heard since then has another history or still has to finish.
 
         Islands that made the last round apart could not agree on one later; after `quorum_s` they are left to it.
         """
-        since, now = self.figures.checkpoint_at, trio.current_time()
+        since, now = self.figures.settled_at, trio.current_time()
         if not self.is_finished or now - since > self.timing.quorum_s:
             return self.is_finished
         return all(one.at > since and one.head == self.head for one in map(self.heard.__getitem__, self.alive()))
 
-    async def _train(self, standing: Standing) -> None:
-        """Make the steps of a round, fewer if most others are done already; none if the round is over."""
-        record, tokens, steps = self.record, 0, 0
+    async def _train(self, standing: Standing) -> float:
+        """Make the steps of a round, fewer if most others are done already, and arrive; none if the round is over.
+
+        Returns when the last step was made.
+        """
+        record, tokens, steps, began = self.record, 0, 0, trio.current_time()
 
         def sequences(step: int) -> list[Sequence[int]]:
             if record.own_data:  # nobody else reads this text, so no position is left to others
@@ -394,8 +410,12 @@ class Island:
             self.figures.tokens += done.tokens
 
         counts = await self._steps.make(RoundTask(standing.every, standing.step, sequences, stop, made))
+        ended = trio.current_time()
         if counts and steps and self._ahead is None and not self._leaving:
+            self.figures.step_s = (ended - began) / steps
             await self._arrive(standing, steps, tokens)
+            self.figures.arrive_s = trio.current_time() - ended
+        return ended
 
     async def _arrive(self, standing: Standing, steps: int, tokens: int) -> None:
         """Commit to the change, and tell the others."""
@@ -578,10 +598,10 @@ class Island:
         return {peer: result for peer, result in results.items() if peer in expected}
 
     async def _count(self, standing: Standing, members: MemberList, results: dict[str, Result], began: float) -> None:
-        """Sign the entry of a round that all members ended alike, take it over and spread it.
+        """Sign the entry of a round that all members ended alike, spread it and take it over.
 
-        Steps and number format of the next round follow from what the exchange since `began` cost, and from the time
-        that this island took to settle after the round before.
+        Steps and number format of the next round follow from what the exchange since `began` cost, from the time that
+        this island took to arrive and to settle after the round before, and from that of its last steps.
         """
         record, figures = self.record, self.figures
         # Whoever has the state before this round can go on with the next one; members that are late catch up.
@@ -589,8 +609,7 @@ class Island:
         if record.own_data:  # nobody comes in whose text has no source and licence
             present &= {*standing.members, *self.data_of}
         present -= resting(self._rests_after(members), standing.round + 1)
-        overhead_s = trio.current_time() - began + figures.settle_s
-        step_s = figures.train_s / max(1, figures.steps)
+        overhead_s, step_s = trio.current_time() - began + figures.arrive_s + figures.settle_s, figures.step_s
         every = next_every(standing.every, step_s, overhead_s, least=record.least_every, most=record.most_every)
         codec = standing.codec
         if len(members.members) > 1:
@@ -599,9 +618,9 @@ class Island:
             self._identity, record, standing, members, results.values(), every=every, codec=codec,
             present=present, now_ms=self._wall_ms(),
         )  # fmt: skip
-        await self._adopt(entry)
-        for peer in {*standing.members, *self.alive()} - {self.peer}:
+        for peer in {*standing.members, *self.alive()} - {self.peer}:  # first, so that all settle at the same time
             self._nursery.start_soon(self._say, peer, entry.raw)
+        await self._adopt(entry)
 
     def _rests_after(self, members: MemberList) -> dict[str, Rest]:
         """Who rests after a round that these members made, by what this island has seen of its exchanges.
@@ -626,8 +645,8 @@ class Island:
         try:
             leaves = await self._exchange.run(attempt, self._own, began + self.timing.exchange_s)
             states = await self._device.run_later(self._model.advance, leaves)
-            root, _ = await self._in_thread(hashed, states)
-            self._candidate = (members.hash, root, states)
+            root, parts = await self._in_thread(hashed, states)
+            self._candidate = _Candidate(members.hash, root, states, parts)
         except ExchangeFailed as error:
             failed = error.failed
             self._failed_here |= failed.keys() - {self.peer}
@@ -646,21 +665,21 @@ class Island:
         """Go on from the state after a round; raises `RecordError`, `ExchangeFailed`, `EngineError` or `P2PError`."""
         standing = follow(self.record, self.standing, entry)
         counted = self._own is not None and self.peer in entry.list.members
-        if self._candidate is not None and self._candidate[:2] == (entry.list.hash, entry.root):
-            states = self._candidate[2]
-        else:
+        found = self._candidate
+        if found is None or (found.list_hash, found.root) != (entry.list.hash, entry.root):
             self._candidate = None
-            leaves, states = await self._result_of(entry)
+            leaves, found = await self._result_of(entry)
             attempt = self._attempts[entry.list.hash] = ExchangeAttempt(entry.list)
             attempt.merged = dict(enumerate(leaves))
         await self._device.run_later(lambda: self._model.commit(counted=counted))
         self._rests = self._rests_after(entry.list)
-        past = PastRound(self.standing, self.parts, entry)
-        await self._settle(standing, [*self.log, entry], states)
+        await self.checkpoint.finish()  # of the state before this round
+        past = PastRound(self.standing, self.checkpoint.parts, entry)
+        await self._settle(standing, [*self.log, entry], found.states, found.parts)
         self._nursery.start_soon(self._tester.run, past, standing.tests)
 
-    async def _result_of(self, entry: RoundEntry) -> tuple[list[bytes], list[bytes]]:
-        """Return the merged leaves of a round and the states after it, from the first member whose leaves fit."""
+    async def _result_of(self, entry: RoundEntry) -> tuple[list[bytes], _Candidate]:
+        """Return the merged leaves of a round and the state after it, from the first member whose leaves fit."""
         failed: dict[str, str] = {}
         deadline = trio.current_time() + self.timing.exchange_s
         for peer in entry.list.members:
@@ -669,21 +688,28 @@ class Island:
             try:
                 leaves = await self._exchange.merged_of(entry.list, peer, deadline)
                 states: list[bytes] = await self._device.run_later(self._model.advance, leaves)
-                if (await self._in_thread(hashed, states))[0] == entry.root:
-                    return leaves, states
+                root, parts = await self._in_thread(hashed, states)
+                if root == entry.root:
+                    return leaves, _Candidate(entry.list.hash, root, states, parts)
                 failed[peer] = f"what it sent as the result of round {entry.round} is not that"
             except (P2PError, RecordError, EngineError, ExchangeFailed) as error:
                 failed[peer] = str(error)
         raise ExchangeFailed(failed)
 
-    async def _settle(self, standing: Standing, entries: list[RoundEntry], states: list[bytes]) -> None:
-        """Let the job stand where a new state is, and forget what belongs to the round before."""
+    async def _settle(
+        self, standing: Standing, entries: list[RoundEntry], states: list[bytes], parts: list[StatePart]
+    ) -> None:
+        """Let the job stand where a new state is, and forget what belongs to the round before.
+
+        The state is written while the next steps are made; raises what the last one could not be written for.
+        """
         began = trio.current_time()
         if len(self._arrived_at) > 1:  # a round alone says nothing of how late others are
             lags = [at - min(self._arrived_at.values()) for at in self._arrived_at.values()]
             self._lags_s = [*self._lags_s, *lags][-64:]
         self.figures.paces = self._paces()
-        self.standing, self.log, self._model.codec = standing, entries, standing.codec
+        self.standing, self.log = standing, entries
+        self._model.codec, self._model.round = standing.codec, standing.round
         self._heads = {GENESIS, *(entry.hash for entry in entries)}
         self._arrivals.clear()
         self._arrived_at.clear()
@@ -696,24 +722,20 @@ class Island:
         self._tester.begin_round()
         self._tested = self._own if any(test.peer == self.peer for test in standing.tests) else None
         self._own = self._candidate = self._ahead = None
-        await self._keep(states, (await self._in_thread(hashed, states))[1])
         if self._text.held:
             loss = await self._steps.loss(self._text.held)
             if loss is not None:
                 self.validated(loss)
-        if self._settled is not None:
-            await self._settled(entries, states)
-        self.figures.settle_s = trio.current_time() - began
-        self._news.notify()
+        await self.checkpoint.finish()
+        self.figures.settled_at = trio.current_time()
+        self.figures.settle_s = self.figures.settled_at - began
 
-    async def _keep(self, states: list[bytes], parts: list[StatePart]) -> None:
-        """Keep the state as parts that others can fetch; of the one before, too."""
-        before = self.parts
-        for data in states:
-            await self._states.keep(self.record.id[:16], data)
-        self.parts = parts
-        self.figures.checkpoint_at = trio.current_time()
-        await self._states.forget(self.record.id[:16], [*before, *parts, *self.record.parts])
+        async def save() -> None:
+            if self._settled is not None:
+                await self._settled(entries, states)
+
+        self.checkpoint.start(self._nursery, standing.round, states, parts, save)
+        self._news.notify()
 
     def _behind(self) -> list[str]:
         """Islands that are further, or that have another history; those of the round come first."""
@@ -794,7 +816,7 @@ class Island:
             log.info("%s goes on with fresh moments: nobody has given any", self.record.name)
         self.figures.fetched += 1
         self._has_state = True
-        await self._settle(standing, entries, states)
+        await self._settle(standing, entries, states, parts)
         return True
 
     def _same_head(self, head: bytes) -> list[str]:
@@ -952,14 +974,15 @@ class Island:
     def _measure(self, before: Standing, began: float, trained: float) -> None:
         seconds = trio.current_time() - began
         gained = self.standing.tokens - before.tokens
+        self.figures.measured_round = before.round
         self.figures.round_tokens_per_s = gained / seconds if seconds > 0 else 0.0
         self.figures.utilisation = (trained - began) / seconds if seconds > 0 else None
         left = max(0, self.record.steps - self.standing.step)
         self.figures.left_s = left * seconds / max(1, self.standing.step - before.step)
 
     def _paces(self) -> dict[str, Pace]:
-        """How fast each island was in the round that ends now, which began with the last checkpoint."""
-        began, first = self.figures.checkpoint_at, min(self._arrived_at.values(), default=0.0)
+        """How fast each island was in the round that ends now, which began when the last one was settled."""
+        began, first = self.figures.settled_at, min(self._arrived_at.values(), default=0.0)
         return {
             peer: Pace(at - first, self._arrivals[peer].tokens / (at - began))
             for peer, at in self._arrived_at.items()
@@ -983,9 +1006,12 @@ class Island:
             count = fields.integer("count", 1, wire.RUN_ENTRIES)
             return wire.pack(entry.raw for entry in self.log[first : first + count])
         if method == wire.PARTS:
-            if not self._has_state or fields.integer("round", 0, MAX_ROUNDS) != self.standing.round:
-                raise RemoteError(f"the state here is that of round {self.standing.round}", wire.NOT_YET)
-            return canonical({"parts": [[part.root.hex(), part.size_bytes] for part in self.parts]})
+            wanted, kept = fields.integer("round", 0, MAX_ROUNDS), self.checkpoint
+            with trio.move_on_after(wire.WAIT_S):  # it may be just being written
+                await kept.changed.wait_for(lambda: wanted != self.standing.round or wanted == kept.round)
+            if not self._has_state or wanted != kept.round:
+                raise RemoteError(f"the state here is that of round {kept.round}", wire.NOT_YET)
+            return canonical({"parts": [[part.root.hex(), part.size_bytes] for part in kept.parts]})
         if method == wire.MOMENTS:
             return await self._moments.answer(self.standing.round)
         return await self._on_exchange(method, peer, fields)

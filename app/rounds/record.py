@@ -6,6 +6,9 @@ names the job, so the name depends on nothing but the content.
 With `own_data` (absent: false) every member trains on text of its own, which never leaves it: there is no `tokens`, and
 `held` only if the founder names a public text to validate with. What a member trains on, it says itself
 (`app.rounds.statements.OwnData`); `source` and `licence` are those of the founder's text.
+
+With `significance` (absent: 0) a leaf of a change that is smaller than this share of its weights, by their norms, waits
+for the next round and is empty in this one; leaf i may do so in round r if i + r is odd.
 """
 
 from __future__ import annotations
@@ -73,6 +76,7 @@ class TrainingRecord:
     seed: int
     created_ms: int
     own_data: bool = False
+    significance: float = 0.0
 
     def payload(self) -> bytes:
         """The record as canonical JSON."""
@@ -83,8 +87,9 @@ class TrainingRecord:
                 del values[name]
             else:
                 values[name] = [part.root.hex(), part.size_bytes]
-        if not self.own_data:
-            del values["own_data"]
+        for name in ("own_data", "significance"):
+            if not values[name]:
+                del values[name]
         return canonical({"v": VERSION, **values})
 
     @property
@@ -162,6 +167,7 @@ def _read(payload: bytes) -> TrainingRecord:
         seed=fields.integer("seed", 0, 2**63 - 1),
         created_ms=fields.integer("created_ms", 0, 2**53),
         own_data=own_data,
+        significance=fields.number("significance", 0, 1, 0.0),
     )
     if not _NAME.fullmatch(record.name) or not re.fullmatch(r"([0-9a-f]{64})?", record.model):
         raise RecordError("the job's record: the name or the model's hash is malformed")

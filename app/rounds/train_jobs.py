@@ -343,11 +343,12 @@ class TrainJobs:
         await trio.to_thread.run_sync(self._store.save, job, entries, states)
         if (running := self.running.get(job.record.id)) is not None:
             self._write(job, running.island, RUNNING)
-            if len(entries) > 1 and not running.island.machines:  # a forecast is for islands of one machine
-                await self._compare(running, entries[:-1])
+            # A forecast is for islands of one machine.
+            if running.island.figures.measured_round == entries[-1].round and not running.island.machines:
+                await self._compare(running, entries)
 
     async def _compare(self, running: RunningTraining, entries: Sequence[RoundEntry]) -> None:
-        """Keep the forecast of a job's last round but one, which the figures are still of, beside its speed.
+        """Keep the forecast of a job's last round, which the figures are of, beside its speed.
 
         The others are taken to be machines like this one, each with the connection that was measured.
         """
@@ -420,6 +421,6 @@ def figures_of(island: Island, status: str) -> dict[str, Any]:
         "doubted": dict(island.log[-1].doubted) if island.log else {}, "resting": island.resting,
         "left_s": figures.left_s if status == RUNNING else None,
         "machines": [[hop.peer, hop.span.start, hop.span.stop] for hop in island.machines],
-        "checkpoint_age_s": now - figures.checkpoint_at,
-        "checkpoint_ms": wall_ms() - int(1000 * (now - figures.checkpoint_at)),
+        "checkpoint_age_s": now - island.checkpoint.at,
+        "checkpoint_ms": wall_ms() - int(1000 * (now - island.checkpoint.at)),
     }  # fmt: skip

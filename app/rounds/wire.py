@@ -21,7 +21,8 @@
 `WAIT_S`, and then fail with the code `not_yet`; a member that could not merge its share answers `failed`. A checkpoint
 is what `parts` and `moments` name: weights and outer momentum, which the log attests, and moments, which are each
 island's own. They travel as parts by hash (`app.training.states`). Blobs are byte strings, each after its length (4
-bytes, big endian). Statements are specified in `app.rounds.statements` and `app.rounds.log`.
+bytes, big endian); a leaf that waits for the next round is an empty one. Statements are specified in
+`app.rounds.statements` and `app.rounds.log`.
 """
 
 from __future__ import annotations

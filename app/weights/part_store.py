@@ -71,11 +71,11 @@ class PartFiles:
             write_private(self._beside(part.root, "leaves"), b"".join(leaves), durable=False)
 
     def keep(self, part: Part, leaves: Sequence[bytes], data: bytes) -> None:
-        """Write a complete, already checked part from memory; for small parts."""
+        """Write a complete, already checked part from memory, without waiting for the disk."""
         assert len(data) == part.size_bytes
         self.keep_leaves(part, leaves)
         with writing(self.folder):
-            write_private(self.path(part.root), data)
+            write_private(self.path(part.root), data, durable=False)
         self._stamp(part)
 
     def is_checked(self, part: Part) -> bool:

@@ -68,25 +68,32 @@ def encode(vector: Tensor, codec: Codec) -> bytes:
     return scales.astype("<f4").tobytes() + whole.tobytes()
 
 
-def decode(data: bytes | memoryview, count: int, codec: Codec) -> Tensor:
-    """Return the `count` numbers in some bytes; raises `TrainingError` if these are not so many, finite numbers."""
+def check(data: bytes | memoryview, count: int, codec: Codec) -> None:
+    """Raise `TrainingError` unless some bytes are `count` finite numbers; of whole numbers, only scales are read."""
     if len(data) != encoded_bytes(count, codec):
         raise TrainingError(f"{len(data)} bytes are not {count} numbers in {codec}")
+    if not count:
+        return
     if codec == "f32":
-        values = np.frombuffer(data, dtype="<f4").astype(np.float32)
-        if values.size and not float(np.abs(values).max()) < _MOST:
+        if not float(np.abs(np.frombuffer(data, dtype="<f4")).max()) < _MOST:  # NaN too
             raise TrainingError("a number that was sent is not finite, or too large")
-        return torch.from_numpy(values)
-    form = _FORMATS[codec]
-    groups = -(-count // form.group)
-    scales = np.frombuffer(data, dtype="<f4", count=groups).astype(np.float32)
-    if groups and not (scales.min() >= 0 and scales.max() < _MOST):
+        return
+    scales = _sent_scales(data, count, codec)
+    if not (scales.min() >= 0 and scales.max() < _MOST):
         raise TrainingError("a scale that was sent is not finite, negative or too large")
-    whole = np.frombuffer(data, dtype=np.int8, offset=4 * groups)
+
+
+def decode(data: bytes | memoryview, count: int, codec: Codec) -> Tensor:
+    """Return the `count` numbers in some bytes; raises `TrainingError` if these are not so many, finite numbers."""
+    check(data, count, codec)
+    if codec == "f32":
+        return torch.from_numpy(np.frombuffer(data, dtype="<f4").astype(np.float32))
+    scales = _sent_scales(data, count, codec)
+    whole = np.frombuffer(data, dtype=np.int8, offset=4 * scales.size)
     if codec == "int4":
         halves = np.stack((whole.view(np.uint8) << 4, whole.view(np.uint8) & 0xF0), axis=1)
         whole = (halves.view(np.int8) >> 4).reshape(-1)[:count]  # with their signs
-    return torch.from_numpy(whole.astype(np.float32) * np.repeat(scales, form.group)[:count])
+    return torch.from_numpy(whole.astype(np.float32) * np.repeat(scales, _FORMATS[codec].group)[:count])
 
 
 def bounded(vector: Tensor) -> Tensor:
@@ -100,6 +107,11 @@ def encoded_bytes(count: int, codec: Codec) -> int:
         return 4 * count
     form = _FORMATS[codec]
     return 4 * -(-count // form.group) + -(-count // form.in_byte)
+
+
+def _sent_scales(data: bytes | memoryview, count: int, codec: Codec) -> np.ndarray:
+    """Return the scales at the beginning of some bytes, which are long enough."""
+    return np.frombuffer(data, dtype="<f4", count=-(-count // _FORMATS[codec].group)).astype(np.float32)
 
 
 def _scales(largest: np.ndarray, most: int) -> np.ndarray:

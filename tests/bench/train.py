@@ -14,14 +14,19 @@ starts from the same 100 common steps, has a constant rate, and islands exchange
 `diloco_vs_alone`   the same beside one island without rounds
 `int8_vs_f32`, `diloco_bytes_ratio`   the same beside float32 rounds, and its bytes beside float32 gradients every step
 `int4_vs_f32`       the same with int4 rounds, beside float32 rounds
+`filter_vs_all`, `filter_bytes_ratio`   int8 rounds in which small changes wait, beside those in which none do: their
+                    losses, and bytes
 `unlike_vs_like`    each island reads an era of its own, beside all eras for all
 `poison_loss_ratio` the worst of `poison_loss_ratios`: one of four lies and is left out once two rounds in a row doubted
                     it, beside four honest ones; `poison_found_after` has the rounds that this took. One who copies is
                     left out together with the one whose change it sends: without a leak, no island has another's.
 `poison_clip_ratio`, `poison_plain_ratio`   the same for each lie if nobody is left out: clipped, and averaged plainly
-`islands2_vs_local` tokens a second of two nodes on this machine over those of one process that makes steps alone
+`islands2_vs_local` tokens a second of two nodes on this machine, which share its cores, over those of one process that
+                    makes steps alone, with one thread or all; after the first rounds, in which the job finds the number
+                    of steps of a round (`islands2_every`)
 `round_overhead_s`  seconds of a round of these two in which a node makes no steps
-`utilisation_20mbit`   share of a round in which two nodes make steps, 50 ms and 20 Mbit/s apart
+`utilisation_20mbit`   share of a round in which two nodes make steps, 50 ms and 20 Mbit/s apart, after the first
+                    rounds, with steps and bytes of a round (`utilisation_20mbit_every`, `utilisation_20mbit_bytes`)
 `churn_loss_ratio`  four islands of which one is killed every 30 s while another joins, beside four that stay
 `own_data_vs_like`  four islands each of which has an era as its own text, beside four that read all eras
 `join_s`            seconds until a newcomer has the state, over links of 20 Mbit/s, from three members of which one
@@ -59,6 +64,7 @@ from app.rounds.decisions import (
     replayed,
     share_ranges,
 )
+from app.rounds.founding import SIGNIFICANCE
 from app.rounds.island import RoundTiming
 from app.rounds.reading import positions_of, sequence_at
 from engine.config import ModelConfig, Rope
@@ -175,6 +181,7 @@ class Islands:
         position, doubts, sent_bytes, found_after = COMMON * BATCH, list[list[str]](), 0, math.inf
         for first in range(0, steps, EVERY):
             for name in names:
+                models[name].round = len(doubts)
                 text = data.eras[int(name[-1])] if self.unlike else data.whole
                 at, turns = (position // ISLANDS, [name]) if self.unlike else (position, names)
                 rows = [positions_of(at, turns, name, step, BATCH) for step in range(EVERY)]
@@ -183,8 +190,9 @@ class Islands:
             sent = {name: models[name].change() for name in names}
             if self.lie and liar in sent:
                 sent[liar] = self.lie(models[liar], [sent[name] for name in names if name != liar])
-            doubts.append(_merge(models, sent))
-            sent_bytes += 2 * sum(map(len, sent[names[0]]))
+            merged, doubted_now = _merge(models, sent)
+            doubts.append(doubted_now)
+            sent_bytes += sum(map(len, sent[names[0]])) + sum(map(len, merged))
             if self.leaves_out and (out := left_out_after(doubts)):
                 assert liar in out or self.lie is None, f"{out} were left out and not the liar"
                 names = [name for name in names if name not in out]
@@ -192,8 +200,8 @@ class Islands:
         return Outcome(models[names[0]].loss(data.held), sent_bytes, found_after)
 
 
-def _merge(models: Mapping[str, IslandModel], sent: Mapping[str, list[bytes]]) -> list[str]:
-    """Let all islands that sent a change go on from the merged one; return whose change is doubted."""
+def _merge(models: Mapping[str, IslandModel], sent: Mapping[str, list[bytes]]) -> tuple[list[bytes], list[str]]:
+    """Let all islands that sent a change go on from the merged one; return that, and whose change is doubted."""
     names = list(sent)
     merged, reports, pasts = list[bytes](), [], []
     for share in share_ranges(models[names[0]].leaves, len(names)):
@@ -208,7 +216,7 @@ def _merge(models: Mapping[str, IslandModel], sent: Mapping[str, list[bytes]]) -
         models[name].commit(counted=True)
     roots = {name: hashlib.sha256(b"".join(leaves)).digest() for name, leaves in sent.items()}
     again = replayed(past_likeness(names, reports, pasts))
-    return list(doubted(measured(names, reports)) | again | copied(roots))
+    return merged, list(doubted(measured(names, reports)) | again | copied(roots))
 
 
 @dataclass(frozen=True)
@@ -302,6 +310,7 @@ RUNS: dict[str, Run] = {
     "diloco": Islands(),
     "diloco_f32": Islands(changes={"codec": "f32"}),
     "diloco_int4": Islands(changes={"codec": "int4"}),
+    "diloco_filter": Islands(changes={"significance": SIGNIFICANCE}),
     "diloco_unlike": Islands(unlike=True),
     **{f"poison_{name}": Islands(lie=lie) for name, lie in LIES.items()},
     **{f"clip_{name}": Islands(lie=lie, leaves_out=False) for name, lie in LIES.items()},
@@ -339,6 +348,11 @@ class Bench:
         dense = 2 * self.steps * encoded_bytes(model_weights(CONFIG), "f32")
         return self.outcomes("diloco")[0].sent_bytes / dense
 
+    def filter_bytes_ratio(self) -> float:
+        """Bytes of rounds in which small changes wait over those of rounds in which none do."""
+        filtered, whole = (sum(one.sent_bytes for one in self.outcomes(run)) for run in ("diloco_filter", "diloco"))
+        return filtered / whole
+
     def found_after(self) -> dict[str, float]:
         """Most rounds until a liar was left out, by lie."""
         return {name: max(one.found_after for one in self.outcomes(f"poison_{name}")) for name in LIES}
@@ -368,6 +382,8 @@ FIGURES: dict[str, Callable[[Bench], object]] = {
     "diloco_vs_alone": lambda bench: bench.ratio("diloco", "alone"),
     "int8_vs_f32": lambda bench: bench.ratio("diloco", "diloco_f32"),
     "int4_vs_f32": lambda bench: bench.ratio("diloco_int4", "diloco_f32"),
+    "filter_vs_all": lambda bench: bench.ratio("diloco_filter", "diloco"),
+    "filter_bytes_ratio": Bench.filter_bytes_ratio,
     "diloco_bytes_ratio": Bench.bytes_ratio,
     "unlike_vs_like": lambda bench: bench.ratio("diloco_unlike", "diloco"),
     "poison_loss_ratio": lambda bench: max(bench.ratios("poison").values()),
@@ -375,8 +391,14 @@ FIGURES: dict[str, Callable[[Bench], object]] = {
     "poison_found_after": Bench.found_after,
     "poison_clip_ratio": lambda bench: bench.ratios("clip"),
     "poison_plain_ratio": lambda bench: bench.ratios("plain"),
-    **_of("nodes", "islands2_vs_local", "local_tokens_per_s", "round_overhead_s"),
-    **_of("slow_nodes", "utilisation_20mbit", "utilisation_20mbit_every", "round_overhead_20mbit_s"),
+    **_of("nodes", "islands2_vs_local", "islands2_every", "local_tokens_per_s", "round_overhead_s"),
+    **_of(
+        "slow_nodes",
+        "utilisation_20mbit",
+        "utilisation_20mbit_every",
+        "utilisation_20mbit_bytes",
+        "round_overhead_20mbit_s",
+    ),
     "churn_loss_ratio": lambda bench: bench.ratio("churn", "stay"),
     "churn_killed": lambda bench: sum(one.killed for one in bench.outcomes("churn")),
     "churn_longest_wait_s": lambda bench: max(one.longest_wait_s for one in bench.outcomes("churn")),

@@ -43,8 +43,10 @@ from tests.p2p.nodes import make_network
 from tests.process.node_process import Place, Serving, wait_until
 
 RTT_S, LINK_BYTES_PER_S = 0.05, 20e6 / 8
-BATCH_TOKENS, ROUNDS = 1024, 8  # of a step of a node; measured rounds
-LOCAL_S = 10.0
+BATCH_TOKENS = 1024  # of a step of a node
+FIRST_ROUNDS, ROUNDS = 5, 6  # in which the job finds the number of steps; that are measured
+POLL_S = 0.25  # long enough that asking for figures costs the nodes nothing
+LOCAL_S = 5.0  # with each number of threads
 KILL_EVERY_S, LIFE_STEP_S = 30.0, 0.5
 JOIN_SHAPE = replace(train.CONFIG, n_blocks=6, hidden_size=96, head_dim=24, intermediate_size=320)
 
@@ -67,37 +69,48 @@ def nodes() -> dict[str, float]:
     """Speed of two nodes on this machine beside one process, and what a round costs them."""
     before = local_tokens_per_s()
     with open_nodes() as clients:
+        seen_rounds(clients, FIRST_ROUNDS)
         rounds = seen_rounds(clients, ROUNDS)
+        every = facts_of(clients[0])["every"]
     local = mean((before, local_tokens_per_s()))
     first, last = rounds[0], rounds[-1]
     both = (last.tokens - first.tokens) / (last.at - first.at)
     return {
-        "islands2_vs_local": both / local, "local_tokens_per_s": local,
+        "islands2_vs_local": both / local, "islands2_every": every, "local_tokens_per_s": local,
         "round_overhead_s": median(one.seconds * (1 - one.utilisation) for one in rounds),
     }  # fmt: skip
 
 
 def slow_nodes() -> dict[str, float]:
-    """Share of the time in which two nodes make steps, over slow links; the first rounds find the number of steps."""
+    """Share of the time in which two nodes make steps, over slow links."""
     with open_nodes(RTT_S, LINK_BYTES_PER_S) as clients:
-        rounds = seen_rounds(clients, 2 * ROUNDS)[ROUNDS:]
-        every = facts_of(clients[0])["step"] / facts_of(clients[0])["round"]
+        seen_rounds(clients, FIRST_ROUNDS)
+        rounds = seen_rounds(clients, ROUNDS)
+        facts = facts_of(clients[0])
     return {
-        "utilisation_20mbit": mean(one.utilisation for one in rounds), "utilisation_20mbit_every": every,
+        "utilisation_20mbit": mean(one.utilisation for one in rounds), "utilisation_20mbit_every": facts["every"],
+        "utilisation_20mbit_bytes": facts["bytes_per_round"],
         "round_overhead_20mbit_s": median(one.seconds * (1 - one.utilisation) for one in rounds),
     }  # fmt: skip
 
 
 def local_tokens_per_s() -> float:
-    """Tokens a second of a process that makes the same steps alone, without rounds."""
+    """Tokens a second of a process that makes the same steps alone, without rounds, with one thread or all of them.
+
+    The faster one counts: on a busy machine, threads wait for each other.
+    """
     model = train.island(drawn_model(train.CONFIG, 0), train.terms())
     rows = [[(7 * row + at) % 256 for at in range(train.LENGTH)] for row in range(BATCH_TOKENS // train.LENGTH)]
-    tokens = model.step(rows, 0).tokens
-    began, steps = time.perf_counter(), 0
-    while (took := time.perf_counter() - began) < LOCAL_S:
-        model.step(rows, 1 + steps)
-        steps += 1
-    return steps * tokens / took
+    threads, speeds = torch.get_num_threads(), list[float]()
+    for count in (1, threads):
+        torch.set_num_threads(count)
+        tokens = model.step(rows, 0).tokens
+        began, steps = time.perf_counter(), 0
+        while (took := time.perf_counter() - began) < LOCAL_S:
+            model.step(rows, 1 + steps)
+            steps += 1
+        speeds.append(steps * tokens / took)
+    return max(speeds)
 
 
 @contextmanager
@@ -117,9 +130,12 @@ def open_nodes(rtt_s: float = 0.0, bytes_per_s: float = 0.0) -> Iterator[list[Cl
             for index, port in enumerate(ports)
         ]
         assert places[0].shoal("create", "bench", "--model", "tiny-random").status == 0
-        stack.enter_context(Serving(places[0], "--discovery=invite", *ways[0])).ready()
+        # Nodes on one machine share its cores: more threads than cores, or two on one core, would wait for each other.
+        threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // len(places))), "OMP_PROC_BIND": "false"}
+        stack.enter_context(Serving(places[0], "--discovery=invite", *ways[0], **threads)).ready()
         invite = places[0].shoal("invite").out.strip()
-        stack.enter_context(Serving(places[1], "--discovery=invite", *ways[1], SHOAL_INVITE=invite)).ready()
+        second = Serving(places[1], "--discovery=invite", *ways[1], SHOAL_INVITE=invite, **threads)
+        stack.enter_context(second).ready()
         clients = [client_of(place.home) for place in places]
         wish = {
             "name": "bench", "data": [str(data)], "shape": str(shape), "steps": 10**6, "every": train.EVERY,
@@ -155,7 +171,7 @@ def seen_rounds(clients: Sequence[Client], count: int) -> list[Seen]:
                 if share is not None and tokens_per_s:
                     at = time.monotonic()
                     seen.append(Seen(at, facts["round"], facts["tokens"], share, gained / tokens_per_s))
-        time.sleep(0.05)
+        time.sleep(POLL_S)
     return seen
 
 
@@ -292,7 +308,7 @@ async def _joined() -> dict[str, float]:
         model = late._steps.whole
         assert model is not None
         assert model.has_moments
-        state_bytes = sum(part.size_bytes for part in late.parts) + sum(model.moments_bytes)
+        state_bytes = sum(part.size_bytes for part in late.checkpoint.parts) + sum(model.moments_bytes)
         nursery.cancel_scope.cancel()
     return {
         "join_s": joined - began, "join_bound_s": 1.5 * state_bytes / LINK_BYTES_PER_S,

@@ -10,8 +10,9 @@ import torch
 
 from engine.config import ModelConfig, Rope
 from engine.errors import TrainingError
-from engine.island import IslandModel, IslandTerms, first_states, unpacked
+from engine.island import LEAF, IslandModel, IslandTerms, first_states, unpacked
 from engine.model.block import WeightOptions
+from engine.training.codecs import decode
 from engine.training.optimiser import AdamW, Schedule
 from engine.training.outer import Nesterov
 from engine.training.parameters import drawn_model, joined
@@ -219,3 +220,76 @@ def test_a_trial_says_what_a_change_does_and_leaves_the_island_as_it_was() -> No
     with pytest.raises(TrainingError):
         other.trial(states, island.change()[:-1], "int8", text)
     assert torch.equal(joined(CONFIG, other._model.vectors()), own)
+
+
+# --- leaves that wait -------------------------------------------------------------------------------------------------
+
+
+def waiting(significance: float = 1.0) -> IslandModel:
+    return made(replace(TERMS, significance=significance))
+
+
+def round_of(islands: list[IslandModel], number: int) -> list[bytes]:
+    """Make the round of this number; returns the merged leaves."""
+    for island in islands:
+        island.round = number
+    return merge_all(islands)
+
+
+def test_a_small_change_waits_a_round_and_is_sent_then() -> None:
+    island = waiting()
+    assert island.leaves > 2
+    island.step(sequences(1), 0)
+    first = round_of([island], 0)
+    assert [bool(leaf) for leaf in first] == [number % 2 == 0 for number in range(island.leaves)]
+    kept = island._residual.split(LEAF)
+    wanted = [part.clone() for part in kept]
+    assert all(bool(part.any()) for part in wanted[1::2])
+    second = round_of([island], 1)  # nothing was trained since: what is sent is what waited
+    assert [bool(leaf) for leaf in second] == [number % 2 == 1 for number in range(island.leaves)]
+    for leaf, part in zip(second[1::2], wanted[1::2], strict=True):
+        scale = float(part.abs().max()) / 127
+        assert float((decode(leaf, part.numel(), "int8") - part).abs().max()) <= 0.51 * scale
+
+
+def test_a_large_change_does_not_wait() -> None:
+    island = waiting(significance=1e-6)
+    island.step(sequences(1), 0)
+    assert all(round_of([island], 0))
+
+
+def test_one_who_waits_counts_as_no_change() -> None:
+    islands, alone = [waiting(), waiting(1e-6)], waiting(1e-6)
+    for each in (islands[1], alone):
+        each.step(sequences(1), 0)
+    sent = [island.change() for island in islands]
+    assert not any(sent[0][1::2])
+    merged = islands[1].merge(sent, 0, [1.0, 1.0])
+    whole = alone.merge([alone.change()], 0, [1.0])
+    half, full = (decode(found.leaves[1], LEAF, "int8") for found in (merged, whole))
+    assert torch.allclose(2 * half, full, rtol=0.0, atol=float(full.abs().max()) / 100)
+
+
+def test_comparisons_are_of_the_leaves_that_all_must_send() -> None:
+    islands = [waiting(), waiting(1e-6), waiting(1e-6)]
+    for number, island in enumerate(islands):
+        island.step(sequences(number), 0)
+    sent = [island.change() for island in islands]
+    assert not any(sent[0][1::2])
+    assert all(sent[1])
+    norms = [norm for norm, _ in islands[1].merge(sent, 0, [1.0] * 3).report]
+    assert max(norms) < 2 * min(norms)  # the one that waits is like the others
+    assert islands[1].merge([row[1:2] for row in sent], 1, [1.0] * 3).report == []
+
+
+def test_only_the_leaves_of_the_round_may_be_empty() -> None:
+    island = waiting()
+    island.check([b""], 1)
+    with pytest.raises(TrainingError, match="0 bytes"):
+        island.check([b""], 0)
+    island.round = 1
+    island.check([b""], 0)
+    with pytest.raises(TrainingError, match="0 bytes"):
+        island.check([b""], 1)
+    with pytest.raises(TrainingError, match="0 bytes"):
+        made().check([b""], 1)  # in this job none may wait

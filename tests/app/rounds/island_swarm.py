@@ -124,7 +124,7 @@ class IslandSwarm:
         terms = IslandTerms(
             Schedule(record.rate, record.steps, record.warm_up), record.clip, AdamW(weight_decay=record.weight_decay),
             Nesterov(record.outer_rate, record.outer_momentum), codec_named(record.codecs[0]),
-            record.merging == "clip", rows=256,
+            record.merging == "clip", rows=256, significance=record.significance,
         )  # fmt: skip
         config = self._lesson.config
         vectors = self._lesson.vectors if has_model else drawn_model(config, 2)

@@ -50,6 +50,21 @@ async def test_four_islands_end_every_round_alike(tmp_path: Path, codec: str, au
         assert not any(entry.doubted for entry in log)
 
 
+async def test_small_changes_wait_and_save_bytes(tmp_path: Path, autojump_clock: MockClock) -> None:
+    taken = {}
+    for share in (0.0, 1.0):
+        async with open_islands(tmp_path / str(share), 0, 1, 2, 3, significance=share) as swarm:
+            await swarm.finished(0, 1, 2, 3)
+            log = swarm.nodes[0].island.log
+            assert members_of(log) == [1, 4, 4, 4, 4]
+            assert all(node.island.figures.repeated == 0 for node in swarm.nodes.values())
+            assert not any(entry.doubted for entry in log)
+            taken[share] = sum(node.island.figures.bytes_in for node in swarm.nodes.values())
+            losses = [loss for _, loss in swarm.nodes[0].island.figures.validation]
+            assert losses[-1] < losses[0]
+    assert taken[1.0] < 0.7 * taken[0.0]
+
+
 async def test_the_founder_may_go_for_good(tmp_path: Path, autojump_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2) as swarm:
         await swarm.until(lambda: swarm.nodes[1].island.standing.round >= 2)
