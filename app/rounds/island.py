@@ -95,6 +95,7 @@ _LISTS_MORE = 2  # lists of one leader in a round, beyond one for each member th
 _LONGEST_DISREGARD = 7  # doublings
 _BRIEFLY_S = 0.5
 _SAID_TRIES = 4
+_OVERHEADS = 4  # rounds of which the longest overhead counts, among them some in which another island led
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,7 @@ class IslandFigures:
     paces: dict[str, Pace] = field(default_factory=dict)  # of those that arrived here in the last round
     left_s: float | None = None  # until all steps are done, if rounds go on as the last one did
     utilisation: float | None = None  # share of the measured round in which steps were made
+    overheads_s: list[float] = field(default_factory=list)  # of the last rounds, without the wait for slower islands
 
 
 class Island:
@@ -242,6 +244,7 @@ class Island:
         self._arrived_at: dict[str, float] = {}
         self._complete_at: float | None = None  # when all who are there had arrived in the current round
         self._lags_s: list[float] = []
+        self._wait_s = 0.0  # for the last one to arrive in the last round
         self._own: OwnChange | None = None
         self._tested: OwnChange | None = None  # of the last round, for those who were drawn to test it
         self._lists: list[MemberList] = []  # of the current round that name this island
@@ -600,8 +603,9 @@ class Island:
     async def _count(self, standing: Standing, members: MemberList, results: dict[str, Result], began: float) -> None:
         """Sign the entry of a round that all members ended alike, spread it and take it over.
 
-        Steps and number format of the next round follow from what the exchange since `began` cost, from the time that
-        this island took to arrive and to settle after the round before, and from that of its last steps.
+        Steps and number format of the next round follow from the time of the last steps, and from what the exchange
+        since `began` cost with arriving before and settling after it. The one who leads is done before the others:
+        rounds in which this island did not lead, if they were longer, say more.
         """
         record, figures = self.record, self.figures
         # Whoever has the state before this round can go on with the next one; members that are late catch up.
@@ -609,7 +613,9 @@ class Island:
         if record.own_data:  # nobody comes in whose text has no source and licence
             present &= {*standing.members, *self.data_of}
         present -= resting(self._rests_after(members), standing.round + 1)
-        overhead_s, step_s = trio.current_time() - began + figures.arrive_s + figures.settle_s, figures.step_s
+        here_s = trio.current_time() - began + figures.arrive_s + figures.settle_s
+        overhead_s = max(here_s, *figures.overheads_s, 0.0)
+        step_s = figures.step_s
         every = next_every(standing.every, step_s, overhead_s, least=record.least_every, most=record.most_every)
         codec = standing.codec
         if len(members.members) > 1:
@@ -707,6 +713,7 @@ class Island:
         if len(self._arrived_at) > 1:  # a round alone says nothing of how late others are
             lags = [at - min(self._arrived_at.values()) for at in self._arrived_at.values()]
             self._lags_s = [*self._lags_s, *lags][-64:]
+        self._wait_s = max(self._arrived_at.values(), default=0.0) - self._arrived_at.get(self.peer, 0.0)
         self.figures.paces = self._paces()
         self.standing, self.log = standing, entries
         self._model.codec, self._model.round = standing.codec, standing.round
@@ -972,7 +979,12 @@ class Island:
         return trio.current_time() - since > grace / 2
 
     def _measure(self, before: Standing, began: float, trained: float) -> None:
-        seconds = trio.current_time() - began
+        seconds, made = trio.current_time() - began, self.log[-1].list
+        if self.standing.codec != before.codec:
+            self.figures.overheads_s = []  # rounds in another number format are no measure
+        elif made.round == before.round and made.attempt == 0 and self.peer in made.members:
+            overhead_s = max(0.0, seconds - (trained - began) - self._wait_s)
+            self.figures.overheads_s = [*self.figures.overheads_s, overhead_s][-_OVERHEADS:]
         gained = self.standing.tokens - before.tokens
         self.figures.measured_round = before.round
         self.figures.round_tokens_per_s = gained / seconds if seconds > 0 else 0.0

@@ -27,6 +27,10 @@ SMALL = ModelConfig(
     family="llama", n_blocks=1, hidden_size=16, n_heads=1, n_kv_heads=1, head_dim=16, intermediate_size=16,
     vocab_size=260, context_length=64, norm_eps=1e-5, rope=Rope(), tied_embeddings=True,
 )  # fmt: skip
+BENCH = ModelConfig(
+    family="llama", n_blocks=3, hidden_size=64, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=192,
+    vocab_size=260, context_length=64, norm_eps=1e-5, rope=Rope(), tied_embeddings=True,
+)  # fmt: skip
 MiB = 2**20
 
 
@@ -198,6 +202,33 @@ async def check_slower_link(
             assert after, shares
             assert all(share is not None and share >= 0.9 for share in after), shares
         return islands[0].figures.validation[-1][1]
+
+
+async def test_over_20_mbit_and_50_ms_short_rounds_leave_most_of_the_time_to_steps(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """The bench's `utilisation_20mbit` without the machine's noise: only steps and links take time here."""
+    lesson = Lesson(BENCH, drawn_model(BENCH, 1), Text())
+    profile = LinkProfile(delay_s=0.025, bytes_per_s=2.5e6)
+    bounds = {"every": 50, "least_every": 50, "most_every": 500, "steps": 500, "batch": 1, "wire": "auto"}
+    async with open_islands(tmp_path, 0, 1, lesson=lesson, profile=profile, step_s=0.07, **bounds) as swarm:
+        islands = [node.island for node in swarm.nodes.values()]
+        seen: dict[int, list[tuple[int, float | None]]] = {}
+
+        def note() -> bool:
+            for island in islands:
+                figures = island.figures
+                seen.setdefault(figures.measured_round, []).append((island.standing.every, figures.utilisation))
+            return all(island.is_finished for island in islands)
+
+        await swarm.until(note)
+        log = islands[0].log
+        # from the third round of both on; the last round may be of few steps
+        shares = [share for number in range(3, len(log) - 1) for _, share in seen[number]]
+        assert shares
+        assert all(share is not None and share >= 0.9 for share in shares), seen
+        assert all(every <= 75 for number in range(3, len(log) - 2) for every, _ in seen[number]), seen
+        assert {entry.codec for entry in log[2:]} == {"int8"}  # float32 would take longer rounds
 
 
 # --- many unlike islands ----------------------------------------------------------------------------------------------
