@@ -52,7 +52,7 @@ from app.rounds.log import (
     read_entry,
     replay,
 )
-from app.rounds.moments import MomentsExchange, parts_in
+from app.rounds.moments import MomentsExchange, Question, parts_in
 from app.rounds.reading import positions_of, sequence_at
 from app.rounds.record import TrainingRecord
 from app.rounds.statements import (
@@ -361,8 +361,9 @@ class Island:
             if self._ahead is not None or self._behind():
                 await self._catch_up()
             elif self._was_resumed and self._moments.are_lacking and (others := self._same_head(self.head)):
-                self._was_resumed = False
-                await self._moments.take(others, Counter())
+                self._was_resumed, question = False, Question(others)
+                self._nursery.start_soon(self._moments.ask, question)
+                await self._moments.take(question, {})
             elif self.is_finished or self.peer not in standing.members or not self._has_state:
                 outside = self._has_state and not self.is_finished
                 self.figures.waiting = f"waits until round {standing.round} of the others is over" if outside else ""
@@ -816,10 +817,11 @@ class Island:
         if root_over(parts) != standing.root or [part.size_bytes for part in parts] != self._sizes:
             raise RecordError(f"{peer} names other parts than those of round {standing.round}")
         holders = list(dict.fromkeys([peer, *self._same_head(standing.prev)]))[:8]
-        gave: Counter[str] = Counter()
+        gave, question = Counter[str](), Question(holders)
+        self._nursery.start_soon(self._moments.ask, question)
         states = await self._states.fetch(self.record.id[:16], parts, holders, gave)
         await self._device.run_later(self._model.load, states)
-        if self._moments.are_lacking and not await self._moments.take(holders, gave):
+        if self._moments.are_lacking and not await self._moments.take(question, gave):
             log.info("%s goes on with fresh moments: nobody has given any", self.record.name)
         self.figures.fetched += 1
         self._has_state = True

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple, Protocol
 
@@ -34,6 +33,7 @@ log = logging.getLogger("shoal.rounds")
 
 MAX_PARTS = 5000
 ASK_S = 15.0
+GRACE_S = 2.0  # for offers, once the state is here
 MOST_ASKED = 8
 NORM_FACTOR = 3.0  # moments so many times larger or smaller than the middle are taken from nobody
 _MOST_NORM = 1e30
@@ -58,6 +58,15 @@ class Offer:
     steps: int
     norms: tuple[float, float]
     parts: tuple[StatePart, ...]
+
+
+@dataclass
+class Question:
+    """What islands were asked for, and have offered so far."""
+
+    peers: Sequence[str]
+    offers: dict[str, Offer] = field(default_factory=dict)
+    answered: trio.Event = field(default_factory=trio.Event)  # by all, or they did not
 
 
 class Taken(NamedTuple):
@@ -122,12 +131,9 @@ class MomentsExchange:
         named = [[part.root.hex(), part.size_bytes] for part in offer.parts]
         return canonical({"steps": offer.steps, "norms": list(offer.norms), "parts": named})
 
-    async def take(self, peers: Sequence[str], gave: Counter[str]) -> bool:
-        """Take over the moments of one of these islands; False if none of them has any that can be used."""
-        offers: dict[str, Offer] = {}
+    async def ask(self, question: Question) -> None:
+        """Ask islands what moments they have; their offers are in the question as they come."""
         model = self._model
-        if model is None:
-            return False
 
         async def ask(peer: str) -> None:
             try:
@@ -137,14 +143,21 @@ class MomentsExchange:
             except (P2PError, RecordError) as error:
                 log.debug("%s offers no moments: %s", peer, error)
                 return
-            if [part.size_bytes for part in offer.parts] == model.moments_bytes:
-                offers[peer] = offer
+            if model is not None and [part.size_bytes for part in offer.parts] == model.moments_bytes:
+                question.offers[peer] = offer
 
         async with trio.open_nursery() as nursery:
-            for peer in list(peers)[:MOST_ASKED]:
+            for peer in question.peers[:MOST_ASKED] if self.are_lacking else ():
                 nursery.start_soon(ask, peer)
+        question.answered.set()
+
+    async def take(self, question: Question, gave: Mapping[str, int]) -> bool:
+        """Take over moments that were offered; False if none can be used. `gave` is what islands gave of the state."""
+        with trio.move_on_after(GRACE_S):
+            await question.answered.wait()
+        model, offers = self._model, dict(question.offers)
         for peer in best_offers(offers, gave, self._network.peer_id):
-            if await self._took(model, peer, offers[peer]):
+            if model is not None and await self._took(model, peer, offers[peer]):
                 return True
         return False
 

@@ -281,12 +281,13 @@ async def test_nothing_of_an_island_is_left_at_its_machines(tmp_path: Path, pati
         await steps_of(swarm.nodes[0]).close()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("optimiser", [AdamW(weight_decay=0.1), Muon(weight_decay=0.1)])
-def test_blocks_and_ends_make_the_steps_of_a_whole_model(optimiser: AdamW | Muon) -> None:
-    vectors = drawn_model(FOUR, 1)
-    whole = FullModel(FOUR, vectors, CPU, optimiser=optimiser, graph_bytes=0)
-    owner = PipelineModel(FOUR, vectors, CPU, terms_of(optimiser))
-    runner = FullRunner(FOUR, (0, 4), CPU, optimiser=optimiser, rows=64, under_way=2, usable_bytes=2**40)
+def test_blocks_and_ends_make_the_steps_of_a_whole_model(optimiser: AdamW | Muon, dtype: torch.dtype) -> None:
+    vectors, options = drawn_model(FOUR, 1), replace(CPU, dtype=dtype)
+    whole = FullModel(FOUR, vectors, options, optimiser=optimiser, graph_bytes=0)
+    owner = PipelineModel(FOUR, vectors, options, terms_of(optimiser))
+    runner = FullRunner(FOUR, (0, 4), options, optimiser=optimiser, rows=64, under_way=2, usable_bytes=2**40)
     runner.load({block: owner.first_state(block) for block in range(4)})
     text, schedule = Text(16), Schedule(1e-2, 100)
     for step in range(3):
