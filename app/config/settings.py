@@ -274,9 +274,9 @@ class Settings:
     weights: Literal["auto", "own", "int8", "int4"] = _setting(
         "choice",
         "auto",
-        "How hosted weights are kept: own (the model's format; on a CPU where it is faster, the 4 to 8 bits of a "
-        "GGUF file), int8 (half the memory, a little less exact), int4 (a third, less exact; a GGUF file keeps "
-        "its own), or auto: own, and fewer bits on a GPU that could not host a single block, or not the whole model "
+        "How hosted weights are kept: own (the model's format; on a CPU where it is faster, the 4 to 8 bits of its "
+        "files), int8 (half the memory, a little less exact), int4 (a third, less exact; files that have few bits keep "
+        "their own), or auto: own, and fewer bits on a GPU that could not host a single block, or not the whole model "
         "while alone.",
         options=("auto", "own", "int8", "int4"),
     )

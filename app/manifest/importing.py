@@ -56,14 +56,14 @@ def in_order(source: ModelSource, part: str) -> tuple[TensorEntry, ...]:
 
 def part_pieces(entries: tuple[TensorEntry, ...]) -> Iterator[bytes]:
     """Yield a part's bytes from the model files in pieces of up to 1 MiB; raises `RecordError` if a file is cut off."""
-    for entry in entries:
-        with open(entry.file, "rb") as file:
-            file.seek(entry.offset)
-            left = entry.length
+    for entry, extent in ((each, extent) for each in entries for extent in each.extents):
+        with open(extent.file, "rb") as file:
+            file.seek(extent.offset)
+            left = extent.length
             while left:
                 piece = file.read(min(left, CHUNK_BYTES))
                 if not piece:
-                    raise RecordError(f"{entry.file} ends inside tensor {entry.name}; download it again")
+                    raise RecordError(f"{extent.file} ends inside tensor {entry.name}; download it again")
                 left -= len(piece)
                 yield piece
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from app.core.errors import AppError
 from app.manifest.merkle import CHUNK_BYTES, chunk_count, leaf_hash
+from engine.sources.base import Extent
 
 _NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)  # Linux only: read from the page cache or fail
 
@@ -20,15 +21,6 @@ class WeightsError(AppError):
     """A model's bytes cannot be read or written, are missing, or do not match the manifest."""
 
     code = "weights_missing"
-
-
-@dataclass(frozen=True)
-class Extent:
-    """`length` bytes of a file from `offset` on."""
-
-    file: Path
-    offset: int
-    length: int
 
 
 @dataclass(frozen=True)

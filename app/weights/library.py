@@ -7,17 +7,18 @@ arrive or are imported, and again before use if the file that holds them has cha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from app.manifest.importing import in_order
 from app.manifest.manifest import TOKENIZER_PART, Manifest, Part
 from app.manifest.merkle import ChunkHasher
-from app.weights.extents import Extent, WeightsError, chunk_length, matching_chunks
+from app.weights.extents import WeightsError, chunk_length, matching_chunks
 from app.weights.manifest_store import ManifestStore
 from app.weights.part_set import PartSet
 from app.weights.part_store import PartFiles
 from app.weights.source_index import SourceIndex
-from engine.sources.base import EMBEDDING_PART, HEAD_PART, ModelSource, TensorEntry, block_part
+from engine.sources.base import EMBEDDING_PART, HEAD_PART, Extent, ModelSource, TensorEntry, block_part
 from engine.sources.layout import part_names
 
 OnBytes = Callable[[int], None]
@@ -131,20 +132,26 @@ class Library(PartSet):
         return ModelSource(self._owner, self.manifest.config, parts, spec, self.manifest.licence)
 
     def _entries(self, part: Part) -> tuple[TensorEntry, ...]:
-        """Locate a part's tensors: each has its own extent in the model's files, all share one file in the cache."""
-        extents = self._extents(part)
-        if len(extents) == 1:
-            whole, at, pieces = extents[0], extents[0].offset, []
-            for tensor in part.tensors:
-                pieces.append(Extent(whole.file, at, tensor.size_bytes))
-                at += tensor.size_bytes
-            extents = pieces
-        return tuple(
-            TensorEntry(
-                t.role, f"{part.name}.{t.role}", t.kind, t.shape, e.file, e.offset, e.length, t.interleaved_heads
-            )
-            for t, e in zip(part.tensors, extents, strict=True)
-        )
+        """Locate a part's tensors: each has its own extents in the model's files, all share one file in the cache."""
+        left = list(self._extents(part))
+        entries = []
+        for tensor in part.tensors:
+            own: list[Extent] = []
+            missing = tensor.size_bytes
+            while missing:
+                first = left.pop(0)
+                took = Extent(first.file, first.offset, min(first.length, missing))
+                if took.length < first.length:
+                    left.insert(0, Extent(first.file, first.offset + took.length, first.length - took.length))
+                own.append(took)
+                missing -= took.length
+            entries.append(
+                TensorEntry(
+                    tensor.role, f"{part.name}.{tensor.role}", tensor.kind, tensor.shape, own[0].file, own[0].offset,
+                    tensor.size_bytes, tensor.interleaved_heads, tuple(own[1:]),
+                )
+            )  # fmt: skip
+        return tuple(entries)
 
 
 def remember_source(cache: Path, manifest: Manifest, source: ModelSource, tokenizer: bytes) -> None:
@@ -153,7 +160,9 @@ def remember_source(cache: Path, manifest: Manifest, source: ModelSource, tokeni
     Only the tokenizer is written to the cache, because its canonical JSON is in none of the files.
     """
     extents = {
-        name: tuple(Extent(entry.file.absolute(), entry.offset, entry.length) for entry in in_order(source, name))
+        name: tuple(
+            replace(extent, file=extent.file.absolute()) for entry in in_order(source, name) for extent in entry.extents
+        )
         for name in part_names(source.config)
     }
     part = manifest.by_name[TOKENIZER_PART]

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from app.manifest.manifest import Part
 from app.manifest.merkle import CHUNK_BYTES
-from app.weights.extents import Extent, WeightsError, chunk_length, read_at_hand, read_range
+from app.weights.extents import WeightsError, chunk_length, read_at_hand, read_range
 from app.weights.part_store import NewPart, PartFiles
+from engine.sources.base import Extent
 
 
 class PartSet:

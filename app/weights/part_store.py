@@ -25,7 +25,8 @@ from typing import IO
 from app.core.errors import RecordError
 from app.manifest.manifest import Part
 from app.manifest.merkle import CHUNK_BYTES, HASH_BYTES, leaf_hash, leaves_from
-from app.weights.extents import Extent, Stamp, WeightsError, chunk_length, matching_chunks
+from app.weights.extents import Stamp, WeightsError, chunk_length, matching_chunks
+from engine.sources.base import Extent
 from p2p.platform import replace_file, write_private
 
 _MAX_LEAVES_BYTES = 4 * 2**20

@@ -17,7 +17,8 @@ from typing import Any
 
 from app.core.canonical_json import canonical, check_version, decode_object
 from app.core.errors import RecordError
-from app.weights.extents import Extent, Stamp
+from app.weights.extents import Stamp
+from engine.sources.base import Extent
 
 VERSION = 1
 MAX_INDEX_BYTES = 16 * 2**20

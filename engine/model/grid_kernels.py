@@ -9,6 +9,7 @@ its part of the columns; the tensors' dimensions repeat what a thread holds, so 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,9 @@ from engine.model.grid_tiles import TILE_ROWS, TiledGrid
 
 MOST_ROWS = 32  # of one program; more rows take several
 _MASK = 0x000F000F  # the lowest four bits of both halves of a word
+# How many neighbouring columns a thread has in the compiler's order for the product's operands. Another number than the
+# compiler's gives the same result, with numbers exchanged between threads.
+_RUN = 2 if tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 8) else 4
 
 
 @triton.jit
@@ -45,18 +49,32 @@ def _unpacked(words, mask, BITS: tl.constexpr, HIGH: tl.constexpr, EXPONENT: tl.
 @triton.jit
 def _weights(
     words, mask, TILES: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr,
-    HIGH: tl.constexpr, EXPONENT: tl.constexpr, NUMBER: tl.constexpr,
+    HIGH: tl.constexpr, EXPONENT: tl.constexpr, NUMBER: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     # The left side of a product: (tiles, 2, warps, 8, 4, 4) -> (parts * warps, rows, columns of a part).
     WORDS: tl.constexpr = 4 // PARTS
     numbers = _unpacked(words, mask, BITS, HIGH, EXPONENT, NUMBER)
     if BITS == 4:
-        numbers = tl.permute(numbers, (5, 2, 0, 1, 3, 8, 7, 4, 6))
+        if RUN == 2:
+            numbers = tl.permute(numbers, (5, 2, 0, 1, 3, 8, 7, 4, 6))
+        else:
+            numbers = tl.permute(numbers, (5, 2, 0, 1, 3, 8, 4, 7, 6))
     else:
         numbers = tl.reshape(numbers, (TILES, 2, WARPS, 8, 4, PARTS, WORDS, 2, 2))
-        numbers = tl.permute(numbers, (5, 2, 0, 1, 3, 6, 8, 4, 7))
-    # (parts, warps, tiles, half, row, pair of a thread's columns, thread, column of the pair)
+        if RUN == 2:
+            numbers = tl.permute(numbers, (5, 2, 0, 1, 3, 6, 8, 4, 7))
+        else:
+            numbers = tl.permute(numbers, (5, 2, 0, 1, 3, 6, 4, 8, 7))
+    # (parts, warps, tiles, half, row, run of a thread's columns, thread, columns of the run)
     return tl.reshape(numbers, (PARTS * WARPS, TILES * 16, WORDS * 128 // BITS))
+
+
+@triton.jit
+def _rows(x, WARPS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, RUN: tl.constexpr):
+    # The right side of a product: (parts, R, warps, 8, 4, columns of a thread) -> (parts * warps, columns, rows). Its
+    # columns are ordered as tensor cores share them among four threads, in runs of RUN, so that none moves.
+    x = tl.permute(tl.reshape(x, (PARTS, R, WARPS, 8, 4, PART // 4 // RUN, RUN)), (0, 2, 5, 4, 6, 1, 3))
+    return tl.reshape(x, (PARTS * WARPS, PART, R * 8))
 
 
 @triton.jit
@@ -73,7 +91,7 @@ def _spread(factors, TILES: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constex
 def _chunk_product(
     acc, words, scale, minimum, x, mask,
     BITS: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
-    FACTORS: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr, R: tl.constexpr,
+    FACTORS: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr, R: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     # The sums of one chunk, added to those before: (parts, warps, tiles, 2 halves, 8 rows, R, 4 threads, 2 columns).
     dtype = x.dtype
@@ -83,18 +101,16 @@ def _chunk_product(
     HIGH: tl.constexpr = 0x74007400 if HALF else 0x45004500  # of 16384 and 2048, whose last bit counts 16
     PLANES: tl.constexpr = (1024 if HALF else 128) + (0 if BITS == 4 else (16384 if HALF else 2048))
     OFFSET: tl.constexpr = PLANES + (0 if MINIMUM else ZERO)
-    right = tl.permute(tl.reshape(x, (PARTS, R, WARPS, 8, 4, PART // 8, 2)), (0, 2, 5, 4, 6, 1, 3))
-    right = tl.reshape(right, (PARTS * WARPS, PART, R * 8))
-    sums = tl.dot(
-        tl.full((PARTS * WARPS, TILES * 16, PART), 1.0 if MINIMUM else -OFFSET, dtype), right, input_precision="ieee"
-    )
-    left = _weights(words, mask, TILES, WARPS, PARTS, BITS, 0, LOW, NUMBER).to(dtype)
+    constant = tl.full((PARTS * WARPS, TILES * 16, PART), 1.0 if MINIMUM else -OFFSET, dtype)
+    sums = tl.dot(constant, _rows(x, WARPS, PART, PARTS, R, 2), input_precision="ieee")
+    right = _rows(x, WARPS, PART, PARTS, R, RUN)
+    left = _weights(words, mask, TILES, WARPS, PARTS, BITS, 0, LOW, NUMBER, RUN).to(dtype)
     if MINIMUM:
         part = tl.dot(left, right, input_precision="ieee")
     else:
         part = tl.dot(left, right, sums, input_precision="ieee")
     if BITS == 8:
-        left = _weights(words, mask, TILES, WARPS, PARTS, BITS, 4, HIGH, NUMBER).to(dtype)
+        left = _weights(words, mask, TILES, WARPS, PARTS, BITS, 4, HIGH, NUMBER, RUN).to(dtype)
         part = tl.dot(left, right, part, input_precision="ieee")
     by = _spread(scale, TILES, WARPS, PARTS, FACTORS)
     acc += tl.reshape(part, acc.shape) * by
@@ -103,12 +119,38 @@ def _chunk_product(
     return acc
 
 
+@triton.jit
+def _place(
+    thread, n_out, CHUNKS: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    # The place of a row in the first chunk of its tile; `thread` counts (tiles, 2 halves, warps, 8 rows, 4 threads).
+    WARPS: tl.constexpr = WIDTH * SPLITS
+    which = thread // (WARPS * 64)
+    wide = tl.program_id(1) * WIDTH + thread // (SPLITS * 32) % WIDTH
+    if GATED:
+        tile = tl.minimum(wide, n_out // 16 - 1) + which * (n_out // 16)
+    else:
+        tile = tl.minimum(wide * TILES + which, n_out // 16 - 1)
+    return tile * (CHUNKS * 16) + thread // (WARPS * 32) % 2 * 8 + thread // 4 % 8
+
+
+@triton.jit
+def _chunk(split, done, CHUNKS: tl.constexpr, EVEN: tl.constexpr):
+    # The chunk of a warp; past the last it is the last.
+    chunk = split + done
+    if not EVEN:
+        chunk = tl.minimum(chunk, CHUNKS - 1)
+    return chunk
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _grid_product_kernel(
     x_ptr, words_ptr, out_ptr, scale_ptr, minimum_ptr, bias_ptr, residual_ptr, rows, n_out, mask,
     K_SIZE: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr,
     PART: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, RUN: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     # WIDTH * SPLITS warps: each multiplies TILES tiles with every SPLITS-th chunk of columns. With a gate, a warp's two
     # tiles are one of the gate and one of what it gates. What lies past the last row, tile or chunk is replaced by the
@@ -122,49 +164,43 @@ def _grid_product_kernel(
     LANE: tl.constexpr = PART // 4
     R: tl.constexpr = ROWS // 8
 
-    # Dimensions of the weights: tiles, halves of a tile, warps, rows of a half, threads of a row, words.
-    tiles = tl.arange(0, TILES)[:, None, None, None, None, None]
-    halves = tl.arange(0, 2)[None, :, None, None, None, None]
-    warps = tl.arange(0, WARPS)[None, None, :, None, None, None]
-    of_half = tl.arange(0, 8)[None, None, None, :, None, None]
-    threads = tl.arange(0, 4)[None, None, None, None, :, None]
-    wide = tl.program_id(1) * WIDTH + warps // SPLITS
-    if GATED:
-        tile = tl.minimum(wide, n_out // 16 - 1) + tiles * (n_out // 16)
-    else:
-        tile = tl.minimum(wide * TILES + tiles, n_out // 16 - 1)
-    place = (tile * CHUNKS * 2 + halves) * 8 + of_half  # of a row of the first chunk
-    word = (place * 4 + threads) * 4 + tl.arange(0, 4)[None, None, None, None, None, :]
-    # All four threads of a row have its scales. The hint keeps the compiler from distributing them in another order.
-    factor = place * FACTORS + threads * 0 + tl.arange(0, FACTORS)[None, None, None, None, None, :]
-    factor = tl.max_contiguous(factor, (1, 1, 1, 1, 1, FACTORS))
-    first = warps % SPLITS
-
-    # Dimensions of the rows: parts of a chunk, eights of rows, warps, rows, threads, columns of a thread.
-    row = tl.arange(0, R)[None, :, None, None, None, None] * 8 + tl.arange(0, 8)[None, None, None, :, None, None]
+    # All loads are of one dimension, so that their order among threads is that of the numbers: a thread has what is
+    # contiguous, and then come the threads of a row, the rows, and the warps. The hints keep it from taking more.
+    i = tl.arange(0, TILES * WARPS * 256)  # (tiles, 2 halves, warps, 8 rows, 4 threads, 4 words)
+    word = _place(i // 4, n_out, CHUNKS, TILES, WIDTH, SPLITS, GATED) * 16 + i % 16
+    word = tl.multiple_of(tl.max_contiguous(word, 4), 4)
+    word_split = i // 128 % SPLITS
+    i = tl.arange(0, TILES * WARPS * 64 * FACTORS)  # (tiles, 2 halves, warps, 8 rows, 4 threads, factors)
+    factor = _place(i // FACTORS, n_out, CHUNKS, TILES, WIDTH, SPLITS, GATED) * FACTORS + i % FACTORS
+    factor = tl.multiple_of(tl.max_contiguous(factor, FACTORS), FACTORS)
+    factor_split = i // (32 * FACTORS) % SPLITS
+    i = tl.arange(0, ROWS * WARPS * CHUNK)  # (parts, R, warps, 8 rows, 4 threads, columns of a thread)
+    row = i // (WARPS * PART * 8) % R * 8 + i // PART % 8
     row = tl.minimum(row + tl.program_id(0) * ROWS, rows - 1)
-    column = tl.arange(0, PARTS)[:, None, None, None, None, None] * PART
-    column += tl.arange(0, 4)[None, None, None, None, :, None] * LANE
-    column += tl.arange(0, LANE)[None, None, None, None, None, :] + first * CHUNK
-    at = row * K_SIZE + column
+    split = i // (PART * 8) % SPLITS
+    column = i // (R * WARPS * PART * 8) * PART + i % PART + split * CHUNK
+    at = tl.multiple_of(tl.max_contiguous(row * K_SIZE + column, LANE), LANE)
+    column = tl.max_contiguous(column, LANE)
 
     acc = tl.zeros((PARTS, WARPS, TILES, 2, 8, R, 4, 2), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
-        chunk = first + step * SPLITS
-        if not EVEN:
-            chunk = tl.minimum(chunk, CHUNKS - 1)
-        words = tl.load(words_ptr + word + chunk * 256, eviction_policy="evict_first")
-        scale = tl.load(scale_ptr + factor + chunk * 16 * FACTORS)
+        done = step * SPLITS
+        words = tl.load(words_ptr + word + _chunk(word_split, done, CHUNKS, EVEN) * 256, eviction_policy="evict_first")
+        factors = factor + _chunk(factor_split, done, CHUNKS, EVEN) * 16 * FACTORS
+        scale = tl.load(scale_ptr + factors)
         minimum = scale
         if MINIMUM:
-            minimum = tl.load(minimum_ptr + factor + chunk * 16 * FACTORS)
-        ahead = step * SPLITS * CHUNK
+            minimum = tl.load(minimum_ptr + factors)
         if EVEN:
-            x = tl.load(x_ptr + at + ahead)
+            x = tl.load(x_ptr + at + done * CHUNK)
         else:
-            x = tl.load(x_ptr + at + ahead, mask=column + ahead < K_SIZE, other=0.0)
+            x = tl.load(x_ptr + at + done * CHUNK, mask=column + done * CHUNK < K_SIZE, other=0.0)
+        words = tl.reshape(words, (TILES, 2, WARPS, 8, 4, 4))
+        scale = tl.reshape(scale, (TILES, 2, WARPS, 8, 4, FACTORS))
+        minimum = tl.reshape(minimum, (TILES, 2, WARPS, 8, 4, FACTORS))
+        x = tl.reshape(x, (PARTS, R, WARPS, 8, 4, LANE))
         acc = _chunk_product(
-            acc, words, scale, minimum, x, mask, BITS, ZERO, MINIMUM, PART, PARTS, FACTORS, TILES, WARPS, R
+            acc, words, scale, minimum, x, mask, BITS, ZERO, MINIMUM, PART, PARTS, FACTORS, TILES, WARPS, R, RUN
         )
 
     total = tl.reshape(tl.sum(acc, axis=0), (WIDTH, SPLITS, TILES, 2, 8, R, 4, 2))
@@ -203,13 +239,12 @@ def _grid_dense_kernel(
     LANE: tl.constexpr = PART // 4
     OFFSET: tl.constexpr = 128 + (0 if BITS == 4 else 2048) + (0 if MINIMUM else ZERO)
     tile = tl.program_id(0)
-    chunk = tl.program_id(1) * WARPS + tl.arange(0, WARPS)[None, :, None, None, None]
-    halves = tl.arange(0, 2)[:, None, None, None, None]
-    of_half = tl.arange(0, 8)[None, None, :, None, None]
-    threads = tl.arange(0, 4)[None, None, None, :, None]
-    place = ((tile * CHUNKS + chunk) * 2 + halves) * 8 + of_half
-    word = (place * 4 + threads) * 4 + tl.arange(0, 4)[None, None, None, None, :]
-    words = tl.load(words_ptr + word, mask=chunk < CHUNKS, other=0, eviction_policy="evict_first")
+    i = tl.arange(0, WARPS * 256)  # (2 halves, warps, 8 rows, 4 threads, 4 words)
+    chunk = tl.minimum(tl.program_id(1) * WARPS + i // 128 % WARPS, CHUNKS - 1)
+    place = ((tile * CHUNKS + chunk) * 2 + i // (WARPS * 128)) * 8 + i // 16 % 8
+    word = tl.multiple_of(tl.max_contiguous(place * 16 + i % 16, 4), 4)
+    words = tl.load(words_ptr + word, eviction_policy="evict_first")
+    words = tl.reshape(words, (2, WARPS, 8, 4, 4))
     numbers = _unpacked(words, mask, BITS, 0, 0x43004300, tl.bfloat16).to(tl.float32) - OFFSET
     if BITS == 4:
         numbers = tl.permute(numbers, (0, 1, 2, 3, 4, 7, 6, 5))  # (2, warps, 8, 4, parts, the columns of a word)
@@ -217,15 +252,18 @@ def _grid_dense_kernel(
         numbers += _unpacked(words, mask, BITS, 4, 0x45004500, tl.bfloat16).to(tl.float32)
         numbers = tl.permute(numbers, (0, 1, 2, 3, 4, 6, 5))
     numbers = tl.reshape(numbers, (2, WARPS, 8, 4, PARTS, LANE))
-    part = tl.arange(0, PARTS)[None, None, None, None, :]
-    factor = tl.max_contiguous(place * FACTORS + threads * 0 + part * PART // GROUP, (1, 1, 1, 1, 1))
-    numbers *= tl.load(scale_ptr + factor, mask=chunk < CHUNKS, other=0.0).to(tl.float32)[:, :, :, :, :, None]
+    i = tl.arange(0, WARPS * 64 * PARTS)  # (2 halves, warps, 8 rows, 4 threads, parts)
+    chunk = tl.minimum(tl.program_id(1) * WARPS + i // (32 * PARTS) % WARPS, CHUNKS - 1)
+    place = ((tile * CHUNKS + chunk) * 2 + i // (WARPS * 32 * PARTS)) * 8 + i // (4 * PARTS) % 8
+    RUN: tl.constexpr = PARTS if FACTORS == PARTS else 1
+    factor = tl.multiple_of(tl.max_contiguous(place * FACTORS + i % PARTS * PART // GROUP, RUN), RUN)
+    numbers *= tl.reshape(tl.load(scale_ptr + factor).to(tl.float32), (2, WARPS, 8, 4, PARTS, 1))
     if MINIMUM:
-        numbers += tl.load(minimum_ptr + factor, mask=chunk < CHUNKS, other=0.0).to(tl.float32)[:, :, :, :, :, None]
-    row = (tile * 16 + halves * 8 + of_half)[:, :, :, :, :, None].to(tl.int64)
-    column = (chunk * CHUNK + part * PART + threads * LANE)[:, :, :, :, :, None]
-    column += tl.arange(0, LANE)[None, None, None, None, None, :]
-    tl.store(out_ptr + row * K_SIZE + column, numbers.to(out_ptr.dtype.element_ty), mask=column < K_SIZE)
+        numbers += tl.reshape(tl.load(minimum_ptr + factor).to(tl.float32), (2, WARPS, 8, 4, PARTS, 1))
+    numbers = tl.reshape(tl.permute(numbers, (0, 2, 1, 4, 3, 5)), (16, WARPS * CHUNK)).to(out_ptr.dtype.element_ty)
+    row = (tile * 16 + tl.arange(0, 16)).to(tl.int64)[:, None]
+    column = (tl.program_id(1) * WARPS * CHUNK + tl.arange(0, WARPS * CHUNK))[None, :]
+    tl.store(out_ptr + row * K_SIZE + column, numbers, mask=column < K_SIZE)
 
 
 class ProductTile(NamedTuple):
@@ -237,10 +275,23 @@ class ProductTile(NamedTuple):
     stages: int = 3  # loads under way
 
 
-def product_tile(rows: int, k_size: int, *, gated: bool) -> ProductTile:
-    """Return the fastest tile measured on an H200 for Llama-8B's shapes."""
-    splits = min(8, triton.next_power_of_2(max(1, k_size // 512)))
-    return ProductTile(2 if gated else 1, 1, splits)
+@functools.cache
+def product_tile(device: torch.device, k_size: int, *, gated: bool) -> ProductTile:
+    """Return the tile of a product: as many warps as keep a card's memory busy, with room for their loads.
+
+    Not measured yet: the figures of `tests.bench.fourbit_cuda --tiles` should decide.
+    """
+    large = shared_bytes(device) > 128 << 10
+    most = triton.next_power_of_2(max(1, k_size // 512))
+    return ProductTile(2 if gated else 1, 1, min(8 if large and not gated else 4, most), 3 if large else 2)
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may use: 227 KiB on an H200, 99 KiB on most consumer cards."""
+    if device.type != "cuda":
+        return 1 << 17  # Triton's interpreter has no such limit
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 0)) or 48 << 10
 
 
 def multiply(
@@ -250,12 +301,12 @@ def multiply(
     rows, n_out = out.shape
     assert n_out % TILE_ROWS == 0, "a tile has rows of the gate, or of what it gates"
     padded = min(MOST_ROWS, max(8, triton.next_power_of_2(rows)))
-    tile = product_tile(padded, grid.shape[1], gated=gated)
+    tile = product_tile(x.device, grid.shape[1], gated=gated)
     per_program = TILE_ROWS * tile.width * (1 if gated else tile.tiles)
     _grid_product_kernel[(triton.cdiv(rows, padded), triton.cdiv(n_out, per_program))](
         x, grid.integers, out, grid.scale, _or(grid.minimum, grid.scale), _or(bias, x), _or(residual, x), rows, n_out,
         _MASK, **_form(grid), ROWS=padded, TILES=tile.tiles, WIDTH=tile.width, SPLITS=tile.splits,
-        STAGES=tile.stages, GATED=gated, BIAS=bias is not None, RESIDUAL=residual is not None,
+        STAGES=tile.stages, RUN=_RUN, GATED=gated, BIAS=bias is not None, RESIDUAL=residual is not None,
         num_warps=tile.width * tile.splits,
     )  # fmt: skip
 

@@ -215,7 +215,8 @@ class GridLinear:
             self._product = self._product or GridProduct(self.grid, self.bias)
             out = self._product(x)
         else:
-            out = torch.cat([F.linear(x, weight) for weight in self._converted(x.dtype)], dim=1)
+            parts = [F.linear(x, weight) for weight in self._converted(x.dtype)]
+            out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
             out = out if self.bias is None else out + self.bias
         return out if residual is None else residual + out
 
@@ -229,13 +230,18 @@ class GridLinear:
 
     def _converted(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Yield the matrix as numbers, some rows after the others, so that they take little memory."""
+        for part in self._parts:
+            yield part.dense(dtype) if isinstance(part, Grid) else self.convert(part, dtype)
+
+    @functools.cached_property
+    def _parts(self) -> list[Grid | TiledGrid]:
+        """The grid in as few parts of equal size as the limit allows; made once, since a prompt's pass is short."""
         (n_out, n_in), on_gpu = self.grid.shape, isinstance(self.grid, TiledGrid)
-        # As few slices of equal size as the limit allows.
-        slices = -(-n_out * n_in // CONVERTED_NUMBERS) if on_gpu else -(-n_out // CONVERTED_ROWS)
-        count = -(-n_out // (slices * TILE_ROWS)) * TILE_ROWS
-        for first in range(0, n_out, count):
-            rows = self.grid.rows(slice(first, first + count))
-            yield rows.dense(dtype) if isinstance(rows, Grid) else self.convert(rows, dtype)
+        count = -(-n_out * n_in // CONVERTED_NUMBERS) if on_gpu else -(-n_out // CONVERTED_ROWS)
+        rows = -(-n_out // (count * TILE_ROWS)) * TILE_ROWS
+        if count == 1:
+            return [self.grid]
+        return [self.grid.rows(slice(first, first + rows)) for first in range(0, n_out, rows)]
 
     @property
     def nbytes(self) -> int:

@@ -389,7 +389,7 @@ def _product_tile(device: torch.device, rows: int, weight: torch.dtype, gated: b
     int8 = weight == torch.int8
     block_n, stages = (64, 3) if gated else (32, 5)
     block_k = 128 if gated and not int8 else 256
-    room = _shared_bytes(device) - (8 << 10)  # some is left for the compiler's own use
+    room = grid_kernels.shared_bytes(device) - (8 << 10)  # some is left for the compiler's own use
 
     def stage_bytes() -> int:
         inputs = 2 if int8 else weight.itemsize
@@ -398,14 +398,6 @@ def _product_tile(device: torch.device, rows: int, weight: torch.dtype, gated: b
     while block_k > 32 and 2 * stage_bytes() > room:
         block_k //= 2
     return _Tile(rows, block_n, block_k, max(1, min(stages, room // stage_bytes())))
-
-
-def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program may use: 227 KiB on an H200, 99 KiB on most consumer cards."""
-    if device.type != "cuda":
-        return 1 << 17  # Triton's interpreter has no such limit
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", 0)) or 48 << 10
 
 
 def _vector_tile(k_size: int, int8: bool, gated: bool) -> tuple[int, int]:

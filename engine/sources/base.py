@@ -25,19 +25,34 @@ def block_part(index: int) -> str:
 
 
 @dataclass(frozen=True)
+class Extent:
+    """`length` bytes of a file from `offset` on."""
+
+    file: Path
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
 class TensorEntry:
     """One tensor of a file: its role in the part, its name in the source, type, shape, and where its bytes are."""
 
     role: str
     name: str
-    kind: str  # "F32", "F16", "BF16", "Q4_0", "Q4_K", … as GGUF names them
+    kind: str  # "F32", "F16", "BF16", "Q4_0", "Q4_K", … as GGUF names them, or one of `layout.PACKED_GROUPS`
     shape: tuple[int, ...]  # as torch would print it, after decoding
     file: Path
     offset: int
-    length: int
+    length: int  # with that of `more`
     # GGUF files of the llama family store q and k rows in interleaved rope order, which decoding undoes: the number of
     # heads in this tensor if interleaved, else 0.
     interleaved_heads: int = 0
+    more: tuple[Extent, ...] = ()  # where the bytes go on, if they are several tensors of the file
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """All places of the tensor's bytes, in order."""
+        return (Extent(self.file, self.offset, self.length - sum(each.length for each in self.more)), *self.more)
 
 
 @dataclass(frozen=True)

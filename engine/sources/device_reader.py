@@ -72,14 +72,20 @@ def read_range(entry: TensorEntry, start: int, out: Tensor) -> None:
         return
     array: Any = out.numpy()
     buffer = memoryview(array).cast("B")
-    try:
-        with entry.file.open("rb", buffering=0) as file:
-            file.seek(entry.offset + start)
-            done = 0
-            while done < len(buffer):  # one read may return less than requested (at most 2 GiB on Linux)
-                count = file.readinto(buffer[done:])
-                if not count:
-                    raise SourceError(f"{entry.file} is cut short: tensor {entry.name} is incomplete: {AGAIN}")
-                done += count
-    except OSError as error:
-        raise unreadable(entry.file, error) from error
+    done = 0
+    for extent in entry.extents:
+        skipped = min(start, extent.length)
+        start -= skipped
+        whole = done + min(extent.length - skipped, len(buffer) - done)
+        if done == whole:
+            continue
+        try:
+            with extent.file.open("rb", buffering=0) as file:
+                file.seek(extent.offset + skipped)
+                while done < whole:  # one read may return less than requested (at most 2 GiB on Linux)
+                    count = file.readinto(buffer[done:whole])
+                    if not count:
+                        raise SourceError(f"{extent.file} is cut short: tensor {entry.name} is incomplete: {AGAIN}")
+                    done += count
+        except OSError as error:
+            raise unreadable(extent.file, error) from error

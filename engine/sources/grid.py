@@ -2,7 +2,8 @@
 
 GGUF's types of 4, 5, 6 and 8 bits are kept as they are: nothing is rounded again, and `Grid.dense` gives the numbers
 that `engine.sources.dequant` gives. Types of 5 and 6 bits take a byte a weight, since no product reads them packed.
-`quantise` makes a grid of 4 bits from a matrix of plain numbers. Products with grids are left to `engine.model`.
+`quantise` makes a grid of 4 bits from a matrix of plain numbers; `engine.sources.packed` makes those of AWQ and GPTQ
+checkpoints. Products with grids are left to `engine.model`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.sources.layout import KIND_SIZES
+from engine.sources.layout import KIND_SIZES, PACKED_GROUPS
 
 QUANTISED_GROUP = 32  # columns that share a scale and a minimum in a grid made by `quantise`
 _SLICE_ELEMENTS = 1 << 22  # decoded at a time
@@ -227,11 +228,13 @@ _FORMS: dict[str, _Form] = {
     "Q5_K": _Form(8, 32, 16, _q5_k),
     "Q6_K": _Form(8, 16, 32, _q6_k),
 }
-GRID_KINDS = frozenset(_FORMS)  # types of GGUF that are kept in their own grid
+GRID_KINDS = frozenset(_FORMS) | PACKED_GROUPS.keys()  # types that are kept in their own grid
 
 
 def grid_bytes_per_weight(kind: str) -> float:
     """Bytes that a weight of this type takes as a grid, scales and minima included."""
+    if kind in PACKED_GROUPS:
+        return 1 / 2 + 8 / PACKED_GROUPS[kind]  # with float32 factors; less if all zero points are in the middle
     form = _FORMS[kind]
     factors = form.decode(torch.zeros(1, KIND_SIZES[kind][1], dtype=torch.uint8))
     per_group = factors.scale.element_size() * (1 if factors.minimum is None else 2)
@@ -252,14 +255,18 @@ def block_grid_bytes(groups: Iterable[Sequence[tuple[str, tuple[int, ...]]]]) ->
         elif len(kinds) == 1:
             per_weight, has_grids = grid_bytes_per_weight(next(iter(kinds))), True
         else:
-            forms = [_FORMS[kind] for kind in kinds]
-            per_weight, has_grids = max(f.bits for f in forms) / 8 + 8 / min(f.group for f in forms), True
+            forms = [_bits_and_group(kind) for kind in kinds]
+            per_weight, has_grids = max(bits for bits, _ in forms) / 8 + 8 / min(group for _, group in forms), True
         total, count = total + per_weight * weights, count + weights
     return total / count if has_grids else None
 
 
+def _bits_and_group(kind: str) -> tuple[int, int]:
+    return (4, PACKED_GROUPS[kind]) if kind in PACKED_GROUPS else _FORMS[kind][:2]
+
+
 def decode_grid(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Grid:
-    """Turn the bytes of a tensor of one of `GRID_KINDS` into a grid, on the CPU."""
+    """Turn the bytes of a tensor of one of GGUF's types into a grid, on the CPU."""
     form, (n_out, n_in), (elements, size) = _FORMS[kind], shape, KIND_SIZES[kind]
     blocks = raw.view(n_out, n_in // elements, size)
     slices = []

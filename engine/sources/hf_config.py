@@ -1,4 +1,7 @@
-"""Turns a `config.json`, as written by transformers 4 or 5, into a `ModelConfig`."""
+"""Turns a `config.json`, as written by transformers 4 or 5, into a `ModelConfig`.
+
+Its `quantization_config` is left to `engine.sources.packed`.
+"""
 
 from __future__ import annotations
 
@@ -73,11 +76,6 @@ def _family(fields: Fields) -> Family:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    if fields.get("quantization_config") is not None:
-        raise SourceError(
-            f"{fields.origin}: the weights are quantised in a form that Shoal does not read: "
-            "take the unquantised model or a GGUF file of it"
-        )
     activation = fields.text("hidden_act", default="silu")
     if activation not in ("silu", "swish"):
         raise SourceError(f"{fields.origin}: activation {shown(activation)} is not supported, only silu is")

@@ -1,10 +1,12 @@
 """Indexes a Hugging Face folder: `config.json`, safetensors files and the tokenizer's files.
 
-`hf_config` interprets the config, `safetensors` reads the headers of the weight files.
+`hf_config` interprets the config, `safetensors` reads the headers of the weight files, and `packed` finds the quantised
+matrices of AWQ and GPTQ checkpoints in them.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from engine.sources.base import EMBEDDING_PART, HEAD_PART, ModelSource, TensorEn
 from engine.sources.files import AGAIN, Fields, parse_json_object, read_json_object, read_text, shown
 from engine.sources.hf_config import parse_config
 from engine.sources.layout import arrange
+from engine.sources.packed import find_packed, parse_packing
 from engine.sources.safetensors import read_index
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -53,11 +56,14 @@ def open_folder(folder: Path) -> ModelSource:
         raise SourceError(f"{folder} has no config.json, so it is not a model folder: give the folder of a model")
     generation_file = folder / "generation_config.json"
     generation = read_json_object(generation_file, MAX_CONFIG_BYTES) if generation_file.is_file() else {}
-    config = parse_config(read_json_object(config_file, MAX_CONFIG_BYTES), str(config_file), generation)
+    values = read_json_object(config_file, MAX_CONFIG_BYTES)
+    config, packing = parse_config(values, str(config_file), generation), parse_packing(values, str(config_file))
+    tensors = _tensors(folder)
+    packed = None if packing is None else partial(find_packed, packing, tensors)
     return ModelSource(
         label=folder.name,
         config=config,
-        parts=arrange(config, tensor_name, _tensors(folder), folder),
+        parts=arrange(config, tensor_name, tensors, folder, packed),
         tokenizer=read_tokenizer(folder),
         licence=_licence(folder / "README.md"),
     )

@@ -33,6 +33,10 @@ KIND_SIZES: dict[str, tuple[int, int]] = {
     "Q6_K": (256, 210),
 }
 
+# Type -> columns that share a scale: matrices of AWQ and GPTQ checkpoints (`engine.sources.packed`). GPTQ's second
+# format differs in what it stores as the zero point.
+PACKED_GROUPS = {f"{method}_{group}": group for method in ("AWQ", "GPTQ", "GPTQ_V2") for group in (32, 64, 128)}
+
 # Bounds on a config's numbers: far above any known model, far below what would exhaust memory.
 MAX_BLOCKS = 4096
 MAX_WIDTH = 1 << 20
@@ -79,10 +83,19 @@ def expected_shapes(config: ModelConfig, part: str) -> dict[str, tuple[int, ...]
 
 def byte_length(kind: str, shape: tuple[int, ...]) -> int | None:
     """Bytes of a tensor, or None if the type is unknown or its block size does not divide the rows."""
+    if kind in PACKED_GROUPS:
+        return _packed_length(PACKED_GROUPS[kind], shape)
     size = KIND_SIZES.get(kind)
     if size is None or not shape or shape[-1] % size[0]:
         return None
     return math.prod(shape) // size[0] * size[1]
+
+
+def _packed_length(group: int, shape: tuple[int, ...]) -> int | None:
+    """Bytes of a matrix with half a byte for each weight, and half a byte and a float16 for each row of a group."""
+    if len(shape) != 2 or shape[0] % 8 or not shape[0] or shape[1] % group or not shape[1]:
+        return None
+    return shape[0] * (shape[1] // 2 + shape[1] // group * 2) + shape[0] * (shape[1] // group) // 2
 
 
 def check_config(config: ModelConfig, origin: str) -> ModelConfig:
@@ -105,7 +118,7 @@ def check_config(config: ModelConfig, origin: str) -> ModelConfig:
 def check_entry(entry: TensorEntry, shape: tuple[int, ...], part: str) -> None:
     """Raise `SourceError` for an entry that contradicts the config or itself."""
     where = f"{entry.file}: tensor {entry.name} ({part})"
-    if entry.kind not in KIND_SIZES:
+    if entry.kind not in KIND_SIZES and entry.kind not in PACKED_GROUPS:
         raise SourceError(f"{where} has type {entry.kind}; supported are {', '.join(KIND_SIZES)}: use another file")
     if entry.shape != shape:
         raise SourceError(
@@ -131,17 +144,25 @@ def check_part(config: ModelConfig, part: str, entries: Sequence[TensorEntry]) -
 
 
 def arrange(
-    config: ModelConfig, names: Callable[[str, str], str], tensors: dict[str, TensorEntry], origin: Path
+    config: ModelConfig,
+    names: Callable[[str, str], str],
+    tensors: dict[str, TensorEntry],
+    origin: Path,
+    packed: Callable[[str, tuple[int, ...]], TensorEntry | None] | None = None,
 ) -> dict[str, tuple[TensorEntry, ...]]:
     """Group a source's tensors in parts; `names(part, role)` is the source's name of a tensor.
 
+    `packed(name, shape)` finds a matrix that is stored as several tensors of other names.
     Raises `SourceError` if a tensor is missing or has the wrong shape or type.
     """
     parts: dict[str, tuple[TensorEntry, ...]] = {}
     for part in part_names(config):
         entries = []
-        for role in expected_shapes(config, part):
+        for role, shape in expected_shapes(config, part).items():
             name = names(part, role)
+            if name not in tensors and packed is not None and (entry := packed(name, shape)) is not None:
+                entries.append(replace(entry, role=role))
+                continue
             if name not in tensors:
                 raise SourceError(f"{origin}: tensor {name} ({part}) is missing: download the model again")
             entries.append(replace(tensors[name], role=role))

@@ -1,4 +1,4 @@
-"""Turns a tensor's bytes into a torch tensor: plain floats and GGUF's block-quantised types.
+"""Turns a tensor's bytes into a torch tensor: plain floats, GGUF's block-quantised types, AWQ's and GPTQ's matrices.
 
 A tensor whose numbers need no conversion is read straight into its place, on a GPU through `DeviceReader`. Any other is
 read at once and decoded in slices, straight into the requested dtype, so that peak memory is the raw bytes plus the
@@ -18,7 +18,8 @@ from engine.sources.dequant import dequantise
 from engine.sources.device_reader import DeviceReader, read_range
 from engine.sources.files import AGAIN
 from engine.sources.grid import GRID_KINDS, Grid, decode_grid
-from engine.sources.layout import byte_length, check_part
+from engine.sources.layout import PACKED_GROUPS, byte_length, check_part
+from engine.sources.packed import decode_packed
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -72,7 +73,7 @@ class PartReader:
         if entry.kind not in GRID_KINDS:
             return None
         _check_length(entry, entry.length)
-        grid = decode_grid(_read(entry), entry.kind, entry.shape)
+        grid = (decode_packed if entry.kind in PACKED_GROUPS else decode_grid)(_read(entry), entry.kind, entry.shape)
         if not entry.interleaved_heads:
             return grid
         order = _undo_interleaving(torch.arange(entry.shape[0])[:, None], entry.interleaved_heads).view(-1)
@@ -92,6 +93,8 @@ def decode(entry: TensorEntry, raw: Tensor, dtype: torch.dtype = torch.float32) 
     _check_length(entry, raw.numel())
     if entry.kind in _PLAIN:
         values = raw.view(_PLAIN[entry.kind]).to(dtype).reshape(entry.shape)
+    elif entry.kind in PACKED_GROUPS:
+        values = decode_packed(raw, entry.kind, entry.shape).dense(dtype)
     else:
         values = dequantise(raw, entry.kind, dtype).reshape(entry.shape)
     return _undo_interleaving(values, entry.interleaved_heads) if entry.interleaved_heads else values

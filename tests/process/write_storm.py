@@ -17,10 +17,10 @@ from app.config.home import Home, write_sequence
 from app.manifest.manifest import Part
 from app.manifest.merkle import CHUNK_BYTES, ChunkHasher, root_of
 from app.node.statistics import Statistics
-from app.weights.extents import Extent
 from app.weights.manifest_store import ManifestStore
 from app.weights.part_store import PartFiles
 from app.weights.source_index import SourceIndex
+from engine.sources.base import Extent
 from p2p.identity import load_or_create
 
 PARTS = 3

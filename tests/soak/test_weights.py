@@ -19,11 +19,12 @@ from app.core.errors import NotRunning
 from app.snapshot.views import WeightsView
 from app.weights import download as fetching
 from app.weights import wire
-from app.weights.extents import Extent, chunk_length, matching_chunks
+from app.weights.extents import chunk_length, matching_chunks
 from app.weights.library import ENDS, span_parts
 from app.weights.manifest_store import ManifestStore
 from app.weights.part_store import PartFiles
 from engine.errors import EngineError
+from engine.sources.base import Extent
 from engine.sources.opening import open_source
 from engine.sources.starter import starter_file
 from tests.bench.swarm_nodes import free_port, open_proxies
