@@ -476,6 +476,8 @@ class TrainedView:
     owner: str  # peer id
     start: int
     stop: int
+    steps_s: float = 0.0  # of its steps here, without the first one on each route
+    computed_s: float = 0.0  # of these, in which this node computed; in the rest it waited for other members
 
 
 @dataclass(frozen=True)
