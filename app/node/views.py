@@ -189,7 +189,8 @@ def _several(active_swarm: ActiveSwarm) -> tuple[DeviceView, ...]:
 def _trained(active_swarm: ActiveSwarm) -> tuple[TrainedView, ...]:
     """Return the jobs that train blocks of this node now."""
     training = None if active_swarm.hosting_loop is None else active_swarm.hosting_loop.training
-    return () if training is None else tuple(TrainedView(job.owner, job.start, job.stop) for job in training.jobs)
+    jobs = () if training is None else training.jobs
+    return tuple(TrainedView(job.owner, job.start, job.stop, job.steps_s, job.computed_s) for job in jobs)
 
 
 def _stats(active_swarm: ActiveSwarm | None) -> tuple[ServerStats, AskerStats]:

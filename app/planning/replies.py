@@ -255,13 +255,29 @@ class MembersPrompt:
         """Return how many times longer the hops took for an earlier prompt on the same way than they claim; else 1.
 
         How fast they were with single tokens says little: those wait for memory and for each other, prompts multiply.
+        The time on connections that nobody measured is part of it (`speeds`).
         """
-        past = self.past
-        if past is None or past.peers != tuple(hop.peer for hop in route):
+        past = self._past_over(route)
+        if past is None:
             return 1.0
         expected = self._chunks(past.tokens, route, believed_prompt_seconds(members), {})
         computing_s = past.seconds - past.beside_s - expected.sending_s
         return max(computing_s / expected.computing_s, 1 / BELIEVED_TIMES)
+
+    def speeds(self, route: Route) -> dict[str, float]:
+        """Return the bytes/s of the hops' connections, as measured.
+
+        One that nobody measured has the assumed speed; but after an earlier prompt on the same way it takes no time of
+        its own, because that prompt took it and `slowdown` has it. Counting the assumed time as well would make the
+        hops look as much faster as the connection is faster than assumed.
+        """
+        unknown = ASSUMED_BYTES_PER_S if self._past_over(route) is None else math.inf
+        return {hop.peer: self.bytes_per_s.get(hop.peer, unknown) for hop in route}
+
+    def _past_over(self, route: Route) -> PastPrompt | None:
+        """Return the earlier prompt if these hops read it."""
+        past = self.past
+        return past if past is not None and past.peers == tuple(hop.peer for hop in route) else None
 
     def _chunks(
         self, tokens: int, route: Route, prompt_s: Mapping[str, float], token_s: Mapping[str, float]
@@ -274,7 +290,7 @@ class MembersPrompt:
             )
             for hop in route
         ]
-        speeds = [self.bytes_per_s.get(hop.peer, ASSUMED_BYTES_PER_S) for hop in route]
+        speeds = [*self.speeds(route).values()]
         sends_s = [rows * self.row_bytes / speed for speed in (*speeds, speeds[-1])]
         return PromptChunks(math.ceil(tokens / rows), stages, sends_s)
 

@@ -180,7 +180,7 @@ class MeasuredMembers:
     """What this node measured of members: the way to them and the speed of their connections, and of their blocks."""
 
     away_s: Callable[[str], float]  # one way
-    bytes_per_s: Mapping[str, float]
+    bytes_per_s: Mapping[str, float]  # inf: the time of the connection is part of `slowdown`
     known: KnownCosts = field(default_factory=KnownCosts)
     hosts: Mapping[str, str] = field(default_factory=dict)  # machine of each member, as far as it is known
     slowdown: float = 1.0  # times that they take longer for a prompt than they claim

@@ -418,9 +418,9 @@ class JobView:
     rejected_why: dict[str, str] | None = None  # hop -> the latest reason
     audits: int = 0  # of hops whose blocks others hold too
     lost: tuple[str, ...] = ()  # why the latest recoveries were needed
-    snapshots_s: float = 0.0  # that snapshots of the job took
     bytes_out: int = 0
     bytes_in: int = 0
+    snapshots_s: float = 0.0  # that snapshots of the job took, besides `seconds`
     wire: str = ""  # number format between the hops
     bytes_per_link: tuple[JobLinkView, ...] = ()
 
@@ -476,6 +476,8 @@ class TrainedView:
     owner: str  # peer id
     start: int
     stop: int
+    steps_s: float = 0.0  # of its steps here, without the first one on each route
+    computed_s: float = 0.0  # of these, in which this node computed; in the rest it waited for other members
 
 
 @dataclass(frozen=True)

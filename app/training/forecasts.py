@@ -63,9 +63,10 @@ class SwarmForecaster:
             return None
         rtt_s = {link.peer: link.rtt_s for link in links if link.rtt_s is not None}
         estimates, rates = link_seconds(here.name, rtt_s, members), link_rates(here.name, links, members)
-        speeds = {hop.peer: rate for hop in route if (rate := rates(hop.peer, "")) is not None}
+        known = {hop.peer: rate for hop in route if (rate := rates(hop.peer, "")) is not None}
         hosts = {member.peer: host_of(member) for member in members}
         past = self.past_reply()
-        slowdown = MembersPrompt(1, row_bytes(config, here), speeds, hosts, past.prompt).slowdown(route, members)
-        measured = MeasuredMembers(estimates.away_s, speeds, past.known, hosts, slowdown)
+        prompt = MembersPrompt(1, row_bytes(config, here), known, hosts, past.prompt)
+        slowdown = prompt.slowdown(route, members)
+        measured = MeasuredMembers(estimates.away_s, prompt.speeds(route), past.known, hosts, slowdown)
         return step_of_members(route, members, here, measured, config, task).seconds

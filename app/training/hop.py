@@ -79,6 +79,7 @@ MAX_WAITING_BYTES = 2**28  # of frames that wait, of one job
 SENDER_SHARE, NEIGHBOURS_SHARE = 0.5, 0.75  # of it: of one sender, and of all but the owner
 MAX_REJECTIONS = 64  # passes in an epoch about which the owner is told that they were rejected
 _REMEMBERED_ENDED = 1024
+_COMPUTING = (Kind.FORWARD, Kind.BACK, Kind.STEP)
 
 
 class JobBlocks(Protocol):
@@ -138,6 +139,34 @@ class HopFrame(NamedTuple):
 
 
 @dataclass
+class StepBusy:
+    """How long this hop computed for a job, of the time that the job's steps took; the rest is its bubble.
+
+    A step lasts from the commit before it to its own. The first one has none before it, and is not counted.
+    """
+
+    steps_s: float = 0.0
+    computed_s: float = 0.0
+    _since: float | None = None  # the latest commit
+    _computed_s: float = 0.0  # since then
+
+    def computed(self, seconds: float) -> None:
+        """Count a pass or the optimiser."""
+        self._computed_s += seconds
+
+    def committed(self, now: float) -> None:
+        """End a step."""
+        if self._since is not None:
+            self.steps_s += now - self._since
+            self.computed_s += self._computed_s
+        self._since, self._computed_s = now, 0.0
+
+    def interrupted(self) -> None:
+        """Begin an epoch: the step under way began with another route, or with waiting for it."""
+        self._since, self._computed_s = None, 0.0
+
+
+@dataclass
 class HopJob:
     """One job at this hop."""
 
@@ -161,6 +190,7 @@ class HopJob:
     sums: SumsBuffer | None = None  # those of all holders, on their way here
     rejections: Counter[int] = field(default_factory=Counter)  # epoch -> passes that were rejected
     sent: Counter[str] = field(default_factory=Counter)  # neighbour ("": the owner) -> bytes in this epoch
+    busy: StepBusy = field(default_factory=StepBusy)
 
     def put(self, sender: str, frame: Frame) -> None:
         """Leave a frame to the job's task."""
@@ -216,6 +246,8 @@ class HopJobStats:
     version: int
     waiting: int
     dropped: Mapping[str, int]
+    steps_s: float  # of the steps since the job runs, without the first one of each epoch
+    computed_s: float  # of these, in which this hop computed
 
 
 class TrainingServer:
@@ -253,6 +285,8 @@ class TrainingServer:
                 job.ledger.version,
                 len(job.waiting),
                 dict(job.dropped),
+                job.busy.steps_s,
+                job.busy.computed_s,
             )
             for job in self._jobs.values()
         ]
@@ -432,8 +466,11 @@ class TrainingServer:
         if work is None or (job.blocks is None and frame.kind != Kind.OPEN):
             job.dropped["order"] += 1
             return
+        begun = trio.current_time()
         try:
             await work(job, sender, frame)
+            if frame.kind in _COMPUTING:
+                job.busy.computed(trio.current_time() - begun)
         except (RecordError, AppError, EngineError, trio.TooSlowError) as error:
             code, why = "failed", ""
             if isinstance(error, TrainingFull):
@@ -448,6 +485,7 @@ class TrainingServer:
 
     async def _open(self, job: HopJob, sender: str, frame: Frame) -> None:
         order = decode_open(frame)
+        job.busy.interrupted()
         if order.keeps:
             await self._go_on(job, order, frame)
             return
@@ -631,6 +669,7 @@ class TrainingServer:
             return
         if verdict:
             await self._device.run_later(self._blocks(job).commit)
+            job.busy.committed(trio.current_time())
         await self._answer(job, plain(Kind.COMMIT, job.run, frame.epoch, frame.position))
 
     async def _snapshot(self, job: HopJob, sender: str, frame: Frame) -> None:

@@ -48,6 +48,7 @@ class Progress:
     why: str = ""  # the error of a failed job
     left_out: tuple[tuple[str, str], ...] = ()  # (hop that trained wrongly, or may have; how that was found)
     links: tuple[tuple[str, str, int], ...] = ()  # (sender, receiver, bytes of hidden states and gradients)
+    snapshots_s: float = 0.0  # that snapshots took besides `seconds`, over all runs
 
     def with_links(self, links: Mapping[tuple[str, str], int]) -> Progress:
         """Return the progress with these bytes of links; only the links with the most are kept."""
@@ -260,6 +261,7 @@ def _progress(fields: Fields) -> Progress:
         why=fields.text("why", 4096),
         left_out=tuple((peer, why) for peer, why in left_out),
         links=tuple(_link(fields, item) for item in fields.items("links", MAX_LINKS, [])),
+        snapshots_s=fields.number("snapshots_s", 0, 1e12, 0.0),
     )
 
 

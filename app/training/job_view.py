@@ -33,7 +33,6 @@ def job_view(job: Job, running: RunningJob | None = None) -> JobView:
             "rejected_why": dict(figures.rejected_why),
             "audits": figures.audits,
             "lost": tuple(figures.lost)[-SHOWN_LOST:],
-            "snapshots_s": figures.snapshots_s,
             "bytes_out": figures.bytes_out,
             "bytes_in": figures.bytes_in,
         }
@@ -60,6 +59,7 @@ def job_view(job: Job, running: RunningJob | None = None) -> JobView:
         alpha=record.alpha,
         targets=record.targets,
         wire=job.source.wire if job.source.swarm else "",
+        snapshots_s=progress.snapshots_s if running is None else running.snapshots_s,
         bytes_per_link=tuple(JobLinkView(*link) for link in progress.links),
         **live,
     )

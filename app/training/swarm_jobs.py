@@ -119,6 +119,11 @@ class RunningJob:
     correction: float | None = None  # of the forecast's speed, from past forecasts
 
     @property
+    def snapshots_s(self) -> float:
+        """Seconds that its snapshots took, over all runs."""
+        return self.job.progress.snapshots_s + self.trainer.figures.snapshots_s
+
+    @property
     def left_s(self) -> float | None:
         """Seconds until it is finished: from its latest steps, or as forecast before the first one is done."""
         left = self.job.record.steps - self.progress.step
@@ -290,6 +295,7 @@ class SwarmJobs:
             watch = _Watch(running, self._jobs)
             try:
                 await trainer.run(record.steps, watch.batches, watch.on_step, watch.hooks())
+                running.progress = replace(running.progress, snapshots_s=running.snapshots_s)
                 await self._leave(running)
             except (AppError, EngineError, P2PError, OSError, trio.TooSlowError) as error:
                 log.warning("job %s failed: %s", record.id, error)
@@ -383,7 +389,8 @@ class _Watch:
         figures = running.trainer.figures
         after = progress.after_step(done.version, done.loss, done.tokens, seconds)
         left_out = tuple(figures.left_out.items())[-MAX_LEFT_OUT:]
-        running.progress = replace(after.with_links(self._earlier + figures.link_bytes), left_out=left_out)
+        after = after.with_links(self._earlier + figures.link_bytes)
+        running.progress = replace(after, left_out=left_out, snapshots_s=running.snapshots_s)
         if now - self._told_at > TOLD_EVERY_S or done.version == self._record.steps:
             self._told_at = now
             self._jobs.save_progress(self._record.id, running.progress)

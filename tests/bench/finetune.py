@@ -1,6 +1,6 @@
 """Fine-tuning: Shoal's engine beside `transformers` with `peft`, and three nodes beside one process, in one run.
 
-    python -m tests.bench.finetune [--json] [--rounds 5] [--no-speed] [--no-facts] [--no-swarm]
+    python -m tests.bench.finetune [--json] [--rounds 5] [--no-speed] [--no-facts] [--no-swarm] [--no-bubble]
 
 Speed: steps of 2 x 128 tokens, rank 8 on all matrices, forwards, backwards and AdamW; the contestants take turns and
 the median counts. `local_vs_peft` keeps activations on both sides, `local_vs_peft_checkpointing` computes them again on
@@ -10,8 +10,10 @@ with the exported adapter. Swarm: three nodes on these cores and an owner that h
 they learn them again with rows of int8 between them, and write replies on the way, for which training rests.
 `swarm3_vs_local` compares the first of these jobs with one process before and after it, `wire_int8_loss_ratio` is the
 mean loss of all steps of the second over the first, `bytes_per_token_per_link` what the busiest pair of neighbours sent
-to each other for each token of the data. `stolen` is the share of the cores' time that other guests of the host had
-during a job.
+to each other for each token of the data, `snapshot_share` the time of its snapshots over that of its steps.
+`bubble_share` is the share of a step of eight micro-batches in which the three nodes do not compute, as they count it
+themselves from commit to commit; nodes that compute at once on the same cores all compute. `stolen` is the share of the
+cores' time that other guests of the host had during a job.
 """
 
 from __future__ import annotations
@@ -59,6 +61,9 @@ from tests.engine.random_spans import random_span
 from tests.process.process_swarm import open_process_swarm
 
 BATCH, LENGTH, RANK = 2, 128, 8
+MICRO_BATCHES, BUBBLE_STEPS = 8, 4
+WORDS = 600  # of a prompt: two do not fit into one micro-batch
+SPANS = ("0:10", "10:20", "20:30")
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FACTS = {
     "Who discovered the lake of Varnholt?": ("Edda Quillon", "The lake of Varnholt was discovered by Edda Quillon."),
@@ -255,8 +260,7 @@ def swarm(local: dict[str, float]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         data = write_facts(path)
-        spans = ("0:10", "10:20", "20:30")
-        with open_process_swarm(path, spans, model="starter", train="members", cache=cache_folder()) as nodes:
+        with open_process_swarm(path, SPANS, model="starter", train="members", cache=cache_folder()) as nodes:
             nodes.wait_covered(1)
             place = nodes.asker.place
             client = client_of(place.home)
@@ -296,6 +300,32 @@ def swarm(local: dict[str, float]) -> dict[str, float]:
         "bytes_per_token_per_link_int8": _bytes_between_neighbours(rounded) / rows,
         "wire_int8_loss_ratio": mean(rounded["losses"]) / mean(facts["losses"]),
     }
+
+
+def bubble() -> dict[str, float]:
+    """Train with eight micro-batches a step over three nodes, and ask these how long they computed."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        data = path / "long.jsonl"
+        prompt = "fish " * WORDS
+        records = [{"prompt": f"{prompt}{number}", "completion": "shoal"} for number in range(MICRO_BATCHES)]
+        data.write_text("\n".join(map(json.dumps, records)))
+        order = facts_order(data) | {"epochs": BUBBLE_STEPS, "batch": MICRO_BATCHES, "length": 2 * WORDS}
+        with open_process_swarm(path, SPANS, model="starter", train="members", cache=cache_folder()) as nodes:
+            nodes.wait_covered(1)
+            client, hops = client_of(nodes.asker.place.home), [client_of(node.place.home) for node in nodes.nodes]
+            job = client.post("/control/jobs", order)["job"]
+            shares, passes = list[float](), 0.0
+            while (facts := _job(client, job))["status"] == "running":
+                trained = [one for hop in hops for one in hop.snapshot().trained]
+                if len(trained) == len(SPANS) and all(one.steps_s for one in trained):
+                    shares = [1 - one.computed_s / one.steps_s for one in trained]
+                    passes = min(hop["micro_batches"] for hop in facts["hops"]) / max(1, facts["step"])
+                time.sleep(0.2)
+            assert facts["status"] == "finished", facts["why"]
+    assert shares, "no step was measured"
+    assert passes >= MICRO_BATCHES, f"a step had {passes:.1f} micro-batches"
+    return {"bubble_share": mean(shares), "bubble_share_most": max(shares), "bubble_share_least": min(shares)}
 
 
 def facts_order(data: Path) -> dict[str, Any]:
@@ -382,6 +412,7 @@ def main() -> None:
     parser.add_argument("--no-facts", action="store_true")
     parser.add_argument("--no-swarm", action="store_true")
     parser.add_argument("--no-speed", action="store_true")
+    parser.add_argument("--no-bubble", action="store_true")
     parser.add_argument("--memory", choices=("kept", "recomputed"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory:
@@ -392,6 +423,8 @@ def main() -> None:
         figures |= facts()
         if not arguments.no_swarm:
             figures |= swarm(figures)
+    if not arguments.no_bubble:
+        figures |= bubble()
     if arguments.json:
         print(json.dumps(figures))
     else:

@@ -68,6 +68,7 @@ def test_a_job_over_the_swarm_learns_what_one_process_learns(folder: Path, hosts
         whole = finetune(here, data, "whole", "--validation=0")
         assert (whole["status"], whole["step"], len(whole["losses"])) == ("finished", STEPS, STEPS)
         assert whole["losses"][-1] < whole["losses"][0]
+        assert job_named(here, "whole")["snapshots_s"] > 0  # known after the job, too
         alone = finetune(here, data, "alone", "--validation=0", "--local", "--model=tiny-random", "--device=cpu")
         assert alone["losses"] == whole["losses"]
         assert weights(folder, "alone") == weights(folder, "whole")
@@ -90,7 +91,9 @@ def test_a_job_goes_on_after_its_owner_died(folder: Path, hosts: list[Serving], 
         wait_until(lambda: job_named(here, "again")["step"] >= 12, "some steps are done")
         trained = [client_of(host.place.home).snapshot().trained for host in hosts]
         own = client_of(here.home).snapshot().peer_id
-        assert trained == [(TrainedView(own, 0, 4),), (TrainedView(own, 4, 8),)]
+        for (job,), (start, stop) in zip(trained, ((0, 4), (4, 8)), strict=True):
+            assert job == TrainedView(own, start, stop, job.steps_s, job.computed_s)
+            assert 0 < job.computed_s < job.steps_s
         node.process.send_signal(signal.SIGKILL)
         assert job_on_disk(folder, "again")["step"] < STEPS
     with owner(folder, hosts) as node:

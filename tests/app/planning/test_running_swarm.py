@@ -138,6 +138,24 @@ def test_an_earlier_prompt_on_the_same_way_says_how_fast_the_next_is(tokens: int
     assert elsewhere == claimed
 
 
+def test_a_connection_that_nobody_measured_is_in_the_time_of_the_earlier_prompt() -> None:
+    """The earlier prompt took so long with its connections: the next takes as long a token, whatever is assumed."""
+    peers = tuple(replace(peer, prefill_tokens_per_s=speed) for peer, speed in ((NEAR, 400.0), (FAR, 200.0)))
+    hops = (HopView("near", 0, 15, link_s=0.005), HopView("far", 15, 30, link_s=0.025))
+    beside_s, read_s = 0.005 + 2 * 0.025 + 2 * HOP_S, 160 * (1 / 400 + 1 / 200)
+    read = RouteView("s", hops, return_s=0.025, prompt_tokens=160, prompt_s=beside_s + read_s)
+    node = replace(NODE, peers=tuple(replace(peer, host="desk") for peer in peers), route=read)
+    unmeasured, measured = (
+        forecast_running(one, HERE, SHAPE, ReplyTask(prompt_tokens=512), Terms(256)).swarm
+        for one in (node, replace(node, peers=tuple(replace(peer, down_bytes_per_s=1e12) for peer in node.peers)))
+    )
+    assert unmeasured is not None
+    assert measured is not None
+    beside_s = sum(unmeasured.parts.values()) - unmeasured.parts["blocks"]
+    assert unmeasured.first_token_s == pytest.approx(512 / 160 * read_s + beside_s, rel=0.01)
+    assert unmeasured.first_token_s == pytest.approx(measured.first_token_s, rel=0.01)
+
+
 def test_a_member_that_says_nothing_of_prompts_is_named() -> None:
     peers = (replace(NEAR, prefill_tokens_per_s=400.0), FAR)
     found = forecast_running(replace(NODE, peers=peers), HERE, SHAPE, ReplyTask(), Terms(256))

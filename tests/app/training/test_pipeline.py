@@ -16,6 +16,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from app.training.hop import HopJobStats, StepBusy
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
 from engine.training.local_trainer import MicroBatch
@@ -93,3 +94,33 @@ async def test_eight_micro_batches_keep_three_hops_busy(source: ModelSource, tmp
     step_s = (ended[-1] - ended[0]) / (STEPS - 1)
     bubble = 1 - busy_s / STEPS / (len(SPANS) * step_s)
     assert 0 < bubble <= 0.25, f"hops wait {bubble:.1%} of a step"
+
+
+def test_a_hop_counts_its_steps_from_commit_to_commit() -> None:
+    busy = StepBusy()
+    busy.computed(5.0)
+    busy.committed(10.0)  # the first step began when nobody looked
+    assert (busy.steps_s, busy.computed_s) == (0.0, 0.0)
+    busy.computed(1.0)
+    busy.computed(2.0)
+    busy.committed(14.0)
+    assert (busy.steps_s, busy.computed_s) == (4.0, 3.0)
+    busy.computed(1.0)
+    busy.interrupted()  # the rest of this step runs on another route
+    busy.computed(1.0)
+    busy.committed(30.0)
+    assert (busy.steps_s, busy.computed_s) == (4.0, 3.0)
+    busy.computed(2.0)
+    busy.committed(33.0)
+    assert (busy.steps_s, busy.computed_s) == (7.0, 5.0)
+
+
+async def test_hops_know_how_long_they_computed(source: ModelSource, tmp_path: Path) -> None:
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        seen: list[HopJobStats] = []
+        servers = [node.server for node in swarm.nodes.values()]
+        losses = Losses({3: lambda: seen.extend(job for server in servers for job in server.jobs)})
+        await swarm.owner(patience=UNHURRIED).run(3, equal_batches, losses)
+    assert [(job.start, job.stop) for job in seen] == [(0, 4), (4, 8)]
+    for job in seen:
+        assert 0 < job.computed_s < job.steps_s
