@@ -338,7 +338,9 @@ async def test_wrong_sizes_of_a_state_do_not_keep_a_newcomer_out(tmp_path: Path,
             async def parts(peer: str, body: bytes, island: Island = island) -> bytes:
                 from app.core.canonical_json import canonical
 
-                return canonical({"parts": [[part.root.hex(), part.size_bytes + 1] for part in island.parts]})
+                return canonical(
+                    {"parts": [[part.root.hex(), part.size_bytes + 1] for part in island.checkpoint.parts]}
+                )
 
             network.serve(wire.PARTS, parts)
         late = swarm.add(4, has_model=False)
