@@ -15,7 +15,7 @@ from p2p import sockets
 from p2p.addresses import Address, parse_address
 from p2p.errors import P2PError, PeerUnreachable, ProtocolError, Refused
 from p2p.host.messages import address_bytes, address_from_bytes, receive_message, send_message
-from p2p.nat import hole_punching, relay_client
+from p2p.nat import relay_client
 from p2p.nat.hole_punching import PROTOCOL as DCUTR
 from p2p.nat.hole_punching import HolePunch, HolePuncher, PunchType, _addresses
 from p2p.nat.reachability import Reach, Reachability
