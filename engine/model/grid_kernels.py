@@ -93,7 +93,7 @@ def _chunk_product(
     BITS: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     FACTORS: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr, R: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    # The sums of one chunk, added to those before: (parts, warps, tiles, 2 halves, 8 rows, R, 4 threads, 2 columns).
+    # The sums of one chunk, added to those before: (warps, tiles, 2 halves, 8 rows, R, 4 threads, 2 columns).
     dtype = x.dtype
     HALF: tl.constexpr = dtype == tl.float16
     NUMBER: tl.constexpr = tl.float16 if HALF else tl.bfloat16
@@ -113,9 +113,11 @@ def _chunk_product(
         left = _weights(words, mask, TILES, WARPS, PARTS, BITS, 4, HIGH, NUMBER, RUN).to(dtype)
         part = tl.dot(left, right, part, input_precision="ieee")
     by = _spread(scale, TILES, WARPS, PARTS, FACTORS)
-    acc += tl.reshape(part, acc.shape) * by
+    product = tl.reshape(part, (PARTS, WARPS, TILES, 2, 8, R, 4, 2)) * by
     if MINIMUM:
-        acc += tl.reshape(sums, acc.shape) * (_spread(minimum, TILES, WARPS, PARTS, FACTORS) - OFFSET * by)
+        rest = _spread(minimum, TILES, WARPS, PARTS, FACTORS) - OFFSET * by
+        product += tl.reshape(sums, (PARTS, WARPS, TILES, 2, 8, R, 4, 2)) * rest
+    acc += tl.sum(product, axis=0)
     return acc
 
 
@@ -182,7 +184,7 @@ def _grid_product_kernel(
     at = tl.multiple_of(tl.max_contiguous(row * K_SIZE + column, LANE), LANE)
     column = tl.max_contiguous(column, LANE)
 
-    acc = tl.zeros((PARTS, WARPS, TILES, 2, 8, R, 4, 2), tl.float32)
+    acc = tl.zeros((WARPS, TILES, 2, 8, R, 4, 2), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         done = step * SPLITS
         words = tl.load(words_ptr + word + _chunk(word_split, done, CHUNKS, EVEN) * 256, eviction_policy="evict_first")
@@ -203,7 +205,7 @@ def _grid_product_kernel(
             acc, words, scale, minimum, x, mask, BITS, ZERO, MINIMUM, PART, PARTS, FACTORS, TILES, WARPS, R, RUN
         )
 
-    total = tl.reshape(tl.sum(acc, axis=0), (WIDTH, SPLITS, TILES, 2, 8, R, 4, 2))
+    total = tl.reshape(acc, (WIDTH, SPLITS, TILES, 2, 8, R, 4, 2))
     total = tl.sum(total, axis=1)  # (width, tiles, 2, 8, R, 4, 2)
     N: tl.constexpr = WIDTH * 16 * (1 if GATED else TILES)
     n = tl.program_id(1) * N + tl.arange(0, N)
