@@ -23,7 +23,7 @@ MOST_ROWS = 32  # of one program; more rows take several
 _MASK = 0x000F000F  # the lowest four bits of both halves of a word
 # How many neighbouring columns a thread has in the compiler's order for the product's operands. Another number than the
 # compiler's gives the same result, with numbers exchanged between threads.
-_RUN = 2 if tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 8) else 4
+RUN = 2 if tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 8) else 4
 
 
 @triton.jit
@@ -257,8 +257,9 @@ def _grid_dense_kernel(
     i = tl.arange(0, WARPS * 64 * PARTS)  # (2 halves, warps, 8 rows, 4 threads, parts)
     chunk = tl.minimum(tl.program_id(1) * WARPS + i // (32 * PARTS) % WARPS, CHUNKS - 1)
     place = ((tile * CHUNKS + chunk) * 2 + i // (WARPS * 32 * PARTS)) * 8 + i // (4 * PARTS) % 8
-    RUN: tl.constexpr = PARTS if FACTORS == PARTS else 1
-    factor = tl.multiple_of(tl.max_contiguous(place * FACTORS + i % PARTS * PART // GROUP, RUN), RUN)
+    TOGETHER: tl.constexpr = PARTS if FACTORS == PARTS else 1
+    factor = tl.max_contiguous(place * FACTORS + i % PARTS * PART // GROUP, TOGETHER)
+    factor = tl.multiple_of(factor, TOGETHER)
     numbers *= tl.reshape(tl.load(scale_ptr + factor).to(tl.float32), (2, WARPS, 8, 4, PARTS, 1))
     if MINIMUM:
         numbers += tl.reshape(tl.load(minimum_ptr + factor).to(tl.float32), (2, WARPS, 8, 4, PARTS, 1))
@@ -308,7 +309,7 @@ def multiply(
     _grid_product_kernel[(triton.cdiv(rows, padded), triton.cdiv(n_out, per_program))](
         x, grid.integers, out, grid.scale, _or(grid.minimum, grid.scale), _or(bias, x), _or(residual, x), rows, n_out,
         _MASK, **_form(grid), ROWS=padded, TILES=tile.tiles, WIDTH=tile.width, SPLITS=tile.splits,
-        STAGES=tile.stages, RUN=_RUN, GATED=gated, BIAS=bias is not None, RESIDUAL=residual is not None,
+        STAGES=tile.stages, RUN=RUN, GATED=gated, BIAS=bias is not None, RESIDUAL=residual is not None,
         num_warps=tile.width * tile.splits,
     )  # fmt: skip
 
