@@ -36,6 +36,7 @@ from engine.device.probe import Device, chosen_devices, probe_devices
 from engine.errors import DeviceFull
 from engine.model.block import FUSED, Quantisation, WeightOptions, build_block
 from engine.model.cuda_graphs import triton_grids_work
+from engine.model.grid_tiles import padded_share
 from engine.model.hosted_span import HostedSpan
 from engine.model.linear import cpu_products
 from engine.model.onnx_graph import grids_pay
@@ -197,6 +198,7 @@ def plan_hosting(config: ModelConfig, kind: str, wish: HostingWish, grid_bytes: 
         precision = (int8_weights if quantisation == "int8" else unquantised)(dtype.itemsize)
         if in_grid:
             held = INT4_BYTES if grid_bytes is None else grid_bytes
+            held *= padded_share(config) if kind_named(devices[0].kind).captures_steps else 1
             precision = grid_weights(held, dtype.itemsize, on_cpu=on_cpu)
         first, *more = _fill(config, devices, precision, wish.cap_bytes, spread=wish.device is not None)
         budget = first.budget

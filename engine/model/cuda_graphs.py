@@ -75,10 +75,14 @@ def _grids_are_right(device: torch.device) -> bool:
     grid = tiled(quantise(torch.randn(64, 256, generator=generator))).to(device)
     dense = grid.dense(torch.float32)
     right = torch.allclose(grid_kernels.dense(grid, torch.float32), dense, atol=1e-5)
-    for rows in (1, 2):
-        x, out = torch.randn(rows, 256, generator=generator).to(device), torch.empty(rows, 64, device=device)
-        kernels.product(x, GridLinear(grid), out, kernels.Fold())
-        right = right and torch.allclose(out, x @ dense.t(), atol=1e-2)
+    # As blocks are computed: with rows of 16 bits, whose products tensor cores compute.
+    has_bfloat16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    for dtype in (torch.float16, torch.bfloat16) if has_bfloat16 else (torch.float16,):
+        for rows in (1, 2):
+            x = torch.randn(rows, 256, generator=generator).to(device, dtype)
+            out = torch.empty(rows, 64, device=device)
+            kernels.product(x, GridLinear(grid), out, kernels.Fold())
+            right = right and torch.allclose(out, x.float() @ dense.t(), atol=1e-2)
     return right
 
 

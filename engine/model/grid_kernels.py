@@ -23,7 +23,7 @@ MOST_ROWS = 32  # of one program; more rows take several
 _MASK = 0x000F000F  # the lowest four bits of both halves of a word
 # How many neighbouring columns a thread has in the compiler's order for the product's operands. Another number than the
 # compiler's gives the same result, with numbers exchanged between threads.
-_RUN = 2 if tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 8) else 4
+RUN = 2 if tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 8) else 4
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def _chunk_product(
     BITS: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     FACTORS: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr, R: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    # The sums of one chunk, added to those before: (parts, warps, tiles, 2 halves, 8 rows, R, 4 threads, 2 columns).
+    # The sums of one chunk, added to those before: (warps, tiles, 2 halves, 8 rows, R, 4 threads, 2 columns).
     dtype = x.dtype
     HALF: tl.constexpr = dtype == tl.float16
     NUMBER: tl.constexpr = tl.float16 if HALF else tl.bfloat16
@@ -113,9 +113,11 @@ def _chunk_product(
         left = _weights(words, mask, TILES, WARPS, PARTS, BITS, 4, HIGH, NUMBER, RUN).to(dtype)
         part = tl.dot(left, right, part, input_precision="ieee")
     by = _spread(scale, TILES, WARPS, PARTS, FACTORS)
-    acc += tl.reshape(part, acc.shape) * by
+    product = tl.reshape(part, (PARTS, WARPS, TILES, 2, 8, R, 4, 2)) * by
     if MINIMUM:
-        acc += tl.reshape(sums, acc.shape) * (_spread(minimum, TILES, WARPS, PARTS, FACTORS) - OFFSET * by)
+        rest = _spread(minimum, TILES, WARPS, PARTS, FACTORS) - OFFSET * by
+        product += tl.reshape(sums, (PARTS, WARPS, TILES, 2, 8, R, 4, 2)) * rest
+    acc += tl.sum(product, axis=0)
     return acc
 
 
@@ -182,7 +184,7 @@ def _grid_product_kernel(
     at = tl.multiple_of(tl.max_contiguous(row * K_SIZE + column, LANE), LANE)
     column = tl.max_contiguous(column, LANE)
 
-    acc = tl.zeros((PARTS, WARPS, TILES, 2, 8, R, 4, 2), tl.float32)
+    acc = tl.zeros((WARPS, TILES, 2, 8, R, 4, 2), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         done = step * SPLITS
         words = tl.load(words_ptr + word + _chunk(word_split, done, CHUNKS, EVEN) * 256, eviction_policy="evict_first")
@@ -203,7 +205,7 @@ def _grid_product_kernel(
             acc, words, scale, minimum, x, mask, BITS, ZERO, MINIMUM, PART, PARTS, FACTORS, TILES, WARPS, R, RUN
         )
 
-    total = tl.reshape(tl.sum(acc, axis=0), (WIDTH, SPLITS, TILES, 2, 8, R, 4, 2))
+    total = tl.reshape(acc, (WIDTH, SPLITS, TILES, 2, 8, R, 4, 2))
     total = tl.sum(total, axis=1)  # (width, tiles, 2, 8, R, 4, 2)
     N: tl.constexpr = WIDTH * 16 * (1 if GATED else TILES)
     n = tl.program_id(1) * N + tl.arange(0, N)
@@ -255,8 +257,9 @@ def _grid_dense_kernel(
     i = tl.arange(0, WARPS * 64 * PARTS)  # (2 halves, warps, 8 rows, 4 threads, parts)
     chunk = tl.minimum(tl.program_id(1) * WARPS + i // (32 * PARTS) % WARPS, CHUNKS - 1)
     place = ((tile * CHUNKS + chunk) * 2 + i // (WARPS * 32 * PARTS)) * 8 + i // (4 * PARTS) % 8
-    RUN: tl.constexpr = PARTS if FACTORS == PARTS else 1
-    factor = tl.multiple_of(tl.max_contiguous(place * FACTORS + i % PARTS * PART // GROUP, RUN), RUN)
+    TOGETHER: tl.constexpr = PARTS if FACTORS == PARTS else 1
+    factor = tl.max_contiguous(place * FACTORS + i % PARTS * PART // GROUP, TOGETHER)
+    factor = tl.multiple_of(factor, TOGETHER)
     numbers *= tl.reshape(tl.load(scale_ptr + factor).to(tl.float32), (2, WARPS, 8, 4, PARTS, 1))
     if MINIMUM:
         numbers += tl.reshape(tl.load(minimum_ptr + factor).to(tl.float32), (2, WARPS, 8, 4, PARTS, 1))
@@ -306,7 +309,7 @@ def multiply(
     _grid_product_kernel[(triton.cdiv(rows, padded), triton.cdiv(n_out, per_program))](
         x, grid.integers, out, grid.scale, _or(grid.minimum, grid.scale), _or(bias, x), _or(residual, x), rows, n_out,
         _MASK, **_form(grid), ROWS=padded, TILES=tile.tiles, WIDTH=tile.width, SPLITS=tile.splits,
-        STAGES=tile.stages, RUN=_RUN, GATED=gated, BIAS=bias is not None, RESIDUAL=residual is not None,
+        STAGES=tile.stages, RUN=RUN, GATED=gated, BIAS=bias is not None, RESIDUAL=residual is not None,
         num_warps=tile.width * tile.splits,
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.config import ModelConfig
 from engine.sources.grid import Grid, numbers_of
 
 TILE_ROWS = 16  # rows of the matrix in a tile
@@ -110,6 +111,17 @@ class TiledGrid:
         tiles, chunks = factors.shape[:2]
         rows = factors.reshape(tiles, chunks, TILE_ROWS, -1).transpose(1, 2).reshape(self.shape[0], -1)
         return rows[:, : self.shape[1] // self.form.group]
+
+
+def padded_share(config: ModelConfig) -> float:
+    """Return what a block's matrices in tiles take, with their last chunks padded, in proportion to their weights."""
+    c, chunk = config, TileForm(4, 32).chunk
+    q_size, kv_size = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    rows = {c.hidden_size: q_size + 2 * kv_size + 2 * c.intermediate_size}  # by their number of columns
+    for columns in (q_size, c.intermediate_size):
+        rows[columns] = rows.get(columns, 0) + c.hidden_size
+    padded = sum(count * -(-columns // chunk) * chunk for columns, count in rows.items())
+    return padded / sum(count * columns for columns, count in rows.items())
 
 
 def fits_tiles(grid: Grid) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.errors import SourceError
-from engine.model.grid_tiles import fits_tiles, tiled
+from engine.model.grid_tiles import fits_tiles, padded_share, tiled
 from engine.model.linear import GridLinear
 from engine.sources.base import BLOCK_ROLES, ModelSource, block_part
 from engine.sources.dequant import dequantise
@@ -21,6 +21,7 @@ from engine.sources.layout import KIND_SIZES, PACKED_GROUPS
 from engine.sources.tensors import PartReader, load_part
 from tests.engine.gguf_models import write_gguf
 from tests.engine.models import VARIANT
+from tests.engine.random_spans import small_config
 
 ROWS, COLUMNS = 48, 512
 _FACTORS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where a block has its float16 numbers
@@ -80,6 +81,15 @@ def test_a_thread_of_a_tensor_core_has_its_integers_side_by_side() -> None:
     first = 128 * chunk + 32 * part + 8 * thread  # of the eight columns that the thread multiplies in one part
     own = integers[16 * tile + 8 * half + row, first : first + 8].tolist()
     assert [(word >> shift) & 15 for shift in (0, 16, 4, 20, 8, 24, 12, 28)] == own
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(576, 1536), (4096, 14336), (960, 2560), (128, 96)])
+def test_padding_is_counted(hidden: int, inner: int) -> None:
+    config = small_config(hidden_size=hidden, intermediate_size=inner, n_heads=8, n_kv_heads=2, head_dim=32)
+    shapes = [(256 + 128, hidden), (hidden, 256), (2 * inner, hidden), (hidden, inner)]
+    grids = [Grid(4, 32, 8, torch.zeros(n, k // 2, dtype=torch.uint8), torch.ones(n, k // 32), None) for n, k in shapes]
+    held = sum(tiled(grid).nbytes for grid in grids) / sum(grid.nbytes for grid in grids)
+    assert padded_share(config) == pytest.approx(held)
 
 
 def test_rows_that_are_no_whole_tiles_stay_as_they_are() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -160,6 +164,20 @@ def test_any_tile_gives_the_same_product(tile: tuple[int, int, int], monkeypatch
     kernels.product(x, GridLinear(grid), out, kernels.Fold())
     expected = x @ grid.dense(torch.float32).t()
     assert (out - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+def test_the_compiler_moves_no_weights_between_threads() -> None:
+    """A new Triton may share numbers among threads in another way: results stay right, and products become slow."""
+    place = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.engine.compiled_grid"]
+    root = Path(__file__).parents[2]
+    answer = subprocess.run(command, capture_output=True, text=True, env=place, cwd=root, check=False)
+    assert answer.returncode == 0, answer.stderr
+    figures = json.loads(answer.stdout)
+    assert figures["products"] >= 16
+    assert figures["shuffles"] <= 8  # of the sums at the end
+    assert figures["copies"] == 0
+    assert figures["vectors"] >= 6  # weights and rows are read 16 bytes at a time
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
