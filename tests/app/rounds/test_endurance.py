@@ -210,7 +210,8 @@ async def test_over_20_mbit_and_50_ms_short_rounds_leave_most_of_the_time_to_ste
     """The bench's `utilisation_20mbit` without the machine's noise: only steps and links take time here."""
     lesson = Lesson(BENCH, drawn_model(BENCH, 1), Text())
     profile = LinkProfile(delay_s=0.025, bytes_per_s=2.5e6)
-    bounds = {"every": 50, "least_every": 50, "most_every": 500, "steps": 500, "batch": 1, "wire": "auto"}
+    bounds: dict[str, Any] = {"every": 50, "least_every": 50, "most_every": 500, "steps": 500, "batch": 1}
+    bounds |= {"wire": "auto"}
     async with open_islands(tmp_path, 0, 1, lesson=lesson, profile=profile, step_s=0.07, **bounds) as swarm:
         islands = [node.island for node in swarm.nodes.values()]
         seen: dict[int, list[tuple[int, float | None]]] = {}
