@@ -185,6 +185,7 @@ class TrainRequest(_Body):
     optimizer: Literal["adamw", "muon"] = "adamw"
     rate: float = 1e-3
     wire: Literal["auto", "f32", "int8", "int4"] = "auto"
+    significance: float = 0.0
     licence: str = Field(default="", max_length=100)
     seed: int = Field(default=0, ge=0, lt=2**63)
     own_data: bool = False

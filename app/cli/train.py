@@ -12,7 +12,9 @@ from app.core.errors import AppError, UsageError
 from app.core.units import format_size
 
 ACTIONS = ("join", "leave", "export", "log")
-_FIELDS = ("steps", "every", "batch", "length", "optimizer", "wire", "licence", "seed")  # that the API names alike
+_FIELDS = (  # that the API names alike
+    "steps", "every", "batch", "length", "optimizer", "wire", "significance", "licence", "seed",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=float, default=1e-3, metavar="RATE", help="learning rate (%(default)g)")
     words = "number format between islands: auto (int8, or f32 where links are fast), f32, int8 or int4 (%(default)s)"
     parser.add_argument("--wire", choices=("auto", "f32", "int8", "int4"), default="auto", help=words)
+    words = "changes smaller than this share of their weights wait a round, to save bytes (%(default)g: none)"
+    parser.add_argument("--significance", type=float, default=0.0, metavar="SHARE", help=words)
     words = "licence of the text, which a public swarm requires"
     parser.add_argument("--licence", default="", metavar="L", help=words)
     words = "every member trains on a text of its own, which never leaves it; `join` names it with --data"

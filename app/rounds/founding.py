@@ -62,7 +62,6 @@ NO_LICENCE = "the swarm is public: name the licence of the text with --licence"
 Rows = np.ndarray[Any, np.dtype[np.uint32]]
 WEIGHT_DECAY, CLIP = 0.1, 1.0
 OWNER_WEIGHT_BYTES = ROUND_WEIGHT_BYTES + 4  # for rounds, and the island's own weights where those of blocks come in
-SIGNIFICANCE = 0.01  # share of its weights below which a leaf's change waits a round
 MORE_EVERY = 10  # times the steps of the first round, at most
 
 
@@ -85,6 +84,7 @@ class TrainWish:
     seed: int = 0
     own_data: bool = False  # the text stays here, and every member trains on its own
     validation: tuple[str, ...] = ()  # a public text to validate with, if texts are the members' own
+    significance: float = 0.0  # share of the weights below which a change waits a round; 0: none waits
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def prepare(
         least_every=min(wish.every, wish.steps), most_every=min(MAX_EVERY, MORE_EVERY * wish.every),
         optimiser=wish.optimizer, rate=wish.rate, warm_up=wish.steps // 20, weight_decay=WEIGHT_DECAY, clip=CLIP,
         wire=wish.wire, merging="clip", outer_rate=0.7, outer_momentum=0.9, seed=wish.seed,
-        created_ms=wall_ms(), own_data=wish.own_data, significance=SIGNIFICANCE,
+        created_ms=wall_ms(), own_data=wish.own_data, significance=wish.significance,
     )  # fmt: skip
     return Founded(record, texts, vectors, budget, sequences)
 
@@ -166,6 +166,8 @@ def _check(wish: TrainWish, *, public: bool) -> None:
         )
     if not 0 < wish.rate < 1e3:
         raise AppError(f"--lr {wish.rate} is not a positive number")
+    if not 0 <= wish.significance <= 1:
+        raise AppError(f"--significance {wish.significance} is not a share from 0 to 1")
     if wish.validation and not wish.own_data:
         raise AppError("--validation is for --own-data: otherwise a part of the text is kept to validate with")
     if public and not wish.licence.strip():

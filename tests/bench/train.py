@@ -14,8 +14,8 @@ starts from the same 100 common steps, has a constant rate, and islands exchange
 `diloco_vs_alone`   the same beside one island without rounds
 `int8_vs_f32`, `diloco_bytes_ratio`   the same beside float32 rounds, and its bytes beside float32 gradients every step
 `int4_vs_f32`       the same with int4 rounds, beside float32 rounds
-`filter_vs_all`, `filter_bytes_ratio`   int8 rounds in which small changes wait, beside those in which none do: their
-                    losses, and bytes
+`filter_vs_all`, `filter_bytes_ratio`   int8 rounds in which changes below a tenth of their weights wait, beside those
+                    in which none do: their losses, and bytes
 `unlike_vs_like`    each island reads an era of its own, beside all eras for all
 `poison_loss_ratio` the worst of `poison_loss_ratios`: one of four lies and is left out once two rounds in a row doubted
                     it, beside four honest ones; `poison_found_after` has the rounds that this took. One who copies is
@@ -64,7 +64,6 @@ from app.rounds.decisions import (
     replayed,
     share_ranges,
 )
-from app.rounds.founding import SIGNIFICANCE
 from app.rounds.island import RoundTiming
 from app.rounds.reading import positions_of, sequence_at
 from engine.config import ModelConfig, Rope
@@ -83,6 +82,7 @@ CPU = WeightOptions(torch.device("cpu"), torch.float32)
 LENGTH, BATCH, COMMON, EVERY, ISLANDS = 64, 4, 100, 50, 4
 HELD = 64  # sequences to validate with
 RATE = 3e-3
+FILTER = 0.1  # share of the weights below which changes wait
 
 Sequences = list[list[int]]
 
@@ -310,7 +310,7 @@ RUNS: dict[str, Run] = {
     "diloco": Islands(),
     "diloco_f32": Islands(changes={"codec": "f32"}),
     "diloco_int4": Islands(changes={"codec": "int4"}),
-    "diloco_filter": Islands(changes={"significance": SIGNIFICANCE}),
+    "diloco_filter": Islands(changes={"significance": FILTER}),
     "diloco_unlike": Islands(unlike=True),
     **{f"poison_{name}": Islands(lie=lie) for name, lie in LIES.items()},
     **{f"clip_{name}": Islands(lie=lie, leaves_out=False) for name, lie in LIES.items()},

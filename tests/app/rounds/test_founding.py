@@ -78,6 +78,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a small batch": ({"batch": 15}, "smaller than one sequence"),
     "a long sequence": ({"length": 128, "batch": 256}, "context of 64"),
     "a rate": ({"rate": 0.0}, "--lr 0"),
+    "a share": ({"significance": 1.5}, "--significance 1.5"),
     "a name": ({"name": "../fish"}, "cannot be"),
     "a word of the command": ({"name": "join"}, "word of the command"),
     "both": ({"model": "tiny-random"}, "not both"),
