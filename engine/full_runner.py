@@ -269,11 +269,11 @@ class FullOwnerEnds:
 
     def keep(self) -> None:
         """Remember weights and moments as they are now."""
-        self._kept = [part.state(self.steps) for part in self._ends.parts.values()]
+        self.kept = [part.state(self.steps) for part in self._ends.parts.values()]
 
     def restore(self) -> None:
         """Go back to what was remembered last."""
-        for part, state in zip(self._ends.parts.values(), self._kept, strict=True):
+        for part, state in zip(self._ends.parts.values(), self.kept, strict=True):
             self.steps = part.load(state)
         self.clear()
 

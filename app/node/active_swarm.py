@@ -378,6 +378,7 @@ class ActiveSwarm:
             cache=self._context.manifests.cache,
             memory_limit=lambda: self.memory_limit_bytes,
             look=self._look_at_machine,
+            trust=self._context.trust,
             helpers=Helpers(network, self._others, partial(self._room_here, network.peer_id), self._train_self),
         )
 

@@ -244,6 +244,12 @@ def codec_of(record: TrainingRecord, entries: Sequence[RoundEntry], number: int)
     return (entries[number - 1].codec if number else "") or record.codecs[0]
 
 
+def newly_left_out(entries: Sequence[RoundEntry]) -> dict[str, str]:
+    """Return who takes no more part since the last round, and why."""
+    before = entries[-2].left_out if len(entries) > 1 else {}
+    return {peer: why for peer, why in entries[-1].left_out.items() if peer not in before}
+
+
 def up_to(entries: Sequence[RoundEntry], root: bytes) -> list[RoundEntry]:
     """Return the entries up to the one that led to a state; none if no round did.
 

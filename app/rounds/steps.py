@@ -194,6 +194,7 @@ class PipelineSteps:
         first = self.trainer.version
         self._begun, self._stop = (first, task.number), task.stop
         await self._renew()
+        ends = self._model.ends.kept
         told, stopped, held = first, False, self._held
 
         def stop() -> bool:
@@ -222,7 +223,11 @@ class PipelineSteps:
         except _Stopped:
             self.trainer.begin_at(Snapshot(first, self._parts))
             return False
-        return await self._gather()
+        if await self._gather():
+            return True
+        self._model.ends.kept = ends  # the round begins again, and with it the ends
+        self._parts = ()  # the blocks' states at its beginning are gone: they begin with fresh moments
+        return False
 
     async def _found(self, avoid: frozenset[str]) -> Route:
         """Find a route, unless the steps that it is for are not wanted any more."""
@@ -268,7 +273,6 @@ class PipelineSteps:
                 peer = next(hop.peer for hop in self.route if block in hop.span)
                 log.warning("%s gave weights of block %s that cannot be used: %s", peer, block, error)
                 self.trainer.leave_out([(peer, f"its weights of block {block} cannot be used: {error}")])
-                self._parts = ()  # those of the round's beginning are gone: the next one begins with fresh moments
                 return False
         self._parts = found
         return True

@@ -26,7 +26,7 @@ from app.planning.history import PastForecast, remember
 from app.planning.machines import Fleet, MachineSpec
 from app.rounds import wire
 from app.rounds.island import Island, RoundServer, hashed
-from app.rounds.log import RoundEntry, codec_of, up_to
+from app.rounds.log import RoundEntry, codec_of, newly_left_out, up_to
 from app.rounds.machines import Helpers, machine_routes
 from app.rounds.record import TrainingRecord, sign_training
 from app.rounds.statements import OwnData, sign_data
@@ -46,7 +46,7 @@ from app.rounds.train_store import (
 from app.routing.cost import ASSUMED_BYTES_PER_S
 from app.training.forecasts import step_here_s
 from app.training.states import StateStore
-from app.training.trainer import RouteFinder
+from app.training.trainer import RouteFinder, TrustNotes
 from engine.errors import EngineError
 from p2p.errors import P2PError
 from p2p.identity import Identity
@@ -79,6 +79,7 @@ class TrainPlace:
     memory_limit: Callable[[], int | None]  # the user's
     look: Callable[[], MachineSpec]  # measures this machine, which takes a moment the first time
     helpers: Helpers | None = None  # for islands of several machines
+    trust: TrustNotes | None = None  # where it is noted who was left out
 
 
 @dataclass
@@ -341,11 +342,18 @@ class TrainJobs:
 
     async def _save(self, job: StoredTraining, entries: list[Any], states: list[bytes]) -> None:
         await trio.to_thread.run_sync(self._store.save, job, entries, states)
+        self._note_left_out(job.record, entries)
         if (running := self.running.get(job.record.id)) is not None:
             self._write(job, running.island, RUNNING)
             # A forecast is for islands of one machine.
             if running.island.figures.measured_round == entries[-1].round and not running.island.machines:
                 await self._compare(running, entries)
+
+    def _note_left_out(self, record: TrainingRecord, entries: Sequence[RoundEntry]) -> None:
+        """Let who was left out of a job lose some of this node's trust, for other work too."""
+        for peer, why in newly_left_out(entries).items():
+            if self._place.trust is not None and peer != self._place.network.peer_id:
+                self._place.trust.note(peer, "doubted", f"left out of training {record.name}: {why}")
 
     async def _compare(self, running: RunningTraining, entries: Sequence[RoundEntry]) -> None:
         """Keep the forecast of a job's last round, which the figures are of, beside its speed.

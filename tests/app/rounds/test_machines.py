@@ -20,6 +20,7 @@ from app.planning.machines import MachineSpec
 from app.rounds.founding import ROWS, TrainWish, block_needs
 from app.rounds.machines import ASK_AGAIN_S, Helpers, NoMachines, Room, ask_rooms, divided_blocks, machine_routes
 from app.rounds.train_jobs import TrainJobs, TrainPlace
+from app.routing.trust import TrustBook
 from app.training.hop import TrainingServer, TrainingTerms
 from app.training.states import StateStore
 from app.training.wire import ROOM
@@ -27,6 +28,7 @@ from app.training.wiring import FullBlocksOn
 from engine.budget import plan_full, unquantised
 from engine.sources.hf_config import parse_config
 from p2p.memory.fabric import MemoryFabric, open_fabric
+from tests.app.rounds.statements import PEOPLE, RECORD, history
 from tests.app.rounds.test_pipeline import Maker
 from tests.app.swarms import identity
 
@@ -148,6 +150,22 @@ async def test_a_machine_offers_what_its_user_allows(tmp_path: Path, terms: Trai
         assert await only_adapters.room_for("friend") == 0
 
 
+async def test_who_is_left_out_of_a_job_loses_trust(tmp_path: Path) -> None:
+    liar = PEOPLE[2].peer_id
+    entries = history(3, PEOPLE[:4], liar=liar)
+    assert liar in entries[-1].left_out
+    book = TrustBook(clock=lambda: 0.0)
+    async with open_fabric() as fabric:
+        node = JobNode(fabric, 0, tmp_path, None, 0, trust=book)
+        node.jobs._note_left_out(RECORD, entries[:-1])
+        assert book.standing(liar).score == 1.0
+        node.jobs._note_left_out(RECORD, entries)
+        assert book.standing(liar).score == 0.5
+        node.jobs._note_left_out(RECORD, [*entries, entries[-1]])  # it was left out before
+        assert book.standing(liar).score == 0.5
+        assert book.standing(PEOPLE[1].peer_id).score == 1.0
+
+
 # --- a job that is too large for its founder --------------------------------------------------------------------------
 
 SHAPE = {
@@ -160,7 +178,9 @@ SHAPE = {
 class JobNode:
     """A node's training jobs, and its training server."""
 
-    def __init__(self, fabric: MemoryFabric, number: int, folder: Path, limit: int | None, room: int) -> None:
+    def __init__(
+        self, fabric: MemoryFabric, number: int, folder: Path, limit: int | None, room: int, **more: Any
+    ) -> None:
         self.network: Any = fabric.node(identity(number).peer_id)
         states = StateStore(self.network, folder / "states", lambda peer: True)
         states.serve()
@@ -175,7 +195,7 @@ class JobNode:
             swarm="s" * 32, public=True, network=self.network, identity=identity(number), states=states,
             members=lambda: others, is_member=lambda peer: True, cache=folder, memory_limit=lambda: limit,
             look=lambda: MachineSpec("here", 10**10, 1e10, 1e11, kind="cpu"),
-            helpers=Helpers(self.network, lambda: others, own_room, self.server.attend),
+            helpers=Helpers(self.network, lambda: others, own_room, self.server.attend), **more,
         )  # fmt: skip
         self.jobs = TrainJobs(Home.open(folder / "home"), place)
 

@@ -239,6 +239,7 @@ async def test_without_its_machines_an_island_waits_and_the_others_go_on(
 
 
 async def test_a_hop_whose_weights_cannot_be_used_is_left_out(tmp_path: Path, patient_clock: MockClock) -> None:
+    alone = await of_one_machine(tmp_path)
     async with open_pipeline(tmp_path, (0, 2), (2, 4), (2, 4)) as (swarm, machines):
 
         def spoil(blocks: Any) -> None:
@@ -250,6 +251,9 @@ async def test_a_hop_whose_weights_cannot_be_used_is_left_out(tmp_path: Path, pa
         node = swarm.nodes[0]
         assert steps_of(node).trainer.figures.left_out.keys() == {"hop1"}
         assert [hop.peer for hop in steps_of(node).route] == ["hop0", "hop2"]
+        # the first round was made again from its beginning
+        assert node.island.figures.losses[5:] == alone.island.figures.losses
+        assert node.island.standing.root == alone.island.standing.root
 
 
 def _nan(state: bytes) -> bytes:
