@@ -1198,7 +1198,9 @@ class _HopGroup:
             raise HopLost(supplier, "it did not send its states in time") from None
         except WeightsError as error:
             raise HopLost(supplier, f"its states cannot be kept: {error}") from error
-        for part in parts if version_of is not None else ():
+        if version_of is None:
+            return
+        for part in parts:
             try:
                 version = await owner._device.run_later(version_of, await owner._states.read(part))
             except EngineError as error:

@@ -11,10 +11,11 @@ from dataclasses import replace
 import pytest
 import trio
 
+from p2p import sockets
 from p2p.addresses import Address, parse_address
 from p2p.errors import P2PError, PeerUnreachable, ProtocolError, Refused
 from p2p.host.messages import address_bytes, address_from_bytes, receive_message, send_message
-from p2p.nat import hole_punching, relay_client
+from p2p.nat import relay_client
 from p2p.nat.hole_punching import PROTOCOL as DCUTR
 from p2p.nat.hole_punching import HolePunch, HolePuncher, PunchType, _addresses
 from p2p.nat.reachability import Reach, Reachability
@@ -315,7 +316,7 @@ async def test_the_puncher_keeps_to_the_deny_list(monkeypatch: pytest.MonkeyPatc
         dialled.append(host)
         raise OSError("refused")
 
-    monkeypatch.setattr(hole_punching.sockopts, "connect", connect)
+    monkeypatch.setattr(sockets, "connect", connect)
     puncher = HolePuncher(make_host(deny=("8.8.0.0/16",)), list, lambda peer: None)
     theirs = [parse_address(text) for text in ("/ip4/8.8.8.8/tcp/1", "/ip4/9.9.9.9/tcp/1")]
     assert not await puncher._punch(make_host().peer_id, theirs, initiator=True)
