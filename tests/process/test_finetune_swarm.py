@@ -12,7 +12,7 @@ import pytest
 
 from app.api.client import client_of
 from app.snapshot.views import TrainedView
-from tests.process.node_process import Place, Serving, wait_until
+from tests.process.node_process import PATIENCE_S, Place, Serving, wait_until
 
 STEPS = 40
 
@@ -92,6 +92,7 @@ def test_a_job_goes_on_after_its_owner_died(folder: Path, hosts: list[Serving], 
         own = client_of(here.home).snapshot().peer_id
         assert trained == [(TrainedView(own, 0, 4),), (TrainedView(own, 4, 8),)]
         node.process.send_signal(signal.SIGKILL)
+        node.process.wait(PATIENCE_S)
         assert job_on_disk(folder, "again")["step"] < STEPS
     with owner(folder, hosts) as node:
         node.ready()
