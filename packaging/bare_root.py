@@ -168,7 +168,8 @@ def try_bundle(archive: Path, folder: Path) -> dict[str, Any]:
     """Unpack and use a bundle in a fresh root at `folder`; returns the figures, raises `Failed`."""
     root = BareRoot(folder)
     with tarfile.open(archive) as packed:
-        packed.extractall(folder / "opt", filter="tar")
+        packed.extraction_filter = getattr(tarfile, "tar_filter", None)  # Python 3.11.2 has none yet
+        packed.extractall(folder / "opt")
     [unpacked] = (folder / "opt").iterdir()
     shoal = f"/opt/{unpacked.name}/shoal"
     starter_model(folder / "home" / "cache")

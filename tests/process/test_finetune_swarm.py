@@ -12,7 +12,7 @@ import pytest
 
 from app.api.client import client_of
 from app.snapshot.views import TrainedView
-from tests.process.node_process import Place, Serving, wait_until
+from tests.process.node_process import PATIENCE_S, Place, Serving, wait_until
 
 STEPS = 40
 
@@ -95,6 +95,7 @@ def test_a_job_goes_on_after_its_owner_died(folder: Path, hosts: list[Serving], 
             assert job == TrainedView(own, start, stop, job.steps_s, job.computed_s)
             assert 0 < job.computed_s < job.steps_s
         node.process.send_signal(signal.SIGKILL)
+        node.process.wait(PATIENCE_S)
         assert job_on_disk(folder, "again")["step"] < STEPS
     with owner(folder, hosts) as node:
         node.ready()

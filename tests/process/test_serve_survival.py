@@ -23,6 +23,7 @@ import pytest
 from app.cli.demo_swarm import memory_for
 from app.core.terminal_text import short_peer
 from app.snapshot.recording import read_recording
+from app.snapshot.views import Snapshot
 from app.system.bug_report import RECORDING
 from tests.process.node_process import PATIENCE_S, Place, start, wait_until
 from tests.process.process_swarm import Node, ProcessSwarm, Yardstick, open_process_swarm, prompt_of
@@ -30,6 +31,7 @@ from tests.ui.rendering import text_of_screen
 from ui.replay import Replay
 
 TOKENS = 80
+RECORDED_TOKENS = 400  # some seconds, of which a recording has several frames
 NODES = ("0:4", "4:8", "4:8", "4:8", "")  # the last one chooses by itself
 
 
@@ -43,10 +45,19 @@ class Recording:
             streams = (nothing, nothing, self._errors)
             self._process = start(["record", str(path)], place.environment(), streams)
 
-    def latest_members(self) -> list[str]:
-        """The members in the frame that was written last."""
+    def latest(self) -> Snapshot:
+        """The frame that was written last."""
         recording = read_recording(self.path.read_bytes(), self.path.name)
-        return [peer.peer for peer in recording.snapshot(len(recording) - 1).peers]
+        return recording.snapshot(len(recording) - 1)
+
+    def latest_members(self) -> list[str]:
+        """The members in that frame."""
+        return [peer.peer for peer in self.latest().peers]
+
+    def latest_hops(self) -> list[str]:
+        """The hops of the latest reply in that frame."""
+        route = self.latest().route
+        return [] if route is None else [hop.peer for hop in route.hops]
 
     def __enter__(self) -> Recording:
         wait_until(lambda: self.path.exists() and self.path.stat().st_size, "the first frame is recorded")
@@ -74,10 +85,10 @@ def yardstick(swarm: ProcessSwarm) -> Yardstick:
     return Yardstick("tiny-random", swarm.asker.place.cache)
 
 
-def check(swarm: ProcessSwarm, yardstick: Yardstick, seed: int, reply: dict[str, Any]) -> None:
+def check(swarm: ProcessSwarm, yardstick: Yardstick, seed: int, reply: dict[str, Any], tokens: int = TOKENS) -> None:
     """The reply is the undisturbed one, or differs first where two tokens were all but equal."""
     text = prompt_of(seed)
-    expected = yardstick.reply(text, TOKENS)
+    expected = yardstick.reply(text, tokens)
     assert reply["token_ids"] == expected or yardstick.is_tie(text, expected, reply["token_ids"])
     assert reply["recoveries"] >= 1
     wait_until(swarm.no_sessions, "every hop is free again")
@@ -102,8 +113,15 @@ def test_a_killed_hop_costs_hardly_anything_and_is_recorded(
     swarm: ProcessSwarm, yardstick: Yardstick, tmp_path: Path
 ) -> None:
     with Recording(swarm.asker.place, tmp_path / "kill.shoal") as recording:
-        reply, hurt = swarm.hurt(2, TOKENS, lambda victim: victim.signal(signal.SIGKILL), one_of_many)
-        check(swarm, yardstick, 2, reply)
+
+        def kill_once_recorded(victim: Node) -> None:
+            if victim.peer in recording.latest_hops():
+                victim.signal(signal.SIGKILL)
+            else:
+                swarm.later(10, lambda: kill_once_recorded(victim))
+
+        reply, hurt = swarm.hurt(2, RECORDED_TOKENS, kill_once_recorded, one_of_many)
+        check(swarm, yardstick, 2, reply, RECORDED_TOKENS)
         assert reply["longest_gap_s"] <= 2
         assert hurt.victim.peer not in {hop["peer"] for hop in reply["route"]}
         wait_until(lambda: hurt.victim.peer not in recording.latest_members(), "the recording shows who has gone")
