@@ -95,6 +95,7 @@ def test_a_job_goes_on_after_its_owner_died(folder: Path, hosts: list[Serving], 
             assert job == TrainedView(own, start, stop, job.steps_s, job.computed_s)
             assert 0 < job.computed_s < job.steps_s
         node.process.send_signal(signal.SIGKILL)
+        node.process.wait()
         assert job_on_disk(folder, "again")["step"] < STEPS
     with owner(folder, hosts) as node:
         node.ready()
