@@ -152,10 +152,8 @@ async def test_a_reply_waits_as_long_as_this_node_gets_on_with_loading(autojump_
         assert 200 <= trio.current_time() < 210
 
 
-@pytest.mark.parametrize(("begun", "wait_s"), [(False, 15.0), (True, 60.0)])
-async def test_loading_that_gets_stuck_is_not_waited_for_for_ever(
-    autojump_clock: MockClock, begun: bool, wait_s: float
-) -> None:
+@pytest.mark.parametrize("begun", [False, True])
+async def test_loading_that_gets_stuck_is_not_waited_for_for_ever(autojump_clock: MockClock, begun: bool) -> None:
     async with open_swarm((0, 3), (3, 8)) as swarm:
         stuck_at = trio.current_time() + 100
         asker = await swarm.asker(loading=lambda: int(min(trio.current_time(), stuck_at)))
@@ -168,7 +166,7 @@ async def test_loading_that_gets_stuck_is_not_waited_for_for_ever(
             with pytest.raises(NoRoute, match="this node is still loading it"):
                 async for _ in reply:
                     pass
-        assert stuck_at + wait_s - 2 <= trio.current_time() <= stuck_at + wait_s + 2
+        assert stuck_at + 58 <= trio.current_time() <= stuck_at + 62
         await no_leaks(swarm)
 
 
