@@ -1117,6 +1117,8 @@ class Island:
             return b"".join(own.hashes)
         share = share_ranges(len(own.leaves), len(members))[members.index(peer)]
         if peer not in testers and not share.start <= first < first + count <= share.stop:
+            if own is self._own:  # a tester that has ended the round before this island did
+                raise RemoteError("who tests this change is not known here yet", wire.NOT_YET)
             raise RemoteError("these leaves are merged by another member", wire.WRONG)
         return wire.pack(own.leaves[first : first + count])
 

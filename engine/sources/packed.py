@@ -2,8 +2,8 @@
 
 A file has such a matrix (out, in) transposed, as three tensors: `qweight` with eight integers in each 32-bit word,
 `qzeros` likewise, and `scales` in float16. A weight is scale × (integer - zero). Here the three are one entry, their
-bytes one after the other, so that a manifest and peers handle it as any other tensor. `decode_packed` makes the grid of
-it, without rounding anything.
+bytes one after the other, so that a manifest and peers handle it as any other tensor. `packed_grid.decode_packed` makes
+the grid of it, without rounding anything. This module does without torch.
 
 | | qweight | words hold | qzeros |
 |---|---|---|---|
@@ -18,19 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from engine.errors import SourceError
 from engine.sources.base import TensorEntry
-from engine.sources.device_reader import read_range
-from engine.sources.files import AGAIN, Fields, shown
-from engine.sources.grid import Grid, pack
+from engine.sources.files import AGAIN, Fields, shown, unreadable
 from engine.sources.layout import PACKED_GROUPS
 
 _ELSE = "take the unquantised model or a GGUF file of it"
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which of a word's integers is that of column 0, 1, …
-_MIDDLE = 8
 
 
 @dataclass(frozen=True)
@@ -126,42 +120,15 @@ def find_packed(
 
 def _check_order(entry: TensorEntry, group: int, columns: int) -> None:
     """Raise `SourceError` unless GPTQ's list of groups says that neighbouring columns share one."""
-    raw = torch.empty(entry.length, dtype=torch.uint8)
-    read_range(entry, 0, raw)
-    if entry.kind != "I32" or not np.array_equal(raw.numpy().view("<i4"), np.arange(columns) // group):
+    try:
+        with entry.file.open("rb") as file:
+            file.seek(entry.offset)
+            raw = file.read(entry.length)
+    except OSError as error:
+        raise unreadable(entry.file, error) from error
+    if (entry.kind, len(raw)) != ("I32", columns * 4) or not np.array_equal(
+        np.frombuffer(raw, "<i4"), np.arange(columns) // group
+    ):
         raise SourceError(
             f"{entry.file}: {entry.name} has columns in the order of their activations, which is not supported: {_ELSE}"
         )
-
-
-def decode_packed(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Grid:
-    """Turn the bytes of an entry made by `find_packed` into a grid, on the CPU.
-
-    Zero points that are all in the middle need no minima. Other minima are scale × -zero, which needs more bits than
-    float16 has: then scales and minima are float32.
-    """
-    (n_out, n_in), group = shape, PACKED_GROUPS[kind]
-    groups = n_in // group
-    weights, zeros, scales = raw.split((n_out * n_in // 2, groups * n_out // 2, groups * n_out * 2))
-    scale = scales.view(torch.float16).view(groups, n_out).t().contiguous()
-    if kind.startswith("AWQ"):
-        integers = _integers(weights, n_in, _AWQ_ORDER)
-        quantised = pack(integers.t().contiguous())
-        zero = _integers(zeros, groups, _AWQ_ORDER)
-    else:
-        # A word's eight rows are eight columns here, and its bytes hold the pairs that a grid has.
-        quantised = weights.view(n_in // 8, n_out, 4).transpose(0, 1).reshape(n_out, n_in // 2)
-        zero = _integers(zeros, groups, tuple(range(8)))
-        zero = zero if kind.startswith("GPTQ_V2") else (zero + 1) & 15
-    zero = zero.t()
-    if bool((zero == _MIDDLE).all()):
-        return Grid(4, group, _MIDDLE, quantised, scale, None)
-    wide = scale.float()
-    return Grid(4, group, _MIDDLE, quantised, wide, wide * -zero.float())
-
-
-def _integers(raw: Tensor, rows: int, order: tuple[int, ...]) -> Tensor:
-    """Unpack words of eight integers, of which number order[i] is that of column i: (rows, columns) uint8."""
-    both = raw.view(rows, -1, 4)  # (rows, words, bytes)
-    integers = torch.stack((both & 15, both >> 4), dim=-1).view(rows, -1, 8)
-    return integers[..., list(order)].reshape(rows, -1)

@@ -19,7 +19,7 @@ from engine.sources.device_reader import DeviceReader, read_range
 from engine.sources.files import AGAIN
 from engine.sources.grid import GRID_KINDS, Grid, decode_grid
 from engine.sources.layout import PACKED_GROUPS, byte_length, check_part
-from engine.sources.packed import decode_packed
+from engine.sources.packed_grid import decode_packed
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

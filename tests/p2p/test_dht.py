@@ -480,13 +480,14 @@ class Liar(Directory):
 
 
 async def hostile_world(trick: str, count: int, rng: random.Random) -> tuple[World, list[Directory]]:
-    """`count` nodes that know each other, then a third of them turn hostile; and the honest ones of them.
+    """`count` nodes that know each other for half an hour; then a third turn hostile. Also returned: the honest ones.
 
     Liars invent peers next to the key that do not exist, know nobody, answer with as much as they may, or lead to peers
     next to the key that are theirs, answer and name more of their kind.
     """
     world = World()
-    await world.mesh(count)
+    for node in 3 * await world.mesh(count):
+        await node.refresh()
     liars = set(rng.sample(sorted(set(world.nodes) - {peer_named(1)}), count // 3))
     invented = [Contact(peer_id_of(rng.randbytes(32)), (PLACE,)) for _ in range(600)]
 

@@ -13,7 +13,8 @@ from app.core.errors import AppError
 from app.node.visits import visitor_config
 from app.swarm.saved import SavedSwarm, SavedSwarms
 from p2p.errors import P2PError
-from tests.app.node.test_node import cache, found_swarm, living, until
+from tests.app.node.test_node import cache, found_swarm, living
+from tests.p2p.nodes import until
 
 __all__ = ["cache"]
 
@@ -56,7 +57,7 @@ async def test_a_reply_of_one_visit_is_not_broken_off_by_a_question_in_another(t
                         await trio.sleep_forever()
 
             nursery.start_soon(ask_first)
-            await until(node, lambda: visits._visit is not None and visits._visit.replies == 1)
+            await until(lambda: visits._visit is not None and visits._visit.replies == 1, within_s=60)
             with pytest.raises(AppError, match="asks in pond at the moment") as refused:
                 async with visits.replies(OTHER):
                     pass
