@@ -40,6 +40,7 @@ class Visits:
     def __init__(self, context: NodeContext) -> None:
         self._context = context
         self._nursery: trio.Nursery | None = None
+        self._running = trio.Event()
         self._changing = trio.Lock()
         self._visit: _Visit | None = None
 
@@ -47,6 +48,7 @@ class Visits:
         """Hold the visit; when cancelled, its swarm is not told."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            self._running.set()
             task_status.started()
             await trio.sleep_forever()
 
@@ -81,8 +83,8 @@ class Visits:
             visit.asked_at = trio.current_time()
 
     async def _begin(self, swarm: SavedSwarm) -> _Visit:
-        if self._nursery is None:
-            raise AppError("this node is starting", code="no_swarm")
+        await self._running.wait()  # a node answers requests before its last parts have started
+        assert self._nursery is not None
         context = await trio.to_thread.run_sync(visitor_context, self._context, swarm)
         self._visit = visit = _Visit(swarm, context)
         self._nursery.start_soon(guarded, f"the visit of {swarm}", self._hold, visit)
