@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from app.snapshot.views import Snapshot
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-SPINS = 10_000  # turns of a loop in which a thread of torch waits for the others: a fraction of a millisecond
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +87,6 @@ def live(home: Home, config: Config, target: str | None) -> None:
 
     say_step("the node is starting")
     bind_threads()
-    limit_spinning()
     # Compiled kernels are kept with the models, so that later starts find them.
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "kernels"))
     import trio
@@ -117,17 +115,6 @@ def bind_threads() -> None:
         first = os.getpid() % len(cores)
         places = ",".join(f"{{{core}}}" for core in cores[first:] + cores[:first])
         os.environ.update(OMP_PROC_BIND="true", OMP_PLACES=places)
-
-
-def limit_spinning() -> None:
-    """Let torch's threads sleep soon when they wait for each other, by an environment variable that OpenMP reads.
-
-    GNU OpenMP spins 300,000 turns, many milliseconds. On cores that other programs or other nodes of this machine use
-    too, a thread then keeps the core busy while the thread that it waits for gets none. After `SPINS` it sleeps; the
-    pauses within a step are shorter, so a node that has its cores to itself is as fast as before.
-    """
-    if "GOMP_SPINCOUNT" not in os.environ and "OMP_WAIT_POLICY" not in os.environ:
-        os.environ["GOMP_SPINCOUNT"] = str(SPINS)
 
 
 def configure(home: Home, arguments: argparse.Namespace) -> Config:

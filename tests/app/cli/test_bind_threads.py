@@ -1,4 +1,4 @@
-"""Torch's threads get cores of their own and sleep soon when they wait, unless the person has said otherwise."""
+"""Torch's threads get cores of their own, unless the person has said where they belong."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 
 import pytest
 
-from app.cli.serve import SPINS, bind_threads, limit_spinning
+from app.cli.serve import bind_threads
 
 CORES = {2, 5, 7}
 
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+    for name in ("OMP_PROC_BIND", "OMP_PLACES"):
         monkeypatch.setenv(name, "")  # so that what is set meanwhile is undone
         monkeypatch.delenv(name)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: CORES, raising=False)
@@ -38,17 +38,3 @@ def test_a_system_that_tells_no_cores_is_left_alone(environment: pytest.MonkeyPa
     environment.delattr(os, "sched_getaffinity")
     bind_threads()
     assert "OMP_PROC_BIND" not in os.environ
-
-
-def test_threads_that_wait_sleep_soon(environment: pytest.MonkeyPatch) -> None:
-    limit_spinning()
-    assert os.environ["GOMP_SPINCOUNT"] == str(SPINS)
-
-
-@pytest.mark.parametrize(("name", "value"), [("GOMP_SPINCOUNT", "7"), ("OMP_WAIT_POLICY", "active")])
-def test_how_the_person_lets_threads_wait_stays(environment: pytest.MonkeyPatch, name: str, value: str) -> None:
-    environment.setenv(name, value)
-    limit_spinning()
-    assert {key: os.environ.get(key) for key in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY") if key in os.environ} == {
-        name: value
-    }
