@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -22,6 +27,39 @@ def test_a_dense_product_is_exact_for_any_number_of_rows(rows: int, biased: bool
     with torch.inference_mode():
         assert torch.allclose(linear(x).double(), expected, atol=1e-5)
         assert torch.allclose(linear(x, residual).double(), expected + residual.double(), atol=1e-5)
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_size_t) for name in "abcdefghij")
+
+
+def allocated_bytes() -> int:
+    """What glibc's malloc has given out."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo
+    info = mallinfo2()
+    return int(info.e + info.h)  # mapped one by one, and the rest
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks glibc")
+def test_products_of_many_lengths_keep_little_memory() -> None:
+    """A process of its own, since what the libraries may keep is read once. Without a limit they keep 170 MB here."""
+    code = "from tests.engine.test_linear import multiply_all_lengths; print(multiply_all_lengths())"
+    variables = {name: value for name, value in os.environ.items() if "CACHE_CAPACITY" not in name}
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, check=True)
+    assert int(answer.stdout) < 60e6
+
+
+def multiply_all_lengths() -> int:
+    """Multiply 2 to 300 rows with one weight; returns the bytes that were allocated meanwhile."""
+    torch.set_num_threads(1)
+    weight = torch.randn(64, 64)
+    linear = DenseLinear(weight, None, packed(weight))
+    before = allocated_bytes()
+    with torch.inference_mode():
+        for rows in range(2, 300):
+            linear(torch.zeros(rows, 64))
+    return allocated_bytes() - before
 
 
 @pytest.mark.parametrize("rows", TIMED_ROWS)
