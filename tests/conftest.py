@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 # Before torch is imported: small tensors lose time to a thread pool, and two cores serve all of a swarm's processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A shell starts background jobs with Ctrl-C ignored, which every process of a test would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from pathlib import Path
 

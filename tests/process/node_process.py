@@ -89,10 +89,11 @@ class Serving:
         *arguments: str,
         max_vram: str = "0",
         program: Sequence[str] = (),
+        listen: str = LOOPBACK,
         **variables: str,
     ) -> None:
         self.place = place
-        flags = [f"--listen={LOOPBACK}", "--api-port=0", f"--max-vram={max_vram}", *arguments]
+        flags = [f"--listen={listen}", "--api-port=0", f"--max-vram={max_vram}", *arguments]
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         with open(os.devnull) as nothing, os.fdopen(out_end, "w") as output, os.fdopen(err_end, "w") as errors:
             streams = (nothing, output, errors)
