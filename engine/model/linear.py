@@ -7,7 +7,6 @@ long for two rows as for one), so the methods are timed once per process and the
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,9 +26,6 @@ Product = Callable[[Tensor, Tensor], Tensor]  # x (N, in), weight (out, in) -> (
 QUANTISED_ROWS = 1024  # rows of a matrix that are quantised at a time
 # Row counts at which the methods are timed; a count in between uses the entry below it.
 TIMED_ROWS = (1, 2, 3, 4, 8, 12, 16, 32, 64, 128)
-# oneDNN and torch's layer over it each keep what they compiled for a number of rows and a shape, 0.4 MB, for 1024 of
-# them: a node whose prompts have all lengths would grow by hundreds of megabytes. 96 are 24 row counts of a model.
-COMPILED_PRODUCTS = 96
 
 
 def _plain(x: Tensor, weight: Tensor) -> Tensor:
@@ -94,8 +90,6 @@ def packed(weight: Tensor) -> Tensor | None:
     """
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
         return None
-    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # both are read at the first product
-        os.environ.setdefault(name, str(COMPILED_PRODUCTS))
     try:
         copy: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 8)
         torch.ops.mkldnn._linear_pointwise(weight.new_zeros(2, weight.shape[1]), copy, None, "none", [], "")
