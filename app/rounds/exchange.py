@@ -33,6 +33,7 @@ from app.rounds.statements import (
     read_share,
     sign_share,
 )
+from app.rounds.traces import MOST_NUMBERS, MOST_TRACES
 from engine.errors import EngineError
 from p2p.errors import DeadlineExceeded, P2PError, PeerUnreachable, Refused, RemoteError
 from p2p.identity import Identity
@@ -73,6 +74,8 @@ class OwnChange:
     arrival: Arrival
     leaves: list[bytes]
     hashes: list[bytes]
+    traces: list[bytes] = field(default_factory=list)  # of its steps, packed; empty if there are none
+    traced: list[list[bytes]] = field(default_factory=list)  # leaves of the weights of each trace
 
 
 @dataclass
@@ -152,6 +155,26 @@ class Exchange:
         That its leaves can be decoded is not checked.
         """
         return await self._committed(ExchangeAttempt(members), arrival, range(self._model.leaves), deadline)
+
+    async def traces_of(self, members: MemberList, arrival: Arrival, deadline: float) -> list[bytes]:
+        """Return the traces that a member committed to; raises what asking it raises, or `RecordError`."""
+        where, size = {"list": members.hash.hex()}, MOST_TRACES * (HASH_BYTES + 4 * MOST_NUMBERS)
+        raw = await self._ask(arrival.peer, wire.TRACES, where, deadline, ExchangeAttempt(members), size)
+        found = wire.unpack(raw, MOST_TRACES)
+        if not found or (await self._in_thread(hashes_of, found))[1] != arrival.traces:
+            raise RecordError("its traces are not those that it committed to")
+        return found
+
+    async def traced_weights(self, members: MemberList, peer: str, root: bytes, deadline: float) -> list[bytes]:
+        """Return the weights of a member's drawn trace as leaves; raises what asking it raises, or `RecordError`.
+
+        That they are numbers is not checked.
+        """
+        leaves = range(self._model.leaves)
+        found = await self._leaves_of(peer, wire.TRACE, leaves, deadline, ExchangeAttempt(members))
+        if (await self._in_thread(hashes_of, found))[1] != root:
+            raise RecordError("the weights of its step are not those that it committed to")
+        return found
 
     async def two_faced(self, attempt: ExchangeAttempt, peer: str, deadline: float) -> set[str]:
         """Return the members that signed another share for this peer than for us; raises `P2PError` or `RecordError`.
