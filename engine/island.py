@@ -10,7 +10,8 @@ half of the leaves, the same for all islands: so none waits twice, and the other
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -257,9 +258,12 @@ class IslandModel(RoundModel):
 
     # Steps
 
-    def step(self, sequences: Sequence[Sequence[int]], number: int) -> StepResult:
-        """Make step `number` of the job, from 0; raises `NotFinite` and changes nothing if the loss is not finite."""
-        return self._model.step(self.batches(sequences), self.terms.schedule, number, self.terms.clip)
+    def step(self, sequences: Sequence[Sequence[int]], number: int, seed: bytes | None = None) -> StepResult:
+        """Make step `number` of the job, from 0; raises `NotFinite` and changes nothing if the loss is not finite.
+
+        With a seed, the result has a sketch of the gradient.
+        """
+        return self._model.step(self.batches(sequences), self.terms.schedule, number, self.terms.clip, seed)
 
     def loss(self, sequences: Sequence[Sequence[int]]) -> float:
         """Mean loss of the island's own weights on sequences that are not trained on."""
@@ -274,18 +278,46 @@ class IslandModel(RoundModel):
         """
         if len(leaves) != self.leaves:
             raise TrainingError(f"{len(leaves)} leaves are not the {self.leaves} of a change")
-        names = part_names(self.config)
-        values = torch.cat([_weights(self.config, *pair) for pair in zip(names, states, strict=True)])
+        values = self._values_in(states)
         change = self._joined(_Encoded(leaves, codec), 0, self.leaves)
-        kept = self._model.vectors()
-        try:
-            losses = []
+        losses = []
+        with self._other_weights():
             for weights in (values, values - change):
                 self._model.set_vectors(divided(self.config, weights))
                 losses.append([self.loss(text) for text in texts])
-        finally:
-            self._model.set_vectors(kept)
         return list(zip(*losses, strict=True))
+
+    # Traces
+
+    @property
+    def trace_bytes(self) -> int:
+        """Most bytes of all leaves of a trace."""
+        return 2 * self._shared.values.numel()
+
+    def trace(self) -> list[bytes]:
+        """Return how far this island is from the shared weights now, as leaves of bfloat16, empty for zeros."""
+        away = self._shared.values - self._own()
+        return [_shorter(leaf) if bool(leaf.any()) else b"" for leaf in away.split(LEAF)]
+
+    def retrace(
+        self, states: Sequence[bytes], leaves: Sequence[bytes], sequences: Sequence[Sequence[int]], seed: bytes
+    ) -> tuple[float, float, tuple[float, ...]]:
+        """Compute the gradient of a step again, at the weights to which a trace leads from those in some states.
+
+        Returns the mean loss on its sequences of the shared weights, that of the traced ones, and the sketch of the
+        gradient. The island's own weights stay as they are. Raises `TrainingError` if these are no leaves of a trace.
+        """
+        sizes = [2 * self._leaf_size(index) for index in range(self.leaves)]
+        whole = bytearray(b"".join(leaf or bytes(size) for leaf, size in zip(leaves, sizes, strict=False)))
+        if len(leaves) != len(sizes) or len(whole) != self.trace_bytes:
+            raise TrainingError(f"{len(leaves)} leaves are not the {self.leaves} of a trace")
+        values = self._values_in(states)
+        away = torch.frombuffer(whole, dtype=torch.bfloat16).float()
+        with self._other_weights():
+            self._model.set_vectors(divided(self.config, values))
+            before = self.loss(sequences)
+            self._model.set_vectors(divided(self.config, values - away))
+            return before, *self._model.sketch(self.batches(sequences), seed)
 
     # Moments
 
@@ -322,6 +354,20 @@ class IslandModel(RoundModel):
         return [2 * (first.numel() + second.numel()) for first, second in self._model.moments().values()]
 
     # Inside
+
+    def _values_in(self, states: Sequence[bytes]) -> Tensor:
+        """The shared weights in the states of all parts."""
+        names = part_names(self.config)
+        return torch.cat([_weights(self.config, *pair) for pair in zip(names, states, strict=True)])
+
+    @contextmanager
+    def _other_weights(self) -> Iterator[None]:
+        """Let the model compute with other weights meanwhile."""
+        kept = self._model.vectors()
+        try:
+            yield
+        finally:
+            self._model.set_vectors(kept)
 
     def _own(self) -> Tensor:
         return joined(self.config, self._model.vectors())

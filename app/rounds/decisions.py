@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
@@ -55,6 +55,17 @@ def share_ranges(leaves: int, members: int) -> list[range]:
     """Return the leaves that each member merges: contiguous, of sizes that differ by one at most."""
     bounds = [leaves * index // members for index in range(members + 1)]
     return [range(first, stop) for first, stop in pairwise(bounds)]
+
+
+def taken_from(merger: str, me: str, near: Collection[str], seed: bytes) -> str:
+    """Return from whom a member takes the share that another one merged: from that one, or from a near one that has it.
+
+    `near` are members on the same local network. Of them and itself, one is drawn for each far merger, which takes the
+    share over the slow link for all. Where members do not agree on who is near, they still never wait for each other in
+    a circle: the one drawn comes before whoever waits for it in an order that all have.
+    """
+    drawn = min({me, *near}, key=lambda peer: hashlib.sha256(seed + f"{merger}/{peer}".encode()).digest())
+    return merger if merger in near or drawn == me else drawn
 
 
 def to_leave_out(

@@ -6,11 +6,15 @@ is checked against the hash that its arrival committed to: nobody can send diffe
 Merged leaves are checked against what their merger has signed: if members end with different states, whoever signed two
 versions of its share is known. That a share was merged rightly is not checked, but that it is not far larger than any
 change: numbers with which no model can go on would end everybody's part.
+Of members on one local network, one takes a far member's merged share and the others take it from that one, so that it
+crosses the slow link once; the merger has signed it, so nobody needs to be believed. Whoever does not pass it on costs
+some time once, and is not asked for a while.
 Merging is computed by the device; who failed whom is said in the result and decided by the one who leads.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -23,7 +27,14 @@ from app.core.network import Network, Priority
 from app.core.signal import Signal
 from app.manifest.merkle import HASH_BYTES, leaf_hash, root_of
 from app.rounds import wire
-from app.rounds.decisions import PAST_UNITS, merge_weights, request_leaves, request_timeout_s, share_ranges
+from app.rounds.decisions import (
+    PAST_UNITS,
+    merge_weights,
+    request_leaves,
+    request_timeout_s,
+    share_ranges,
+    taken_from,
+)
 from app.rounds.statements import (
     MAX_ARRIVAL_BYTES,
     MAX_MEMBERS,
@@ -33,15 +44,18 @@ from app.rounds.statements import (
     read_share,
     sign_share,
 )
+from app.rounds.traces import MOST_NUMBERS, MOST_TRACES
 from engine.errors import EngineError
 from p2p.errors import DeadlineExceeded, P2PError, PeerUnreachable, Refused, RemoteError
 from p2p.identity import Identity
 
+log = logging.getLogger("shoal.rounds")
 A = TypeVar("A")
 B = TypeVar("B")
 
 RETRY_S = 0.5
 UNREACHABLE_TRIES = 3
+PASSED_OVER_ROUNDS = 16  # in which a member that did not pass a share on is not asked for one
 
 
 class MergingModel(Protocol):
@@ -73,6 +87,8 @@ class OwnChange:
     arrival: Arrival
     leaves: list[bytes]
     hashes: list[bytes]
+    traces: list[bytes] = field(default_factory=list)  # of its steps, packed; empty if there are none
+    traced: list[list[bytes]] = field(default_factory=list)  # leaves of the weights of each trace
 
 
 @dataclass
@@ -112,6 +128,7 @@ class Exchange:
     ) -> None:
         self._network, self._identity, self._device, self._model = network, identity, device, model
         self._job, self._wall_ms, self._in_thread = job, wall_ms, in_thread
+        self._passed_over: dict[str, int] = {}  # members that did not pass a share on, and the round to ask again
 
     async def run(self, attempt: ExchangeAttempt, own: OwnChange, deadline: float) -> list[bytes]:
         """Return all merged leaves, the same bytes for all members; raises `ExchangeFailed`."""
@@ -128,15 +145,11 @@ class Exchange:
         await self._merge(attempt, rows, mine)
 
         async def collect(index: int) -> None:
-            share, leaves = await _both(
-                lambda: self._signed_by(members[index], attempt, deadline),
-                lambda: self._merged_by(members[index], ranges[index], deadline, attempt),
-            )
-            if (await self._in_thread(hashes_of, leaves))[1] != share.root:
-                raise RecordError("its share is not the one that it signed")
+            share, leaves = await self._share_of(members[index], ranges[index], deadline, attempt)
             await self._device.run_later(self._model.check_merged, leaves, ranges[index].start)
             attempt.shares[share.peer] = share
             attempt.merged.update(zip(ranges[index], leaves, strict=True))
+            attempt.changed.notify()
 
         wanted = {peer: (collect, index) for index, peer in enumerate(members) if peer != me and ranges[index]}
         await self._all(attempt, wanted)
@@ -152,6 +165,26 @@ class Exchange:
         That its leaves can be decoded is not checked.
         """
         return await self._committed(ExchangeAttempt(members), arrival, range(self._model.leaves), deadline)
+
+    async def traces_of(self, members: MemberList, arrival: Arrival, deadline: float) -> list[bytes]:
+        """Return the traces that a member committed to; raises what asking it raises, or `RecordError`."""
+        where, size = {"list": members.hash.hex()}, MOST_TRACES * (HASH_BYTES + 4 * MOST_NUMBERS)
+        raw = await self._ask(arrival.peer, wire.TRACES, where, deadline, ExchangeAttempt(members), size)
+        found = wire.unpack(raw, MOST_TRACES)
+        if not found or (await self._in_thread(hashes_of, found))[1] != arrival.traces:
+            raise RecordError("its traces are not those that it committed to")
+        return found
+
+    async def traced_weights(self, members: MemberList, peer: str, root: bytes, deadline: float) -> list[bytes]:
+        """Return the weights of a member's drawn trace as leaves; raises what asking it raises, or `RecordError`.
+
+        That they are numbers is not checked.
+        """
+        leaves = range(self._model.leaves)
+        found = await self._leaves_of(peer, wire.TRACE, leaves, deadline, ExchangeAttempt(members))
+        if (await self._in_thread(hashes_of, found))[1] != root:
+            raise RecordError("the weights of its step are not those that it committed to")
+        return found
 
     async def two_faced(self, attempt: ExchangeAttempt, peer: str, deadline: float) -> set[str]:
         """Return the members that signed another share for this peer than for us; raises `P2PError` or `RecordError`.
@@ -237,6 +270,51 @@ class Exchange:
         if len(hashes) != self._model.leaves or await self._in_thread(root_of, hashes) != arrival.change:
             raise RecordError("its change is not the one that it committed to")
         return hashes
+
+    async def _share_of(
+        self, merger: str, leaves: range, deadline: float, attempt: ExchangeAttempt
+    ) -> tuple[MergedShare, list[bytes]]:
+        """Return a member's word for the share that it merged, and the share; raises `RecordError` if they differ."""
+        members, me = {*attempt.members.members}, self._network.peer_id
+        members -= {peer for peer, until in self._passed_over.items() if until > attempt.members.round}
+        near = {link.peer for link in self._network.links() if link.kind == "lan"} & members
+        giver = taken_from(merger, me, near, attempt.members.hash)
+        if giver != merger:
+            share = await self._signed_by(merger, attempt, deadline)
+            passed_on = await self._passed_on(giver, share, leaves, deadline, attempt)
+            if passed_on is not None:
+                return share, passed_on
+        share, found = await _both(
+            lambda: self._signed_by(merger, attempt, deadline),
+            lambda: self._merged_by(merger, leaves, deadline, attempt),
+        )
+        if (await self._in_thread(hashes_of, found))[1] != share.root:
+            raise RecordError("its share is not the one that it signed")
+        return share, found
+
+    async def _passed_on(
+        self, giver: str, share: MergedShare, leaves: range, deadline: float, attempt: ExchangeAttempt
+    ) -> list[bytes] | None:
+        """Return a share from a member that takes it for others; None if it does not, or not in time.
+
+        It has as long as the whole merged change might take from the one who merged the share, because other shares
+        come over the same link meanwhile. One that fails is not asked for some rounds.
+        """
+        now, size_bytes = trio.current_time(), self._model.leaves * self._model.leaf_bytes
+        patience_s = request_timeout_s(
+            size_bytes, self._speed_of(share.peer), wait_s=wire.WAIT_S, lost=0, left_s=deadline - now
+        )
+        with trio.move_on_after(patience_s):
+            try:
+                found = await self._merged_by(giver, leaves, now + patience_s, attempt)
+                if (await self._in_thread(hashes_of, found))[1] == share.root:
+                    return found
+            except ExchangeFailed:
+                return None  # the giver's exchange has failed, or this one is over
+            except (P2PError, RecordError, EngineError) as error:
+                log.info("%s does not pass on the share of %s: %s", giver, share.peer, error)
+        self._passed_over[giver] = attempt.members.round + PASSED_OVER_ROUNDS
+        return None
 
     async def _signed_by(self, peer: str, attempt: ExchangeAttempt, deadline: float) -> MergedShare:
         """Return a member's word for the share that it merges, once it has; raises `RecordError` if it gives none."""

@@ -14,7 +14,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import trio
@@ -77,7 +77,9 @@ from app.rounds.statements import (
     texts_of,
 )
 from app.rounds.steps import RoundTask, StepFigures, StepMaker
+from app.rounds.testers import drawn_trace
 from app.rounds.testing import ChangeTester, PastRound
+from app.rounds.traces import StepTraces, Trace, pack_trace, trace_seed, traced_steps
 from app.routing.route import Route
 from app.training.states import StateStore, part_of
 from app.training.wire import StatePart
@@ -413,21 +415,29 @@ class Island:
             self.figures.steps += 1
             self.figures.tokens += done.tokens
 
-        counts = await self._steps.make(RoundTask(standing.every, standing.step, sequences, stop, made))
+        traces, whole = None, self._steps.whole
+        if record.recompute and whole is not None:
+            seed = trace_seed(record.id, standing.prev, self.peer)
+            traces = StepTraces(traced_steps(standing.every, whole.trace_bytes), seed)
+        counts = await self._steps.make(RoundTask(standing.every, standing.step, sequences, stop, made, traces))
         ended = trio.current_time()
         if counts and steps and self._ahead is None and not self._leaving:
             self.figures.step_s = (ended - began) / steps
-            await self._arrive(standing, steps, tokens)
+            await self._arrive(standing, steps, tokens, traces)
             self.figures.arrive_s = trio.current_time() - ended
         return ended
 
-    async def _arrive(self, standing: Standing, steps: int, tokens: int) -> None:
-        """Commit to the change, and tell the others."""
+    async def _arrive(self, standing: Standing, steps: int, tokens: int, traces: StepTraces | None) -> None:
+        """Commit to the change, and to traces of the steps if they are kept, and tell the others."""
         leaves = await self._device.run_later(self._model.change)
         hashes, change = await self._in_thread(hashes_of, leaves)
         made = Arrival(self.record.id, standing.round, standing.prev, steps, tokens, change)
+        packed: list[bytes] = []
+        if traces is not None:
+            packed, root = await self._in_thread(committed_traces, traces)
+            made = replace(made, traces=root)
         arrival = sign_arrival(self._identity, made, self._wall_ms())
-        self._own = OwnChange(arrival, leaves, hashes)
+        self._own = OwnChange(arrival, leaves, hashes, packed, [] if traces is None else traces.weights)
         self._note_arrival(arrival)
         for peer in {*standing.members, *self.alive()} - {self.peer}:
             self._nursery.start_soon(self._say, peer, arrival.raw)
@@ -662,7 +672,7 @@ class Island:
         self.figures.bytes_in = attempt.bytes_in
         made = Result(
             self.record.id, members.round, members.hash, root, failed, attempt.report, past=attempt.past,
-            tested=self._tester.told,
+            tested=self._tester.told, recomputed=self._tester.recomputed,
         )  # fmt: skip
         return sign_result(self._identity, made, self._wall_ms())
 
@@ -729,6 +739,9 @@ class Island:
         self._stands_down_until, self._complete_at = 0.0, None
         self._tester.begin_round()
         self._tested = self._own if any(test.peer == self.peer for test in standing.tests) else None
+        if self._tested is not None and self._tested.traces:  # nobody may see the others
+            drawn = drawn_trace(standing.root, self.peer, len(self._tested.traces))
+            self._tested.traced = self._tested.traced[drawn : drawn + 1]
         self._own = self._candidate = self._ahead = None
         if self._text.held:
             loss = await self._steps.loss(self._text.held)
@@ -1103,8 +1116,9 @@ class Island:
                 own_share = share_ranges(self._model.leaves, len(members))[members.index(self.peer)]
                 await self._merged(attempt, own_share[:1], until)
             return wire.pack(share.raw for share in attempt.shares.values())
-        first = 0 if method == wire.HASHES else fields.integer("first", 0, wire.MAX_LEAVES)
-        count = 0 if method == wire.HASHES else fields.integer("count", 1, wire.RUN_LEAVES)
+        is_whole = method in (wire.HASHES, wire.TRACES)
+        first = 0 if is_whole else fields.integer("first", 0, wire.MAX_LEAVES)
+        count = 0 if is_whole else fields.integer("count", 1, wire.RUN_LEAVES)
         if method == wire.MERGED:
             return wire.pack(await self._merged(attempt, range(first, first + count), until))
         own, testers = self._own, set[str]()
@@ -1116,10 +1130,15 @@ class Island:
         if method == wire.HASHES:
             return b"".join(own.hashes)
         share = share_ranges(len(own.leaves), len(members))[members.index(peer)]
-        if peer not in testers and not share.start <= first < first + count <= share.stop:
+        is_own_share = method == wire.SHARE and share.start <= first < first + count <= share.stop
+        if peer not in testers and not is_own_share:
             if own is self._own:  # a tester that has ended the round before this island did
                 raise RemoteError("who tests this change is not known here yet", wire.NOT_YET)
-            raise RemoteError("these leaves are merged by another member", wire.WRONG)
+            raise RemoteError("only those see this who merge it, or were drawn to test it", wire.WRONG)
+        if method == wire.TRACES:
+            return wire.pack(own.traces)
+        if method == wire.TRACE:
+            return wire.pack(leaf for weights in own.traced for leaf in weights[first : first + count])
         return wire.pack(own.leaves[first : first + count])
 
     async def _merged(self, attempt: ExchangeAttempt, leaves: range, until: float) -> list[bytes]:
@@ -1165,6 +1184,13 @@ class RoundServer:
 
     async def _on_jobs(self, peer: str, body: bytes) -> Payload:
         return wire.pack(list(self.records.values())[: wire.MAX_JOBS]) if self._is_member(peer) else b""
+
+
+def committed_traces(traces: StepTraces) -> tuple[list[bytes], bytes]:
+    """Return the packed traces of a round and the root over them; a while for many of them: call it in a thread."""
+    pairs = zip(traces.weights, traces.sketches, strict=True)
+    packed = [pack_trace(Trace(hashes_of(weights)[1], sketch)) for weights, sketch in pairs]
+    return packed, hashes_of(packed)[1]
 
 
 def _domain(raw: bytes) -> str:

@@ -6,7 +6,8 @@ An entry is canonical JSON in an envelope of the domain `shoal/round/entry`:
     list, results      the signed list of the attempt that counted, and every member's result (envelopes in base64)
     root               of the state after the round: SHA-256 over the roots of all parts, which all results name
     doubted            peer -> why its change is unlike the others', a copy, or a replay of the last merged one, or why
-                       that of the round before did harm, as those say who were drawn to test it
+                       that of the round before did harm, or a step of it is not what its text gives, as those say who
+                       were drawn to test it
     left_out           peer -> why it takes no more part in the job
     next               who takes part in the next round, in the order in which they take turns in reading
     every, codec       steps of the next round, and the number format of its changes, within the record's bounds
@@ -53,7 +54,7 @@ from app.rounds.statements import (
     signed,
     texts_of,
 )
-from app.rounds.testers import DrawnTest, drawn_tests, harmful
+from app.rounds.testers import DrawnTest, drawn_tests, harmful, miscomputed
 from p2p.identity import PEER_ID_CHARS, Identity
 
 ENTRY = "shoal/round/entry"
@@ -129,7 +130,7 @@ def make_entry(
 ) -> RoundEntry:
     """Sign the entry of a round in which all members ended with the same root; `present` may take part in the next."""
     ordered = sorted(results, key=lambda result: members.members.index(result.peer))
-    doubts = _doubts(standing, members, ordered)
+    doubts = _doubts(record, standing, members, ordered)
     left_out = _left_out(standing, doubts)
     step = standing.step + standing.every
     # those who took part first, then others who were expected, then newcomers
@@ -190,7 +191,7 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
         raise RecordError(f"{where} lacks the result of a member")
     if any((one.list, one.root) != (entry.list.hash, entry.root) for one in entry.results):
         raise RecordError(f"{where}: its members did not end with the same state")
-    doubts = _doubts(standing, entry.list, entry.results)
+    doubts = _doubts(record, standing, entry.list, entry.results)
     left_out = _left_out(standing, doubts)
     if (dict(entry.doubted), dict(entry.left_out)) != (doubts, left_out):
         raise RecordError(f"{where} doubts or leaves out others than its reports say")
@@ -284,15 +285,19 @@ def is_better(mine: Sequence[RoundEntry], theirs: Sequence[RoundEntry]) -> bool:
     return other > ours if other != ours else theirs[-1].hash < mine[-1].hash
 
 
-def _doubts(standing: Standing, members: MemberList, results: Sequence[Result]) -> dict[str, str]:
+def _doubts(
+    record: TrainingRecord, standing: Standing, members: MemberList, results: Sequence[Result]
+) -> dict[str, str]:
     """Those whose change is unlike the others', that of another member, or that of the last round, and why.
 
-    Besides, those whose change of the round before did harm.
+    Besides, those whose change of the round before did harm, or a step of which they have not computed.
     """
     reports = [result.report for result in results]
     unlike = doubted(measured(members.members, reports))
     again = replayed(past_likeness(members.members, reports, [result.past for result in results]))
     harm = harmful(standing.tests, {result.peer: result.tested for result in results})
+    if record.recompute:
+        harm |= miscomputed(standing.tests, {result.peer: result.recomputed for result in results})
     return harm | unlike | again | copied({arrival.peer: arrival.change for arrival in members.arrivals})
 
 

@@ -9,6 +9,9 @@ With `own_data` (absent: false) every member trains on text of its own, which ne
 
 With `significance` (absent: 0) a leaf of a change that is smaller than this share of its weights, by their norms, waits
 for the next round and is empty in this one; leaf i may do so in round r if i + r is odd.
+
+With `recompute` (absent: false) members commit to traces of their steps, of which testers compute some again
+(`app.rounds.traces`); not with `own_data`, where nobody else has the text.
 """
 
 from __future__ import annotations
@@ -77,6 +80,7 @@ class TrainingRecord:
     created_ms: int
     own_data: bool = False
     significance: float = 0.0
+    recompute: bool = False
 
     def payload(self) -> bytes:
         """The record as canonical JSON."""
@@ -87,7 +91,7 @@ class TrainingRecord:
                 del values[name]
             else:
                 values[name] = [part.root.hex(), part.size_bytes]
-        for name in ("own_data", "significance"):
+        for name in ("own_data", "significance", "recompute"):
             if not values[name]:
                 del values[name]
         return canonical({"v": VERSION, **values})
@@ -168,11 +172,14 @@ def _read(payload: bytes) -> TrainingRecord:
         created_ms=fields.integer("created_ms", 0, 2**53),
         own_data=own_data,
         significance=fields.number("significance", 0, 1, 0.0),
+        recompute=fields.flag("recompute", False),
     )
     if not _NAME.fullmatch(record.name) or not re.fullmatch(r"([0-9a-f]{64})?", record.model):
         raise RecordError("the job's record: the name or the model's hash is malformed")
     if not record.least_every <= record.every <= record.most_every:
         raise RecordError("the job's record: the steps of a round are outside their own bounds")
+    if record.own_data and record.recompute:
+        raise RecordError("the job's record: steps on a text that only its reader has cannot be computed again")
     if record.payload() != payload:
         raise RecordError("the job's record is not canonical")
     return record

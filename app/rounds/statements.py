@@ -3,14 +3,17 @@
 Payloads are canonical JSON in envelopes of `p2p.envelope`; `v` is the major version, unknown fields are ignored. All
 have `job` (the hash that names it) and `round` (from 0).
 
-    shoal/round/arrival  prev (hash of the round before), steps, tokens, change (root over the hashes of its leaves)
+    shoal/round/arrival  prev (hash of the round before), steps, tokens, change (root over the hashes of its leaves),
+                         traces (root over the hashes of its traces, see `app.rounds.traces`; only in jobs whose steps
+                         are computed again, and not of an island of several machines)
     shoal/round/list     attempt, prev, arrivals (envelopes in base64): who takes part, in the order of their shares
     shoal/round/result   list (its hash), root (of the state after the round; empty if the exchange failed), failed
                          (peer -> why), report (peer -> norm and agreement of its change, in the share merged here),
                          past (thousandths: cosine of each change in that share, in the order of the list, with what
                          was merged in the round before; empty or missing if that is not known here),
                          tested (thousandths: losses with changes of the round before over those without, which the
-                         signer was drawn to measure, see `app.rounds.testers`; empty or missing if it was not)
+                         signer was drawn to measure, see `app.rounds.testers`; empty or missing if it was not),
+                         recomputed (thousandths: by how much the gradient of each test's step is off; likewise)
     shoal/round/share    list (its hash), root (over the hashes of the leaves that the signer merged in that attempt)
     shoal/round/data     (no round) tokens, source, licence: what the signer trains on in a job of `own_data`
 
@@ -40,7 +43,7 @@ SHARE, DATA = "shoal/round/share", "shoal/round/data"
 MAX_MEMBERS = 16  # of one round
 MAX_ARRIVAL_BYTES = 384
 MAX_RESULT_BYTES = 16 * 1024  # of one that failed, with its reasons
-MAX_COUNTED_BYTES = 1700  # of one that can be part of an entry
+MAX_COUNTED_BYTES = 1740  # of one that can be part of an entry
 MAX_DATA_BYTES = 2048
 MAX_SOURCE_CHARS, MAX_LICENCE_CHARS = 400, 100
 MAX_ATTEMPTS = 64
@@ -62,6 +65,7 @@ class Arrival:
     change: bytes
     peer: str = ""
     raw: bytes = b""
+    traces: bytes = b""  # empty: there are none
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ class Result:
     raw: bytes = b""
     past: tuple[int, ...] = ()  # thousandths
     tested: tuple[int, ...] = ()  # likewise
+    recomputed: tuple[int, ...] = ()  # likewise
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,7 @@ def sign_arrival(identity: Identity, arrival: Arrival, now_ms: int) -> Arrival:
     values = {
         "job": arrival.job.hex(), "round": arrival.round, "prev": arrival.prev.hex(), "steps": arrival.steps,
         "tokens": arrival.tokens, "change": arrival.change.hex(),
+        **({"traces": arrival.traces.hex()} if arrival.traces else {}),
     }  # fmt: skip
     return read_arrival(signed(identity, ARRIVAL, values, now_ms), now_ms)
 
@@ -147,6 +153,7 @@ def read_arrival(raw: bytes, now_ms: int) -> Arrival:
         change=fields.hex_bytes("change", HASH_BYTES),
         peer=envelope.peer,
         raw=raw,
+        traces=fields.hex_bytes("traces", HASH_BYTES) if "traces" in fields.values else b"",
     )
 
 
@@ -187,6 +194,7 @@ def sign_result(identity: Identity, result: Result, now_ms: int) -> Result:
         "failed": {peer: why[:MAX_WHY_CHARS] for peer, why in result.failed.items()},
         "report": {peer: [float(f"{number:.6g}") for number in pair] for peer, pair in result.report.items()},
         "past": list(result.past), "tested": list(result.tested),
+        **({"recomputed": list(result.recomputed)} if result.recomputed else {}),
     }  # fmt: skip
     return read_result(signed(identity, RESULT, values, now_ms), now_ms)
 
@@ -213,6 +221,7 @@ def read_result(raw: bytes, now_ms: int) -> Result:
         raw=raw,
         past=tuple(fields.integers("past", -1010, 1010, max_items=MAX_MEMBERS, default=[])),
         tested=tuple(fields.integers("tested", 0, MOST_RATIO, max_items=2 * MOST_TESTED, default=[])),
+        recomputed=tuple(fields.integers("recomputed", 0, MOST_RATIO, max_items=MOST_TESTED, default=[])),
     )
 
 

@@ -20,6 +20,7 @@ from app.core.errors import AppError
 from app.core.network import Network
 from app.rounds.moments import MomentsModel
 from app.rounds.testing import TryingModel
+from app.rounds.traces import StepTraces
 from app.routing.route import Route
 from app.training.states import StateStore
 from app.training.trainer import (
@@ -60,12 +61,14 @@ class RoundTask:
     sequences: Callable[[int], Sequence[Sequence[int]]]  # what a step of the round reads, from 0
     stop: Callable[[int], bool]  # asked before each step, with the number of those made
     made: Callable[[StepFigures], None]  # told of each step
+    traces: StepTraces | None = None  # that are to be kept; steps through several machines leave none
 
 
 class WholeModel(TryingModel, MomentsModel, Protocol):
     """A model that is whole in this process; `engine.island.IslandModel`."""
 
-    def step(self, sequences: Sequence[Sequence[int]], number: int) -> Any: ...
+    def step(self, sequences: Sequence[Sequence[int]], number: int, seed: bytes | None = None) -> Any: ...
+    def trace(self) -> list[bytes]: ...
     def loss(self, sequences: Sequence[Sequence[int]]) -> float: ...
 
 
@@ -103,8 +106,18 @@ class LocalSteps:
         for step in range(task.count):
             if task.stop(step):
                 break
-            task.made(await self._device.run_later(self.whole.step, task.sequences(step), task.number + step))
+            task.made(await self._step(task, step))
         return True
+
+    async def _step(self, task: RoundTask, step: int) -> Any:
+        """Make a step of a round, and keep its trace if one is wanted."""
+        traces, make, sequences = task.traces, self.whole.step, task.sequences(step)
+        if traces is None or step not in traces.steps:
+            return await self._device.run_later(make, sequences, task.number + step)
+        weights = await self._device.run_later(self.whole.trace)
+        made = await self._device.run_later(make, sequences, task.number + step, traces.seed)
+        traces.add(weights, made.sketch)
+        return made
 
     async def loss(self, held: Sequence[Sequence[int]]) -> float | None:
         """Mean loss on text that is not trained on."""

@@ -18,6 +18,9 @@ MOST_TESTED = 2  # changes of one round
 MOST_SEQUENCES = 16  # of what a member read, with which its change is tested
 HARM_READ, HARM_UNSEEN = 1050, 1200  # thousandths of the loss before, above which a change does harm
 RATIO_UNITS, MOST_RATIO = 1000, 10**6  # of a loss that is as before in a result's `tested`; of the worst
+# Thousandths by which a gradient may be off: those of honest islands were off by 70 at most, with weights of 16 bits
+# against 32; that of another text by about 1000.
+WRONG_STEP = 500
 
 
 class DrawnTest(NamedTuple):
@@ -53,6 +56,26 @@ def drawn_steps(root: bytes, tester: str, steps: int, batch: int) -> list[tuple[
     return [divmod(one, batch) for one in sorted(drawn)]
 
 
+def drawn_trace(root: bytes, peer: str, count: int) -> int:
+    """Return which of the traces of a member's round is computed again, the same one by all its testers."""
+    return int.from_bytes(hashlib.sha256(root + f"trace/{peer}".encode()).digest()[:8], "big") % count
+
+
+def step_error(before: float, after: float, claimed: Sequence[float], found: Sequence[float]) -> int:
+    """Return how far a claimed gradient is from the one found, by their sketches, in thousandths of the longer one.
+
+    `before` and `after` are losses on the step's text of the weights before the round and before the step. Never 0,
+    which says that nothing was computed. The worst is for weights that nobody trains with: without any gradient, or
+    with a far larger loss than before the round, since a gradient is easily known where a model computes nothing.
+    """
+    lengths = [math.hypot(*one) for one in (claimed, found)]
+    if not after <= 2 * before + 1 or not all(map(math.isfinite, lengths)) or not lengths[1]:
+        return MOST_RATIO
+    if len(claimed) != len(found):
+        return MOST_RATIO
+    return max(1, round(RATIO_UNITS * math.dist(claimed, found) / max(lengths)))
+
+
 def loss_ratio(before: float, after: float) -> int:
     """Return a loss in thousandths of the one before, as a result names it; never 0, which says that none was taken."""
     ratio = after / before if before > 0 else math.inf
@@ -69,11 +92,32 @@ def harmful(tests: Sequence[DrawnTest], told: Mapping[str, Sequence[int]]) -> di
     for at, test in enumerate(tests):
         pairs = [told[peer][2 * at : 2 * at + 2] for peer in test.testers if len(told.get(peer, ())) == 2 * len(tests)]
         for side, (most, text) in enumerate(((HARM_READ, "text that it read"), (HARM_UNSEEN, "unseen text"))):
-            ratios = [pair[side] for pair in pairs if pair[side]]
-            if len(ratios) < 2 or 2 * len(ratios) <= len(test.testers):
-                continue
-            # of an even number the lower one, so that one tester alone cannot decide
-            if (ratio := median_low(ratios)) > most:
+            ratio = _agreed(test, [pair[side] for pair in pairs])
+            if ratio is not None and ratio > most:
                 times = ratio / RATIO_UNITS
                 why[test.peer] = f"its change of the last round makes the loss on {text} {times:.2f} times as large"
     return why
+
+
+def miscomputed(tests: Sequence[DrawnTest], told: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Return the members that showed a step of the last round which their text does not give, as testers say.
+
+    `told` is by how much each tester found the gradient of each test's step to be off; 0 is not computed. More than
+    half of a test's testers have to say so, and at least two.
+    """
+    why = {}
+    for at, test in enumerate(tests):
+        error = _agreed(test, [told[peer][at] for peer in test.testers if len(told.get(peer, ())) == len(tests)])
+        if error is not None and error > WRONG_STEP:
+            share = f"off by {error / RATIO_UNITS:.2f} of its length" if error < MOST_RATIO else "not shown, or made up"
+            why[test.peer] = f"a step of its last round was computed again: its gradient is {share}"
+    return why
+
+
+def _agreed(test: DrawnTest, figures: Sequence[int]) -> int | None:
+    """Return what a test's testers found, where 0 is nothing; None if too few found something.
+
+    It is their median, of an even number the lower one, so that one tester alone cannot decide.
+    """
+    found = [figure for figure in figures if figure]
+    return median_low(found) if len(found) >= 2 and 2 * len(found) > len(test.testers) else None

@@ -1,8 +1,11 @@
 """Tests the change of another island: applies it to the state before the round, and measures what that does to losses.
 
+Then, where members keep traces of their steps (`app.rounds.traces`), it computes the gradient of one of them again.
+
 Who tests whom is drawn by lot (`app.rounds.testers`), and a test runs while this island makes the steps of the next
-round: it takes the whole change, checked against the hash that its author committed to, and a few forward passes. What
-comes of it is in this island's next result. A test that is not done by then says nothing.
+round: it takes the whole change, checked against the hash that its author committed to, and a few forward passes; for a
+step, the weights before it (2 bytes each) and one pass forwards and backwards. What comes of it is in this island's
+next result. A test that is not done by then says nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ from app.rounds.exchange import Exchange, ExchangeFailed
 from app.rounds.log import RoundEntry, Standing
 from app.rounds.reading import positions_of, sequence_at
 from app.rounds.record import TrainingRecord
-from app.rounds.testers import MOST_RATIO, DrawnTest, drawn_steps, loss_ratio
+from app.rounds.testers import MOST_RATIO, DrawnTest, drawn_steps, drawn_trace, loss_ratio, step_error
+from app.rounds.traces import trace_seed, traced_steps, unpack_trace
 from app.training.states import StateStore
 from app.training.wire import StatePart
-from engine.errors import EngineError
-from p2p.errors import P2PError, RemoteError
+from engine.errors import EngineError, TrainingError
+from p2p.errors import DeadlineExceeded, P2PError, RemoteError
 
 log = logging.getLogger("shoal.rounds")
 
@@ -34,9 +38,14 @@ TEST_S = 600.0  # longest time of a test; the next round ends it earlier
 class TryingModel(Protocol):
     """What a test needs of an island's model; `engine.island.IslandModel` has it."""
 
+    @property
+    def trace_bytes(self) -> int: ...
     def trial(
         self, states: Sequence[bytes], leaves: Sequence[bytes], codec: Any, texts: Sequence[Sequence[Sequence[int]]]
     ) -> list[tuple[float, float]]: ...
+    def retrace(
+        self, states: Sequence[bytes], leaves: Sequence[bytes], sequences: Sequence[Sequence[int]], seed: bytes
+    ) -> tuple[float, float, Sequence[float]]: ...
 
 
 class Sequences(Protocol):
@@ -59,7 +68,7 @@ class PastRound:
 
 
 class ChangeTester:
-    """Makes the tests of one island, one set after each round; `told` is what they found so far."""
+    """Makes the tests of one island, one set after each round; `told` and `recomputed` are what they found so far."""
 
     def __init__(
         self,
@@ -76,11 +85,12 @@ class ChangeTester:
         self._states, self._exchange, self._me = states, exchange, me
         self._scope = trio.CancelScope()
         self.told: tuple[int, ...] = ()
+        self.recomputed: tuple[int, ...] = ()
 
     def begin_round(self) -> None:
         """End all tests, and forget what they found: it was about another round."""
         self.stop()
-        self._scope, self.told = trio.CancelScope(), ()
+        self._scope, self.told, self.recomputed = trio.CancelScope(), (), ()
 
     def stop(self) -> None:
         """End the tests that are under way; what they found stays."""
@@ -88,15 +98,20 @@ class ChangeTester:
 
     async def run(self, past: PastRound, tests: Sequence[DrawnTest]) -> None:
         """Make the tests of a round for which this island was drawn, until `stop` is called."""
-        found, model = [0] * (2 * len(tests)), self._model
+        found, errors, model = [0] * (2 * len(tests)), [0] * len(tests), self._model
         if model is None:
             return
         with self._scope as scope:
             for at, test in enumerate(tests):
-                if self._me in test.testers:
-                    found[2 * at : 2 * at + 2] = await self._tested(model, past, test)
+                if self._me not in test.testers:
+                    continue
+                found[2 * at : 2 * at + 2] = ratios = await self._tested(model, past, test)
+                if scope is self._scope:
+                    self.told = tuple(found)
+                if self._record.recompute and any(ratios):
+                    errors[at] = await self._recomputed(model, past, test.peer)
                     if scope is self._scope:
-                        self.told = tuple(found)
+                        self.recomputed = tuple(errors)
 
     async def _tested(self, model: TryingModel, past: PastRound, test: DrawnTest) -> list[int]:
         """Return the ratios of losses with a change and without it: of what its author read, and of unseen text.
@@ -130,6 +145,46 @@ class ChangeTester:
             return []
         found = []
         for step, row in drawn_steps(entry.root, self._me, steps, record.batch):
-            place = positions_of(standing.start, standing.members, peer, step, record.batch)[row]
-            found.append(self._text.sequence(sequence_at(place, self._text.count, record.seed)))
+            found.append(self._read_in(standing, peer, step)[row])
         return found
+
+    def _read_in(self, standing: Standing, peer: str, step: int) -> list[Sequence[int]]:
+        """The sequences that a member was to read in a step of a round."""
+        places = positions_of(standing.start, standing.members, peer, step, self._record.batch)
+        return [self._text.sequence(sequence_at(place, self._text.count, self._record.seed)) for place in places]
+
+    async def _recomputed(self, model: TryingModel, past: PastRound, peer: str) -> int:
+        """Return by how much the gradient of the drawn step of a member that has shown its change is off.
+
+        It is 0 if that could not be computed, or the member shows no steps because it is of several machines; and the
+        worst if it does not show what it committed to, though it has just shown its change.
+        """
+        standing, entry, deadline = past.standing, past.entry, trio.current_time() + TEST_S
+        arrival = next(one for one in entry.list.arrivals if one.peer == peer)
+        if not arrival.traces:
+            return 0
+        steps = [step for step in traced_steps(standing.every, model.trace_bytes) if step < arrival.steps]
+        drawn = drawn_trace(entry.root, peer, len(steps))
+        try:
+            packed = await self._exchange.traces_of(entry.list, arrival, deadline)
+            if len(packed) != len(steps):
+                raise RecordError(f"{len(packed)} traces of {len(steps)} steps")
+            trace = unpack_trace(packed[drawn])
+            weights = await self._exchange.traced_weights(entry.list, peer, trace.root, deadline)
+        except (RecordError, RemoteError, DeadlineExceeded) as error:
+            log.info("%s does not show step %s of round %s: %s", peer, steps[drawn], entry.round, error)
+            return MOST_RATIO
+        except (ExchangeFailed, P2PError) as error:
+            log.info("step %s of %s in round %s could not be had: %s", steps[drawn], peer, entry.round, error)
+            return 0
+        sequences, seed = self._read_in(standing, peer, steps[drawn]), trace_seed(self._record.id, standing.prev, peer)
+        try:
+            states = await self._states.fetch(self._record.id[:16], past.parts, ())
+            before, after, sketch = await self._device.run_later(model.retrace, states, weights, sequences, seed)
+        except TrainingError as error:
+            log.info("step %s of %s in round %s is none: %s", steps[drawn], peer, entry.round, error)
+            return MOST_RATIO
+        except (AppError, EngineError, trio.TooSlowError) as error:
+            log.warning("step %s of %s in round %s could not be computed: %s", steps[drawn], peer, entry.round, error)
+            return 0
+        return step_error(before, after, trace.sketch, sketch)

@@ -11,6 +11,9 @@
     rounds.merged  list, first, count          -> merged leaves (blobs), for everybody
     rounds.signed  list                        -> what members signed for the shares that they merged (blobs): the one
                                                   asked, and those whose shares it has taken
+    rounds.traces  list                        -> traces of the steps (blobs) that its arrival committed to, for testers
+    rounds.trace   list, first, count          -> leaves of the weights (blobs) before the step that the lot names, for
+                                                  testers
     rounds.log     round, count                -> entries from a round on (blobs)
     rounds.parts   round                       -> `parts`: root and bytes of each part's state after the round before
     rounds.moments (nothing)                   -> `parts`: root and bytes of the moments of each part, as they were at
@@ -38,7 +41,10 @@ from app.manifest.merkle import HASH_BYTES
 JOBS, HELLO, SAY = "rounds.jobs", "rounds.hello", "rounds.say"
 HASHES, SHARE, MERGED = "rounds.hashes", "rounds.share", "rounds.merged"
 SIGNED, LOG, PARTS, MOMENTS = "rounds.signed", "rounds.log", "rounds.parts", "rounds.moments"
-OF_ISLANDS = (HELLO, SAY, HASHES, SHARE, MERGED, SIGNED, LOG, PARTS, MOMENTS)  # with a job, answered by its island
+TRACES, TRACE = "rounds.traces", "rounds.trace"
+OF_ISLANDS = (  # with a job, answered by its island
+    HELLO, SAY, HASHES, SHARE, MERGED, SIGNED, TRACES, TRACE, LOG, PARTS, MOMENTS,
+)  # fmt: skip
 NOT_YET, FAILED, UNKNOWN, WRONG = "not_yet", "failed", "unknown_job", "bad_request"
 
 WAIT_S = 2.0  # short: until the answer comes, nobody knows whether it is lost

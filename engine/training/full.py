@@ -37,6 +37,7 @@ from engine.training.optimiser import (
     total_norm,
 )
 from engine.training.parameters import is_block, matrix_weights, part_slots, part_weights, views
+from engine.training.sketches import sketch_of
 
 _FUSED: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 _MAGIC = b"shoal weights 1\n"
@@ -319,24 +320,40 @@ class FullModel:
 
     # Steps
 
-    def step(self, batches: Sequence[MicroBatch], schedule: Schedule, number: int, clip: float | None) -> StepResult:
+    def step(
+        self,
+        batches: Sequence[MicroBatch],
+        schedule: Schedule,
+        number: int,
+        clip: float | None,
+        seed: bytes | None = None,
+    ) -> StepResult:
         """Run the micro-batches of step `number` of a job (from 0) and change the weights.
 
-        Raises `NotFinite` if the loss or the gradient is not finite; the weights then stay as they were.
+        With a seed, the result has a sketch of the gradient before clipping. Raises `NotFinite` if the loss or the
+        gradient is not finite; the weights then stay as they were.
         """
-        tokens = sum(batch.counted for batch in batches)
-        if not tokens:
-            raise TrainingError("a step needs at least one token that counts")
+        tokens = _counted(batches)
         scale = 1 / tokens
         try:
             loss = math.fsum(self.run(batch) for batch in batches) / tokens
             norm = total_norm(self.squared_norms().values(), scale)
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise NotFinite(f"the loss of step {number + 1} is not finite")
+            sketch = () if seed is None else sketch_of(self.gradients(), scale, seed)
             self.apply(schedule.at(number), scale * clip_factor(norm, clip))
         finally:
             self.clear()
-        return StepResult(number + 1, loss, tokens, norm, schedule.at(number))
+        return StepResult(number + 1, loss, tokens, norm, schedule.at(number), sketch)
+
+    def sketch(self, batches: Sequence[MicroBatch], seed: bytes) -> tuple[float, tuple[float, ...]]:
+        """Return the mean loss on micro-batches and a sketch of its gradient, finite or not; no weight changes."""
+        tokens = _counted(batches)
+        try:
+            loss = math.fsum(self.run(batch) for batch in batches) / tokens
+            return loss, sketch_of(self.gradients(), 1 / tokens, seed)
+        finally:
+            self.clear()
 
     def squared_norms(self) -> dict[str, float]:
         """Squared norm of each part's summed gradients, in float64."""
@@ -391,6 +408,14 @@ class FullModel:
             return self.config.n_blocks
         graph = block_graph_bytes(self.config, unquantised(self.options.dtype.itemsize), rows)
         return min(self.config.n_blocks, self._graph_bytes // graph)
+
+
+def _counted(batches: Sequence[MicroBatch]) -> int:
+    """Return how many tokens of a step count; raises `TrainingError` if none does."""
+    tokens = sum(batch.counted for batch in batches)
+    if not tokens:
+        raise TrainingError("a step needs at least one token that counts")
+    return tokens
 
 
 def _span(group: Sequence[str], tensors: Mapping[str, Tensor]) -> Tensor:

@@ -48,13 +48,17 @@ def micro_batch(sequences: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> Mi
 
 @dataclass(frozen=True)
 class StepResult:
-    """One committed step: its number from 1, the mean loss before it, counted tokens, gradient norm and rate."""
+    """One committed step: its number from 1, the mean loss before it, counted tokens, gradient norm and rate.
+
+    With a sketch of the gradient (`engine.training.sketches`) if one was asked for.
+    """
 
     version: int
     loss: float
     tokens: int
     norm: float
     rate: float
+    sketch: tuple[float, ...] = ()
 
 
 class LocalTrainer:

@@ -13,7 +13,7 @@ from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
 from app.membership import exchange, guard
 from app.membership.table import TableLimits
-from app.rounds import island, statements
+from app.rounds import island, statements, traces
 from app.serving import handover
 from app.serving.adapters import AdapterLimits
 from app.serving.admission import AdmissionLimits
@@ -185,7 +185,12 @@ ROWS: dict[str, tuple[float, ...]] = {
     "parts of a model": (chunk_server.SLOTS_PER_PEER, chunk_server.SLOTS, chunk_server.MAX_WAITING),
     "log": (logs._FILES + 1, logs._FILE_BYTES / 10**6, rate_limit.BURST, 1 / rate_limit.PER_S),
     "idle links": (ENOUGH_LINKS,),
-    "training in rounds": (statements.MAX_MEMBERS, island.MAX_PEERS),
+    "training in rounds": (
+        statements.MAX_MEMBERS,
+        island.MAX_PEERS,
+        traces.MOST_TRACES,
+        traces.TRACE_BYTES / MIB,
+    ),
     "fine-tuning at a hop": (
         training_hop.MAX_WAITING_BYTES / MIB,
         training_hop.MAX_KEPT_BYTES / 2**30,

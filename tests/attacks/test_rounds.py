@@ -124,10 +124,10 @@ async def test_a_copied_commitment_costs_only_who_makes_it(tmp_path: Path, autoj
         island = liar.island
         arrive, honest, said = island._arrive, island._note_arrival, island._say
 
-        async def after_the_victim(standing: Any, steps: int, tokens: int) -> None:
+        async def after_the_victim(*made: Any) -> None:
             with trio.move_on_after(3):
                 await island._news.wait_for(lambda: victim in island._arrivals)
-            await arrive(standing, steps, tokens)
+            await arrive(*made)
 
         def believed(arrival: Arrival) -> None:
             theirs = island._arrivals.get(victim)
@@ -142,7 +142,7 @@ async def test_a_copied_commitment_costs_only_who_makes_it(tmp_path: Path, autoj
             own = island._own
             await said(peer, own.arrival.raw if own is not None and ARRIVAL.encode() in raw[:40] else raw)
 
-        island._arrive = after_the_victim  # type: ignore[method-assign]
+        island._arrive = after_the_victim  # type: ignore[method-assign, assignment]
         island._note_arrival = believed  # type: ignore[method-assign]
         island._say = own_claim  # type: ignore[method-assign]
         await swarm.finished(0, 1, 2)

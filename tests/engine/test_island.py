@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
+from statistics import mean, median
 from typing import Any
 
 import pytest
@@ -13,9 +16,10 @@ from engine.errors import TrainingError
 from engine.island import LEAF, IslandModel, IslandTerms, first_states, unpacked
 from engine.model.block import WeightOptions
 from engine.training.codecs import decode
-from engine.training.optimiser import AdamW, Schedule
+from engine.training.optimiser import AdamW, Muon, Schedule
 from engine.training.outer import Nesterov
 from engine.training.parameters import drawn_model, joined
+from engine.training.sketches import NUMBERS, sketch_of
 
 CONFIG = ModelConfig(
     family="llama", n_blocks=2, hidden_size=32, n_heads=2, n_kv_heads=1, head_dim=16, intermediate_size=64,
@@ -220,6 +224,71 @@ def test_a_trial_says_what_a_change_does_and_leaves_the_island_as_it_was() -> No
     with pytest.raises(TrainingError):
         other.trial(states, island.change()[:-1], "int8", text)
     assert torch.equal(joined(CONFIG, other._model.vectors()), own)
+
+
+# --- steps that are computed again ------------------------------------------------------------------------------------
+
+SEED = b"a seed"
+
+
+def apart(one: Sequence[float], other: Sequence[float]) -> float:
+    return math.dist(one, other) / max(math.hypot(*one), math.hypot(*other))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("optimiser", [AdamW(), Muon()])
+def test_another_machine_finds_the_gradient_of_a_step(seed: int, dtype: torch.dtype, optimiser: AdamW | Muon) -> None:
+    """Also if one computes in 16 bits and the other in 32, where a gradient of other text is far away."""
+    terms = replace(TERMS, optimiser=optimiser)
+    vectors = drawn_model(CONFIG, seed)
+    island = IslandModel(CONFIG, vectors, WeightOptions(torch.device("cpu"), dtype), terms)
+    tester = IslandModel(CONFIG, vectors, CPU, terms)
+    honest, others = [], []
+    for number in range(2):  # the second round begins with moments
+        states = island.states()
+        for step in range(20):
+            text, other = sequences(1000 * seed + 100 * number + step), sequences(10**6 + step)
+            trace = island.trace()
+            claimed = island.step(text, step, SEED).sketch
+            before, after, found = tester.retrace(states, trace, text, SEED)
+            assert after <= 2 * before + 1
+            honest.append(apart(claimed, found))
+            others.append(apart(claimed, tester.retrace(states, trace, other, SEED)[2]))
+        island.advance(island.change())
+        island.commit(counted=True)
+    assert max(honest) < 0.15
+    assert median(others) > 0.5
+
+
+def test_a_trace_and_a_sketch_change_nothing() -> None:
+    island, other, tester = made(), made(), made()
+    for step in range(3):
+        assert sum(map(len, island.trace())) == (island.trace_bytes if step else 0)
+        traced, plain = island.step(sequences(step), step, SEED), other.step(sequences(step), step)
+        assert replace(traced, sketch=()) == plain
+    assert island.change() == other.change()
+    tester.step(sequences(9), 0)
+    own = joined(CONFIG, tester._model.vectors())
+    tester.retrace(made().states(), island.trace(), sequences(1), SEED)
+    assert torch.equal(joined(CONFIG, tester._model.vectors()), own)
+    assert not any(bool(sums.any()) for sums in tester._model.gradients().values())
+    with pytest.raises(TrainingError):
+        tester.retrace(made().states(), island.trace()[:-1], sequences(1), SEED)
+    assert torch.equal(joined(CONFIG, tester._model.vectors()), own)
+
+
+def test_sketches_are_as_far_from_each_other_as_gradients() -> None:
+    generator = torch.Generator().manual_seed(1)
+    ratios = []
+    for number in range(200):
+        one, other = ({"a": torch.randn(777, generator=generator)} for _ in range(2))
+        pair = [sketch_of(each, 0.5, bytes([number])) for each in (one, other)]
+        ratios.append(math.dist(*pair) / (0.5 * float((one["a"] - other["a"]).norm())))
+    assert len(pair[0]) == NUMBERS
+    assert mean(ratios) == pytest.approx(1, rel=0.05)
+    assert max(abs(ratio - 1) for ratio in ratios) < 0.6
+    assert sketch_of(one, 1.0, b"x") != sketch_of(one, 1.0, b"y")
 
 
 # --- leaves that wait -------------------------------------------------------------------------------------------------

@@ -49,9 +49,12 @@ def result(
     report: Mapping[str, tuple[float, float]],
     past: tuple[int, ...] = (),
     tested: tuple[int, ...] = (),
+    recomputed: tuple[int, ...] = (),
 ) -> Result:
     """One member's result."""
-    made = Result(found.job, found.round, found.hash, root, {}, report, past=past, tested=tested)
+    made = Result(
+        found.job, found.round, found.hash, root, {}, report, past=past, tested=tested, recomputed=recomputed
+    )  # fmt: skip
     return sign_result(who, made, NOW_MS)
 
 

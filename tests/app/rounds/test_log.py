@@ -317,11 +317,12 @@ def test_the_largest_round_fits_into_its_entry() -> None:
     standing = replace(
         standing, left_out={peer[:-1] + str(at): why for at in range(9) for peer, why in left_out.items()}
     )
-    found = members(standing, people, tokens=2**40)
+    found = members(standing, people, tokens=2**40, traces=b"t" * 32)
     report = {peer: (1.23456e-12, -0.123456) for peer in found.members}
     past = (-1000,) * MAX_MEMBERS
     tested = (MOST_RATIO,) * 2 * MOST_TESTED
-    results = [result(BY_PEER[peer], found, b"r" * 32, report, past, tested) for peer in found.members]
+    errors = (MOST_RATIO,) * MOST_TESTED
+    results = [result(BY_PEER[peer], found, b"r" * 32, report, past, tested, errors) for peer in found.members]
     fullest = max(len(parse(one.raw).payload) for one in results)
     padded = [
         changed(one.raw, RESULT, BY_PEER[one.peer], more="x" * (MAX_COUNTED_BYTES - fullest - 10)) for one in results
