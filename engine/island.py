@@ -28,7 +28,7 @@ from engine.sources.layout import part_names
 from engine.training.codecs import GROUP, Codec, bounded, check, decode, encode, encoded_bytes
 from engine.training.full import FullModel, pack_part, unpack_part
 from engine.training.local_trainer import MicroBatch, StepResult
-from engine.training.optimiser import AdamW, Muon, Schedule
+from engine.training.optimiser import AdamW, Muon, Schedule, are_moments
 from engine.training.outer import Nesterov, agreement, likeness, merged, nesterov_step
 from engine.training.parameters import divided, joined, matrix_weights, model_weights, part_weights
 
@@ -115,6 +115,11 @@ class RoundModel:
     def leaf_bytes(self) -> int:
         """Most bytes of a leaf in the current round."""
         return encoded_bytes(LEAF, self.codec)
+
+    @property
+    def most_leaf_bytes(self) -> int:
+        """Most bytes of a leaf in any round."""
+        return encoded_bytes(LEAF, "f32")
 
     # Rounds
 
@@ -340,7 +345,7 @@ class IslandModel(RoundModel):
         for (part, (first, _)), data in zip(own.items(), moments.parts, strict=True):
             numbers = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).float()
             found[part] = numbers[: first.numel()], numbers[first.numel() :]
-            if not bool(torch.isfinite(numbers).all()) or bool((found[part][1] < 0).any()):
+            if not are_moments(*found[part], self.terms.clip):
                 raise TrainingError(f"the moments of {part} are none that training makes")
         for side, claimed in enumerate(moments.norms):
             norm = math.sqrt(math.fsum(float(pair[side].double().square().sum()) for pair in found.values()))
@@ -392,14 +397,23 @@ class PipelineModel(RoundModel):
 
     def first_state(self, block: int) -> bytes:
         """The state of a block that begins with the shared weights and fresh moments."""
-        count = part_weights(self.config, block_part(block))
-        muon = isinstance(self.terms.optimiser, Muon)
-        second = count - matrix_weights(self.config, block_part(block)) if muon else count
-        return pack_part(0, self._block(self._shared.values, block), bytes(4 * (count + second)))
+        return pack_part(0, self._block(self._shared.values, block), bytes(4 * sum(self._moments_of(block))))
 
-    def gather(self, block: int, state: bytes) -> None:
-        """Take in a block's own weights from its state; raises `TrainingError` if it is none."""
-        self._block(self._gathered, block).copy_(unpack_part(state, part_weights(self.config, block_part(block)))[1])
+    def gather(self, block: int, state: bytes, steps: int) -> None:
+        """Take in a block's own weights from its state, so many steps after its moments were fresh.
+
+        Raises `TrainingError` if it is none, or one that the next machine could not go on with: that would be blamed.
+        """
+        count, second = self._moments_of(block)
+        said, values, rest = unpack_part(state, count)
+        if said != steps or len(rest) != 4 * (count + second):
+            raise TrainingError(f"the state of block {block} is of step {said}, or of another optimiser")
+        moments = torch.frombuffer(bytearray(rest), dtype=torch.float32)
+        if not are_moments(moments[:count], moments[count:], self.terms.clip):
+            raise TrainingError(f"the moments of block {block} are none that training makes")
+        if not torch.equal(bounded(values), values):  # `change` could not send them
+            raise TrainingError(f"block {block} has weights that are far too large")
+        self._block(self._gathered, block).copy_(values)
 
     def renewed(self, block: int, state: bytes) -> bytes:
         """Return a block's state with the shared weights and the moments that it has; raises `TrainingError`."""
@@ -415,6 +429,12 @@ class PipelineModel(RoundModel):
     def _go_on_from(self, values: Tensor) -> None:
         self._gathered.copy_(values)
         self.ends.set_vectors(divided(self.config, values))
+
+    def _moments_of(self, block: int) -> tuple[int, int]:
+        """Number of first and of second moments of a block: of its matrices, Muon has no second ones."""
+        count = part_weights(self.config, block_part(block))
+        matrices = matrix_weights(self.config, block_part(block))
+        return count, count - matrices if isinstance(self.terms.optimiser, Muon) else count
 
     def _block(self, values: Tensor, block: int) -> Tensor:
         return divided(self.config, values)[block_part(block)]

@@ -174,11 +174,22 @@ def doubted(figures: Mapping[str, Measured]) -> dict[str, str]:
     return why
 
 
+def first_to_commit(changes: Mapping[str, bytes]) -> list[str]:
+    """Return the members, in the given order, without those that commit to a change which one before them has.
+
+    Whoever hears a commitment can repeat it at once, and one that leads can have the change itself in several attempts.
+    """
+    first: dict[bytes, str] = {}
+    for peer, change in changes.items():
+        first.setdefault(change, peer)
+    return list(first.values())
+
+
 def copied(changes: Mapping[str, bytes]) -> dict[str, str]:
     """Return the members that committed to the same change as another one, and why that is doubted; if all did, nobody.
 
-    Islands read different text, and nobody has another's whole change when it commits to its own: those who send the
-    same one work together, so that its weight is doubled.
+    Islands read different text, and no honest member takes part in a list in which two commit to the same: those who
+    do work together, so that its weight is doubled.
     """
     counts = Counter(changes.values())
     found = {peer: "another member sent the same change" for peer, change in changes.items() if counts[change] > 1}

@@ -65,6 +65,8 @@ class MergingModel(Protocol):
     def leaves(self) -> int: ...
     @property
     def leaf_bytes(self) -> int: ...
+    @property
+    def most_leaf_bytes(self) -> int: ...
     def check(self, leaves: Sequence[bytes], first: int) -> None: ...
     def check_merged(self, leaves: Sequence[bytes], first: int) -> None: ...
     def merge(self, rows: Sequence[Sequence[bytes]], first: int, weights: Sequence[float]) -> Any: ...
@@ -256,10 +258,7 @@ class Exchange:
             lambda: self._hashes_of(attempt, arrival, deadline),
             lambda: self._leaves_of(arrival.peer, wire.SHARE, leaves, deadline, attempt),
         )
-        if (
-            len(found) != len(leaves)
-            or (await self._in_thread(hashes_of, found))[0] != hashes[leaves.start : leaves.stop]
-        ):
+        if (await self._in_thread(hashes_of, found))[0] != hashes[leaves.start : leaves.stop]:
             raise RecordError("its change is not the one that it committed to")
         return found
 
@@ -302,7 +301,7 @@ class Exchange:
         """
         now, size_bytes = trio.current_time(), self._model.leaves * self._model.leaf_bytes
         patience_s = request_timeout_s(
-            size_bytes, self._speed_of(share.peer), wait_s=wire.WAIT_S, lost=0, left_s=deadline - now
+            size_bytes, self.speed_of(share.peer), wait_s=wire.WAIT_S, lost=0, left_s=deadline - now
         )
         with trio.move_on_after(patience_s):
             try:
@@ -333,27 +332,29 @@ class Exchange:
 
     async def _merged_by(self, peer: str, leaves: range, deadline: float, attempt: ExchangeAttempt) -> list[bytes]:
         found = await self._leaves_of(peer, wire.MERGED, leaves, deadline, attempt)
-        if len(found) != len(leaves):
-            raise RecordError("it sent fewer leaves than asked for")
         await self._device.run_later(self._model.check, found, leaves.start)
         return found
 
     async def _leaves_of(
         self, peer: str, method: str, leaves: range, deadline: float, attempt: ExchangeAttempt
     ) -> list[bytes]:
-        """Ask for leaves, as many at a time as the link carries in a moment."""
+        """Ask for leaves, as many at a time as the link carries in a moment; raises `RecordError` for others."""
         found: list[bytes] = []
         at, size = leaves.start, self._model.leaf_bytes
         while at < leaves.stop:
-            count = min(request_leaves(size, self._speed_of(peer), wire.RUN_LEAVES), leaves.stop - at)
+            count = min(request_leaves(size, self.speed_of(peer), wire.RUN_LEAVES), leaves.stop - at)
             where = {"list": attempt.members.hash.hex(), "first": at, "count": count}
             raw = await self._ask(peer, method, where, deadline, attempt, count * size)
             attempt.bytes_in += len(raw)
-            found += wire.unpack(raw, count)
+            leaves_now = wire.unpack(raw, count)
+            # at once: what is kept until all have come must not be larger than a change
+            if len(leaves_now) != count or any(len(leaf) > self._model.most_leaf_bytes for leaf in leaves_now):
+                raise RecordError("it sent other leaves than asked for")
+            found += leaves_now
             at += count
         return found
 
-    def _speed_of(self, peer: str) -> float | None:
+    def speed_of(self, peer: str) -> float | None:
         """Measured bytes a second from a peer."""
         return next((link.down_bytes_per_s for link in self._network.links() if link.peer == peer), None)
 
@@ -374,7 +375,7 @@ class Exchange:
             try:
                 timeout_s = request_timeout_s(
                     size_bytes,
-                    self._speed_of(peer),
+                    self.speed_of(peer),
                     wait_s=wire.WAIT_S,
                     lost=unreachable,
                     left_s=deadline - trio.current_time(),

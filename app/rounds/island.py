@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -28,7 +28,10 @@ from app.manifest.merkle import HASH_BYTES
 from app.rounds import wire
 from app.rounds.checkpoint import CheckpointWriter
 from app.rounds.decisions import (
+    SLOWER,
+    UNMEASURED_BYTES_PER_S,
     Rest,
+    first_to_commit,
     grace_s,
     leading_order,
     next_codec,
@@ -230,6 +233,7 @@ class Island:
         self._model, self._text, self._device, self._states = model, text, device, states
         self._steps = steps
         self._in_thread, self._verifying = in_thread, trio.Lock()
+        self._turns: dict[str, trio.Lock] = {}  # of peers whose statements are being read
         self._exchange = Exchange(network, identity, device, model, record.id, wall_ms=wall_ms, in_thread=in_thread)
         self._moments = MomentsExchange(network, record.id, steps.whole, device, states)
         self._tester = ChangeTester(record, steps.whole, text, device, states, self._exchange, network.peer_id)
@@ -487,7 +491,7 @@ class Island:
         """
         arrived = self._arrivals.keys() & {self.peer, *standing.members}
         alive = {self.peer, *self.alive()} & {*standing.members}
-        order = leading_order(self.record.id, standing.round, arrived)
+        order = leading_order(self.record.id, standing.round, self._without_copies(arrived))
         ready_at = began
         if first:
             if self._complete_at is None and alive <= arrived:
@@ -501,6 +505,11 @@ class Island:
             ready_at = max(ready_at, self._arrived_at[self.peer] + self.timing.quorum_s)
         trusted = [peer for peer in order if peer not in self._failed_here]
         return max(self._stands_down_until, ready_at + trusted.index(self.peer) * self.timing.lead_s)
+
+    def _without_copies(self, peers: Collection[str]) -> list[str]:
+        """Those of some who arrived that were not heard to repeat another's commitment; this island is one of them."""
+        heard = sorted((peer for peer in self._arrivals if peer in peers), key=lambda peer: peer != self.peer)
+        return first_to_commit({peer: self._arrivals[peer].change for peer in heard})
 
     def _best_list(self, done: set[bytes]) -> MemberList | None:
         """The list to follow: of the latest attempt, by the one who comes first in the order of leading."""
@@ -526,7 +535,7 @@ class Island:
         arrived = self._arrivals.keys() & {*standing.members}
         while self.standing is standing and self._ahead is None and not self._leaving:
             began = trio.current_time()
-            order = leading_order(self.record.id, standing.round, arrived - out)
+            order = leading_order(self.record.id, standing.round, self._without_copies(arrived - out))
             if not self._may_count(standing, order):
                 break
             arrivals = [self._arrivals[peer] for peer in order]
@@ -849,12 +858,19 @@ class Island:
         """Return another island's log and where the job stands after it; raises `RecordError` at the first wrong entry.
 
         Every entry is checked as it comes, so that nobody can send more of them than members of the job have signed.
+        No steps are made meanwhile, so a peer that sends them far slower than its link can is given up.
         """
         entries, standing, may_differ = list(self.log), self.standing, bool(self.log)
+        spare_s = self.timing.exchange_s
         while True:
+            asked_at = trio.current_time()
             answer = await self._ask(peer, wire.LOG, {"round": len(entries), "count": wire.RUN_ENTRIES})
+            spare_s -= trio.current_time() - asked_at
+            spare_s += SLOWER * len(answer) / (self._exchange.speed_of(peer) or UNMEASURED_BYTES_PER_S)
+            if spare_s < 0:
+                raise RecordError(f"{peer} shows its log too slowly")
             raws = wire.unpack(answer, wire.RUN_ENTRIES)
-            found = [await self._verified(read_entry, raw) for raw in raws]
+            found = [await self._verified(peer, read_entry, raw) for raw in raws]
             if may_differ and (not found or found[0].prev != standing.prev):
                 entries, standing, may_differ = [], beginning(self.record), False  # another history: all of it
                 continue
@@ -928,22 +944,30 @@ class Island:
                     peer, wire.SAY, self.record.id + raw, timeout_s=self.timing.lead_s / 5
                 )
                 if answer:
-                    await self._note_answer(answer)
+                    await self._note_answer(peer, answer)
                 return
             except (P2PError, RecordError) as error:
                 log.debug("%s was not told of round %s: %s", peer, self.standing.round, error)
             await trio.sleep(0.2 * 2**attempt)
 
-    async def _verified(self, read: Callable[[bytes, int], T], raw: bytes) -> T:
-        """Read a statement with all its signatures, of which an entry has dozens: beside the loop, one at a time."""
-        async with self._verifying:
-            found: T = await self._in_thread(read, raw, self._wall_ms())
-            return found
+    async def _verified(self, peer: str, read: Callable[[bytes, int], T], raw: bytes) -> T:
+        """Read a peer's statement with all its signatures, dozens in an entry: beside the loop, one at a time.
 
-    async def _note_answer(self, raw: bytes) -> None:
+        Peers take turns, so that nobody waits for all that another one has sent.
+        """
+        turn = self._turns.setdefault(peer, trio.Lock())
+        try:
+            async with turn, self._verifying:
+                found: T = await self._in_thread(read, raw, self._wall_ms())
+                return found
+        finally:
+            if not turn.locked():  # nobody else waits for it
+                self._turns.pop(peer, None)
+
+    async def _note_answer(self, peer: str, raw: bytes) -> None:
         """Take what a statement was answered with: the entry of its round, or an arrival that a list leaves out."""
         if _domain(raw) != ARRIVAL:
-            self._note_entry(await self._verified(read_entry, raw))
+            self._note_entry(await self._verified(peer, read_entry, raw))
             return
         arrival = read_arrival(raw, self._wall_ms())
         if arrival.peer != self.peer:
@@ -1046,12 +1070,12 @@ class Island:
     async def _on_statement(self, peer: str, raw: bytes) -> bytes:
         domain = _domain(raw)
         if domain == ENTRY:
-            self._note_entry(await self._verified(read_entry, raw))
+            self._note_entry(await self._verified(peer, read_entry, raw))
             return b""
         reader: Any = {ARRIVAL: read_arrival, LIST: read_list, RESULT: read_result}.get(domain)
         if reader is None:
             raise RecordError(f"the statement {domain!r} is not understood; update Shoal")
-        said: Arrival | MemberList | Result = await self._verified(reader, raw)
+        said: Arrival | MemberList | Result = await self._verified(peer, reader, raw)
         signer = said.leader if isinstance(said, MemberList) else said.peer
         if said.job != self.record.id or signer != peer:
             raise RecordError("a statement of another job or another peer")
@@ -1070,8 +1094,13 @@ class Island:
         return b""
 
     def _note_list(self, members: MemberList) -> bytes:
-        """Remember a list; return the arrival of somebody whom it leaves out without cause, if there is one."""
+        """Remember a list; return the arrival of somebody whom it leaves out without cause, if there is one.
+
+        Raises `RecordError` for one with a copy, for which both the copier and the copied would be doubted.
+        """
         check_arrivals(self.record, self.standing, members.arrivals)
+        if len({one.change for one in members.arrivals}) < len(members.arrivals):
+            raise RecordError("a member list names two who committed to the same change")
         if self._own is None or all(one.raw != self._own.arrival.raw for one in members.arrivals):
             return b""
         before = [one for one in self._lists if one.leader == members.leader]
@@ -1101,7 +1130,10 @@ class Island:
         """Somebody who arrived in time for a list and is not in it, though no exchange with it has failed here."""
         in_time = self._first_list_at.setdefault(members.leader, trio.current_time()) - self.timing.grace_least_s / 2
         known = (peer for peer, at in self._arrived_at.items() if at <= in_time)
-        return next((peer for peer in known if peer not in {*members.members, *self._tried, *self._failed_here}), None)
+        with_cause = {*members.members, *self._tried, *self._failed_here}
+        changes = {one.change for one in members.arrivals}
+        left = (peer for peer in known if peer not in with_cause and self._arrivals[peer].change not in changes)
+        return next(left, None)
 
     async def _on_exchange(self, method: str, peer: str, fields: Fields) -> Payload:
         key, until = fields.hex_bytes("list", HASH_BYTES), trio.current_time() + wire.WAIT_S

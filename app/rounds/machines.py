@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import trio
@@ -59,8 +60,9 @@ def divided_blocks(blocks: int, rooms: Sequence[Room], needs: Needs) -> Route | 
 
     The blocks are divided evenly as far as there is room. A machine keeps one more micro-batch than there are machines.
     """
+    needed = cache(needs)  # or many small rooms would take a second of the event loop
     for count in range(1, len(rooms) + 1):
-        capacities = {one.peer: _capacity(blocks, one.room_bytes, needs, count + 1) for one in rooms}
+        capacities = {one.peer: _capacity(blocks, one.room_bytes, needed, count + 1) for one in rooms}
         # python's sort is stable: of machines with as much room the first ones are chosen, and the order stays
         chosen = {one.peer for one in sorted(rooms, key=lambda one: -capacities[one.peer])[:count]}
         peers = [one.peer for one in rooms if one.peer in chosen]

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import trio
+
 from app.core.compute import Device
 from app.core.errors import AppError
 from app.core.network import Network
@@ -32,6 +34,7 @@ from app.training.trainer import (
     Snapshot,
     StepDone,
     SwarmTrainer,
+    TrainingStopped,
 )
 from app.training.wire import JobOrder, StatePart
 from engine.errors import EngineError
@@ -40,6 +43,7 @@ log = logging.getLogger("shoal.rounds")
 
 _FIRST_VERSION = 1  # states travel with every version but 0
 WAIT_S = 24 * 3600.0  # for machines; the island does without rounds meanwhile
+AGAIN_S = 5.0  # before a round begins again that a machine may have stopped
 _NEVER = 2**31  # steps between snapshots: only rounds end with one
 
 
@@ -134,7 +138,7 @@ class OwnersModel(Protocol):
     def ends(self) -> Any: ...
     def batches(self, sequences: Sequence[Sequence[int]]) -> Sequence[Any]: ...
     def first_state(self, block: int) -> bytes: ...
-    def gather(self, block: int, state: bytes) -> None: ...
+    def gather(self, block: int, state: bytes, steps: int) -> None: ...
     def renewed(self, block: int, state: bytes) -> bytes: ...
 
 
@@ -183,6 +187,8 @@ class PipelineSteps:
         self._routes, self.validated = place.routes, validated
         self._begun = _FIRST_VERSION, 0  # version and step of the job with which the round began
         self._parts: tuple[StatePart, ...] = ()  # of all blocks, as hops gave them last
+        self._age = 0  # steps since the moments in these were fresh
+        self._peer, self._patience = network.peer_id, place.patience
         job = JobTerms(
             terms.order, self._rate_of, terms.clip, snapshot_every=_NEVER, sums_bytes=terms.sums_bytes, replicas=1,
             copies=False,
@@ -201,10 +207,11 @@ class PipelineSteps:
     async def make(self, task: RoundTask) -> bool:
         """Make steps until all are made or `stop` says so; raises `TrainingStopped` or `WeightsError`.
 
-        They do not count if a hop gave weights that cannot be used, which is not used again, or if `stop` says so while
-        there are no machines.
+        They do not count if a hop gave weights that cannot be used, which is not used again, if `stop` says so while
+        there are no machines, or if no step can be made: any machine can bring that about, so one of them after the
+        other is not used for a while.
         """
-        first = self.trainer.version
+        first, began = self.trainer.version, trio.current_time()
         self._begun, self._stop = (first, task.number), task.stop
         await self._renew()
         ends = self._model.ends.kept
@@ -236,7 +243,17 @@ class PipelineSteps:
         except _Stopped:
             self.trainer.begin_at(Snapshot(first, self._parts))
             return False
-        if await self._gather():
+        except TrainingStopped as error:
+            others = [hop.peer for hop in self.route if hop.peer != self._peer]
+            if not others or trio.current_time() - began >= self._patience.route_s:
+                raise
+            log.warning("the steps of a round begin again: %s", error)
+            self.trainer.suspect(others, str(error))
+            self._model.ends.kept = ends
+            self.trainer.begin_at(Snapshot(first, self._parts))
+            await trio.sleep(AGAIN_S)
+            return False
+        if await self._gather(self._age + self.trainer.version - first):
             return True
         self._model.ends.kept = ends  # the round begins again, and with it the ends
         self._parts = ()  # the blocks' states at its beginning are gone: they begin with fresh moments
@@ -269,23 +286,27 @@ class PipelineSteps:
                 (old,) = await states.fetch(run, [self._parts[block]], ())
                 state = await self._device.run_later(self._model.renewed, block, old)
             else:
+                self._age = 0
                 state = await self._device.run_later(self._model.first_state, block)
             made.append(await states.keep(run, state))
         self._parts = tuple(made)
         await states.forget(run, keep=made)
         self.trainer.begin_at(Snapshot(self.trainer.version, self._parts))
 
-    async def _gather(self) -> bool:
-        """Take in the weights of all blocks from the last snapshot; False if some cannot be used."""
+    async def _gather(self, age: int) -> bool:
+        """Take in the weights of all blocks from the last snapshot, so many steps after their moments were fresh.
+
+        False if some cannot be used.
+        """
         found = self.trainer.snapshot.states
         for block in self._terms.order.span.blocks():
             try:
                 (state,) = await self._states.fetch(self.trainer.states_run, [found[block]], ())
-                await self._device.run_later(self._model.gather, block, state)
+                await self._device.run_later(self._model.gather, block, state, age)
             except (EngineError, AppError) as error:
                 peer = next(hop.peer for hop in self.route if block in hop.span)
                 log.warning("%s gave weights of block %s that cannot be used: %s", peer, block, error)
                 self.trainer.leave_out([(peer, f"its weights of block {block} cannot be used: {error}")])
                 return False
-        self._parts = found
+        self._parts, self._age = found, age
         return True

@@ -362,6 +362,15 @@ class SwarmTrainer:
             self._refused.add(peer)
             self._refusals[peer] = f"{peer}: {why}"
 
+    def suspect(self, peers: Sequence[str], why: str) -> None:
+        """Do without one of several hops for a while, one of which may have stopped a run."""
+        self._remember(self.suspected(peers, why))
+
+    def suspected(self, peers: Sequence[str], why: str) -> HopLost:
+        """Return the loss of one of several hops, one of which stopped the job."""
+        peer = self._suspicion.choose(peers)
+        return HopLost(peer, why, refused=self._suspicion.is_proven(peer))
+
     async def close(self) -> None:
         """Remove what this node keeps for the job."""
         await self._states.forget(self.states_run)
@@ -684,15 +693,9 @@ class _HopGroup:
             return
         busy = [index for index, count in self._busy.items() if count]
         suspects = [index for index in awaited or busy if index in self._links] or list(self._links)
-        raise self._suspected(
+        raise self._owner.suspected(
             [self._links[index].hop.peer for index in suspects], f"nothing came of its work for {stuck_s:.0f} s"
         )
-
-    def _suspected(self, peers: Sequence[str], why: str) -> HopLost:
-        """Return the loss of one of several hops, one of which stopped the job."""
-        suspicion = self._owner._suspicion
-        peer = suspicion.choose(peers)
-        return HopLost(peer, why, refused=suspicion.is_proven(peer))
 
     async def _probe(self) -> None:
         """Ask every hop how it is; raises `HopLost` for one that does not answer."""
@@ -736,7 +739,7 @@ class _HopGroup:
         self._complaints[complainer, sender] += 1
         if self._complaints[complainer, sender] >= MAX_REJECTED:
             text = f"{complainer} cannot use what {sender} sent it {MAX_REJECTED} times: {why}"
-            raise self._suspected((sender, complainer), text)
+            raise self._owner.suspected((sender, complainer), text)
 
     def _note_rejected(self, peer: str, why: str) -> None:
         self._owner.figures.rejected[peer] += 1
@@ -963,7 +966,8 @@ class _HopGroup:
         self._owner.figures.micro_batches_again += progress.under_way if numbers is None else len(numbers)
         if not progress.run_again(numbers):
             way = self._plan.ways[progress.ways[progress.most_tried]]
-            raise self._suspected([hop.peer for hop in way], "a micro-batch did not come back after many attempts")
+            why = "a micro-batch did not come back after many attempts"
+            raise self._owner.suspected([hop.peer for hop in way], why)
 
     async def _tally(self, progress: StepProgress) -> list[Tally]:
         order = plain(Kind.TALLY, self._owner.run_id, self._epoch, self.version)

@@ -32,6 +32,7 @@ from engine.training.optimiser import (
     Muon,
     Schedule,
     adamw_step,
+    are_moments,
     clip_factor,
     muon_step,
     total_norm,
@@ -122,7 +123,7 @@ class TrainedPart:
             raise TrainingError(f"the state of {self.part} has {len(rest)} bytes of moments, of another optimiser")
         moments = _numbers(rest)
         first, second = moments[: self.first.numel()], moments[self.first.numel() :]
-        if not bool(torch.isfinite(moments).all()) or bool((second < 0).any()):
+        if not are_moments(first, second):
             raise TrainingError(f"the moments of {self.part} are none that training makes")
         for own, vector in ((self.values, values), (self.first, first), (self.second, second)):
             own.copy_(vector)

@@ -39,6 +39,26 @@ class Moments(NamedTuple):
         return cls(values, torch.zeros_like(values), torch.zeros_like(values))
 
 
+_MOST_RATIO = 8.0  # of a first moment to the root of its second: at most 7.3 (Cauchy and Schwarz), and rounding
+_ROUNDED = 1.01  # bfloat16 and sums of many numbers lose less
+_LEAST_FIRST = 1e-15  # below it the squares of gradients may be too small for float32
+
+
+def are_moments(first: Tensor, second: Tensor, clip: float | None = None) -> bool:
+    """True if these can be moments of `AdamW` with its usual constants, or of Muon where there is no second.
+
+    All are finite, and none is larger than gradients of the norm `clip` make it. A first moment far beyond the root of
+    its second is none: 1 beside 0 would move a weight by 1e8 times the learning rate. Of a longer `first` the last ones
+    have a second.
+    """
+    if not bool(torch.isfinite(first).all() and torch.isfinite(second).all()) or bool((second < 0).any()):
+        return False
+    most = second.sqrt().mul_(_MOST_RATIO).add_(_LEAST_FIRST)
+    if bool((first[first.numel() - second.numel() :].abs() > most).any()):
+        return False
+    return clip is None or float(first.double().norm()) <= _ROUNDED * clip
+
+
 def adamw_step(state: Moments, gradient: Tensor, number: int, rate: float, how: AdamW) -> Moments:
     """Return the state after step `number` (from 1), as `torch.optim.AdamW` computes it; `state` is not changed."""
     first = state.first.lerp(gradient, 1 - how.beta1)

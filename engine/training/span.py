@@ -29,7 +29,7 @@ from engine.model.attention import attend_whole
 from engine.model.block import Block, Matrix, WeightOptions, block_forward
 from engine.model.rope import RotaryTable
 from engine.training.adapters import AdapterSettings, Group, drawn, layout
-from engine.training.optimiser import AdamW, Moments, adamw_step
+from engine.training.optimiser import AdamW, Moments, adamw_step, are_moments
 from engine.training.products import Dropout, LowRank, trained_products
 
 _MAGIC = b"shoal adapter 1\n"
@@ -421,4 +421,7 @@ def unpack_state(data: bytes, count: int) -> tuple[int, Moments]:
     numbers = torch.frombuffer(bytearray(data[header:]), dtype=torch.float32)
     if held != count or not bool(torch.isfinite(numbers).all()):
         raise TrainingError("the state of an adapter is damaged")
-    return version, Moments(*(part.clone() for part in numbers.split(count)))
+    state = Moments(*(part.clone() for part in numbers.split(count)))
+    if not are_moments(state.first, state.second):
+        raise TrainingError("the moments of an adapter are none that training makes")
+    return version, state

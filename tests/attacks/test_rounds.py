@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from app.core.errors import RecordError
 from app.rounds import wire
+from app.rounds.decisions import leading_order, share_ranges
+from app.rounds.exchange import OwnChange, hashes_of
 from app.rounds.island import MAX_PEERS, Island, hashed
 from app.rounds.log import make_entry
 from app.rounds.statements import (
@@ -28,11 +33,13 @@ from app.rounds.statements import (
     sign_share,
     signed,
 )
+from engine.config import ModelConfig
 from engine.island import LEAF
 from engine.training import codecs
 from engine.training.codecs import GROUP
+from engine.training.parameters import drawn_model
 from p2p.errors import P2PError, RemoteError
-from tests.app.rounds.island_swarm import IslandSwarm, Node, members_of, open_islands
+from tests.app.rounds.island_swarm import CONFIG, IslandSwarm, Lesson, Node, Text, members_of, open_islands
 from tests.app.swarms import identity
 
 NOW_MS = 1_800_000_000_000
@@ -152,6 +159,84 @@ async def test_a_copied_commitment_costs_only_who_makes_it(tmp_path: Path, autoj
         assert not any(entry.doubted for entry in log)
 
 
+class Copier:
+    """A leader that commits to what another has, and gathers that change in several attempts, a share in each."""
+
+    def __init__(self, swarm: IslandSwarm, node: Node, victim: str) -> None:
+        self._swarm, self._node, self._island, self._victim = swarm, node, node.island, victim
+        self._network = swarm.fabric.nodes[node.name]
+        self._honest = self._island._lead
+        self.tried = 0
+        self._island._lead = self._lead  # type: ignore[method-assign]
+
+    async def _lead(self, standing: Any, attempt: int, done: set[bytes]) -> int:
+        island = self._island
+        peers = [peer for peer in island._arrivals if peer in standing.members]
+        first = leading_order(self._swarm.record.id, standing.round, peers)[0]
+        if attempt or len(peers) < 4 or first != self._node.name or island._own is None:
+            return await self._honest(standing, attempt, done)
+        self.tried += 1
+        claim = replace(island._own.arrival, change=island._arrivals[self._victim].change)
+        own = sign_arrival(identity(3), claim, NOW_MS)
+        others = [island._arrivals[peer] for peer in peers if peer != self._node.name]
+        leaves = list[bytes]()
+        for turn, share in enumerate(share_ranges(self._node.model.leaves, len(peers))):
+            found = self._list([*others[:turn], own, *others[turn:]], turn)
+            for peer in found.members:
+                self._swarm._nursery.start_soon(island._say, peer, found.raw)
+            leaves += (got := await self._leaves(found, share))
+            if len(got) < len(share):
+                return turn + 1
+        island._own = OwnChange(own, leaves, hashes_of(leaves)[0])
+        found = self._list([own, *others], len(peers))
+        await island._offer(found)
+        results = await island._gather(found, await island._exchanged(found))
+        if results is not None and len(results) == len(peers):
+            await island._count(standing, found, results, trio.current_time())
+        return len(peers) + 1
+
+    def _list(self, arrivals: list[Arrival], attempt: int) -> MemberList:
+        return sign_list(identity(3), self._swarm.record.id, attempt, arrivals, NOW_MS)
+
+    async def _leaves(self, members: MemberList, share: range) -> list[bytes]:
+        """The victim's leaves of a share, if it takes part in such a list."""
+        where = {"list": members.hash.hex(), "first": share.start, "count": len(share)}
+        body = wire.request(self._swarm.record.id, where)
+        for _ in range(3):
+            try:
+                return wire.unpack(await self._network.call(self._victim, wire.SHARE, body, timeout_s=5), len(share))
+            except P2PError:
+                await trio.sleep(0.1)
+        return []
+
+
+async def test_a_leader_cannot_have_another_doubted_as_its_copy(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, steps=60) as swarm:
+        copier = Copier(swarm, swarm.add(3), swarm.nodes[1].name)
+        await swarm.finished(0, 1, 2)
+        assert copier.tried
+        assert not any(entry.doubted for entry in swarm.nodes[0].island.log)
+
+
+async def test_answers_larger_than_leaves_are_not_kept(tmp_path: Path, autojump_clock: MockClock) -> None:
+    config = ModelConfig(**{**CONFIG.__dict__, "vocab_size": 20_000})
+    lesson = Lesson(config, drawn_model(config, 1), Text(16))
+    async with open_islands(tmp_path, 0, lesson=lesson, steps=500) as swarm:
+        island = swarm.nodes[0].island
+        await swarm.until(lambda: bool(island.log))
+        giver, asked = swarm.fabric.node(identity(7).peer_id), Counter[str]()
+
+        async def large(peer: str, body: bytes) -> Any:
+            asked[peer] += 1
+            count = wire.fields_of(wire.read_request(body)[1], "merged").integer("count", 1, wire.RUN_LEAVES)
+            return wire.pack([bytes(10**6)] * count)
+
+        giver.serve(wire.MERGED, large)
+        with pytest.raises(RecordError):
+            await island._exchange.merged_of(island.log[-1].list, giver.peer_id, trio.current_time() + 60)
+        assert asked.total() == 1
+
+
 def largest(model: Any) -> None:
     """Let an island send the largest numbers that the format can hold."""
     honest = model.change
@@ -226,6 +311,35 @@ async def test_strangers_make_no_round(tmp_path: Path, autojump_clock: MockClock
         await swarm.finished(0, 1, 2)
 
 
+async def test_many_statements_of_one_peer_do_not_hold_up_those_of_others(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with open_islands(tmp_path, 0, steps=500) as swarm:
+        node, job = swarm.nodes[0], swarm.record.id
+        flooder, other = (swarm.fabric.node(identity(number).peer_id) for number in (6, 7))
+
+        async def reading(function: Any, *args: Any) -> Any:
+            await trio.sleep(0.1)
+            return function(*args)
+
+        async def say(network: Any, raw: bytes) -> None:
+            try:
+                await network.call(node.name, wire.SAY, job + raw, timeout_s=60)
+            except RemoteError:
+                pass
+
+        node.island._in_thread = reading
+        raw = made_up(swarm, node.island, (5, 6, 7))
+        async with trio.open_nursery() as nursery:
+            for _ in range(60):
+                nursery.start_soon(say, flooder, raw)
+            await trio.sleep(0.5)
+            began = trio.current_time()
+            await say(other, raw)
+            assert trio.current_time() - began < 1
+        assert not node.island._turns
+
+
 async def test_one_member_alone_makes_no_round_while_others_are_there(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -279,6 +393,32 @@ async def test_a_log_without_end_is_given_up_at_its_first_wrong_entry(
         await stranger.call(swarm.nodes[0].name, wire.HELLO, hello, timeout_s=5)
         await swarm.finished(0, 1)
         assert 1 <= len(asked) <= 4
+
+
+async def test_a_log_that_is_shown_slowly_is_given_up(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_islands(tmp_path, 0, 1, steps=300) as swarm:
+        island = swarm.nodes[0].island
+        await swarm.until(lambda: len(island.log) >= 40)
+        stranger, asked = swarm.fabric.node(identity(7).peer_id), list[float]()
+        log = [entry.raw for entry in island.log]
+        monkeypatch.setattr(wire, "RUN_ENTRIES", 2)  # of an answer, so that forty rounds are a long log
+
+        async def slow(peer: str, body: bytes) -> Any:
+            asked.append(trio.current_time())
+            first = wire.fields_of(wire.read_request(body)[1], "log").integer("round", 0, 10**7)
+            await trio.sleep(0.9 * island.timing.lead_s)
+            return wire.pack(log[first : first + 2] if first < len(log) else log[:2])
+
+        stranger.serve(wire.LOG, slow)
+        hello = wire.request(swarm.record.id, {"round": 10**6, "head": "ab" * 32})
+        await stranger.call(swarm.nodes[0].name, wire.HELLO, hello, timeout_s=5)
+        await swarm.until(lambda: bool(asked))
+        rounds = island.standing.round
+        await swarm.until(lambda: island.standing.round > rounds)
+        assert trio.current_time() - asked[0] < 2 * island.timing.exchange_s
+        await swarm.finished(0, 1)
 
 
 @pytest.mark.soak

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import TrainingError
-from engine.training.optimiser import AdamW, Moments, Schedule, adamw_step, clip_factor, total_norm
+from engine.training.optimiser import AdamW, Moments, Schedule, adamw_step, are_moments, clip_factor, total_norm
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -73,3 +73,31 @@ def test_clipping_only_shortens() -> None:
     assert clip_factor(0.5, 1.0) == 1.0
     assert clip_factor(4.0, 1.0) == pytest.approx(0.25, rel=1e-6)
     assert clip_factor(4.0, None) == 1.0
+
+
+@given(st.lists(st.floats(1e-30, 1.0), min_size=1, max_size=60), st.integers(0, 40))
+def test_what_training_makes_are_moments(sizes: list[float], zeros: int) -> None:
+    state = Moments.fresh(torch.zeros(3))
+    for number, size in enumerate([*sizes, *[0.0] * zeros]):
+        gradient = torch.tensor([size, -size, size if number == 0 else 0.0]) / 2
+        state = adamw_step(state, gradient, number + 1, 1e-3, AdamW())
+        first, second = (each.to(torch.bfloat16).float() for each in (state.first, state.second))
+        assert are_moments(state.first, state.second, 1.0)
+        assert are_moments(first, second, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "clip"),
+    [
+        ([math.nan, 0.0], [0.0, 0.0], None),
+        ([0.0, 0.0], [math.inf, 0.0], None),
+        ([0.0, 0.0], [0.0, -1e-9], None),
+        ([0.0, 1e-3], [1.0, 0.0], None),  # a step of 1e5 times the rate
+        ([0.0, 1e-3], [1.0, 1e-9], None),
+        ([1e20, 0.0], [0.0], 1.0),  # of a matrix, whose update would be nothing for hundreds of steps
+        ([2.0, 2.0], [1.0, 1.0], 1.0),
+    ],
+)
+def test_what_training_cannot_make_are_none(first: list[float], second: list[float], clip: float | None) -> None:
+    assert not are_moments(torch.tensor(first), torch.tensor(second), clip)
+    assert are_moments(torch.tensor([0.5, 0.5]), torch.tensor([1.0]), 1.0)

@@ -17,6 +17,7 @@ from app.rounds.decisions import (
     Rest,
     copied,
     doubted,
+    first_to_commit,
     grace_s,
     leading_order,
     left_out_after,
@@ -259,6 +260,12 @@ def test_members_that_send_one_change_twice_are_doubted() -> None:
     assert copied({"a": b"1", "b": b"2", "c": b"1"}).keys() == {"a", "c"}
     assert copied({"a": b"1", "b": b"1"}) == {}  # nobody would be left
     assert copied({"a": b"1"}) == {}
+
+
+def test_who_commits_first_counts() -> None:
+    assert first_to_commit({"a": b"1", "b": b"2", "c": b"1"}) == ["a", "b"]
+    assert first_to_commit({"c": b"1", "b": b"2", "a": b"1"}) == ["c", "b"]
+    assert first_to_commit({}) == []
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from app.rounds.steps import PipelineSteps
 from app.routing.route import Hop, NoRoute, Route
 from app.training.hop import TrainingServer, TrainingTerms
 from app.training.states import StateStore
+from app.training.trainer import MAX_FAILURES
 from app.training.wire import JobOrder
 from engine.errors import EngineError, TrainingError, TrainingFull
 from engine.full_runner import FullRunner
@@ -260,6 +261,61 @@ def _nan(state: bytes) -> bytes:
     return state[:24] + b"\xff" * 4 + state[28:]
 
 
+@pytest.mark.parametrize("what", ["weights", "first moments", "second moments", "steps", "no moments"])
+async def test_a_hop_whose_state_would_stop_its_owner_or_the_next_hop_is_left_out(
+    tmp_path: Path, what: str, patient_clock: MockClock
+) -> None:
+    async with open_pipeline(tmp_path, (0, 2), (2, 4), (2, 4), steps=15) as (swarm, machines):
+
+        def spoil(blocks: Any) -> None:
+            honest = blocks.state
+            blocks.state = lambda block: spoiled(honest(block), what)
+
+        machines.alive["hop1"].maker.changes.append(spoil)
+        await swarm.finished(0)
+        node = swarm.nodes[0]
+        assert node.failure is None
+        assert steps_of(node).trainer.figures.left_out.keys() == {"hop1"}
+        assert [hop.peer for hop in steps_of(node).route] == ["hop0", "hop2"]
+
+
+def spoiled(state: bytes, what: str) -> bytes:
+    """The state of a block with numbers that are finite, and that nothing can go on with."""
+    count, head = part_weights(FOUR, "block.2"), 16 + 8
+    values = torch.frombuffer(bytearray(state[head:]), dtype=torch.float32)
+    steps = int.from_bytes(state[16:head], "little")
+    if what == "weights":
+        values[0] = 1e30  # no change with it can be sent
+    elif what == "first moments":
+        values[count] = 1e20
+    elif what == "second moments":
+        values[2 * count :] = 0  # moves weights by millions of times the rate
+    elif what == "no moments":
+        values = values[:count]
+    else:
+        steps += 1  # the other blocks' states are of other steps
+    return state[:16] + steps.to_bytes(8, "little") + values.numpy().tobytes()
+
+
+async def test_machines_that_let_no_step_be_made_do_not_end_an_islands_part(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    async with open_pipeline(tmp_path, (0, 2), (2, 4), (2, 4), steps=10) as (swarm, machines):
+
+        def refuse(blocks: Any) -> None:
+            def failing(*args: Any) -> Any:
+                raise TrainingError("not here")
+
+            blocks.forward = failing
+
+        for name in ("hop1", "hop2"):
+            machines.alive[name].maker.changes.append(refuse)
+        await swarm.until(lambda: steps_of(swarm.nodes[0]).trainer.figures.epochs > MAX_FAILURES + 2)
+        await machines.add("hop00", 2, 4)  # before the others in the order of names
+        await swarm.finished(0)
+        assert swarm.nodes[0].failure is None
+
+
 @pytest.mark.parametrize(
     "terms",
     [TrainingTerms(refuses=lambda owner: "not for strangers"), TrainingTerms(memory_bytes=1000), TrainingTerms(jobs=0)],
@@ -309,7 +365,7 @@ def test_blocks_and_ends_make_the_steps_of_a_whole_model(optimiser: AdamW | Muon
         runner.commit()
         owner.ends.step(schedule.at(step), 1 / tokens, clip)
     for block in range(4):
-        owner.gather(block, runner.state(block))
+        owner.gather(block, runner.state(block), 3)
     assert torch.equal(owner._own(), joined(FOUR, whole.vectors()))
     # a block goes on with the moments that it has
     renewed = owner.renewed(1, runner.state(1))
