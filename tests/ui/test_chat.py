@@ -16,7 +16,7 @@ from textual.widgets import OptionList
 from app.api.client import Hangup
 from app.core.errors import AppError
 from app.snapshot.views import SwarmView
-from tests.ui.driving import DrivenDashboard, ScriptedNode, driven, until
+from tests.ui.driving import DrivenDashboard, ScriptedNode, driven, press_at_once, until
 from tests.ui.fixed import HEALTHY, ME, PEERS
 from tests.ui.rendering import settle, text_of_screen
 from ui.draw.rows import text_of
@@ -58,12 +58,6 @@ def test_typing_in_the_chat_never_reaches_the_node() -> None:
         await until(app, pilot, lambda: "Pause hosting?" in text_of_screen(app))
 
     driven(node, drive)
-
-
-def press_at_once(app: DrivenDashboard, *keys: str) -> None:
-    """Let keys arrive faster than they are handled, as from a slow connection or a busy machine."""
-    for key in keys:
-        app.post_message(events.Key(key, key))
 
 
 def test_what_is_typed_right_after_the_chats_key_never_reaches_the_node() -> None:

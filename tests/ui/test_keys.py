@@ -27,7 +27,7 @@ from app.snapshot.views import (
     StepView,
     SwarmView,
 )
-from tests.ui.driving import GB, STARTER, DrivenDashboard, ScriptedDoor, ScriptedNode, driven, until
+from tests.ui.driving import GB, STARTER, DrivenDashboard, ScriptedDoor, ScriptedNode, driven, press_at_once, until
 from tests.ui.fixed import EMPTY, HEALTHY, PEERS
 from tests.ui.rendering import settle, text_of_screen
 from ui.app import KEEPS_RUNNING
@@ -265,6 +265,22 @@ def test_a_setting_is_found_by_typing_a_part_of_its_name() -> None:
         await pilot.press("slash", *"nothing")
         await until(app, pilot, lambda: "No setting matches: esc in the filter shows all." in text_of_screen(app))
         assert node.asked == []
+
+    driven(node, drive)
+
+
+@pytest.mark.parametrize(("tab", "field"), [("2", "#filter"), ("5", "#search"), ("6", "#filter"), ("6", "#value")])
+def test_what_is_typed_right_after_a_field_is_opened_goes_there(tab: str, field: str) -> None:
+    """The letters came while the key still waited: those of a filter paused the node or reset a setting."""
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press(tab)
+        if tab == "6":
+            await until(app, pilot, lambda: "settings  3" in text_of_screen(app))
+        press_at_once(app, "\r" if field == "#value" else "/", *"xp6")
+        await until(app, pilot, lambda: app.screen.query_one(field, Input).value.endswith("xp6"))
+        assert (len(app.screen_stack), node.asked, app.said) == (1, [], [])
 
     driven(node, drive)
 

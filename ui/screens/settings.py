@@ -100,9 +100,10 @@ class SettingsList(ScrollView, can_focus=True):
         "apply after a node restart."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "change", "edit"),
+        # With priority: what is typed into the opened field must not be a command to the node.
+        Binding("enter", "change", "edit", priority=True),
         Binding("x", "unset", "unset"),
-        Binding("slash", "filter", "find", key_display="/"),
+        Binding("slash", "filter", "find", key_display="/", priority=True),
         Binding("r", "reload", "reload", show=False),
         Binding("up", "move(-1)", show=False),
         Binding("down", "move(1)", show=False),
@@ -183,11 +184,11 @@ class SettingsList(ScrollView, can_focus=True):
         if self.chosen is not None:
             field.value = value_text(self.chosen, self.chosen.value)
             field.placeholder = self.chosen.expected
-            field.add_class("-open").focus()
+            self.screen.set_focus(field.add_class("-open"))
 
     def action_filter(self) -> None:
         """Open the filter field."""
-        self.screen.query_one("#filter", Input).add_class("-open").focus()
+        self.screen.set_focus(self.screen.query_one("#filter", Input).add_class("-open"))
 
     def action_unset(self) -> None:
         """Reset the setting to its default."""
