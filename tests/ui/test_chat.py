@@ -60,13 +60,14 @@ def test_typing_in_the_chat_never_reaches_the_node() -> None:
     driven(node, drive)
 
 
-def test_what_is_typed_right_after_the_chats_key_never_reaches_the_node() -> None:
+@pytest.mark.parametrize("question", ["pond", "1pint", "3pm"])
+def test_what_is_typed_right_after_the_chats_key_never_reaches_the_node(question: str) -> None:
     """The letters came while the key still waited: the `p` of a question paused the node."""
     node = ScriptedNode()
 
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
-        press_at_once(app, "3", *"pond")
-        await until(app, pilot, lambda: isinstance(app.screen, Chat) and box_of(app).text == "pond")
+        press_at_once(app, "3", *question)
+        await until(app, pilot, lambda: isinstance(app.screen, Chat) and box_of(app).text == question)
         assert (len(app.screen_stack), node.asked) == (1, [])
 
     driven(node, drive)

@@ -134,8 +134,8 @@ class Chat(MainScreen):
         self._kept.close()
 
     def arrive(self) -> None:
-        """Focus the input: whoever comes to the chat types."""
-        self.query_one(AskBox).focus()
+        """Focus the input at once: whoever comes to the chat types, and may begin with a digit."""
+        self.set_focus(self.query_one(AskBox))
 
     def before_key(self, event: events.Key) -> None:
         """Focus the input if a letter is typed elsewhere: it must not be taken as a command to the node.
