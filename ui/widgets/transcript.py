@@ -145,7 +145,7 @@ def _closing_words(message: Message) -> list[tuple[str, str]]:
     figures = message.figures
     has_figures = bool(figures.get("token_ids") or figures.get("stopped"))
     closing = _version_words(message) + (done_words(figures) if has_figures else "")
-    return [(recovery_words(figures), "warning"), (closing, "figures")]
+    return [(recovery_words(figures), "warning"), (closing.removesuffix(" · "), "figures")]
 
 
 def _version_words(message: Message) -> str:
