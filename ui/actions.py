@@ -27,6 +27,7 @@ from ui.draw.numbers import duration, plural
 from ui.draw.state_line import next_step, pill, reason
 from ui.draw.theme import THEMES
 from ui.node_app import NodeApp
+from ui.screens.frame import MainScreen
 from ui.state.conversations import FILE, Conversations, ConversationsError
 
 PAUSES = (("half an hour", 1800.0), ("two hours", 7200.0), ("eight hours", 28_800.0))
@@ -48,6 +49,9 @@ def allowed(app: NodeApp, action: str) -> bool:
     if action == "cap":
         typing = app.focused is not None and app.focused.check_consume_key("plus", "+")
         return known is not None and known.state in _IN_SWARM and known.state != "draining" and not typing
+    if action == "go":
+        typing = app.focused is not None and app.focused.check_consume_key("1", "1")
+        return isinstance(app.screen, MainScreen) and not typing
     if action in ("join", "create"):
         return known is not None and known.swarm is None
     if action == "switch":

@@ -53,7 +53,8 @@ class Dashboard(NodeApp):
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-normal"), (150, "-wide")]  # noqa: RUF012 (as in the base)
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-medium"), (44, "-tall")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
-        *(Binding(str(number), f"go('{name}')", name, show=False) for number, name in enumerate(TABS, 1)),
+        # With priority: what is typed after the chat's digit must not be a command to the node on the old tab.
+        *(Binding(str(at), f"go('{name}')", name, show=False, priority=True) for at, name in enumerate(TABS, 1)),
         Binding("f5,s", "start_node", "start again", key_display="F5"),  # s where letters are not text
         Binding("p", "pause", "pause"),
         Binding("p", "resume", "resume"),

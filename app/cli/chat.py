@@ -196,6 +196,10 @@ class LocalAnswers:
         blocks = self._model.config.n_blocks
         self.facts = reply_facts(reply, "".join(pieces), len(prompt_ids), longest_gap_s, blocks) | self.adapter
 
+    def figures(self, *, is_whole: bool) -> dict[str, Any]:
+        """Return the figures of the last reply; none of one that was stopped."""
+        return self.facts if is_whole else {}
+
     def waits_for(self) -> str:
         """The model computes in this process: nothing else is waited for."""
         return ""
@@ -242,6 +246,7 @@ class SwarmAnswers:
         self.facts: dict[str, Any] = {}
         self._progress: ReplyProgress | None = None
         self._route: list[dict[str, Any]] = []
+        self._left: list[dict[str, Any]] = []  # hops that were in the route before
 
     def answer(self, messages: Chat) -> Iterator[str]:
         """Yield the pieces of the reply; closing this ends the session in the swarm. Errors name peers briefly."""
@@ -249,13 +254,14 @@ class SwarmAnswers:
         from ui.state.reply_stream import ReplyProgress
 
         progress = self._progress = ReplyProgress(time.monotonic())
-        self._route = []
+        self._route, self._left = [], []
         hangup = Hangup()
         request = {"messages": messages, **self.settings, **self._choice, "seed": _seed(self.settings)}
         try:
             for piece in self._client.chat(request, hangup=hangup):
                 progress.take(piece, time.monotonic())
-                self._route = piece.get("route", self._route)
+                before, self._route = self._route, piece.get("route", self._route)
+                self._left += [hop for hop in before if hop not in self._route]
                 if "done" in piece:
                     self.facts = piece["done"]
                 elif "waiting" in piece and not sys.stdout.isatty():  # a terminal shows `waits_for`
@@ -269,6 +275,12 @@ class SwarmAnswers:
             raise
         finally:
             hangup.hang_up()
+
+    def figures(self, *, is_whole: bool) -> dict[str, Any]:
+        """Return the figures of the last reply, with every hop that has read the conversation for it."""
+        tokens = self._progress.tokens if self._progress is not None else 0
+        cut = {"token_ids": [0] * tokens, "stopped": True, "route": self._route}
+        return (self.facts if is_whole else cut) | ({"left": self._left} if self._left else {})
 
     def waits_for(self) -> str:
         """Say what the reply waits for, in the dashboard's words, from the node's present state."""

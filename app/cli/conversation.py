@@ -48,6 +48,9 @@ class Answers(Protocol):
     def answer(self, messages: Chat) -> Iterator[str]:
         """Yield the pieces of the reply to these messages."""
 
+    def figures(self, *, is_whole: bool) -> dict[str, Any]:
+        """Return what is kept with the last reply, for the dashboard's chat; of one cut short, what is known."""
+
     def waits_for(self) -> str:
         """Say what the reply waits for now, or an empty text; called by another thread while `answer` is silent."""
 
@@ -178,12 +181,13 @@ class TerminalChat:
         if not is_whole:
             _note("Stopped. Ctrl-C again ends.")
         if is_whole or pieces:
-            self._keep(messages[-1]["content"], "".join(pieces), self._answers.facts if is_whole else {}, replaces)
+            figures = self._answers.figures(is_whole=is_whole)
+            self._keep(messages[-1]["content"], "".join(pieces), figures, replaces)
             self._messages = [*messages, {"role": "assistant", "content": split_thinking("".join(pieces))[1]}]
         if as_json:
             print_json(self._answers.facts)
 
-    def _keep(self, question: str, reply: str, facts: dict[str, Any], replaces: bool) -> None:
+    def _keep(self, question: str, reply: str, figures: dict[str, Any], replaces: bool) -> None:
         if self._id is None:
             begun = self._store.begin(question, self._system or "")
             self._id, self._title = begun.id, begun.title
@@ -192,7 +196,7 @@ class TerminalChat:
             asked = next(message for message in reversed(stored) if message.role == "user")
         else:
             asked = self._store.add(self._id, stored[-1].id if stored else None, "user", question)
-        self._store.add(self._id, asked.id, "assistant", reply, facts)
+        self._store.add(self._id, asked.id, "assistant", reply, figures)
 
     # --- commands -----------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ Members = Callable[[], Sequence[Announcement]]
 TRIAL_S = 6.0  # a first use of a peer ends sooner: by its first answer, or because it did not open the session
 _REMEMBERED_WORKED = 1024
 _SEARCHES = 3  # for one route, if those found are out of date at once
+_PAUSED_HERE = "this node is paused; `shoal resume` lets it host again"
 
 
 @dataclass(frozen=True)
@@ -294,17 +295,18 @@ class RoutePlanner:
         holders = [m.peer for m in members if m.serves and m.span is not None and block in m.span]
         unusable = [p for p in holders if p in avoided and request.privacy.allows(p, block)]
         reasons = [text if p in (text := avoided[p].text) else f"{p} ({text})" for p in unusable]
-        if not reasons:
+        own = next((m for m in members if m.peer == self._network.peer_id), None)
+        if own is not None and own.state == "paused":
+            reasons.append(_PAUSED_HERE)
+        if not unusable:
             error.peers = tuple(holders)
-            if error.is_hole and not holders and self._loads_here(block):
+            if not error.is_hole or holders:
+                return error
+            if own is not None and own.state in ("fetching", "loading") and own.span is not None and block in own.span:
                 return NoRoute(block, ": this node is still loading it; ask again in a moment", loading_here=True)
-            return error
+            return NoRoute(block, f": {reasons[0]}") if reasons else error
         busy = all(self.bans.is_busy(peer) for peer in holders)
         return NoRoute(block, f": {'; '.join(reasons)}", who="no usable peer", busy=busy, peers=holders)
-
-    def _loads_here(self, block: int) -> bool:
-        own = next((m for m in self.members() if m.peer == self._network.peer_id), None)
-        return own is not None and own.state in ("fetching", "loading") and own.span is not None and block in own.span
 
 
 class SessionRoutes:

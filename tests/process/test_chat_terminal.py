@@ -14,6 +14,7 @@ import pytest
 
 from app.api.client import client_of
 from tests.process.node_process import Place, Serving, wait_until
+from ui.state.conversations import Conversations
 
 pty = pytest.importorskip("pty", reason="a terminal of this kind is POSIX's")
 
@@ -230,6 +231,13 @@ def test_a_reply_whose_hop_was_killed_says_who_left_and_for_what_it_waits(tmp_pa
                 terminal.wait(f"{peer[-6:]} left: waiting up to 60 s for another host of blocks 4:8 · ")
                 terminal.type(CTRL_C)
                 terminal.wait("Stopped. Ctrl-C again ends.")
+                terminal.wait(PROMPT)
+            kept = Conversations(here.home)
+            (talk,) = kept.all()
+            # A reply that was stopped named nobody, and the dashboard said that the chat had stayed on this machine.
+            assert peer in [one["peer"] for one in kept.hops(talk.id)]
+            assert kept.messages(talk.id)[-1].figures["stopped"]
+            kept.close()
 
 
 def test_a_node_in_a_terminal_says_what_it_does_until_it_is_ready(tmp_path: Path) -> None:

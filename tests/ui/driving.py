@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from textual import events
 from textual.pilot import Pilot
 
 from app.api.client import Client, Hangup
@@ -62,6 +63,8 @@ class ScriptedNode(Client):
             return [to_json(job) for job in self.trainings]
         if path == "/v1/models":
             return {"data": [{"id": "reading-club"}, {"id": "reading-club+sonnets"}]}
+        if path.startswith("/control/logs"):
+            return {"pid": 1, "rows": []}
         assert path == "/control/config"
         return [{"name": name, "value": value} for name, value in self.config.items()]
 
@@ -200,3 +203,9 @@ async def until(app: DrivenDashboard, pilot: Pilot[None], holds: Callable[[], ob
     while not holds():
         assert time.monotonic() < deadline, text_of_screen(app)
         await pilot.pause(0.01)
+
+
+def press_at_once(app: DrivenDashboard, *keys: str) -> None:
+    """Let keys arrive faster than they are handled, as from a slow connection or a busy machine."""
+    for key in keys:
+        app.post_message(events.Key({"/": "slash", "\r": "enter"}.get(key, key), key))

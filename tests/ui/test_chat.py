@@ -16,7 +16,7 @@ from textual.widgets import OptionList
 from app.api.client import Hangup
 from app.core.errors import AppError
 from app.snapshot.views import SwarmView
-from tests.ui.driving import DrivenDashboard, ScriptedNode, driven, until
+from tests.ui.driving import DrivenDashboard, ScriptedNode, driven, press_at_once, until
 from tests.ui.fixed import HEALTHY, ME, PEERS
 from tests.ui.rendering import settle, text_of_screen
 from ui.draw.rows import text_of
@@ -56,6 +56,34 @@ def test_typing_in_the_chat_never_reaches_the_node() -> None:
         assert box_of(app).text.endswith("cip")
         await pilot.press("escape", "1", "p")  # elsewhere it is a command
         await until(app, pilot, lambda: "Pause hosting?" in text_of_screen(app))
+
+    driven(node, drive)
+
+
+@pytest.mark.parametrize("question", ["pond", "1pint", "3pm"])
+def test_what_is_typed_right_after_the_chats_key_never_reaches_the_node(question: str) -> None:
+    """The letters came while the key still waited: the `p` of a question paused the node."""
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        press_at_once(app, "3", *question)
+        await until(app, pilot, lambda: isinstance(app.screen, Chat) and box_of(app).text == question)
+        assert (len(app.screen_stack), node.asked) == (1, [])
+
+    driven(node, drive)
+
+
+def test_a_key_typed_right_after_that_of_a_tab_acts_there() -> None:
+    """The letter took the focus back to the chat's input before the digit was handled."""
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3", "escape")
+        press_at_once(app, "1", "p")
+        await until(app, pilot, lambda: "Pause hosting?" in text_of_screen(app))
+        await pilot.press("escape", "3")
+        await until(app, pilot, lambda: isinstance(app.screen, Chat))
+        assert box_of(app).text == ""
 
     driven(node, drive)
 
@@ -126,6 +154,19 @@ def test_an_edited_question_is_a_new_version_and_the_old_one_can_be_gone_back_to
         assert "why not" not in text_of_screen(app)
 
     driven(node, drive, tmp_path)
+
+
+def test_another_reply_says_at_its_end_which_version_it_is() -> None:
+    """It said so only after the conversation was opened again."""
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        await say(app, pilot, node, *"why")
+        await say(app, pilot, node, "ctrl+r")
+        await until(app, pilot, lambda: "version 2 of 2 · read 12 tokens" in text_of_screen(app))
+
+    driven(node, drive)
 
 
 def test_another_reply_is_kept_beside_the_first() -> None:
@@ -366,6 +407,31 @@ def test_a_hop_that_left_the_route_has_read_the_chat() -> None:
         await until(app, pilot, lambda: "tern can read this chat." in text_of_screen(app))
 
     driven(node, drive)
+
+
+def test_a_hop_that_dropped_out_stays_in_the_transcript(tmp_path: Path) -> None:
+    """The line about it was gone after the next question, and after the dashboard's next start."""
+    node = ScriptedNode()
+    mine = [{"peer": ME, "start": 0, "stop": 80}]
+    node.reply = [{"text": "So", "route": [{"peer": PEERS[0].peer, "start": 0, "stop": 80}]}]
+    node.reply += [{"text": " it", "route": mine}, {"text": " is."}]
+    node.done = {"route": mine}
+    line = "▼ at token 2: tern dropped out · you took 0:80 · the reply continues"
+
+    async def ask_twice(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        await say(app, pilot, node, *"one")
+        node.reply, node.done = [{"text": "Yes."}], {}
+        await say(app, pilot, node, *"two")
+        await say(app, pilot, node, "ctrl+r")
+        await until(app, pilot, lambda: "Yes." in text_of_screen(app) and line in text_of_screen(app))
+
+    async def look(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        await until(app, pilot, lambda: line in text_of_screen(app))
+
+    driven(node, ask_twice, tmp_path)
+    driven(node, look, tmp_path)
 
 
 def test_a_question_without_a_node_says_which_key_starts_one() -> None:

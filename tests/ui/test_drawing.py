@@ -339,5 +339,6 @@ def test_a_pause_by_hand_names_the_dashboards_key() -> None:
     why = because("pause_by_hand", "paused by hand")
     paused = replace(HEALTHY, state="paused", why=why, warning=None)
     words = text_of(state_row(ConnectionState("live"), paused, 0.0, wide=False))
-    assert "p on the overview hosts again" in words
-    assert "shoal resume" not in words
+    assert words.strip() == "‖ paused  by hand · p on the overview hosts again"
+    draining = replace(paused, state="draining")
+    assert "paused by hand" in text_of(state_row(ConnectionState("live"), draining, 0.0, wide=False))

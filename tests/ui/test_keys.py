@@ -27,7 +27,7 @@ from app.snapshot.views import (
     StepView,
     SwarmView,
 )
-from tests.ui.driving import GB, STARTER, DrivenDashboard, ScriptedDoor, ScriptedNode, driven, until
+from tests.ui.driving import GB, STARTER, DrivenDashboard, ScriptedDoor, ScriptedNode, driven, press_at_once, until
 from tests.ui.fixed import EMPTY, HEALTHY, PEERS
 from tests.ui.rendering import settle, text_of_screen
 from ui.app import KEEPS_RUNNING
@@ -96,7 +96,9 @@ def test_a_cap_moves_by_half_gigabytes(cap_bytes: int, steps: int, expected: int
 def test_a_cap_says_what_it_means() -> None:
     device = DeviceView("cuda:0", "", 12 * GB, 4 * GB, weights_bytes=GB)
     told = [text_of(cap_rows(cap, device)[1]) for cap in (None, 0, 9 * GB)]
-    assert told == ["1.0 GB are reserved now", "this node would host nothing", "more than is free now"]
+    assert told == ["hosting takes 1.0 GB now", "this node would host nothing", "more than is free now"]
+    filling = DeviceView("cpu", "", 12 * GB, 4 * GB, weights_bytes=GB, cache_bytes=2 * GB, cache_used_bytes=GB // 2)
+    assert text_of(cap_rows(None, filling)[1]) == "hosting takes 1.5 GB now, 3.0 GB with a full cache"
 
 
 def test_a_node_that_hosts_nothing_is_given_memory_again_by_the_same_key() -> None:
@@ -240,6 +242,76 @@ def test_a_node_that_did_not_start_is_started_again_after_its_settings_were_chan
         await pilot.press("f5")
         assert door.started == 3
         assert node.asked == []
+
+    driven(node, drive)
+
+
+def test_a_setting_is_found_by_typing_a_part_of_its_name() -> None:
+    """There was no such key: typing `max_vram` reset the first setting at its `x`, and `pause` paused the node."""
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("6")
+        await until(app, pilot, lambda: "settings  3" in text_of_screen(app))
+        await pilot.press("slash", *"BATTERY")
+        await until(app, pilot, lambda: "settings  1 of 3" in text_of_screen(app))
+        assert "max_vram" not in text_of_screen(app)
+        await pilot.press("enter", "enter")
+        await until(app, pilot, lambda: "⏎ save" in text_of_screen(app))
+        await pilot.press(*["backspace"] * 4, *"false", "enter")
+        await until(app, pilot, lambda: node.config["pause_on_battery"] == "false")
+        await pilot.press("slash", "escape")
+        await until(app, pilot, lambda: "max_vram" in text_of_screen(app))
+        await pilot.press("slash", *"nothing")
+        await until(app, pilot, lambda: "No setting matches: esc in the filter shows all." in text_of_screen(app))
+        assert node.asked == []
+
+    driven(node, drive)
+
+
+@pytest.mark.parametrize(("tab", "field"), [("2", "#filter"), ("5", "#search"), ("6", "#filter"), ("6", "#value")])
+def test_what_is_typed_right_after_a_field_is_opened_goes_there(tab: str, field: str) -> None:
+    """The letters came while the key still waited: those of a filter paused the node or reset a setting."""
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press(tab)
+        if tab == "6":
+            await until(app, pilot, lambda: "settings  3" in text_of_screen(app))
+        press_at_once(app, "\r" if field == "#value" else "/", *"xp6")
+        await until(app, pilot, lambda: app.screen.query_one(field, Input).value.endswith("xp6"))
+        assert (len(app.screen_stack), node.asked, app.said) == (1, [], [])
+
+    driven(node, drive)
+
+
+def test_a_setting_that_was_not_changed_is_not_written() -> None:
+    """Enter in an empty field saved an empty value, and the setting counted as changed."""
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        written: list[str] = []
+        node.set_config = lambda name, value: written.append(name)  # type: ignore[method-assign]
+        await pilot.press("6")
+        await until(app, pilot, lambda: "settings  3" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: "⏎ save" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: "⏎ edit" in text_of_screen(app))
+        assert (written, app.said) == ([], [])
+
+    driven(node, drive)
+
+
+def test_a_reset_setting_says_what_it_was() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("6")
+        await until(app, pilot, lambda: "settings  3" in text_of_screen(app))
+        await pilot.press("x")
+        await until(app, pilot, lambda: app.said)
+        assert app.said == ["deny is back at its default; it was 10.0.0.0/8"]
 
     driven(node, drive)
 

@@ -183,7 +183,8 @@ def _where(state: FirstState, known: Snapshot | None, width: int, height: int) -
             break
         rows += added
     speed = state.prospects.reading_bytes_per_s
-    about = f"estimates, from peers' figures and {size(round(speed))}/s measured here" if speed else ""
+    peers = "peers' figures and " if any(offer.members for offer in state.choices.values()) else ""
+    about = f"estimates, from {peers}{size(round(speed))}/s measured here" if speed else ""
     if about and len(rows) + 2 <= room:
         rows += [[], row("       ", (about, "dim"))]
     return [*rows, [], *keys]

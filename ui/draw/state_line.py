@@ -107,7 +107,10 @@ def _is_without_swarm(snapshot: Snapshot) -> bool:
 def state_row(link: ConnectionState, snapshot: Snapshot | None, now: float, *, wide: bool) -> Row:
     """The whole line: state, reason, a warning or else the next step and, if `wide`, sessions and the next pause."""
     words, style = pill(link, snapshot, now)
-    line = row(" ", (f" {words} ", f"b background on {style}"), "  " if wide else " ", reason(link, snapshot))
+    because = reason(link, snapshot)
+    if snapshot is not None and snapshot.state == "paused":
+        because = because.removeprefix("paused ")  # the state says so
+    line = row(" ", (f" {words} ", f"b background on {style}"), "  " if wide else " ", because)
     if link.next_step:
         line.append((f" · {link.next_step}", "secondary"))
     if snapshot is None or link.kind != "live":

@@ -94,6 +94,7 @@ class Chat(MainScreen):
         self._text = ""
         self._route: list[dict[str, Any]] = []
         self._left: list[dict[str, Any]] = []  # hops that were in the route before
+        self._changes: list[dict[str, str]] = []  # lines about them in the transcript, with their CSS class
         self.sampling = Sampling()
         self._replier = Replier()
 
@@ -127,13 +128,14 @@ class Chat(MainScreen):
         if self._thread is not None:
             self._thread.stop()
             if self._text and self._conversation is not None and self._asked is not None:
-                self._kept.add(self._conversation.id, self._asked.id, "assistant", self._text, self._cut_figures())
+                figures = self._cut_figures() | self._route_figures()
+                self._kept.add(self._conversation.id, self._asked.id, "assistant", self._text, figures)
         self._keep_draft(self._typed)  # the input is already gone
         self._kept.close()
 
     def arrive(self) -> None:
-        """Focus the input: whoever comes to the chat types."""
-        self.query_one(AskBox).focus()
+        """Focus the input at once: whoever comes to the chat types, and may begin with a digit."""
+        self.set_focus(self.query_one(AskBox))
 
     def before_key(self, event: events.Key) -> None:
         """Focus the input if a letter is typed elsewhere: it must not be taken as a command to the node.
@@ -152,7 +154,7 @@ class Chat(MainScreen):
         if self._thread is not None:
             self._thread.stop()
             await self._reply_ended({"stopped": True})
-        self._left = []
+        self._left, self._changes = [], []
         self._keep_draft(self.query_one(AskBox).text)
         self._files = []
         self._conversation = None if conversation is None else self._kept.get(conversation)
@@ -334,7 +336,7 @@ class Chat(MainScreen):
         await transcript.ask(question)
         self._asked = question
         messages = [{"role": m.role, "content": text} for m in self._messages if (text := sent_text(m))]
-        self._text, self._route, self._left = "", [], []
+        self._text, self._route, self._left, self._changes = "", [], [], []
         request = self._sampling_here().request(messages) | self._replier.request()
         thread = ReplyThread(door.client, request, lambda piece: self._post_piece(thread, piece))
         self._thread = thread
@@ -370,7 +372,9 @@ class Chat(MainScreen):
         moved = bool(piece.get("moved"))
         if words := lost_hops(before, self._route, self.store.peer_name, moved=moved):
             text = f"{'↷' if moved else '▼'} at token {tokens}: {words} · the reply continues"
-            await self.query_one(Transcript).note(text, "figures" if moved else "warning")
+            change = {"text": text, "kind": "figures" if moved else "warning"}
+            self._changes.append(change)
+            await self.query_one(Transcript).note(**change)
         self._show_sides()
 
     async def _reply_ended(self, piece: dict[str, Any]) -> None:
@@ -385,13 +389,14 @@ class Chat(MainScreen):
         error = tidy(with_names(str(piece.get("error", "")), self.store.peer_name))
         if error or piece.get("stopped"):
             figures = self._cut_figures(error)
-        figures |= {"left": self._left} if self._left else {}
+        figures |= self._route_figures()
         if not self._text and len(self._kept.messages(self._conversation.id)) > len(self._messages):
             await self._show_messages()  # nothing came: the reply that was to be replaced stays
             await self.query_one(Transcript).note(error_words(error) or "stopped", "error" if error else "figures")
             return
-        self._messages.append(self._kept.add(self._conversation.id, question.id, "assistant", self._text, figures))
-        await self.query_one(Transcript).finish(figures, error)
+        reply = self._kept.add(self._conversation.id, question.id, "assistant", self._text, figures)
+        self._messages.append(reply)
+        await self.query_one(Transcript).finish(reply)
         self._show_sides()
         self.refresh_bindings()
 
@@ -399,6 +404,10 @@ class Chat(MainScreen):
         """The figures of a reply that an error or its reader has ended."""
         figures: dict[str, Any] = {"token_ids": [0] * self._progress.tokens, "stopped": not error, "error": error}
         return figures | ({"route": self._route} if self._route else {})
+
+    def _route_figures(self) -> dict[str, Any]:
+        """The hops that left the reply's route, and the lines that say so."""
+        return ({"left": self._left} if self._left else {}) | ({"changes": self._changes} if self._changes else {})
 
     async def _tick(self) -> None:
         live = self.query_one(LiveLine)

@@ -74,7 +74,8 @@ class Head(RowWidget):
             tabs += 1 if text.strip()[:1].isdigit() else 0
             if event.x < at:
                 if text.strip()[:1].isdigit():
-                    self.app.run_worker(self.app.run_action(f"go('{cast(NodeApp, self.app).tabs[tabs - 1]}')"))
+                    app = cast(NodeApp, self.app)
+                    self.app.run_worker(app.action_go(app.tabs[tabs - 1]))
                 return
 
 

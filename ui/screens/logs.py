@@ -68,7 +68,7 @@ class LogList(FollowingList):
 
     HELP = "What the node and this dashboard wrote, the newest last. Scroll up to stop following, end follows again."
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("slash", "search", "find", key_display="/"),
+        Binding("slash", "search", "find", key_display="/", priority=True),  # what is typed after it is no command
         Binding("l", "level", "level"),
         Binding("f", "follow", "follow", show=False),
         Binding("y", "copy", "copy", show=False),
@@ -108,7 +108,7 @@ class LogList(FollowingList):
 
     def action_search(self) -> None:
         """Open the search field."""
-        self.screen.query_one("#search", Input).add_class("-open").focus()
+        self.screen.set_focus(self.screen.query_one("#search", Input).add_class("-open"))
 
     def action_level(self) -> None:
         """Raise the lowest level shown; after the highest, start at the lowest again."""

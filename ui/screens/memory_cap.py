@@ -48,7 +48,9 @@ def cap_rows(cap_bytes: int | None, device: DeviceView) -> list[Row]:
     elif cap_bytes is not None and free is not None and cap_bytes > free + device.held_bytes:
         meaning = row(("more than is free now", "warning"))
     else:
-        meaning = row((f"{gigabytes(device.reserved_bytes)} GB are reserved now", "dim"))
+        full = f", {gigabytes(device.reserved_bytes)} GB with a full cache"
+        more = full if device.reserved_bytes > device.held_bytes else ""
+        meaning = row((f"hosting takes {gigabytes(device.held_bytes)} GB now{more}", "dim"))
     return [[*bar(share, _BAR, "mine"), (f"  {words}", "b")], meaning]
 
 

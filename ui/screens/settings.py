@@ -95,10 +95,15 @@ class SettingsList(ScrollView, can_focus=True):
     """The list of settings."""
 
     DEFAULT_CLASSES = "panel"
-    HELP = "Enter changes a setting, x resets it to its default. Those marked `restart` apply after a node restart."
+    HELP = (
+        "Enter changes a setting, x resets it to its default, / finds one by its name or help. Those marked `restart` "
+        "apply after a node restart."
+    )
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "change", "edit"),
+        # With priority: what is typed into the opened field must not be a command to the node.
+        Binding("enter", "change", "edit", priority=True),
         Binding("x", "unset", "unset"),
+        Binding("slash", "filter", "find", key_display="/", priority=True),
         Binding("r", "reload", "reload", show=False),
         Binding("up", "move(-1)", show=False),
         Binding("down", "move(1)", show=False),
@@ -108,22 +113,33 @@ class SettingsList(ScrollView, can_focus=True):
 
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id)
-        self.settings: list[SettingView] = []
+        self.known: list[SettingView] = []  # all of them
+        self.wanted = ""  # typed into the filter
         self.problem = ""
         self.from_file = False  # no node runs: they apply at its next start
         self.cursor = 0
 
     @property
+    def settings(self) -> list[SettingView]:
+        """The settings that match the filter."""
+        wanted = self.wanted.casefold()
+        return [setting for setting in self.known if wanted in f"{setting.name} {setting.help}".casefold()]
+
+    @property
     def chosen(self) -> SettingView | None:
         """The setting under the cursor."""
-        return self.settings[self.cursor] if self.settings else None
+        found = self.settings
+        return found[self.cursor] if found else None
 
     def show(self) -> None:
         """Redraw title and rows."""
-        self.virtual_size = Size(0, len(self.settings))
-        changed = sum(setting.origin != "default" for setting in self.settings)
-        figures = f"{len(self.settings)} · {changed} changed" if self.settings else "—"
-        where = " · from the file, for the next start" if self.from_file and self.settings else ""
+        found = self.settings
+        self.cursor = max(0, min(self.cursor, len(found) - 1))
+        self.virtual_size = Size(0, len(found))
+        changed = sum(setting.origin != "default" for setting in self.known)
+        amount = f"{len(found)} of {len(self.known)}" if self.wanted else f"{len(self.known)}"
+        figures = f"{amount} · {changed} changed" if self.known else "—"
+        where = " · from the file, for the next start" if self.from_file and self.known else ""
         self.border_title = title_of(self.app.theme, row("settings  ", (figures, "b"), where))
         self.refresh()
 
@@ -134,17 +150,22 @@ class SettingsList(ScrollView, can_focus=True):
     def render_line(self, y: int) -> Strip:
         """Paint the row of one setting, or the reason why there are none."""
         index = y + round(self.scroll_y)
-        theme, width = self.app.theme, self.size.width
-        if not 0 <= index < len(self.settings):
-            text = (self.problem or "Asking the node…") if index == 0 and not self.settings else ""
+        theme, width, found = self.app.theme, self.size.width, self.settings
+        if not 0 <= index < len(found):
+            text = self._empty_words() if index == 0 and not found else ""
             return strip_of(theme, row((text, "dim")), width, self.rich_style)
         base = self.rich_style + style_of(theme, "on cursor") if index == self.cursor else self.rich_style
-        return strip_of(theme, setting_row(self.settings[index], width), width, base)
+        return strip_of(theme, setting_row(found[index], width), width, base)
+
+    def _empty_words(self) -> str:
+        if self.known:
+            return "No setting matches: esc in the filter shows all."
+        return self.problem or "Asking the node…"
 
     def action_move(self, rows: int) -> None:
         """Move the cursor, scroll to it and show the setting's help."""
-        if self.settings:
-            self.cursor = max(0, min(len(self.settings) - 1, self.cursor + rows))
+        if found := self.settings:
+            self.cursor = max(0, min(len(found) - 1, self.cursor + rows))
             top, height = round(self.scroll_y), max(1, self.size.height)
             if not top <= self.cursor < top + height:
                 self.scroll_to(y=max(0, self.cursor - height // 2), animate=False, immediate=True)
@@ -163,7 +184,11 @@ class SettingsList(ScrollView, can_focus=True):
         if self.chosen is not None:
             field.value = value_text(self.chosen, self.chosen.value)
             field.placeholder = self.chosen.expected
-            field.add_class("-open").focus()
+            self.screen.set_focus(field.add_class("-open"))
+
+    def action_filter(self) -> None:
+        """Open the filter field."""
+        self.screen.set_focus(self.screen.query_one("#filter", Input).add_class("-open"))
 
     def action_unset(self) -> None:
         """Reset the setting to its default."""
@@ -219,7 +244,7 @@ class SettingsScreen(MainScreen):
 
     TAB = "settings"
     AUTO_FOCUS = "SettingsList"
-    HELP_TEXT = "⏎ changes a setting, x resets it to its default, r loads all settings again."
+    HELP_TEXT = "⏎ changes a setting, x resets it to its default, / finds one, r loads all settings again."
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
@@ -227,8 +252,9 @@ class SettingsScreen(MainScreen):
         self._loaded_for = ""  # connection and process that the settings are of
 
     def body(self) -> Iterable[Widget]:
-        """The list, the field for a new value, and the help."""
+        """The list, the filter field, the field for a new value, and the help."""
         yield SettingsList(id="settings")
+        yield Input(placeholder="find by name or help", id="filter", compact=True)
         yield ValueField(id="value", compact=True)
         yield SettingHelp(self.store, id="setting-help")
 
@@ -248,7 +274,9 @@ class SettingsScreen(MainScreen):
     def edit(self, name: str) -> None:
         """Open the field of a setting, once the settings have arrived."""
         listed = self.query_one(SettingsList)
-        self._wanted = "" if listed.settings else name
+        self._wanted = "" if listed.known else name
+        self._find("")
+        self.query_one("#filter", Input).remove_class("-open")
         at = next((index for index, setting in enumerate(listed.settings) if setting.name == name), None)
         if at is not None:
             listed.action_move(at - listed.cursor)
@@ -262,9 +290,8 @@ class SettingsScreen(MainScreen):
     def take(self, answer: Any) -> None:
         """Show the settings in the node's answer."""
         listed = self.query_one(SettingsList)
-        listed.settings, listed.problem = settings_in(answer), ""
+        listed.known, listed.problem = settings_in(answer), ""
         listed.from_file = self.store.link.kind != "live"
-        listed.cursor = max(0, min(listed.cursor, len(listed.settings) - 1))
         listed.show()
         self.query_one(SettingHelp).show()
         if self._wanted:
@@ -272,23 +299,60 @@ class SettingsScreen(MainScreen):
 
     def _failed(self, text: str) -> None:
         listed = self.query_one(SettingsList)
-        listed.settings, listed.problem = [], text
+        listed.known, listed.problem = [], text
         listed.show()
 
     @on(Input.Submitted, "#value")
     def submitted(self, event: Input.Submitted) -> None:
-        """Send the typed value to the node, which checks it."""
+        """Send the typed value to the node, which checks it; a value that was not changed is not sent."""
         chosen = self.query_one(SettingsList).chosen
-        if chosen is not None:
+        if chosen is not None and event.value == value_text(chosen, chosen.value):
+            self.action_give_up()
+        elif chosen is not None:
             self.write(chosen.name, event.value)
+
+    @on(Input.Changed, "#filter")
+    def filter_changed(self, event: Input.Changed) -> None:
+        """Filter while typing."""
+        self._find(event.value)
+
+    @on(Input.Submitted, "#filter")
+    def filter_done(self) -> None:
+        """Keep the filter, and focus the list."""
+        self._close_filter()
+
+    def on_key(self, event: events.Key) -> None:
+        """Clear the filter on escape."""
+        field = self.query_one("#filter", Input)
+        if event.key == "escape" and field.has_focus:
+            event.stop()
+            self._find("")
+            self._close_filter()
+
+    def _find(self, wanted: str) -> None:
+        """List the settings whose name or help contains a text."""
+        field, listed = self.query_one("#filter", Input), self.query_one(SettingsList)
+        with field.prevent(Input.Changed):
+            field.value = wanted
+        listed.wanted = wanted
+        listed.show()
+        self.query_one(SettingHelp).show()
+
+    def _close_filter(self) -> None:
+        field = self.query_one("#filter", Input)
+        field.set_class(bool(field.value), "-open")
+        self.query_one(SettingsList).focus()
 
     def write(self, name: str, value: str | None) -> None:
         """Change a setting; None resets it to its default."""
+        listed = self.query_one(SettingsList)
+        before = next((value_text(known, known.value) for known in listed.known if known.name == name), "")
 
         def written(answer: Any) -> None:
             self._show_problem("")
             self._close()
-            self.dashboard.say(f"{name} is back at its default" if value is None else f"{name} is set")
+            was = f"; it was {one_line(before)}" if before else ""
+            self.dashboard.say(f"{name} is back at its default{was}" if value is None else f"{name} is set")
             self.take(answer)
 
         self.dashboard.ask_settings((name, value), written, self._show_problem)

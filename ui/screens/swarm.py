@@ -75,7 +75,7 @@ class PeersTable(ScrollView, can_focus=True):
         "here, tok/s is reported by the peer. s sorts, / filters, enter shows everything known about one."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("slash", "filter", "filter", key_display="/"),
+        Binding("slash", "filter", "filter", key_display="/", priority=True),  # what is typed after it is no command
         Binding("s", "sort", "sort"),
         Binding("enter", "details", "details", show=False),
         Binding("y", "copy_id", "copy id", show=False),
@@ -209,7 +209,7 @@ class PeersTable(ScrollView, can_focus=True):
 
     def action_filter(self) -> None:
         """Open the filter field."""
-        self.screen.query_one("#filter", Input).add_class("-open").focus()
+        self.screen.set_focus(self.screen.query_one("#filter", Input).add_class("-open"))
 
     def action_copy_id(self) -> None:
         """Copy the peer's id to the terminal's clipboard."""

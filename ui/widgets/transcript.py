@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from textual.containers import VerticalScroll
 from textual.content import Content
@@ -103,14 +102,10 @@ class Transcript(VerticalScroll, can_focus=True):
             if at_end:
                 self._follow()
 
-    async def finish(self, figures: dict[str, Any], error: str = "") -> None:
-        """End the reply and append its figures and its error."""
+    async def finish(self, message: Message) -> None:
+        """End the reply, which is now this message, and append its figures and its error."""
         await self._end_stream()
-        for text, kind in (
-            (recovery_words(figures), "warning"),
-            (done_words(figures) if figures.get("token_ids") or figures.get("stopped") else "", "figures"),
-            (error_words(error), "error"),
-        ):
+        for text, kind in (*_closing_words(message), (error_words(str(message.figures.get("error") or "")), "error")):
             await self.note(text, kind)
 
     @property
@@ -137,14 +132,20 @@ class Transcript(VerticalScroll, can_focus=True):
         thought, content = split_thinking(message.content)
         parts: list[Widget] = [Thought(thought)] if thought else []
         parts.append(Markdown(content, classes="say", open_links=False))
-        for text, kind in (
-            (recovery_words(message.figures), "warning"),
-            (_version_words(message) + (done_words(message.figures) if message.figures else ""), "figures"),
-            (f"× {message.figures['error']}" if message.figures.get("error") else "", "error"),
-        ):
+        changes = [(str(change["text"]), str(change["kind"])) for change in message.figures.get("changes") or ()]
+        error = f"× {message.figures['error']}" if message.figures.get("error") else ""
+        for text, kind in (*changes, *_closing_words(message), (error, "error")):
             if text:
                 parts.append(Static(Content(text), classes=f"meta -{kind}"))
         return parts
+
+
+def _closing_words(message: Message) -> list[tuple[str, str]]:
+    """The lines at the end of a reply, each with its CSS class: failed hops, then its version and its figures."""
+    figures = message.figures
+    has_figures = bool(figures.get("token_ids") or figures.get("stopped"))
+    closing = _version_words(message) + (done_words(figures) if has_figures else "")
+    return [(recovery_words(figures), "warning"), (closing.removesuffix(" · "), "figures")]
 
 
 def _version_words(message: Message) -> str:

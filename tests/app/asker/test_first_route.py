@@ -120,6 +120,23 @@ async def test_a_block_that_this_node_loads_is_not_waited_for_at_others(autojump
             await asker.planner.find((), request, ())
 
 
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_reply_that_fails_while_this_node_is_paused_says_so(autojump_clock: MockClock, begun: bool) -> None:
+    """It said to wait for a member, although the only one that could host the block was this node."""
+    async with open_swarm((0, 8)) as swarm:
+        asker = await swarm.asker()
+        swarm.announcements["asker"] = Announcement("asker", 1, 0, "", "paused")
+        async with asker.reply(PROMPT, 12, max_tokens=12) as reply:
+            if begun:
+                await reply.__anext__()
+            else:
+                swarm.announcements.pop("n0")
+            swarm.kill("n0")
+            with pytest.raises(NoRoute, match="this node is paused; `shoal resume` lets it host again"):
+                async for _ in reply:
+                    pass
+
+
 def loads(swarm: SessionSwarm, span: Span) -> None:
     """Let the asker's own node announce that it loads blocks."""
     swarm.announcements["asker"] = Announcement("asker", 1, 0, "", "loading", span)
