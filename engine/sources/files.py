@@ -52,6 +52,16 @@ def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
         raise unreadable(path, error) from error
 
 
+def read_at(path: Path, offset: int, length: int) -> bytes:
+    """Read a part of a file, less where it ends before; the caller bounds the length. Raises `SourceError`."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(length)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
 def parse_json_object(text: str, origin: str) -> dict[str, Any]:
     """Parse a JSON object; `origin` names the text's file in an error."""
     try:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from engine.errors import SourceError
 from engine.sources.base import TensorEntry
-from engine.sources.files import AGAIN, file_size, shown, unreadable
+from engine.sources.files import AGAIN, file_size, read_at, shown, unreadable
 from engine.sources.layout import byte_length
 
 MAX_HEADER_BYTES = 256 << 20
@@ -202,10 +202,5 @@ def read_floats(entry: TensorEntry) -> list[float]:
     """Read the values of a small F32 tensor (rope factors)."""
     if entry.kind != "F32" or entry.length > 1 << 16:
         raise SourceError(f"{entry.file}: tensor {entry.name} is not a short list of F32 numbers: {AGAIN}")
-    try:
-        with entry.file.open("rb") as file:
-            file.seek(entry.offset)
-            data = file.read(entry.length)
-    except OSError as error:
-        raise unreadable(entry.file, error) from error
+    data = read_at(entry.file, entry.offset, entry.length)
     return list(struct.unpack(f"<{len(data) // 4}f", data[: len(data) // 4 * 4]))

@@ -21,7 +21,7 @@ import numpy as np
 
 from engine.errors import SourceError
 from engine.sources.base import TensorEntry
-from engine.sources.files import AGAIN, Fields, shown, unreadable
+from engine.sources.files import AGAIN, Fields, read_at, shown
 from engine.sources.layout import PACKED_GROUPS
 
 _ELSE = "take the unquantised model or a GGUF file of it"
@@ -120,15 +120,9 @@ def find_packed(
 
 def _check_order(entry: TensorEntry, group: int, columns: int) -> None:
     """Raise `SourceError` unless GPTQ's list of groups says that neighbouring columns share one."""
-    try:
-        with entry.file.open("rb") as file:
-            file.seek(entry.offset)
-            raw = file.read(entry.length)
-    except OSError as error:
-        raise unreadable(entry.file, error) from error
-    if (entry.kind, len(raw)) != ("I32", columns * 4) or not np.array_equal(
-        np.frombuffer(raw, "<i4"), np.arange(columns) // group
-    ):
+    listed = entry.kind == "I32" and entry.length == columns * 4
+    raw = read_at(entry.file, entry.offset, entry.length) if listed else b""
+    if not np.array_equal(np.frombuffer(raw[: len(raw) // 4 * 4], "<i4"), np.arange(columns) // group):
         raise SourceError(
             f"{entry.file}: {entry.name} has columns in the order of their activations, which is not supported: {_ELSE}"
         )
