@@ -188,6 +188,28 @@ def test_a_launched_step_gives_the_bytes_of_one_that_is_waited_for(sessions: int
     runner.step(work(24, 1))  # and nothing has changed
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("chunks", [[(200,), (256,), (33,)], [(30, 200), (40, 9, 100)], [(17,), (64,), (65,)]])
+def test_a_chunk_through_captured_blocks_equals_an_ordinary_one(
+    chunks: list[tuple[int, ...]], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    plain = random_span(WIDE, "cuda", dtype)
+    captured = SpanRunner(WIDE, 0, plain.blocks, plain.options)
+    captured.warm_up()
+    assert captured._prompt_graphs.covers(captured.blocks, 256)
+    assert not plain._prompt_graphs.covers(plain.blocks, 256)
+    count = max(map(len, chunks))
+    leases = [[span.open(700) for _ in range(count)] for span in (plain, captured)]
+    for rows in chunks:
+        x = torch.randn(sum(rows), WIDE.hidden_size, device="cuda", dtype=dtype)
+        expected, got = (
+            span.step(x, [Segment(lease, lease.length, own) for lease, own in zip(both, rows, strict=False)]).float()
+            for span, both in zip((plain, captured), leases, strict=True)
+        )
+        assert (got - expected).norm() <= (1e-2 if dtype is torch.bfloat16 else 1e-4) * expected.norm()
+
+
 def test_a_part_that_runs_often_is_captured_without_a_quiet_moment() -> None:
     torch.manual_seed(0)
     span = random_span(WIDE, "cuda", torch.bfloat16)
