@@ -238,9 +238,17 @@ def _cached(cache: BlockCache, plan: StepPlan, plans: Plans) -> Attend:
 
 
 def load_span(
-    source: ModelSource, start: int, stop: int, options: SpanOptions, progress: LoadProgress | None = None
+    source: ModelSource,
+    start: int,
+    stop: int,
+    options: SpanOptions,
+    progress: LoadProgress | None = None,
+    before_cache: Callable[[], object] = lambda: None,
 ) -> SpanRunner:
-    """Load blocks [start, stop) of a model onto a device; nothing else of its files is read."""
+    """Load blocks [start, stop) of a model onto a device; nothing else of its files is read.
+
+    `before_cache` is called once the blocks are there, before the KV cache takes its memory.
+    """
     if not 0 <= start < stop <= source.config.n_blocks:
         raise EngineError(f"blocks {start}:{stop} do not exist: the model has {source.config.n_blocks} blocks")
     blocks: list[Block] = []
@@ -248,6 +256,7 @@ def load_span(
         blocks.append(block)
         if progress is not None:
             progress(len(blocks), stop - start)
+    before_cache()
     return SpanRunner(source.config, start, blocks, options)
 
 
