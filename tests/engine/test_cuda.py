@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from app.core.compute import StepWork, TokenChoice
 from engine.benchmark import Throughput
 from engine.errors import DeviceFull
 from engine.hosting import Hosted
+from engine.model.attention import continued
 from engine.model.block import Quantisation, WeightOptions
 from engine.model.cuda_graphs import CAPTURE_AT
 from engine.model.ends import EmbeddingAndHead
@@ -362,3 +366,32 @@ def test_a_launched_choice_gives_the_tokens_of_one_that_is_waited_for(sampling: 
     assert started.take([0, 1]) == expected
     picky = ends.begin([1], ReplySettings(sampling=sampling, logprobs=2))
     assert ends.launch([TokenChoice(picky, rows[0], "bf16")]) is None
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("head_dim", [12, 64, 128])
+def test_rows_that_continue_a_session_see_its_past_and_themselves(
+    head_dim: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    torch.manual_seed(0)
+    q, keys, values = (torch.randn(1, n, rows, head_dim, device="cuda") for n, rows in ((8, 70), (2, 300), (2, 300)))
+    mask = torch.ones(70, 300, device="cuda", dtype=torch.bool).tril(230)
+    expected = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+    out = continued(q.to(dtype), keys.to(dtype), values.to(dtype)).float()
+    assert (out - expected).norm() <= tolerance * expected.norm()
+
+
+def test_a_start_does_not_load_torchs_compiler() -> None:
+    program = """
+import sys, torch
+from engine.model.kv_cache import Segment
+from tests.engine.random_spans import random_span, small_config
+span = random_span(small_config(), "cuda", torch.bfloat16)
+span.warm_up()
+lease = span.open(600)
+for start in (0, 300):
+    span.step(torch.randn(300, span.config.hidden_size, dtype=torch.bfloat16), [Segment(lease, start, 300)])
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
