@@ -206,7 +206,7 @@ def test_a_chunk_through_captured_blocks_equals_an_ordinary_one(
     assert captured._prompt_graphs.covers(captured.blocks, 256)
     assert not plain._prompt_graphs.covers(plain.blocks, 256)
     count = max(map(len, chunks))
-    leases = [[span.open(700) for _ in range(count)] for span in (plain, captured)]
+    leases = [[span.open(500) for _ in range(count)] for span in (plain, captured)]
     for rows in chunks:
         x = torch.randn(sum(rows), WIDE.hidden_size, device="cuda", dtype=dtype)
         expected, got = (
