@@ -258,7 +258,7 @@ def source_kind(source: ModelSource) -> str:
 def computes_grids(kind: str) -> bool:
     """True if a kind of device has products for weights in a grid; of a CPU, if they are also faster, by measurement.
 
-    On an H200 they take longer than those of 16-bit numbers, so a card uses them for the memory that they save.
+    On an H200 they are faster for few rows and slower for prompts, so a card uses them for the memory that they save.
     """
     return grids_pay() if kind == "cpu" else kind_named(kind).captures_steps and triton_grids_work()
 
