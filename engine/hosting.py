@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -258,7 +258,7 @@ def source_kind(source: ModelSource) -> str:
 def computes_grids(kind: str) -> bool:
     """True if a kind of device has products for weights in a grid; of a CPU, if they are also faster, by measurement.
 
-    On an H200 they take longer than those of 16-bit numbers, so a card uses them for the memory that they save.
+    On an H200 they are faster for few rows and slower for prompts, so a card uses them for the memory that they save.
     """
     return grids_pay() if kind == "cpu" else kind_named(kind).captures_steps and triton_grids_work()
 
@@ -303,10 +303,11 @@ def load_blocks(
     progress: LoadProgress | None = None,
     *,
     grows_to: int | None = None,
+    before_cache: Callable[[], object] = lambda: None,
 ) -> HostedSpan:
     """Load blocks [start, stop) onto the plan's devices, with KV cache laid out for growth up to `grows_to`.
 
-    Raises `DeviceFull` if a device's memory is full.
+    `before_cache` is called before a KV cache takes its memory. Raises `DeviceFull` if a device's memory is full.
     """
     _hold_to_cap(plan)
     parts: list[SpanRunner] = []
@@ -315,7 +316,7 @@ def load_blocks(
             options = _span_options(plan, share, room=last - first)
             if first < stop:
                 own_progress = _progress_from(progress, first - start, stop - start)
-                parts.append(load_span(source, first, min(last, stop), options, own_progress))
+                parts.append(load_span(source, first, min(last, stop), options, own_progress, before_cache))
             else:
                 parts.append(SpanRunner(source.config, first, [], options))
     return HostedSpan(parts)
@@ -335,8 +336,8 @@ def _progress_from(progress: LoadProgress | None, done: int, total: int) -> Load
 def warm_kernels(config: ModelConfig, plan: HostingPlan) -> None:
     """Build and load the kernels of devices that capture steps with one empty block, while the real ones are read.
 
-    Does nothing where the block would not fit into the memory that the plan keeps for the KV cache, which is still free
-    then, or if the card fails: the real blocks will tell.
+    Does nothing where the block would not fit into the memory that the plan keeps for the KV cache, which must be free
+    until this returns, or if the card fails: the real blocks will tell.
     """
     for share in plan.shares:
         budget, device = share.budget, torch.device(share.device.id)

@@ -25,7 +25,7 @@ MOST_PLACES = 24  # of earlier occurrences that are compared, the latest first
 LEAST_GAIN = 1.05  # guesses must promise this many times the speed without them
 PLAIN_EVERY = 32  # rounds after which one goes without guesses, to learn again what a single row takes
 FIRST_ROW_SHARE = 0.25  # of a round's time, for a further row, until it is measured
-FEW_GUESSES = 2
+FEW_GUESSES = 2  # of a reply's first look-up, and of the next after one that was wholly wrong: a long wait for nothing
 MOST_FIXED_SHARE = 4.0
 LEAST_ROW_SHARE = 0.05  # a row never counts as cheaper than this: it takes room in the steps of others
 SHORTEST_PATIENCE, LONGEST_PATIENCE = 64, 2048  # rounds without guesses, until what guesses cost is measured again
@@ -237,6 +237,7 @@ class Guesser:
         }
         self._draft_pause = self._draft_wait = 0  # tokens without a draft: the last pause, and what is left of it
         self._found: Match | None = None
+        self._most_found = FEW_GUESSES  # that go along; doubled by rounds that were right
         self._plain_in = PLAIN_EVERY
 
     def propose(self, room: int, *, can_draft: bool = False) -> Proposal:
@@ -260,7 +261,7 @@ class Guesser:
             return NO_GUESSES
         length = self._found.length
         # A guess that is right makes the match longer.
-        rates = [self._rate(length + index).value for index in range(len(self._found.tokens))]
+        rates = [self._rate(length + index).value for index in range(min(len(self._found.tokens), self._most_found))]
         return self._history.promise(rates)
 
     def _draft_promise(self, count: int) -> Promise:
@@ -296,6 +297,11 @@ class Guesser:
             self._draft_pause = self._draft_wait = 0 if is_worth_it else longer
         else:
             self._draft_wait -= len(drawn)
+            right = right_guesses(guesses, drawn)
+            if guesses and right == len(guesses):
+                self._most_found = min(2 * self._most_found, MAX_GUESSES)
+            elif guesses and not right:
+                self._most_found = FEW_GUESSES
         if seconds is not None:
             self._history.note(1 + len(guesses), seconds)
         if not guesses:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
+from threading import Event
 from typing import TYPE_CHECKING
 
 import trio
@@ -24,6 +25,7 @@ from app.weights.library import ENDS, span_parts
 from app.weights.model_weights import ModelWeights
 
 if TYPE_CHECKING:
+    from engine.config import ModelConfig
     from engine.hosting import Hosted, HostingPlan, HostingWish
     from engine.sources.base import ModelSource
 
@@ -153,19 +155,32 @@ class SpanLoad:
         return await self._load_first(Span(span.start, ready), span) if enough else None
 
     async def _load_first(self, part: Span, span: Span) -> Hosted:
-        from engine.hosting import load_blocks, measured_host, warm_kernels
+        from engine.hosting import load_blocks, measured_host
 
         self._steps.begin("load", f"blocks {span}")
         source = await self._weights.need(span_parts(part.start, part.stop), hosted=True)
         on_loaded = self._load_progress(span)
-        load = partial(load_blocks, source, part.start, part.stop, self._plan, on_loaded, grows_to=span.stop)
+        is_warm = Event()
+        load = partial(
+            load_blocks, source, part.start, part.stop, self._plan, on_loaded, grows_to=span.stop,
+            before_cache=is_warm.wait,
+        )  # fmt: skip
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._device.run, warm_kernels, source.config, self._plan)
+            nursery.start_soon(self._warm_kernels, source.config, is_warm)
             loaded = await self._device.run_apart(load)
         if part == span:
             self._steps.done("load", f"blocks {span}")
             self._steps.begin("measure")
         return await self._device.run(measured_host, loaded)
+
+    async def _warm_kernels(self, config: ModelConfig, is_warm: Event) -> None:
+        """Warm up kernels in the memory that is kept for the KV cache, and say when it is free again."""
+        from engine.hosting import warm_kernels
+
+        try:
+            await self._device.run(warm_kernels, config, self._plan)
+        finally:
+            is_warm.set()
 
     async def _fetch(self, span: Span) -> None:
         """Download the span's parts; keeps a `WeightsError` in `_failure` for `load` to raise."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from engine.device.kinds import kind_of
 from engine.model.kv_cache import BlockCache, Segment
@@ -163,15 +164,25 @@ def _attention(q: Tensor, keys: Tensor, values: Tensor, plan: SegmentPlan) -> Te
     """
     kind = kind_of(q.device)
     if kind.flash_attention and plan.causal and plan.count < plan.stop - plan.seen_from:
-        from torch.nn.attention.bias import causal_lower_right  # imports Triton, which a CPU does without
-
-        bias = causal_lower_right(plan.count, plan.stop - plan.seen_from)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, enable_gqa=True)
+        return continued(q, keys, values)
     if kind.flash_attention and plan.mask is not None:
         return _ungrouped(q, keys, values, mask=plan.mask)
     if not kind.grouped_attention:
         return _ungrouped(q, keys, values, mask=plan.mask, causal=plan.causal)
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=plan.mask, is_causal=plan.causal, enable_gqa=True)
+
+
+def continued(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Causal attention whose last row sees all keys: flash attention, or with a mask on cards that lack it.
+
+    The kernel is called directly: `torch.nn.attention.bias` loads torch's compiler, 2 s and more of a node's start.
+    """
+    if q.shape[3] % 8 == 0 and can_use_flash_attention(SDPAParams(q, keys, values, None, 0.0, False, True)):
+        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, keys, values, is_causal=True)[0]
+        return out
+    count, seen = q.shape[2], keys.shape[2]
+    mask = torch.ones(count, seen, device=q.device, dtype=torch.bool).tril(seen - count)
+    return _ungrouped(q, keys, values, mask=mask)
 
 
 def _ungrouped(q: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None, causal: bool = False) -> Tensor:

@@ -177,6 +177,14 @@ def block_forward(
     `multiply` takes the place of the block's own products, for adapters.
     """
     multiply = multiply or block.multiply
+    q, k, v = before_attention(block, config, x, rope, multiply)
+    return after_attention(block, config, x, attend(q, k, v), multiply)
+
+
+def before_attention(
+    block: Block, config: ModelConfig, x: Tensor, rope: tuple[Tensor, Tensor], multiply: Multiply
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The first half of `block_forward`: queries, keys and values, each (N, heads, 1, head_dim)."""
     heads, kv_heads, head_dim = config.n_heads, config.n_kv_heads, config.head_dim
     normed = F.rms_norm(x, (config.hidden_size,), block.attn_norm, config.norm_eps)
     qkv = multiply("qkv", normed, None).view(-1, heads + 2 * kv_heads, 1, head_dim)
@@ -187,7 +195,12 @@ def block_forward(
     else:
         qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
         q, k = rotate(qk, *rope).split((heads, kv_heads), dim=1)
-    x = multiply("o", attend(q, k, v), x)
+    return q, k, v
+
+
+def after_attention(block: Block, config: ModelConfig, x: Tensor, attended: Tensor, multiply: Multiply) -> Tensor:
+    """The second half of `block_forward`: the rows x and what attention gave for them become the block's output."""
+    x = multiply("o", attended, x)
     normed = F.rms_norm(x, (config.hidden_size,), block.mlp_norm, config.norm_eps)
     gate, up = multiply("gate_up", normed, None).chunk(2, dim=-1)
     return multiply("down", F.silu(gate) * up, x)

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -340,16 +341,20 @@ class DecodeGraphs:
         return graph.replay
 
 
+_capturing = Lock()  # torch ends the process if two threads capture at once, as blocks and the head would
+
+
 def captured(run: Callable[[], None], device: torch.device, memory: Any) -> torch.cuda.CUDAGraph:
     """Run something once on a card to warm up, then capture it, in a memory pool or, with None, in one of its own."""
     stream = _capture_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):  # warm-up: kernels and library handles cannot be built during capture
-        run()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
-        run()
+    with _capturing:
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):  # warm-up: kernels and library handles cannot be built during capture
+            run()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+            run()
     return graph
 
 

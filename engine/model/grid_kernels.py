@@ -275,18 +275,24 @@ class ProductTile(NamedTuple):
     tiles: int
     width: int
     splits: int
-    stages: int = 3  # loads under way
+    stages: int = 1  # loads under way; one passes no data through shared memory
 
 
 @functools.cache
-def product_tile(device: torch.device, k_size: int, *, gated: bool) -> ProductTile:
-    """Return the tile of a product: as many warps as keep a card's memory busy, with room for their loads.
+def product_tile(device: torch.device, rows: int, k_size: int, *, gated: bool) -> ProductTile:
+    """Return the tile of a product for at most `rows` rows.
 
-    Not measured yet: the figures of `tests.bench.fourbit_cuda --tiles` should decide.
+    The fastest of `tests.bench.fourbit_cuda --tiles` for Llama-8B's shapes on an H200: many warps share long sums, and
+    more rows need registers for their own sums.
     """
-    large = shared_bytes(device) > 128 << 10
     most = triton.next_power_of_2(max(1, k_size // 512))
-    return ProductTile(2 if gated else 1, 1, min(8 if large and not gated else 4, most), 3 if large else 2)
+    if gated:
+        if rows <= 8:
+            return ProductTile(2, 4, min(2, most))
+        return ProductTile(2, 2, 1, 3 if shared_bytes(device) > 128 << 10 else 1)
+    if rows <= 8:
+        return ProductTile(2, 1, 16) if most >= 16 else ProductTile(1, 1, min(8, most))
+    return ProductTile(1, 1, min(8 if rows <= 16 and most >= 16 else 4, most))
 
 
 def shared_bytes(device: torch.device) -> int:
@@ -304,7 +310,7 @@ def multiply(
     rows, n_out = out.shape
     assert n_out % TILE_ROWS == 0, "a tile has rows of the gate, or of what it gates"
     padded = min(MOST_ROWS, max(8, triton.next_power_of_2(rows)))
-    tile = product_tile(x.device, grid.shape[1], gated=gated)
+    tile = product_tile(x.device, padded, grid.shape[1], gated=gated)
     per_program = TILE_ROWS * tile.width * (1 if gated else tile.tiles)
     _grid_product_kernel[(triton.cdiv(rows, padded), triton.cdiv(n_out, per_program))](
         x, grid.integers, out, grid.scale, _or(grid.minimum, grid.scale), _or(bias, x), _or(residual, x), rows, n_out,

@@ -21,6 +21,7 @@ from engine.model.grid_tiles import TiledGrid
 from engine.model.kv_cache import BlockCache, KVLease, KVPool, Segment
 from engine.model.linear import GridLinear
 from engine.model.onnx_block import SpanGraphs
+from engine.model.prompt_graphs import PromptGraphs
 from engine.model.rope import RotaryTable
 from engine.sources.base import ModelSource, block_part
 from engine.sources.device_reader import DeviceReader
@@ -53,6 +54,7 @@ class SpanRunner:
         self.pool = KVPool(config, room, options.kv_bytes, options.device, options.dtype)
         self._rope = RotaryTable(config.rope, config.head_dim, options.device, options.dtype)
         self._graphs: DecodeGraphs | None = None
+        self._prompt_graphs = PromptGraphs(config, options.device, options.dtype)
         if kind_of(options.device).captures_steps:
             torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new length: 0.1 s and more
             self._graphs = self._new_graphs()
@@ -99,6 +101,7 @@ class SpanRunner:
         self._graphs = None  # its captured steps hold the old blocks
         self.blocks = self.blocks[part]
         self._cpu_graphs.keep(start, stop)
+        self._prompt_graphs.keep(start, stop)
         self.pool.keep(part)
         self.start = start
         if kind_of(self.options.device).captures_steps:
@@ -106,13 +109,14 @@ class SpanRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Load library kernels for prompts and capture decoding steps, so that no reply waits for them.
+        """Load library kernels for prompts, capture chunks and decoding steps, so that no reply waits for them.
 
         Also reserves the memory of the largest step, so that later ones need no more. Only for CUDA; the caller closes
         no sessions meanwhile.
         """
         if self._graphs is None:
             return
+        self._prompt_graphs.add(self.blocks)
         tokens = min(self.config.context_length, self.pool.free_tokens)
         chunk = min(PREFILL_ROWS, tokens)
         if chunk:
@@ -217,6 +221,8 @@ class SpanRunner:
         if adapter is None and self._cpu_graphs.covers(blocks):
             return self._cpu_graphs.run(x, *self._rope.turns(plan.positions), attends)
         rope = self._rope.at(plan.positions)
+        if adapter is None and self._prompt_graphs.covers(blocks, len(x)):
+            return self._prompt_graphs.run(x, rope, blocks, attends)
         for block in blocks:
             multiply = None if adapter is None else adapter(block)
             x = block_forward(block, self.config, x, rope, attends[block.index], multiply)
@@ -232,9 +238,17 @@ def _cached(cache: BlockCache, plan: StepPlan, plans: Plans) -> Attend:
 
 
 def load_span(
-    source: ModelSource, start: int, stop: int, options: SpanOptions, progress: LoadProgress | None = None
+    source: ModelSource,
+    start: int,
+    stop: int,
+    options: SpanOptions,
+    progress: LoadProgress | None = None,
+    before_cache: Callable[[], object] = lambda: None,
 ) -> SpanRunner:
-    """Load blocks [start, stop) of a model onto a device; nothing else of its files is read."""
+    """Load blocks [start, stop) of a model onto a device; nothing else of its files is read.
+
+    `before_cache` is called once the blocks are there, before the KV cache takes its memory.
+    """
     if not 0 <= start < stop <= source.config.n_blocks:
         raise EngineError(f"blocks {start}:{stop} do not exist: the model has {source.config.n_blocks} blocks")
     blocks: list[Block] = []
@@ -242,6 +256,7 @@ def load_span(
         blocks.append(block)
         if progress is not None:
             progress(len(blocks), stop - start)
+    before_cache()
     return SpanRunner(source.config, start, blocks, options)
 
 

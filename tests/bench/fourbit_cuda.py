@@ -130,7 +130,8 @@ def tiles() -> dict[str, dict[str, float]]:
     for shape, (n_out, n_in, gated) in SHAPES.items():
         grids = [random_grid("int4", n_out, n_in) for _ in range(4 if gated else 12)]
         for rows in (1, 8):  # they share what is compiled, which takes a second for each tile
-            choices = product((2,) if gated else (1, 2), (1, 2), (4, 8), (1, 2, 3, 4))
+            warps = ((1, 4), (1, 8), (1, 16), (2, 2), (2, 4), (4, 2))
+            choices = [(n, *shape, depth) for n in ((2,) if gated else (1, 2)) for shape in warps for depth in (1, 3)]
             rates = {
                 str(choice): _tried(partial(_rate_of, grids, rows, choice, n_out, gated=gated)) for choice in choices
             }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from engine.model.attention import GatheredPlan, StepPlan
+from engine.model.attention import GatheredPlan, StepPlan, continued
 from engine.model.kv_cache import PAGE_TOKENS, KVLease, Segment
 from engine.model.span import SpanRunner
 from tests.engine.random_spans import CASES, random_span
@@ -60,3 +61,17 @@ def test_what_lies_in_slots_that_are_not_seen_does_not_matter() -> None:
         cache.keys[:, :, unseen] = cache.values[:, :, unseen] = torch.nan
     out = span.step(torch.randn(len(SHORT), 48), [Segment(lease, lease.length, 1) for lease in leases])
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("count", [1, 5, 12])
+def test_rows_that_continue_a_session_see_its_past_and_themselves(count: int) -> None:
+    torch.manual_seed(0)
+    q, keys, values = torch.randn(1, 8, count, 16), torch.randn(1, 2, 12, 16), torch.randn(1, 2, 12, 16)
+    expected = torch.cat(
+        [
+            F.scaled_dot_product_attention(q[:, :, [row]], keys[:, :, :seen], values[:, :, :seen], enable_gqa=True)
+            for row, seen in enumerate(range(12 - count + 1, 13))
+        ],
+        dim=2,
+    )
+    assert torch.allclose(continued(q, keys, values), expected, atol=1e-6)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from app.core.compute import StepWork, TokenChoice
 from engine.benchmark import Throughput
 from engine.errors import DeviceFull
 from engine.hosting import Hosted
+from engine.model.attention import continued
 from engine.model.block import Quantisation, WeightOptions
 from engine.model.cuda_graphs import CAPTURE_AT
 from engine.model.ends import EmbeddingAndHead
@@ -61,7 +65,9 @@ def test_a_captured_step_equals_an_ordinary_one(
         captured = span.step(x, segments).float()
         with torch.inference_mode():
             expected = span._run(x, segments, slice(0, 2)).float().cpu()
-        assert (captured - expected).norm() <= tolerance * expected.norm()
+        # A grid's integers are multiplied as 128 + integer: that costs float32, which has no tensor cores, a few bits.
+        allowed = 4 * tolerance if case == "int4" else tolerance
+        assert (captured - expected).norm() <= allowed * expected.norm()
 
 
 WIDE = small_config(n_blocks=4, hidden_size=1024, n_heads=16, n_kv_heads=4, head_dim=64, intermediate_size=4096)
@@ -186,6 +192,28 @@ def test_a_launched_step_gives_the_bytes_of_one_that_is_waited_for(sessions: int
         assert started.result() == expected
     assert runner.launch(work(24, 1, stop=3)) is None, "this part of the span is not captured"
     runner.step(work(24, 1))  # and nothing has changed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("chunks", [[(200,), (256,), (33,)], [(30, 200), (40, 9, 100)], [(17,), (64,), (65,)]])
+def test_a_chunk_through_captured_blocks_equals_an_ordinary_one(
+    chunks: list[tuple[int, ...]], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    plain = random_span(WIDE, "cuda", dtype)
+    captured = SpanRunner(WIDE, 0, plain.blocks, plain.options)
+    captured.warm_up()
+    assert captured._prompt_graphs.covers(captured.blocks, 256)
+    assert not plain._prompt_graphs.covers(plain.blocks, 256)
+    count = max(map(len, chunks))
+    leases = [[span.open(500) for _ in range(count)] for span in (plain, captured)]
+    for rows in chunks:
+        x = torch.randn(sum(rows), WIDE.hidden_size, device="cuda", dtype=dtype)
+        expected, got = (
+            span.step(x, [Segment(lease, lease.length, own) for lease, own in zip(both, rows, strict=False)]).float()
+            for span, both in zip((plain, captured), leases, strict=True)
+        )
+        assert (got - expected).norm() <= (1e-2 if dtype is torch.bfloat16 else 1e-4) * expected.norm()
 
 
 def test_a_part_that_runs_often_is_captured_without_a_quiet_moment() -> None:
@@ -338,3 +366,32 @@ def test_a_launched_choice_gives_the_tokens_of_one_that_is_waited_for(sampling: 
     assert started.take([0, 1]) == expected
     picky = ends.begin([1], ReplySettings(sampling=sampling, logprobs=2))
     assert ends.launch([TokenChoice(picky, rows[0], "bf16")]) is None
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("head_dim", [12, 64, 128])
+def test_rows_that_continue_a_session_see_its_past_and_themselves(
+    head_dim: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    torch.manual_seed(0)
+    q, keys, values = (torch.randn(1, n, rows, head_dim, device="cuda") for n, rows in ((8, 70), (2, 300), (2, 300)))
+    mask = torch.ones(70, 300, device="cuda", dtype=torch.bool).tril(230)
+    expected = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+    out = continued(q.to(dtype), keys.to(dtype), values.to(dtype)).float()
+    assert (out - expected).norm() <= tolerance * expected.norm()
+
+
+def test_a_start_does_not_load_torchs_compiler() -> None:
+    program = """
+import sys, torch
+from engine.model.kv_cache import Segment
+from tests.engine.random_spans import random_span, small_config
+span = random_span(small_config(), "cuda", torch.bfloat16)
+span.warm_up()
+lease = span.open(600)
+for start in (0, 300):
+    span.step(torch.randn(300, span.config.hidden_size, dtype=torch.bfloat16), [Segment(lease, start, 300)])
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from engine.hosting import (
     stored_bytes,
 )
 from engine.model.hosted_span import HostedSpan, SessionLease, SessionRows
+from engine.model.kv_cache import KVPool
 from engine.session_runner import SessionRunner
 from engine.sources.base import ModelSource, TensorEntry
 from engine.sources.opening import open_source
@@ -127,6 +129,22 @@ def test_hosted_blocks_run_and_stay_within_the_limit(tiny: ModelSource) -> None:
     runner = hosted.runner
     assert (runner.start, runner.stop) == (2, 2 + plan.blocks)
     assert runner.kv_free_tokens == runner.kv_total_tokens > 0, "measuring left something in the cache"
+
+
+def test_the_cache_takes_its_memory_after_the_blocks_and_when_it_may(
+    tiny: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[object] = []
+
+    class Pool(KVPool):
+        def __init__(self, *args: Any) -> None:
+            happened.append("cache")
+            super().__init__(*args)
+
+    monkeypatch.setattr("engine.model.span.KVPool", Pool)
+    plan = plan_hosting(tiny.config, "F32", HostingWish("cpu"))
+    load_blocks(tiny, 0, 2, plan, lambda done, _: happened.append(done), before_cache=lambda: happened.append("free"))
+    assert happened == [1, 2, "free", "cache"]
 
 
 def test_blocks_that_come_later_change_nothing_for_sessions_that_are_open(tiny: ModelSource) -> None:

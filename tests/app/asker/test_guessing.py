@@ -126,6 +126,23 @@ def history_of(round_s: float, row_s: float) -> GuessHistory:
     return history
 
 
+def test_more_guesses_go_along_after_rounds_that_were_right_and_few_after_one_that_was_wrong() -> None:
+    guesser = Guesser([*range(40)] * 3, history_of(1.0, 0.01))
+    at, sent = 0, []
+
+    def follows(count: int) -> list[int]:
+        return [(at + n) % 40 for n in range(count)]
+
+    for is_right in (True, True, True, True, False, True, True):
+        guesses = guesser.propose(room=100).tokens
+        sent.append(len(guesses))
+        guesser.note(guesses, drawn := follows(len(guesses) + 1) if is_right else [99], 1.0)
+        if not is_right:
+            guesser.note((), drawn := follows(4), 1.0)
+        at = (at + len(drawn)) % 40
+    assert sent == [2, 4, 8, MAX_GUESSES, MAX_GUESSES, 2, 4]
+
+
 def test_the_cost_of_a_row_is_what_rounds_with_more_rows_take_longer() -> None:
     history = history_of(0.1, 0.02)
     assert history.round_s == pytest.approx(0.1)
