@@ -45,6 +45,7 @@ class Tokenizer:
         self._backend.no_padding()
         self._backend.no_truncation()
         added = self._backend.get_added_tokens_decoder()
+        self.added_tokens = tuple(token.content for token in added.values())
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.plain_added_ids = frozenset(added) - self.special_ids  # that appear in texts, such as `<think>`
         self.bos_id = None if spec.bos_token is None else self._backend.token_to_id(spec.bos_token)
