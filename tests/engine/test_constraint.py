@@ -171,6 +171,7 @@ HARMFUL: dict[str, tuple[ConstraintKind, str]] = {
     "fields of references": ("json", chain(2500, lambda name: {"type": "object", "properties": {"x": {"$ref": name}}})),
     "rules": ("grammar", "start: a0\n" + "".join(f"a{n}: a{n + 1} a{n + 1}\n" for n in range(9000)) + 'a9000: "a"'),
     "nested tokens": ("grammar", "start: A0\n" + "".join(f"A{n}: A{n + 1}\n" for n in range(9000)) + 'A9000: "a"'),
+    "a long token": ("grammar", "start: A0\n" + "".join(f"A{n}: A{n + 1} A{n + 1}\n" for n in range(18)) + 'A18: "a"'),
     "intersections": ("grammar", "start: A\nA: " + " & ".join(f"/.*{n}.*/" for n in range(300))),
     "patterns": ("json", json.dumps({"type": "string", "allOf": [{"pattern": f".*{n}.*"} for n in range(150)]})),
 }
