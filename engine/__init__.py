@@ -12,3 +12,5 @@ import os
 COMPILED_PRODUCTS = "96"
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", COMPILED_PRODUCTS)
 os.environ.setdefault("LRU_CACHE_CAPACITY", COMPILED_PRODUCTS)
+# Texts are encoded one by one, each in a thread of its caller: the library's own threads would only be in the way.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

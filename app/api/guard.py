@@ -32,6 +32,7 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY_BYTES = 2**20
 TOKEN_OWNER = "token"
+OPEN_OWNER = "open"  # all programs that `open_loopback` lets ask without a token
 OPEN_PATHS = frozenset({"/", "/health", "/healthz"})
 REPLY_PREFIXES = (
     "/v1/",
@@ -92,7 +93,7 @@ class Guard:
         given = [key for key in _given(headers) if key and not hmac.compare_digest(key, self._token)]
         key = next(filter(None, map(self._keys.find, given)), None)
         has_token = any(hmac.compare_digest(one, self._token) for one in _given(headers))
-        with owned_by(key.digest if key is not None else TOKEN_OWNER if has_token else ""):
+        with owned_by(key.digest if key is not None else TOKEN_OWNER if has_token else OPEN_OWNER):
             await self._within_limits(key, scope, receive, send)
 
     async def _within_limits(self, key: ApiKey | None, scope: Scope, receive: Receive, send: Send) -> None:

@@ -96,7 +96,7 @@ _owner: ContextVar[str] = ContextVar("_owner", default="")
 
 @contextmanager
 def owned_by(owner: str) -> Iterator[None]:
-    """Handle a request as one of the program that has this key, by its hash; empty for one without a key or token."""
+    """Handle a request as one of its owner's: the hash of a key, or a name for all with or without the token."""
     token = _owner.set(owner)
     try:
         yield

@@ -177,7 +177,7 @@ class Asker:
         self._check_length(prompt_ids)
         begin, tokens = trio.current_time(), min(len(prompt_ids) + max_tokens, self._ends.context_length)
         request = self._route_request(tokens, len(prompt_ids), private_blocks)
-        unread = partial(self._unread, prompt_ids, request.privacy, None if adapter is None else adapter.ref)
+        unread = partial(self._unread, prompt_ids, request.privacy, None if adapter is None else adapter.ref, owner)
         async with (
             self._queue.turn(owner, unread) as turn,
             self._reply(prompt_ids, settings, request, adapter, turn, begin) as reply,
@@ -196,7 +196,7 @@ class Asker:
     ) -> AsyncIterator[Reply]:
         """Begin a reply that was asked for at `begin` and whose turn it is."""
         text, ref = self._ends.begin(prompt_ids, settings), None if adapter is None else adapter.ref
-        prefix = await self._shared_prefix(prompt_ids, request.privacy, ref)
+        prefix = await self._shared_prefix(prompt_ids, request.privacy, ref, turn.owner)
         routes = self._routes(request, prefix)
         sampled = () if prefix is None else prefix.source.routes
         own_node = OwnNode(self._loading, turn.needs_room)
@@ -219,7 +219,8 @@ class Asker:
                 request.tokens,
                 adapter,
             )
-            self._replies[session.id] = running = RunningReply(reply, session, tuple(prompt_ids), request.privacy, ref)
+            running = RunningReply(reply, session, tuple(prompt_ids), request.privacy, ref, turn.owner)
+            self._replies[session.id] = running
             self._begun += 1
             try:
                 yield reply
@@ -234,9 +235,9 @@ class Asker:
     # --- caches that outlive a reply ----------------------------------------------------------------------------------
 
     async def _shared_prefix(
-        self, prompt_ids: Sequence[int], privacy: Privacy, adapter: AdapterRef | None
+        self, prompt_ids: Sequence[int], privacy: Privacy, adapter: AdapterRef | None, owner: str
     ) -> SharedPrefix | None:
-        """Return what is cached of a prompt; waits for a reply under way that reads mostly the same tokens.
+        """Return what is cached of an owner's prompt; waits for its reply under way that reads mostly the same tokens.
 
         Reading them side by side would take all of these replies as long, and as much cache each.
         """
@@ -244,21 +245,21 @@ class Asker:
             return None
         with trio.move_on_after(WAIT_FOR_READING_S):
             while True:
-                best = self._best_prefix(prompt_ids, privacy, adapter)
+                best = self._best_prefix(prompt_ids, privacy, adapter, owner)
                 known = max(0 if best is None else best.tokens, MIN_WAITED)
-                alike = [one for one in self._replies.values() if one.adapter == adapter]
+                alike = [one for one in self._replies.values() if (one.adapter, one.owner) == (adapter, owner)]
                 reading = next((one for one in alike if one.reads(prompt_ids, privacy, known)), None)
                 if reading is None:
                     return best
                 await reading.session.first_answer.wait()
-        return self._best_prefix(prompt_ids, privacy, adapter)
+        return self._best_prefix(prompt_ids, privacy, adapter, owner)
 
     def _best_prefix(
-        self, prompt_ids: Sequence[int], privacy: Privacy, adapter: AdapterRef | None
+        self, prompt_ids: Sequence[int], privacy: Privacy, adapter: AdapterRef | None, owner: str
     ) -> SharedPrefix | None:
         running = [one.cached() for one in self._replies.values()]
         sessions = [one for one in (*self._kept, *running) if self._is_trusted(one.routes)]
-        return best_prefix(prompt_ids, privacy, sessions, adapter)
+        return best_prefix(prompt_ids, privacy, sessions, adapter, owner)
 
     def _is_trusted(self, routes: Sequence[Route]) -> bool:
         """True unless a peer was caught at wrong results since it computed a cache."""
@@ -280,9 +281,9 @@ class Asker:
             return SessionRoutes(self.planner, request)
         return PrefixRoutes(self.planner, request, prefix.source.route, request.prompt_tokens - prefix.tokens)
 
-    def _unread(self, prompt_ids: Sequence[int], privacy: Privacy, adapter: AdapterRef | None) -> int:
-        """Return how many tokens of a prompt are not cached at any hop now."""
-        known = self._best_prefix(prompt_ids, privacy, adapter) if self._keep_sessions() else None
+    def _unread(self, prompt_ids: Sequence[int], privacy: Privacy, adapter: AdapterRef | None, owner: str) -> int:
+        """Return how many tokens of an owner's prompt are not cached for it at any hop now."""
+        known = self._best_prefix(prompt_ids, privacy, adapter, owner) if self._keep_sessions() else None
         return len(prompt_ids) - (0 if known is None else known.tokens)
 
     async def _keep(self, running: RunningReply) -> None:
@@ -444,6 +445,7 @@ class RunningReply:
     prompt: tuple[int, ...]
     privacy: Privacy
     adapter: AdapterRef | None = None
+    owner: str = ""
 
     def cached(self) -> CachedSession:
         """The tokens that its hops have cached by now."""
@@ -459,6 +461,7 @@ class RunningReply:
             routes,
             adapter=self.adapter,
             wires=session.wires,
+            owner=self.owner,
         )
 
     def reads(self, prompt: Sequence[int], privacy: Privacy, more_than: int) -> bool:

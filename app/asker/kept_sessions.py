@@ -2,7 +2,8 @@
 
 A kept session is a record: its tokens, and where they are cached. Hops may have ended it meanwhile; the new session
 then reads again what is missing (`app.asker.route_session`). Caches are shared within one asker alone, and only
-between requests with the same rules for private blocks and the same adapter.
+between requests of one owner, with the same rules for private blocks and the same adapter: how much of a prompt was
+cached tells whoever asked for it what was asked before.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class CachedSession:
     at: float = 0.0  # when it was kept
     adapter: AdapterRef | None = None  # with which its cache was computed
     wires: Wires = field(default_factory=dict)  # number formats of its rows
+    owner: str = ""  # whose request it was
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,17 @@ def shared_tokens(prompt: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 def best_prefix(
-    prompt: Sequence[int], privacy: Privacy, sessions: Iterable[CachedSession], adapter: AdapterRef | None = None
+    prompt: Sequence[int],
+    privacy: Privacy,
+    sessions: Iterable[CachedSession],
+    adapter: AdapterRef | None = None,
+    owner: str = "",
 ) -> SharedPrefix | None:
-    """Return the session that shares most tokens with a prompt, of equal ones the shortest; None if all share few."""
-    alike = [session for session in sessions if (session.privacy, session.adapter) == (privacy, adapter)]
+    """Return the owner's session that shares most tokens with a prompt, of equal ones the shortest.
+
+    None if all share few.
+    """
+    alike = [one for one in sessions if (one.privacy, one.adapter, one.owner) == (privacy, adapter, owner)]
     shared = [SharedPrefix(session, shared_tokens(prompt, session.tokens)) for session in alike]
     best = max(shared, key=lambda prefix: (prefix.tokens, -len(prefix.source.tokens)), default=None)
     return best if best is not None and best.tokens >= MIN_SHARED else None

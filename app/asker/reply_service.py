@@ -300,7 +300,7 @@ class ReplyService:
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included; raises `EngineError` if one is out of range."""
         ends, _ = await self._ready()
-        return ends.prompt_text(token_ids)
+        return await self.device.run_apart(ends.prompt_text, token_ids)
 
     async def embed(self, prompt: str | tuple[int, ...], owner: str = "") -> tuple[list[float], int]:
         """Return the embedding of a text and its number of tokens: the mean of the last block's outputs, of length 1.

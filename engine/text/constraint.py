@@ -7,18 +7,23 @@ only.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from engine.errors import SourceError
-from engine.text.output_form import Constraint, ConstraintError
+from engine.text import grammar_trial
+from engine.text.output_form import Constraint, ConstraintError, ConstraintKind
 from engine.text.tokenizer import Tokenizer
 
 MAX_CHARS = 1 << 18
+TRUSTED_CHARS = 4096
+REMEMBERED_TRIALS = 256
 _MAX_MESSAGE = 300
 # One space, or a line break and its indentation: models write no other whitespace, and this much cannot go on for ever.
 WHITESPACE = r"[\x20]|\x0A[\x20]{0,24}"
@@ -98,6 +103,7 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, sorted(end_ids)
         self._lock = threading.Lock()
         self._prepared: LLTokenizer | None = None
+        self._tried: OrderedDict[bytes, None] = OrderedDict()  # hashes of texts that a trial has found good
 
     def compile(self, constraint: Constraint) -> Grammar:
         """Return the compiled constraint; raises `ConstraintError` if it is wrong."""
@@ -106,8 +112,10 @@ class GrammarCompiler:
         vocabulary = self._vocabulary()
         try:
             text = _source(constraint)
+            if not _is_harmless(constraint.kind, text):
+                self._try_apart(text, constraint.field)
             matcher = LLMatcher(vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
-        except (KeyboardInterrupt, SystemExit, MemoryError):
+        except (KeyboardInterrupt, SystemExit, MemoryError, ConstraintError):
             raise
         except BaseException as error:  # a Rust panic does not derive from Exception
             raise ConstraintError(constraint.field, _line(str(error))) from error
@@ -115,18 +123,41 @@ class GrammarCompiler:
             raise ConstraintError(constraint.field, _line(matcher.get_error()))
         return Grammar(matcher, constraint.field)
 
+    def _try_apart(self, text: str, field: str) -> None:
+        """Compile a text in another process first, once; raises `ConstraintError` if it is wrong or does harm."""
+        digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+        with self._lock:
+            is_known = digest in self._tried
+        if not is_known:
+            problem = grammar_trial.problem_of(text, self._tokenizer.added_tokens, self._size)
+            if problem is not None:
+                raise ConstraintError(field, _line(problem))
+        with self._lock:
+            self._tried[digest] = None
+            self._tried.move_to_end(digest)
+            if len(self._tried) > REMEMBERED_TRIALS:
+                self._tried.popitem(last=False)
+
+    @property
+    def _size(self) -> int:
+        return max(self._vocab_size, self._tokenizer.vocab_size)
+
     def _vocabulary(self) -> LLTokenizer:
         """Return the tokenizer as `llguidance` needs it; the first call takes about a second for a large vocabulary."""
         with self._lock:
             if self._prepared is None:
-                size = max(self._vocab_size, self._tokenizer.vocab_size)
                 try:
-                    self._prepared = LLTokenizer(self._tokenizer.as_json(), size, self._end_ids or None)
+                    self._prepared = LLTokenizer(self._tokenizer.as_json(), self._size, self._end_ids or None)
                 except (ValueError, RuntimeError, OverflowError) as error:
                     raise SourceError(
                         f"this model's tokenizer allows no constrained replies ({_line(str(error))})"
                     ) from error
             return self._prepared
+
+
+def _is_harmless(kind: ConstraintKind, text: str) -> bool:
+    """True for what needs no trial: a short text whose parts neither refer to each other nor are combined."""
+    return kind != "grammar" and len(text) <= TRUSTED_CHARS and not any(word in text for word in ("$ref", "allOf"))
 
 
 def _line(text: str) -> str:

@@ -45,6 +45,7 @@ class Tokenizer:
         self._backend.no_padding()
         self._backend.no_truncation()
         added = self._backend.get_added_tokens_decoder()
+        self.added_tokens = tuple(token.content for token in added.values())
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.plain_added_ids = frozenset(added) - self.special_ids  # that appear in texts, such as `<think>`
         self.bos_id = None if spec.bos_token is None else self._backend.token_to_id(spec.bos_token)
@@ -68,8 +69,9 @@ class Tokenizer:
         """Return the ids of a text; `add_special` adds the model's special tokens, such as the begin marker."""
         # JSON can contain half a surrogate pair, which cannot be encoded: it becomes a replacement character.
         clean = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        encoding = _guarded(
-            lambda: self._backend.encode(clean, add_special_tokens=add_special), "this text cannot be encoded"
+        # As a batch of one: `encode` would keep all other threads, and so the event loop, from running meanwhile.
+        (encoding,) = _guarded(
+            lambda: self._backend.encode_batch([clean], add_special_tokens=add_special), "this text cannot be encoded"
         )
         ids: list[int] = encoding.ids
         if add_special and self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:

@@ -86,9 +86,9 @@ class SessionSwarm:
         self.fabric.kill(name)
 
 
-async def ask(asker: Asker, prompt: Sequence[int], count: int) -> ReplyStats:
+async def ask(asker: Asker, prompt: Sequence[int], count: int, owner: str = "") -> ReplyStats:
     """One whole reply of the model of hashes."""
-    async with asker.reply(prompt, count, max_tokens=count) as reply:
+    async with asker.reply(prompt, count, max_tokens=count, owner=owner) as reply:
         async for _ in reply:
             pass
     return reply.stats

@@ -27,6 +27,7 @@ from app.system import logs
 from app.training import hop as training_hop
 from app.training import trainer
 from app.weights import chunk_server
+from engine.text import constraint, grammar_trial
 from p2p import rate_limit
 from p2p.addresses import MAX_ADDRESSES_PER_PEER
 from p2p.channel import yamux_flow, yamux_table
@@ -199,6 +200,12 @@ ROWS: dict[str, tuple[float, ...]] = {
         trainer.MAX_QUEUED_BYTES / MIB,
         trainer._FRAME_COST_BYTES,
         trainer.Patience().stuck_s,
+    ),
+    "schemas and grammars of requests": (
+        constraint.MAX_CHARS,
+        grammar_trial.CPU_S,
+        grammar_trial.MEMORY_BYTES >> 30,
+        grammar_trial.AT_ONCE,
     ),
     "responses kept for programs": (
         response_store.MOST,

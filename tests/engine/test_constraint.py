@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +18,11 @@ from torch import Tensor
 from engine.sources.base import ModelSource, TokenizerSpec
 from engine.sources.opening import open_source
 from engine.text.constraint import GrammarCompiler
-from engine.text.output_form import Constraint, ConstraintError, ConstraintKind
+from engine.text.output_form import Constraint, ConstraintError, ConstraintKind, Tool, ToolUse
 from engine.text.reply import ReplySettings, ReplyWriter
 from engine.text.sampler import Sampling, sample_rows
 from engine.text.tokenizer import Tokenizer
+from engine.text.tool_calls import HERMES, call_constraint
 from tests.engine.test_tokenizer import byte_level_file, sentencepiece_file
 
 PERSON = {
@@ -152,6 +154,51 @@ def test_a_wrong_constraint_is_refused(models: dict[str, Model], kind: Constrain
     assert caught.value.field == "f"
     assert len(str(caught.value)) < 400
     assert "\n" not in str(caught.value)
+
+
+def chain(levels: int, link: Callable[[str], dict[str, Any]]) -> str:
+    """A schema whose definitions refer to each other, one to the next."""
+    parts = {f"a{level}": link(f"#/$defs/a{level + 1}") for level in range(levels)}
+    return json.dumps({"$defs": {**parts, f"a{levels}": {"type": "string"}}, "$ref": "#/$defs/a0"})
+
+
+def any_of(name: str) -> dict[str, Any]:
+    return {"anyOf": [{"$ref": name}, {"$ref": name}]}
+
+
+HARMFUL: dict[str, tuple[ConstraintKind, str]] = {
+    "choices of references": ("json", chain(1500, any_of)),
+    "fields of references": ("json", chain(2500, lambda name: {"type": "object", "properties": {"x": {"$ref": name}}})),
+    "rules": ("grammar", "start: a0\n" + "".join(f"a{n}: a{n + 1} a{n + 1}\n" for n in range(9000)) + 'a9000: "a"'),
+    "nested tokens": ("grammar", "start: A0\n" + "".join(f"A{n}: A{n + 1}\n" for n in range(9000)) + 'A9000: "a"'),
+    "a long token": ("grammar", "start: A0\n" + "".join(f"A{n}: A{n + 1} A{n + 1}\n" for n in range(18)) + 'A18: "a"'),
+    "intersections": ("grammar", "start: A\nA: " + " & ".join(f"/.*{n}.*/" for n in range(300))),
+    "patterns": ("json", json.dumps({"type": "string", "allOf": [{"pattern": f".*{n}.*"} for n in range(150)]})),
+}
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_a_constraint_that_would_end_or_occupy_the_process_is_refused(models: dict[str, Model], name: str) -> None:
+    compiler = models["huggingface"].compiler
+    with pytest.raises(ConstraintError, match="f: too complex to compile"):
+        compiler.compile(Constraint(*HARMFUL[name], "f"))
+    compiler.compile(Constraint("json", chain(20, any_of), "f"))
+
+
+def test_a_schema_of_tools_that_would_end_the_process_is_refused(models: dict[str, Model]) -> None:
+    model = models["huggingface"]
+    use = ToolUse((Tool("look", parameters=HARMFUL["choices of references"][1], strict=True),), "required")
+    constraint = call_constraint(HERMES, use, model.tokenizer, thinking=False)
+    with pytest.raises(ConstraintError, match="tools: too complex to compile"):
+        model.compiler.compile(constraint)
+
+
+def test_grammars_with_special_tokens_pass_the_trial(models: dict[str, Model]) -> None:
+    model = models["huggingface"]
+    name = next(iter(model.tokenizer.added_tokens))
+    model.compiler.compile(
+        Constraint("grammar", f'start: "a" {name} "b" | "a" <[{model.tokenizer.vocab_size - 1}]>', "f")
+    )
 
 
 def test_a_grammar_that_becomes_too_complex_fails_its_own_reply_only(models: dict[str, Model]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 import unicodedata
 from collections.abc import Sequence
@@ -268,3 +269,29 @@ def test_chosen_special_tokens_are_shown(byte_level: Tokenizer) -> None:
     start, end = (byte_level.token_id(text) or 0 for text in ("<|im_start|>", "<|im_end|>"))
     stream = byte_level.stream(shown={start})
     assert [stream.push(start), stream.push(end)] == ["<|im_start|>", ""]
+
+
+def longest_wait(tokenizer: Tokenizer, text: str) -> tuple[float, float]:
+    """Seconds that another thread waited at most while a text was encoded, and that the encoding took."""
+    waits, is_over = [0.0], threading.Event()
+
+    def run() -> None:
+        last = time.perf_counter()
+        while not is_over.is_set():
+            now = time.perf_counter()
+            waits[0], last = max(waits[0], now - last), now
+
+    other = threading.Thread(target=run)
+    other.start()
+    begin = time.perf_counter()
+    tokenizer.encode(text)
+    took = time.perf_counter() - begin
+    is_over.set()
+    other.join()
+    return waits[0], took
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(byte_level_file(tmp_path / "bytes.gguf", "qwen2"))
+    tries = (longest_wait(tokenizer, "1" * 300_000) for _ in range(10))
+    assert any(wait < took / 2 for wait, took in tries)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
-from app.asker.asker import Asker
+from app.asker.asker import WAIT_FOR_READING_S, Asker
 from app.asker.kept_sessions import KEEP_S, CachedSession, KeptSessions, best_prefix, shared_tokens
 from app.asker.reply import ReplyStats
 from app.core.span import Span
@@ -120,6 +120,27 @@ async def test_a_turn_reads_only_what_is_new(autojump_clock: MockClock) -> None:
         await trio.sleep(ARRIVES_S)
         assert all(server.sessions == 0 for server in swarm.servers.values())
         assert all(server.kv_free_tokens == 1 << 20 for server in swarm.servers.values())
+
+
+async def test_an_owner_learns_nothing_of_what_another_one_asked(autojump_clock: MockClock) -> None:
+    async with open_swarm(*HALVES) as swarm:
+        asker = await swarm.asker(keep=4)
+        first = await ask(asker, LONG, 10, "one")
+        guessed = await ask(asker, LONG, 10, "other")
+        assert (first.cached_tokens, guessed.cached_tokens) == (0, 0)
+        assert first.token_ids == guessed.token_ids
+        again = await ask(asker, LONG, 10, "one")
+        assert again.cached_tokens == len(LONG) - 1, "what the other one asked took nothing from it"
+
+
+async def test_an_owner_does_not_wait_for_a_prompt_that_another_one_reads(autojump_clock: MockClock) -> None:
+    async with open_swarm(*HALVES) as swarm:
+        asker = await swarm.asker(keep=4)
+        async with asker.reply(LONG, 10, max_tokens=10, owner="one"):
+            begin = trio.current_time()
+            guessed = await ask(asker, LONG, 10, "other")
+            assert guessed.cached_tokens == 0
+            assert trio.current_time() - begin < WAIT_FOR_READING_S / 2
 
 
 async def test_a_reply_written_again_and_an_edited_question_share_what_comes_before(autojump_clock: MockClock) -> None:
