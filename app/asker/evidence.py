@@ -22,6 +22,7 @@ from app.session.frame import INT8
 from app.swarm.records import Announcement
 
 _OVER = f" over {INT8}"  # at the end of a block's precision: rows were rounded on the way
+_IN_CACHE = " int8 cache"  # and before that: keys and values were rounded in the cache
 _ROUNDS_ROWS = frozenset({"stored f32", "int4 f32"})  # formats whose products round a hop's rows to 8 bits on a CPU
 _NUMBERS = {"stored f32": "none f32"}  # formats with the same weights
 _FEWEST = "int4"  # weights that were rounded to 4 bits
@@ -79,9 +80,12 @@ def tolerance(one: Sequence[str], other: Sequence[str]) -> Tolerance:
     """The tolerance between answers of these precisions: exact only if every block was float32 in both, alike.
 
     It is coarse where only some have rounded their weights to 4 bits. Weights in the grid of their file are the very
-    numbers of the file, so they are compared with these, as rounded.
+    numbers of the file, so they are compared with these, as rounded; so is what a cache in 8 bits gives, with what
+    another gives.
     """
-    computed_one, computed_other = ([text.removesuffix(_OVER) for text in precisions] for precisions in (one, other))
+    computed_one, computed_other = (
+        [text.removesuffix(_OVER).removesuffix(_IN_CACHE) for text in precisions] for precisions in (one, other)
+    )
     is_float = all(precision.endswith(" f32") and " or " not in precision for precision in computed_one)
     numbers_one, numbers_other = (
         [_NUMBERS.get(text, text) for text in each] for each in (computed_one, computed_other)

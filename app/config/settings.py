@@ -280,6 +280,14 @@ class Settings:
         "while alone.",
         options=("auto", "own", "int8", "int4"),
     )
+    cache: Literal["own", "int8"] = _setting(
+        "choice",
+        "own",
+        "How hosted blocks keep the keys and values of sessions: own (the format that they are computed in), or int8 "
+        "(8 bits: two to four times the tokens in the same memory, a little less exact, and slower on a CPU with long "
+        "contexts).",
+        options=("own", "int8"),
+    )
     blocks: str | None = _setting("blocks", None, "Host exactly these blocks; unset: the node chooses.")
     private_blocks: int = _setting(
         "integer",
