@@ -191,7 +191,8 @@ def _multiples(low, high, value, INT8: tl.constexpr):
         value_scale = tl.maximum(value_largest / 127.0, _SMALLEST)
         low, high, value = _rounded(low, key_scale), _rounded(high, key_scale), _rounded(value, value_scale)
         return low, high, value, key_scale, value_scale
-    return low, high, value, low, value
+    else:  # what follows a return is compiled too, and would have to be of the same types
+        return low, high, value, low, value
 
 
 @triton.jit
@@ -200,7 +201,8 @@ def _cached(at, scale_at, mask, INT8: tl.constexpr):
     stored = tl.load(at, mask=mask, other=0.0)
     if INT8:
         return stored.to(tl.float32) * tl.load(scale_at, mask=mask, other=0.0)
-    return stored
+    else:
+        return stored
 
 
 @triton.jit

@@ -281,7 +281,7 @@ async def test_an_audit_has_the_form_of_a_reply(
 
 @pytest.mark.parametrize("rounding", [{"quantisation": "int8"}, {"cache": "int8"}])
 async def test_honest_nodes_that_round_or_fail_are_not_accused(
-    source: ModelSource, ends: SwarmEnds, rounding: dict[str, str], autojump_clock: MockClock
+    source: ModelSource, ends: SwarmEnds, rounding: dict[str, Any], autojump_clock: MockClock
 ) -> None:
     async with audit_swarm() as swarm:
         for index in range(3):
