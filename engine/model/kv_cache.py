@@ -6,8 +6,9 @@ writes from its length on, and a truncation that reaches into a shared page repl
 no time: `app.serving` decides which idle sessions to close, and which sessions may share.
 
 A cache in 8 bits has each key and value of a head and token as multiples of a scale, its largest number / 127, so each
-number is off by half a scale at most. Nothing else about a step depends on the form: a token's own key and value are
-read back from the cache too, so that a prompt gives the same numbers in chunks as token by token.
+number is off by half a scale at most. A token's own key and value are read back from the cache too, so that a prompt
+is computed in chunks as it is token by token. But keys that differ in their last bit can be rounded to different
+multiples, so results of the two differ by more than without: by 0.008 of their length after 30 blocks of SmolLM2.
 """
 
 from __future__ import annotations
