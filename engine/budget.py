@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from engine.config import ModelConfig
 from engine.device.kinds import kind_named
@@ -18,7 +18,11 @@ HEAD_SHARE = 0.25  # largest fraction of a GPU's allowed memory for the head
 CONVERTED_ROWS = 2048  # rows of a matrix in int8 that are converted at a time
 CONVERTED_NUMBERS = 1 << 26  # of a matrix in a grid that are converted at a time; much fewer leave a large GPU idle
 LOSS_ROWS = 128  # rows whose logits are held at a time when a loss is computed
+SCALE_BYTES = 4  # of a head's key or value of one token in a cache of 8 bits, besides a byte for each number
 ADAPTER_ROLES = ("q", "k", "v", "o", "gate", "up", "down")  # matrices of a block that adapters can change
+
+
+CacheFormat = Literal["own", "int8"]  # the setting `cache`: keys and values as computed with, or in 8 bits
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Precision:
     weight_bytes: float  # per weight of a block's matrices, scales included
     compute_bytes: int  # per number of activations, norms, biases, KV cache, embedding and head
     converted: int = 0  # numbers of a matrix that prompts and training need converted at a time
+    cache: CacheFormat = "own"  # "int8": the KV cache has a byte per number, and a scale for each head and token
 
 
 FLOAT32 = Precision(4.0, 4)
@@ -202,8 +207,11 @@ def plan_blocks(
         return BlockBudget(0, per_block, 0, 0, 0, 0, _why_none(allowance, per_block - room), _capped(allowance))
     kv = min(allowance.kv_bytes, usable - ends - workspace - blocks * per_block)
     per_token = blocks * kv_bytes_per_token(config, precision)
+    converted = _converted_cache_bytes(config, precision, kv, per_token)
     reason = _why_these(allowance, blocks, config.n_blocks)
-    return BlockBudget(blocks, per_block, kv, per_token, workspace, ends, reason, _capped(allowance))
+    return BlockBudget(
+        blocks, per_block, kv - converted, per_token, workspace + converted, ends, reason, _capped(allowance)
+    )
 
 
 def block_bytes(config: ModelConfig, precision: Precision) -> int:
@@ -387,7 +395,20 @@ def ends_bytes(config: ModelConfig, precision: Precision, *, embedding: bool, he
 
 def kv_bytes_per_token(config: ModelConfig, precision: Precision) -> int:
     """Bytes that one token of one session takes in one block's KV cache (key and value)."""
+    if precision.cache == "int8":
+        return 2 * config.n_kv_heads * (config.head_dim + SCALE_BYTES)
     return 2 * config.n_kv_heads * config.head_dim * precision.compute_bytes
+
+
+def _converted_cache_bytes(config: ModelConfig, precision: Precision, kv_bytes: int, per_token: int) -> int:
+    """Part of the KV cache's memory that is kept for converting the longest session in it, one block at a time.
+
+    Attention takes keys and values as numbers of the compute format. A cache that has them so needs no copy.
+    """
+    if precision.cache == "own":
+        return 0
+    converted = 2 * config.n_kv_heads * config.head_dim * precision.compute_bytes
+    return converted * min(config.context_length, kv_bytes // (per_token + converted))
 
 
 # For each token of the vocabulary, in captured passes: logits of 32 rows, or of 8 with their sorted probabilities.

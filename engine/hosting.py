@@ -21,6 +21,7 @@ from engine.benchmark import Throughput, measure_span
 from engine.budget import (
     INT4_BYTES,
     BlockBudget,
+    CacheFormat,
     Precision,
     allowance_on,
     fit,
@@ -82,6 +83,7 @@ class HostingPlan:
     budget: BlockBudget  # of `device`
     cap_bytes: int | None = None  # for all devices together
     more: tuple[DeviceShare, ...] = ()  # further devices, for the blocks that do not fit on the first
+    cache: CacheFormat = "own"
 
     @property
     def shares(self) -> tuple[DeviceShare, ...]:
@@ -172,6 +174,7 @@ class HostingWish:
     cap_bytes: int | None = None
     weights: Weights = "auto"
     wanted_blocks: int = 1
+    cache: CacheFormat = "own"
 
 
 def plan_hosting(config: ModelConfig, kind: str, wish: HostingWish, grid_bytes: float | None = None) -> HostingPlan:
@@ -200,13 +203,14 @@ def plan_hosting(config: ModelConfig, kind: str, wish: HostingWish, grid_bytes: 
             held = INT4_BYTES if grid_bytes is None else grid_bytes
             held *= padded_share(config) if kind_named(devices[0].kind).captures_steps else 1
             precision = grid_weights(held, dtype.itemsize, on_cpu=on_cpu)
+        precision = dataclasses.replace(precision, cache=wish.cache)
         first, *more = _fill(config, devices, precision, wish.cap_bytes, spread=wish.device is not None)
         budget = first.budget
         if more:
             held_blocks = budget.blocks + sum(share.budget.blocks for share in more)
             reason = f"{1 + len(more)} devices hold {held_blocks} of {config.n_blocks} blocks"
             budget = dataclasses.replace(budget, reason=reason)
-        return HostingPlan(first.device, dtype, quantisation, budget, wish.cap_bytes, tuple(more))
+        return HostingPlan(first.device, dtype, quantisation, budget, wish.cap_bytes, tuple(more), wish.cache)
 
     stored = grid_bytes is not None
     if wish.weights == "int8":
@@ -325,7 +329,8 @@ def load_blocks(
 def _span_options(plan: HostingPlan, share: DeviceShare, room: int) -> SpanOptions:
     device = torch.device(share.device.id)
     packed = device.type == "cpu" and plan.quantisation == "none" and _has_room_for_copies(share, room)
-    return SpanOptions(device, plan.dtype, plan.quantisation, packed, kv_bytes=share.budget.kv_bytes, room=room)
+    kv_bytes = share.budget.kv_bytes
+    return SpanOptions(device, plan.dtype, plan.quantisation, packed, kv_bytes, room, plan.cache)
 
 
 def _progress_from(progress: LoadProgress | None, done: int, total: int) -> LoadProgress | None:
@@ -343,7 +348,7 @@ def warm_kernels(config: ModelConfig, plan: HostingPlan) -> None:
         budget, device = share.budget, torch.device(share.device.id)
         if not kind_of(device).captures_steps or 2 * budget.weight_bytes_per_block > budget.kv_bytes:
             continue
-        options = SpanOptions(device, plan.dtype, plan.quantisation)
+        options = SpanOptions(device, plan.dtype, plan.quantisation, cache=plan.cache)
         kv_bytes = min(budget.kv_bytes // 4, config.context_length * budget.kv_bytes_per_token // budget.blocks)
         with contextlib.suppress(RuntimeError):
             block = build_block(0, _EmptyTensors(config, plan.quantisation), options)

@@ -16,6 +16,7 @@ from engine.device.probe import first_line
 from engine.errors import DeviceFull, NotFinite, SessionError, TrainingError
 from engine.model.cuda_graphs import StepUnderWay, UnderWay
 from engine.model.hosted_span import HostedSpan, SessionLease, SessionRows
+from engine.model.kv_cache import scales_of, stored_form
 from engine.model.span import BlockAdapter
 from engine.training.adapters import AdapterSettings, layout, weight_count
 from engine.training.peft_format import Adapter
@@ -176,13 +177,19 @@ class SessionRunner:
     def cache_format(self) -> str:
         """The form of cached numbers and the weights' form: a cache goes on only under the same."""
         config, options = self._span.config, self._span.options
-        return f"{self._native} {config.n_kv_heads}x{config.head_dim} {options.quantisation}"
+        kept = "" if options.cache == "own" else f" {options.cache} cache"
+        return f"{self._native} {config.n_kv_heads}x{config.head_dim} {options.quantisation}{kept}"
 
     @property
     def cache_row_bytes(self) -> int:
         """Bytes of one token in one block's cache."""
-        config = self._span.config
-        return 2 * config.n_kv_heads * config.head_dim * self._span.options.dtype.itemsize
+        form, width = self._stored_form
+        return 2 * self._span.config.n_kv_heads * width * form.itemsize
+
+    @property
+    def _stored_form(self) -> tuple[torch.dtype, int]:
+        options = self._span.options
+        return stored_form(self._span.config, options.dtype, options.cache)
 
     def export_cache(self, session: bytes, blocks: tuple[int, int], start: int, stop: int) -> memoryview:
         """Return the cache of a session's tokens [start, stop) in these blocks; raises `SessionError` without it."""
@@ -198,12 +205,15 @@ class SessionRunner:
         rows, rest = divmod(len(data), (blocks[1] - blocks[0]) * self.cache_row_bytes)
         if lease.length != position or not rows or rest:
             raise SessionError(f"{len(data)} bytes of cache at {position} do not continue {lease.length} tokens")
-        config = self._span.config
-        numbers = torch.frombuffer(bytearray(data), dtype=self._span.options.dtype)
+        config, (form, width) = self._span.config, self._stored_form
+        stored = torch.frombuffer(bytearray(data), dtype=form)
+        stored = stored.view(blocks[1] - blocks[0], 2, config.n_kv_heads, rows, width)
+        numbers = stored
+        if self._span.options.cache == "int8":  # the scale of each head and token bounds its numbers
+            numbers = (128 * scales_of(stored, config.head_dim)).to(self._span.options.dtype)
         if not is_finite(numbers):
             raise NotFinite(f"the cache for session {session.hex()[:8]} has numbers that are not finite", session)
-        shape = (blocks[1] - blocks[0], 2, config.n_kv_heads, rows, config.head_dim)
-        self._span.write_cache(lease, blocks, numbers.view(shape))
+        self._span.write_cache(lease, blocks, stored)
 
     def prepare(self) -> bool:
         """Capture one decode step that ran uncaptured so far; False if none is left."""

@@ -157,7 +157,7 @@ def examine_devices(arguments: argparse.Namespace, devices: list[Device]) -> Ite
     devices += probe_devices()
     settings = settings_of(arguments.home)
     cap_bytes = settings.max_vram if arguments.max_vram is None else arguments.max_vram
-    yield from examine_machine(devices, wanted_models(arguments.model), cap_bytes, settings.weights)
+    yield from examine_machine(devices, wanted_models(arguments.model), cap_bytes, settings.weights, settings.cache)
 
 
 def examine_network(folder: Path) -> Iterator[Check]:

@@ -143,7 +143,7 @@ def describe_device(device: dict[str, Any]) -> str:
 
 def status_lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
     """Return what `shoal status` prints, as labels and values."""
-    from app.snapshot.views import weight_words
+    from app.snapshot.views import cache_words, weight_words
 
     reason = f" ({status['reason']})" if status["reason"] else ""
     lines = [("state", status["state"] + reason)]
@@ -164,8 +164,11 @@ def status_lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
         lines.append(("asks in", f"{visit['swarm']}#{visit['manifest'][:8]}, {visit['members']} members"))
     if status["blocks_total"] is not None:
         hosted = "none" if status["start"] is None else f"{status['start']}:{status['stop']}"
-        bits = weight_words(status.get("weights", "none")) if status["start"] is not None else ""
-        lines.append(("blocks", f"{hosted} of {status['blocks_total']}" + (f", in {bits}" if bits else "")))
+        said = [f"{hosted} of {status['blocks_total']}"]
+        if status["start"] is not None:
+            bits, cache = weight_words(status.get("weights", "none")), cache_words(status.get("cache", "own"))
+            said += [f"in {bits}"] * bool(bits) + [f"with {cache}"] * bool(cache)
+        lines.append(("blocks", ", ".join(said)))
     if status["device"] is not None:
         several = status.get("devices") or []
         lines += [("device", describe_device(device)) for device in several] or [("device", status["device"])]

@@ -59,11 +59,12 @@ class Setting:
     live: bool
     bounds: tuple[int, int] = (0, 2**62)
     options: tuple[str, ...] = ()
+    variable_name: str = ""  # of its variable, after SHOAL_; empty: its own name
 
     @property
     def variable(self) -> str:
         """Name of the environment variable that overrides it."""
-        return f"SHOAL_{self.name.upper()}"
+        return f"SHOAL_{(self.variable_name or self.name).upper()}"
 
     def parse(self, text: str) -> Value:
         """Parse a value from the command line or the environment; raises `BadValue`."""
@@ -279,6 +280,15 @@ class Settings:
         "their own), or auto: own, and fewer bits on a GPU that could not host a single block, or not the whole model "
         "while alone.",
         options=("auto", "own", "int8", "int4"),
+    )
+    cache: Literal["own", "int8"] = _setting(
+        "choice",
+        "own",
+        "How hosted blocks keep the keys and values of sessions: own (the format that they are computed in), or int8 "
+        "(8 bits: two to four times the tokens in the same memory, a little less exact, and slower on a CPU with long "
+        "contexts). Its variable is `SHOAL_KV_CACHE`, because `SHOAL_CACHE` names the folder for weights.",
+        options=("own", "int8"),
+        variable_name="kv_cache",
     )
     blocks: str | None = _setting("blocks", None, "Host exactly these blocks; unset: the node chooses.")
     private_blocks: int = _setting(

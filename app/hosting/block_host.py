@@ -36,6 +36,7 @@ from app.snapshot.views import DeviceView, State
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
+    from engine.budget import CacheFormat
     from engine.device.probe import Device
     from engine.hosting import Hosted, HostingPlan, HostingWish, Weights
 
@@ -55,6 +56,7 @@ class HostingOptions:
     max_vram_bytes: int | None = None  # 0: host nothing
     blocks: Span | None = None  # host exactly these; None: choose
     weights: Weights = "auto"
+    cache: CacheFormat = "own"
 
 
 class CannotHost(AppError):
@@ -275,7 +277,8 @@ class BlockHost:
         wanted = n_blocks if not self._swarm.announcements() else 1
         if options.blocks is not None:
             wanted = len(options.blocks)
-        plan = await self._loader.plan(HostingWish(options.device, options.max_vram_bytes, options.weights, wanted))
+        wish = HostingWish(options.device, options.max_vram_bytes, options.weights, wanted, options.cache)
+        plan = await self._loader.plan(wish)
         if options.blocks is not None and plan.blocks < len(options.blocks):
             raise CannotHost(f"blocks {options.blocks} do not fit here: {plan.budget.reason}")
         if plan.blocks == 0:
@@ -450,6 +453,7 @@ class BlockHost:
             busy=self._busy_share(),
             dtype=wire_name(self._plan.dtype),
             quantisation=self._plan.quantisation,
+            cache=self._plan.cache,
             rtts=rtts_to_announce(self._network.links(), self._span, self._swarm.announcements()),
             rates=rates_to_announce(self._network.links(), self._span, self._swarm.announcements()),
             wires=(INT8,),

@@ -46,6 +46,7 @@ def device_views(
                 power_w=device.power_w,
                 step_s=stats.usual_step_s or None,
                 quantisation=plan.quantisation,
+                cache=plan.cache,
                 start=part.start if part is not None else None,
                 stop=part.stop if part is not None else None,
             )

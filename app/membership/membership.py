@@ -62,6 +62,7 @@ class AnnouncementFields(TypedDict, total=False):
     prefill_tokens_per_s: float
     kv_free_tokens: int
     quantisation: str
+    cache: str
     device: str
     name: str
     app_version: str

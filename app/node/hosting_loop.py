@@ -232,7 +232,7 @@ class HostingLoop:
             self._settle_without_hosting("client", LIMIT_ZERO)
             return
         blocks = None if settings.blocks is None else Span.parse(settings.blocks)
-        options = HostingOptions(settings.chosen_device, settings.max_vram, blocks, settings.weights)
+        options = HostingOptions(settings.chosen_device, settings.max_vram, blocks, settings.weights, settings.cache)
         self._observer.say("joining", because("looking_around", "looking at which blocks other members host"))
         async with trio.open_nursery() as nursery:
             # Importing torch takes seconds: do it while waiting for members.

@@ -48,6 +48,7 @@ def status_facts(snapshot: Snapshot) -> dict[str, Any]:
         **reasons,
         "devices": devices,
         "weights": "none" if snapshot.hardware is None else snapshot.hardware.quantisation,
+        "cache": "own" if snapshot.hardware is None else snapshot.hardware.cache,
         "reuse": to_json(snapshot.reuse),
         "guesses": to_json(snapshot.guesses),
         "today": to_json(snapshot.today),

@@ -111,6 +111,7 @@ class DeviceView:
     power_w: float | None = None
     step_s: float | None = None  # smoothed time of a decode step
     quantisation: str = "none"
+    cache: str = "own"  # how keys and values are kept
     start: int | None = None  # the blocks that lie on it
     stop: int | None = None
 
@@ -141,6 +142,11 @@ def weight_words(quantisation: str) -> str:
     """Say how hosted weights are kept; empty for the usual numbers of 16 or 32 bits."""
     words = {"none": "", "int8": "8 bits", "int4": "4 bits", "stored": "the file's own bits"}
     return words.get(quantisation, quantisation)
+
+
+def cache_words(cache: str) -> str:
+    """Say how the cache of sessions is kept; empty if it has the numbers that blocks compute with."""
+    return {"own": "", "int8": "a cache in 8 bits"}.get(cache, cache)
 
 
 @dataclass(frozen=True)

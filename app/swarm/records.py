@@ -119,6 +119,7 @@ class Announcement:
     prefill_tokens_per_s: float = 0.0
     kv_free_tokens: int = 0  # KV-cache room for new sessions, in tokens through its whole span
     quantisation: str = "none"
+    cache: str = "own"  # how keys and values are kept: as computed with, or in fewer bits
     device: str = "cpu"
     name: str = ""  # given by the owner
     addresses: tuple[str, ...] = ()
@@ -127,7 +128,7 @@ class Announcement:
     held: tuple[Span, ...] = ()  # blocks whose parts are on its disk
     holds_ends: bool = False  # embedding, head and tokenizer are on its disk
     busy: float = 0.0  # recent share of time that its device was computing, 0 to 1
-    dtype: str = "f32"  # it computes in this; with `quantisation` it bounds how far its results may differ from others'
+    dtype: str = "f32"  # it computes in this; with `quantisation` and `cache` it bounds how far its results may differ
     rtts: tuple[tuple[str, float], ...] = ()  # (`tail` of a peer, round-trip seconds that it measured)
     rates: tuple[tuple[str, float], ...] = ()  # (`tail` of a peer, bytes a second that it measured from there)
     wires: tuple[str, ...] = ()  # number formats of hidden states that it understands besides f32, bf16 and f16
@@ -158,9 +159,15 @@ class Announcement:
         return dict(self.rtts)
 
     @property
-    def number_format(self) -> str:
-        """Formats of its weights and of its computation; nodes that share it differ least."""
+    def training_format(self) -> str:
+        """Formats of its weights and of its computation; training needs no more, because it has no cache."""
         return f"{self.quantisation} {self.dtype}"
+
+    @property
+    def number_format(self) -> str:
+        """Formats of its weights, of its computation and, unless it is the same, of its cache; nodes that share it
+        differ least."""
+        return self.training_format + ("" if self.cache == "own" else f" {self.cache} cache")
 
 
 def host_of(announced: Announcement) -> str:
@@ -228,6 +235,7 @@ def sign_announcement(identity: Identity, announcement: Announcement) -> bytes:
         "busy": round(announcement.busy, 2),
         "dtype": "" if announcement.dtype == "f32" else announcement.dtype,
         "quant": "" if announcement.quantisation == "none" else announcement.quantisation,
+        "cache": "" if announcement.cache == "own" else announcement.cache,
         "device": "" if announcement.device == "cpu" else _announced_device(announcement.device),
         "name": announcement.name,
         "addrs": [address.removesuffix(f"/p2p/{announcement.peer}") for address in announcement.addresses],
@@ -300,6 +308,7 @@ def _announcement_in(envelope: Envelope) -> Announcement:
         prefill_tokens_per_s=fields.number("prefill", 0, _MAX_SPEED, 0.0),
         kv_free_tokens=fields.integer("kv", 0, _MAX_TOKENS, 0),
         quantisation=_printable(fields, "quant", 16, "none"),
+        cache=_printable(fields, "cache", 16, "own"),
         device=_printable(fields, "device", MAX_DEVICE_CHARS, "cpu"),
         name=_printable(fields, "name", 32, ""),
         addresses=_addresses(fields, peer),

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from app.core.units import format_size
 from app.snapshot.views import NetworkView, PeerView, RuleView, Snapshot
-from engine.budget import BlockBudget
+from engine.budget import BlockBudget, CacheFormat
 from p2p.addresses import Scope, parse_known
 
 if TYPE_CHECKING:  # importing it loads torch, which may be broken
@@ -127,7 +127,9 @@ def check_disk(folder: Path, free_bytes: int, *, writable: bool) -> Check:
     return Check("disk", "ok", detail)
 
 
-def check_model(label: str, n_blocks: int, device_id: str, budget: BlockBudget, cap_bytes: int | None) -> Check:
+def check_model(
+    label: str, n_blocks: int, device_id: str, budget: BlockBudget, cap_bytes: int | None, cache: CacheFormat = "own"
+) -> Check:
     """Report how many of a model's blocks a device can host within the user's memory cap."""
     name = f"{device_id} hosts"
     if budget.blocks == 0:
@@ -136,7 +138,8 @@ def check_model(label: str, n_blocks: int, device_id: str, budget: BlockBudget, 
             mend = "raise the limit: `shoal config set max_vram SIZE`; without blocks this node can only ask"
         return Check(name, "warn", f"none of the {n_blocks} blocks of {label}: {budget.reason}", mend)
     size = format_size(budget.weight_bytes_per_block)
-    room = f"{size} per block, {format_size(budget.kv_bytes)} for the KV cache of {budget.kv_tokens} tokens"
+    bits = " in 8 bits" if cache == "int8" else ""
+    room = f"{size} per block, {format_size(budget.kv_bytes)} for the KV cache of {budget.kv_tokens} tokens{bits}"
     cap = "" if cap_bytes is None else f", within the memory limit of {format_size(cap_bytes)}"
     return Check(name, "ok", f"{budget.blocks} of {n_blocks} blocks of {label} ({room}{cap})")
 
@@ -160,11 +163,15 @@ def check_grids(device_id: str, computes: bool) -> Check:
 
 
 def examine_machine(
-    devices: list[Device], models: Mapping[str, ModelSource], cap_bytes: int | None, weights: Weights
+    devices: list[Device],
+    models: Mapping[str, ModelSource],
+    cap_bytes: int | None,
+    weights: Weights,
+    cache: CacheFormat = "own",
 ) -> Iterator[Check]:
     """Yield the checks of these devices, and of each model on each of them; times number formats, so takes a while.
 
-    How much of a model fits is what a node with this cap and this setting `weights` would host (`plan_hosting`).
+    How much of a model fits is what a node with this cap and these settings would host (`plan_hosting`).
     """
     from engine.device.dtypes import dtype_times, name_of, pick_dtype
     from engine.hosting import HostingWish, computes_grids, plan_hosting, source_bytes, source_kind
@@ -179,9 +186,9 @@ def examine_machine(
         in_grids = device.kind == "cpu" and computes_grids(device.kind)
         yield check_grids(device.id, in_grids)
         for label, source in models.items():
-            wish = HostingWish(device.id, cap_bytes, weights)
+            wish = HostingWish(device.id, cap_bytes, weights, cache=cache)
             plan = plan_hosting(source.config, source_kind(source), wish, source_bytes(source))
-            yield check_model(label, source.config.n_blocks, device.id, plan.budget, cap_bytes)
+            yield check_model(label, source.config.n_blocks, device.id, plan.budget, cap_bytes, cache)
 
 
 MAX_PEERS = 50  # most members that get a line of their own

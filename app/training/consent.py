@@ -95,7 +95,7 @@ def job_replicas(
         known = {member.peer: member for member in members() if member.serves}
         # All holders of a block compute in one number format: others would differ by more than rounding.
         formats = {
-            block: known[hop.peer].number_format for hop in route if hop.peer in known for block in hop.span.blocks()
+            block: known[hop.peer].training_format for hop in route if hop.peer in known for block in hop.span.blocks()
         }
         found = []
         for peer, member in known.items():
@@ -104,7 +104,7 @@ def job_replicas(
             usable = [
                 block
                 for block in member.span.blocks()
-                if privacy.allows(peer, block) and formats.get(block) == member.number_format
+                if privacy.allows(peer, block) and formats.get(block) == member.training_format
             ]
             if usable:
                 found.append(Hop(peer, max(stretches(usable), key=len)))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from engine.device.kinds import kind_of
-from engine.model.kv_cache import BlockCache, Segment
+from engine.model.kv_cache import BlockCache, Segment, Slots
 
 # Sessions that get one token each are gathered into one padded attention call while the longest past is at most this
 # many tokens per session; for longer pasts the copying costs more than it saves (measured).
@@ -28,8 +28,7 @@ class SegmentPlan:
     count: int
     stop: int
     seen_from: int  # oldest position that any row sees
-    run: int | None  # first slot if the session's slots are contiguous; None: use `seen_slots`
-    seen_slots: Tensor | None
+    seen: Slots
     mask: Tensor | None  # (count, stop - seen_from), True where seen
     causal: bool  # row i sees all but the newest count - 1 - i tokens
 
@@ -56,11 +55,11 @@ class StepPlan:
         self._by_window: dict[int | None, Plans] = {}
         positions = [torch.arange(s.start, s.stop) for s in segments]
         self.positions = (positions[0] if len(positions) == 1 else torch.cat(positions)).to(device)
-        only = segments[0] if len(segments) == 1 else None
-        # Contiguous slots of a single session are written as a slice, anything else by index.
-        self.run = only.lease.first_slot if only is not None else None
-        self.span = (segments[0].start, segments[0].stop)
-        self.slots = None if self.run is not None else torch.cat([s.lease.slots(s.start, s.stop) for s in segments])
+        self.slots: Slots  # of the new tokens
+        if len(segments) == 1:
+            self.slots = segments[0].lease.places(segments[0].start, segments[0].stop)
+        else:
+            self.slots = torch.cat([s.lease.slots(s.start, s.stop) for s in segments])
 
     def for_window(self, window: int | None) -> Plans:
         """Return what each row sees in blocks with an attention window of `window` tokens (None: the whole past)."""
@@ -96,8 +95,7 @@ class StepPlan:
             mask = key <= query
             if window is not None:
                 mask &= key > query - window
-        seen_slots = None if lease.first_slot is not None else lease.slots(seen_from, stop)
-        return SegmentPlan(segment.count, stop, seen_from, lease.first_slot, seen_slots, mask, causal)
+        return SegmentPlan(segment.count, stop, seen_from, lease.places(seen_from, stop), mask, causal)
 
 
 def _seen(segment: Segment, window: int | None) -> range:
@@ -107,14 +105,7 @@ def _seen(segment: Segment, window: int | None) -> range:
 
 def write_cache(cache: BlockCache, plan: StepPlan, k: Tensor, v: Tensor) -> None:
     """Write the new keys and values, each (N, kv_heads, 1, head_dim), into one block's cache."""
-    if plan.run is not None:
-        first, count = plan.run + plan.span[0], plan.span[1] - plan.span[0]
-        cache.keys.narrow(2, first, count).copy_(k.transpose(0, 2))
-        cache.values.narrow(2, first, count).copy_(v.transpose(0, 2))
-    else:
-        assert plan.slots is not None
-        cache.keys.index_copy_(2, plan.slots, k.transpose(0, 2))
-        cache.values.index_copy_(2, plan.slots, v.transpose(0, 2))
+    cache.write(plan.slots, k.transpose(0, 2), v.transpose(0, 2))
 
 
 def attend_cached(cache: BlockCache, plans: Plans, q: Tensor) -> Tensor:
@@ -128,12 +119,11 @@ def attend_cached(cache: BlockCache, plans: Plans, q: Tensor) -> Tensor:
 
 
 def _attend_gathered(cache: BlockCache, plan: GatheredPlan, q: Tensor) -> Tensor:
-    def pasts(pool: Tensor) -> Tensor:
-        """(sessions, kv_heads, longest, head_dim)"""
-        kv_heads, head_dim = pool.shape[1], pool.shape[3]
-        return pool.index_select(2, plan.seen_slots).view(kv_heads, -1, plan.longest, head_dim).transpose(0, 1)
-
-    keys, values = pasts(cache.keys), pasts(cache.values)
+    keys, values = (
+        # (sessions, kv_heads, longest, head_dim)
+        seen.view(seen.shape[1], -1, plan.longest, seen.shape[3]).transpose(0, 1)
+        for seen in cache.read(plan.seen_slots, q.dtype)
+    )
     if kind_of(q.device).grouped_attention:
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=plan.mask, enable_gqa=True)
     else:
@@ -142,12 +132,7 @@ def _attend_gathered(cache: BlockCache, plan: GatheredPlan, q: Tensor) -> Tensor
 
 
 def _attend_segment(cache: BlockCache, plan: SegmentPlan, q: Tensor) -> Tensor:
-    if plan.run is not None:
-        first, count = plan.run + plan.seen_from, plan.stop - plan.seen_from
-        keys, values = cache.keys.narrow(2, first, count), cache.values.narrow(2, first, count)
-    else:
-        assert plan.seen_slots is not None
-        keys, values = cache.keys.index_select(2, plan.seen_slots), cache.values.index_select(2, plan.seen_slots)
+    keys, values = cache.read(plan.seen, q.dtype)
     if plan.count == 1 and q.device.type == "cpu":
         # The query heads that share a key head are as rows of one head: faster than letting torch repeat the keys.
         grouped = q.reshape(1, keys.shape[1], -1, q.shape[3])

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.config import ModelConfig, Rope
 from engine.model.block import Attend, Block, block_forward
 from engine.model.grid_tiles import TiledGrid, tiled
 from engine.model.kv_cache import PAGE_TOKENS, BlockCache, KVLease, KVPool, Segment
@@ -84,6 +84,56 @@ def _grids_are_right(device: torch.device) -> bool:
             out = torch.empty(rows, 64, device=device)
             kernels.product(x, GridLinear(grid), out, kernels.Fold())
             right = right and torch.allclose(out, x.float() @ dense.t(), atol=1e-2)
+    return right
+
+
+@functools.cache
+def triton_int8_cache_works() -> bool:
+    """True if Triton's attention over a cache in 8 bits is right on this machine; if not, logs the cause once."""
+    try:
+        right = _int8_cache_is_right(torch.device("cuda"))
+    except Exception as error:  # a compiler that fails can raise almost any exception
+        log.warning("Triton cannot read a cache in 8 bits on this machine (%s); decode steps use torch", error)
+        return False
+    if not right:
+        log.warning("Triton reads a cache in 8 bits wrongly on this machine; decode steps use torch's own operations")
+    return right
+
+
+def _int8_cache_is_right(device: torch.device) -> bool:
+    """Compare attention of one row, and of two that are written first, with torch's over the same cache."""
+    from engine.model import triton_kernels as kernels
+
+    config = ModelConfig(
+        family="llama", vocab_size=64, hidden_size=64, n_blocks=1, n_heads=4, n_kv_heads=2, head_dim=32,
+        intermediate_size=64, context_length=2 * PAGE_TOKENS, norm_eps=1e-5, rope=Rope(),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    norm, linear = torch.ones(64), DenseLinear(torch.zeros(64, 64))
+    block = Block(0, norm, linear, linear, None, None, norm, linear, linear)  # attention reads none of its weights
+    right = True
+    for rows in (1, 2):
+        pool = KVPool(config, 1, 1 << 20, device, torch.float16, "int8")
+        lease = pool.open(config.context_length)
+        past, new = PAGE_TOKENS + 5, torch.randn(rows, 8, 1, 32, generator=generator).to(device, torch.float16)
+        cache, old = pool.blocks[0], torch.randn(2, 2, past, 32, generator=generator).to(device, torch.float16)
+        cache.write(lease.slots(0, past), old[:1], old[1:])
+        where = page_table(rows, 2, [Segment(lease, past, rows)], pool.scratch_page).to(device)
+        turns = (torch.full((rows, 16), value, device=device) for value in (1.0, 0.0))  # none
+        paged = kernels.PagedRows(where[:, 0].contiguous(), where[:, 1:].contiguous(), *turns)
+        out = torch.empty(rows, 4 * 32, device=device, dtype=torch.float16)
+        qkv, scratch = new.view(rows, -1), kernels.AttentionScratch(rows, config, device)
+        if rows > 1:
+            kernels.write(qkv, cache, block, config, paged)
+        kernels.attend(qkv, cache, out, block, config, paged, scratch, written=rows > 1)
+        q, k, v = new.split((4, 2, 2), dim=1)
+        cache.write(lease.slots(past, past + rows), k.transpose(0, 2), v.transpose(0, 2))
+        keys, values = cache.read(lease.slots(0, past + rows), torch.float16)
+        mask = torch.arange(past + rows, device=device) <= where[:, :1].long()
+        expected = F.scaled_dot_product_attention(
+            q.transpose(0, 2).float(), keys.float(), values.float(), attn_mask=mask, enable_gqa=True
+        )
+        right = right and torch.allclose(out.float(), expected.transpose(0, 2).reshape(rows, -1), atol=1e-2)
     return right
 
 
@@ -174,6 +224,8 @@ class DecodeGraphs:
         self._max_pages = max(1, min(-(-parts.config.context_length // PAGE_TOKENS), parts.pool.scratch_page))
         grids = [linear.grid for block in parts.blocks for linear in block.linears if isinstance(linear, GridLinear)]
         works = triton_grids_work() if grids else triton_works()
+        if parts.pool.cache == "int8":
+            works = works and triton_int8_cache_works()
         self.fused = works and _kernels_support(parts.config) and all(isinstance(grid, TiledGrid) for grid in grids)
         parts.pool.clears_slots = not self.fused  # `plain_step` reads whole pages, `fused_step` only written slots
 
@@ -282,7 +334,7 @@ class DecodeGraphs:
     def _buffers_of(self, rows: int) -> StepBuffers:
         if rows not in self._buffers:
             pool, hidden = self._parts.pool, self._parts.config.hidden_size
-            dtype, device = pool.blocks[0].keys.dtype, pool.device
+            dtype, device = pool.dtype, pool.device
             blank = page_table(rows, self._max_pages, [], pool.scratch_page)
             self._buffers[rows] = StepBuffers(
                 x=torch.zeros(rows, hidden, dtype=dtype, device=device),
@@ -449,10 +501,12 @@ def _gathered(cache: BlockCache, new_slots: Tensor, slots: Tensor, visible: Tens
     """Return attention of one row per session over pages gathered by index; `visible` is (rows, length)."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cache.keys.index_copy_(2, new_slots, k.transpose(0, 2))
-        cache.values.index_copy_(2, new_slots, v.transpose(0, 2))
-        # (kv_heads, rows, length, head_dim) -> (rows, kv_heads, length, head_dim)
-        keys, values = cache.keys[0][:, slots].transpose(0, 1), cache.values[0][:, slots].transpose(0, 1)
+        cache.write(new_slots, k.transpose(0, 2), v.transpose(0, 2))
+        keys, values = (
+            # (1, kv_heads, rows * length, head_dim) -> (rows, kv_heads, length, head_dim)
+            seen.view(seen.shape[1], *slots.shape, seen.shape[3]).transpose(0, 1)
+            for seen in cache.read(slots.view(-1), q.dtype)
+        )
         mask = visible[:, None, None, :]
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
         return out.reshape(q.shape[0], -1)

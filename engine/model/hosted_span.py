@@ -181,7 +181,7 @@ class HostedSpan:
         )
 
     def read_cache(self, lease: SessionLease, blocks: tuple[int, int], start: int, stop: int) -> Tensor:
-        """Copy the cache of positions [start, stop) to the CPU: (blocks, 2, kv_heads, tokens, head_dim).
+        """Copy the cache of positions [start, stop) to the CPU as it is kept: (blocks, 2, kv_heads, tokens, width).
 
         Raises `SessionError` if blocks or tokens are not here.
         """
@@ -252,8 +252,7 @@ class HostedSpan:
         part = next(part for part in self.parts if blocks[0] < part.stop)
         if part.stop < blocks[1]:
             return None
-        cache = part.pool.blocks[0].keys
-        if ahead and (hidden.device, hidden.dtype) != (cache.device, cache.dtype):
+        if ahead and (hidden.device, hidden.dtype) != (part.pool.device, part.pool.dtype):
             return None
         segments = [Segment(rows.lease.parts[part.pool], rows.start, rows.count) for rows in work]
         started = part.launch(hidden, segments, blocks, ahead=ahead)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.budget import CacheFormat
 from engine.config import ModelConfig
 from engine.device.kinds import kind_of
 from engine.errors import EngineError, SessionError
@@ -34,10 +35,11 @@ LoadProgress = Callable[[int, int], None]  # (blocks loaded, blocks in all)
 
 @dataclass(frozen=True)
 class SpanOptions(WeightOptions):
-    """Weight options plus the memory of the KV cache and the number of blocks that it is laid out for."""
+    """Weight options plus the memory of the KV cache, the number of blocks that it is laid out for, and its form."""
 
     kv_bytes: int = 0
     room: int = 0  # blocks that the cache is laid out for, if the span will grow; 0: no growth
+    cache: CacheFormat = "own"
 
 
 class SpanRunner:
@@ -51,7 +53,7 @@ class SpanRunner:
         self._cpu_graphs = SpanGraphs(config)
         self._prepare(blocks)
         room = max(len(blocks), options.room)
-        self.pool = KVPool(config, room, options.kv_bytes, options.device, options.dtype)
+        self.pool = KVPool(config, room, options.kv_bytes, options.device, options.dtype, options.cache)
         self._rope = RotaryTable(config.rope, config.head_dim, options.device, options.dtype)
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs = PromptGraphs(config, options.device, options.dtype)

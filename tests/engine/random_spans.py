@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from engine.budget import CacheFormat
 from engine.config import ModelConfig, Rope
 from engine.model.block import Block, Quantisation, build_block
 from engine.model.span import SpanOptions, SpanRunner
@@ -76,8 +77,9 @@ def random_span(
     kv_bytes: int = 1 << 24,
     quantisation: Quantisation = "none",
     packed: bool = False,
+    cache: CacheFormat = "own",
 ) -> SpanRunner:
     """All blocks of a config with random weights."""
-    options = SpanOptions(torch.device(device), dtype, quantisation, packed, kv_bytes)
+    options = SpanOptions(torch.device(device), dtype, quantisation, packed, kv_bytes, cache=cache)
     blocks = [random_block(config, index, options) for index in range(config.n_blocks)]
     return SpanRunner(config, 0, blocks, options)

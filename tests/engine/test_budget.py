@@ -133,6 +133,32 @@ def test_kv_tokens_counts_all_hosted_blocks() -> None:
     assert plan_blocks(LLAMA_8B, Allowance(0), BFLOAT16).kv_tokens == 0
 
 
+@pytest.mark.parametrize(
+    ("config", "precision", "gigabytes", "times"),
+    [
+        (SMOLLM2, FLOAT32, 1, 3.575),  # 256 bytes become 64 and a scale of 4, less what conversion needs
+        (SMOLLM2, BFLOAT16, 1, 1.835),
+        (LLAMA_8B, BFLOAT16, 24, 1.93),
+        (LLAMA_8B, BFLOAT16, 6, 1.896),
+    ],
+)
+def test_a_cache_of_8_bits_holds_more_tokens_in_the_same_memory(
+    config: ModelConfig, precision: Precision, gigabytes: int, times: float
+) -> None:
+    own, int8 = (
+        plan_blocks(config, Allowance(gigabytes * GB), dataclasses.replace(precision, cache=cache))
+        for cache in ("own", "int8")
+    )
+    assert kv_bytes_per_token(config, dataclasses.replace(precision, cache="int8")) == (
+        2 * config.n_kv_heads * (config.head_dim + 4)
+    )
+    assert (int8.blocks, int8.total_bytes) == (own.blocks, own.total_bytes)
+    assert int8.kv_tokens / own.kv_tokens == pytest.approx(times, abs=0.005)
+    # What attention over the longest session needs is set aside.
+    longest = min(config.context_length, int8.kv_tokens)
+    assert int8.workspace_bytes - own.workspace_bytes >= longest * kv_bytes_per_token(config, precision)
+
+
 @pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
 def test_a_senseless_share_is_refused(share: float) -> None:
     with pytest.raises(ValueError, match="kv_share"):

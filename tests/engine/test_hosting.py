@@ -270,6 +270,22 @@ def test_a_step_that_fails_on_the_second_device_advances_neither(
     assert before == again.step([work])
 
 
+def test_a_cache_of_8_bits_is_hosted_as_it_was_planned(tiny: ModelSource) -> None:
+    own, int8 = (
+        plan_hosting(tiny.config, "F32", HostingWish("cpu", 50 * 10**6, "own", cache=cache))
+        for cache in ("own", "int8")
+    )
+    spans = [load_blocks(tiny, 0, 8, plan) for plan in (own, int8)]
+    tokens = [span.total_tokens for span in spans]
+    assert tokens[1] > 2.5 * tokens[0]
+    for plan, found in zip((own, int8), tokens, strict=True):
+        assert plan.budget.kv_tokens - 64 < found <= plan.budget.kv_tokens
+    assert {cache.keys.dtype for part in spans[1].parts for cache in part.pool.blocks} == {torch.int8}
+    hidden = torch.randn(20, tiny.config.hidden_size)
+    exact, rounded = (span.step(hidden, [SessionRows(span.open(20), 0, 20)]) for span in spans)
+    assert 0 < (rounded - exact).norm() < 0.02 * exact.norm()
+
+
 def test_a_session_gets_cache_on_all_devices_or_none(tiny: ModelSource) -> None:
     plan = two_devices(tiny, (4, 4))
     small = replace(

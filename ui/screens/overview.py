@@ -10,7 +10,7 @@ from textual.containers import Horizontal
 from textual.widget import Widget
 
 from app.core.terminal_text import one_line
-from app.snapshot.views import weight_words
+from app.snapshot.views import DeviceView, cache_words, weight_words
 from ui.draw.bars import ceiling, plot
 from ui.draw.coverage import MARGIN, legend, strip_rows, weak_note
 from ui.draw.node import gauge_rows, given_rows, is_coming_up, session_rows, step_rows
@@ -38,13 +38,14 @@ class NodePanel(Panel):
         return row("this node")
 
     def subtitle(self) -> Row:
-        """The node's name, its device and how the weights are kept."""
+        """The node's name, its device and how weights and cache are kept."""
         known = self.store.snapshot
         if known is None:
             return []
         device = known.hardware.name if known.hardware is not None else known.device or ""
-        bits = weight_words(known.hardware.quantisation) if known.hardware is not None else ""
-        return row(" · ".join(one_line(part) for part in (known.name, device, bits) if part))
+        kept = known.hardware or DeviceView("")
+        parts = (known.name, device, weight_words(kept.quantisation), cache_words(kept.cache))
+        return row(" · ".join(one_line(part) for part in parts if part))
 
     def rows(self, width: int, height: int) -> list[Row]:
         """The gauges that fit."""

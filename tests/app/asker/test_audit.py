@@ -21,6 +21,7 @@ from app.core.compute import StepWork, TokenChoice
 from app.routing.planner import PrivacyPreferences
 from app.routing.trust import TrustBook
 from app.swarm.records import tail
+from engine.budget import CacheFormat
 from engine.errors import SessionError
 from engine.model.block import Quantisation, WeightOptions
 from engine.model.hosted_span import HostedSpan
@@ -86,9 +87,11 @@ def ends(source: ModelSource) -> SwarmEnds:
     return load_swarm_ends(source, WeightOptions(CPU, torch.float32))
 
 
-def runner(source: ModelSource, start: int, stop: int, quantisation: Quantisation = "none") -> SessionRunner:
-    span = load_span(source, start, stop, SpanOptions(CPU, torch.float32, quantisation, kv_bytes=1 << 22))
-    return SessionRunner(HostedSpan([span]))
+def runner(
+    source: ModelSource, start: int, stop: int, quantisation: Quantisation = "none", cache: CacheFormat = "own"
+) -> SessionRunner:
+    options = SpanOptions(CPU, torch.float32, quantisation, kv_bytes=1 << 22, cache=cache)
+    return SessionRunner(HostedSpan([load_span(source, start, stop, options)]))
 
 
 class AuditSwarm(SessionSwarm):
@@ -98,8 +101,7 @@ class AuditSwarm(SessionSwarm):
         speed = how.pop("speed", 100.0)
         held = runner(source, *THIRDS[third], **how)
         await self.serve(name, held if lie is None else LyingRunner(held, lie), speed=speed)
-        quantisation = how.get("quantisation", "none")
-        self.announcements[name] = replace(self.announcements[name], quantisation=quantisation)
+        self.announcements[name] = replace(self.announcements[name], **how)
 
     def slow_down(self, *names: str) -> None:
         """Let these members announce slow links from everybody, so that rows to them and from them are int8."""
@@ -187,19 +189,28 @@ def distrusted(asker: Asker) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("lie", "third", "slow"),
-    [(random_numbers, 0, False), (scaled, 1, False), (stale, 2, False), (scaled, 0, True), (scaled, 2, True)],
+    ("lie", "third", "rounding"),
+    [
+        (random_numbers, 0, ""),
+        (scaled, 1, ""),
+        (stale, 2, ""),
+        (scaled, 0, "links"),
+        (scaled, 2, "links"),
+        (scaled, 0, "caches"),
+        (scaled, 2, "caches"),
+    ],
 )
 async def test_a_lying_node_is_found_out_and_used_no_more(
-    source: ModelSource, ends: SwarmEnds, truth: Truth, lie: Lie, third: int, slow: bool, autojump_clock: MockClock
+    source: ModelSource, ends: SwarmEnds, truth: Truth, lie: Lie, third: int, rounding: str, autojump_clock: MockClock
 ) -> None:
     async with audit_swarm() as swarm:
         for index in range(3):
             for copy in "ab":
-                await swarm.hold(source, f"{copy}{index}", index)
+                cache = "int8" if rounding == "caches" and copy == "a" else "own"
+                await swarm.hold(source, f"{copy}{index}", index, cache=cache)
         # It claims to be the fastest, so that all replies come through it.
         await swarm.hold(source, "liar", third, lie, speed=500.0)
-        if slow:
+        if rounding == "links":
             swarm.slow_down(*swarm.announcements)
         asker = await swarm.audited(ends, seed=third)
         first = await request(asker, 0)
@@ -211,7 +222,7 @@ async def test_a_lying_node_is_found_out_and_used_no_more(
         for number in range(3):
             stats = await request(asker, number)
             assert "liar" not in {hop.peer for hop in stats.route}
-            assert slow or stats.token_ids == truth.reply(number)
+            assert rounding or stats.token_ids == truth.reply(number)
         await no_leaks(swarm)
 
 
@@ -268,13 +279,14 @@ async def test_an_audit_has_the_form_of_a_reply(
         assert max(map(max, gaps)) - min(map(min, gaps)) < 0.005
 
 
+@pytest.mark.parametrize("rounding", [{"quantisation": "int8"}, {"cache": "int8"}])
 async def test_honest_nodes_that_round_or_fail_are_not_accused(
-    source: ModelSource, ends: SwarmEnds, autojump_clock: MockClock
+    source: ModelSource, ends: SwarmEnds, rounding: dict[str, Any], autojump_clock: MockClock
 ) -> None:
     async with audit_swarm() as swarm:
         for index in range(3):
             await swarm.hold(source, f"exact{index}", index)
-            await swarm.hold(source, f"rounds{index}", index, quantisation="int8", speed=200.0)
+            await swarm.hold(source, f"rounds{index}", index, speed=200.0, **rounding)
         await swarm.hold(source, "flaky", 1, _fails_now_and_then(), speed=500.0)
         asker = await swarm.audited(ends, seed=5)
         for number in range(40):

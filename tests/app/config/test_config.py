@@ -41,6 +41,7 @@ def test_every_default_is_a_valid_value() -> None:
 
 def test_no_setting_takes_the_name_of_another_variable() -> None:
     assert not {setting.variable for setting in SETTINGS.values()} & {"SHOAL_HOME", "SHOAL_CACHE", "SHOAL_DEBUG"}
+    assert SETTINGS["cache"].variable == "SHOAL_KV_CACHE"
 
 
 def test_a_fresh_file_sets_nothing_and_explains_everything(path: Path) -> None:

@@ -148,6 +148,11 @@ def test_rounding_is_tolerated_where_it_is_announced() -> None:
     assert tolerance(stored, int8) == tolerance(stored, ("stored bf16",) * 2) == ROUGH
     assert tolerance(int4, exact) == tolerance(half, int4) == tolerance(("int4 bf16 or none bf16",) * 2, half) == COARSE
     assert tolerance(("int4 bf16",), ("int4 bf16",)) == ROUGH
+    cached = ("none f32", "none f32 int8 cache")
+    assert tolerance(cached, cached) == tolerance(cached, exact) == tolerance(exact, cached) == ROUNDED
+    assert tolerance(cached, stored) == tolerance(("stored f32 int8 cache over int8",) * 2, rounded) == ROUNDED
+    assert tolerance(cached, int8) == tolerance(("none bf16 int8 cache",) * 2, half) == ROUGH
+    assert tolerance(("none f32 or none f32 int8 cache",) * 2, exact) == ROUGH
     assert Deviation(0.03, -0.001).within(ROUGH)
     assert not Deviation(0.03, -0.001).within(EXACT)
     assert not Deviation(0.05, 0.05).within(ROUGH)

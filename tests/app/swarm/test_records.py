@@ -54,6 +54,7 @@ TYPICAL = Announcement(
     prefill_tokens_per_s=4011.5,
     kv_free_tokens=131072,
     quantisation="int8",
+    cache="int8",
     device="cuda",
     name="attic gaming box",
     addresses=(
