@@ -9,10 +9,11 @@ Facts: the starter model learns ten made-up facts; then it is asked, with and wi
 with the exported adapter. Swarm: three nodes on these cores and an owner that hosts nothing learn the same facts; then
 they learn them again with rows of int8 between them, and write replies on the way, for which training rests.
 `swarm3_vs_local` compares the first of these jobs with one process before and after it, `wire_int8_loss_ratio` is the
-mean loss of all steps of the second over the first; `wire_changes_loss_ratio` is that of a third job, which sends changes
-of activations. `wire_changes_bytes_ratio` compares what hops send forwards in its later epochs with rows of int8, and
-`wire_changes_bytes_ratio_both` what they send both ways (gradients stay int8). `bytes_per_token_per_link` what the busiest pair of neighbours sent
+mean loss of all steps of the second over the first, `bytes_per_token_per_link` what the busiest pair of neighbours sent
 to each other for each token of the data, `snapshot_share` the time of its snapshots over that of its steps.
+`wire_changes_loss_ratio` is the mean loss of a third job, which sends changes of activations, over the first,
+`wire_changes_bytes_ratio` what its hops send to the next ones after the first epoch, over rows of int8, and
+`wire_changes_bytes_ratio_both` what they send both ways; gradients stay rows of int8.
 `bubble_share` is the share of a step of eight micro-batches in which the three nodes do not compute, as they count it
 themselves from commit to commit; nodes that compute at once on the same cores all compute. `stolen` is the share of the
 cores' time that other guests of the host had during a job.
