@@ -564,8 +564,7 @@ class TrainingServer:
             return
         except NoBase as missing:
             job.ledger.failed(one)
-            job.dropped["base"] += 1
-            await self._trouble(job, HopError("base", str(missing)))
+            await self._reject(job, frame, _Rejected(str(missing), "base"), "base")
             return
         except BaseException:
             job.ledger.failed(one)
@@ -658,14 +657,14 @@ class TrainingServer:
             raise _Rejected(f"numbers of size {size:.3g} are not finite, or far beyond the usual", "size")
         return await self._device.run_later(blocks.rows, frame.body, DTYPE_NAMES[frame.dtype])
 
-    async def _reject(self, job: HopJob, frame: Frame, rejected: _Rejected) -> None:
+    async def _reject(self, job: HopJob, frame: Frame, rejected: _Rejected, code: str = "input") -> None:
         job.dropped[rejected.why] += 1
         epoch = job.ledger.epoch
         job.rejections = Counter({epoch: job.rejections[epoch] + 1})
         if job.rejections[epoch] > MAX_REJECTIONS:
             return  # what the owner does not read would fill its stream
         direction, way = "back" if frame.kind == Kind.BACK else "forward", pass_of(frame).way
-        await self._trouble(job, HopError("input", str(rejected), f"{direction} {way}" if way else direction))
+        await self._trouble(job, HopError(code, str(rejected), f"{direction} {way}" if way else direction))
 
     async def _tally(self, job: HopJob, sender: str, frame: Frame) -> None:
         if await self._is_current(job, frame):

@@ -543,8 +543,9 @@ class _HopGroup:
         self._rejected: Counter[str] = Counter()
         self._complaints: Counter[tuple[str, str]] = Counter()  # (who complains, about whose numbers)
         self._sent: dict[str, dict[str, int]] = {}  # hop -> bytes to each receiver in this epoch, as it said last
-        sends_changes = self._terms.order.sends_changes and owner._activations is not None
-        self._activations: Activations | None = owner._activations.open() if sends_changes else None
+        self._activations: Activations | None = None
+        if self._terms.order.sends_changes and owner._activations is not None:
+            self._activations = owner._activations.open()
 
     async def forget_activations(self) -> None:
         """Remove the activations that are kept here."""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.core.errors import RecordError
-from app.session.frame import DTYPES, Frame
+from app.session.frame import DTYPES, MAX_ROWS, Frame, header
 from app.training import activations, wire
 from app.training.activations import ActivationDisk, Activations, Boundary, NoBase
 from app.training.wire import Form, Kind, Pass
@@ -26,7 +26,8 @@ def rows_of(seed: int, length: int, step: float = 0.0) -> np.ndarray:
     """Hidden states of a sequence after some steps; those of fewer tokens are the first of them."""
     rng = np.random.default_rng(seed)
     at, along = rng.normal(size=(2, 40, WIDTH))
-    return (at + 0.05 * step * along)[:length].astype(np.float32)
+    rows: np.ndarray = (at + 0.05 * step * along)[:length].astype(np.float32)
+    return rows
 
 
 class Link:
@@ -238,12 +239,12 @@ def test_what_a_killed_node_has_left_is_removed(tmp_path: Path) -> None:
 
 @given(st.binary(max_size=300), st.integers(0, 2**32 - 1), st.integers(0, 70000), st.sampled_from([3, 4]))
 def test_no_bytes_raise_anything_but_the_one_error(body: bytes, rows: int, width: int, kind: int) -> None:
-    head = wire.header(kind, RUN, 1, 0, dtype=5, rows=rows, width=width, length=len(body))
+    head = header(kind, RUN, 1, 0, dtype=5, rows=rows, width=width, length=len(body))
     try:
         frame = wire.decode(head + body)
     except RecordError:
         return
-    assert 0 < wire.sequences_of(frame) * wire.length_of(frame) <= wire.MAX_ROWS
+    assert 0 < wire.sequences_of(frame) * wire.length_of(frame) <= MAX_ROWS
 
 
 @pytest.mark.parametrize(
@@ -261,7 +262,7 @@ def test_no_bytes_raise_anything_but_the_one_error(body: bytes, rows: int, width
 )
 def test_impossible_sequences_are_refused(form: int, known: int, base: bytes, size: int) -> None:
     body = b"\x01\x00" + wire._SEQUENCE.pack(3, form, known, base) + bytes(size)
-    head = wire.header(Kind.FORWARD, RUN, 1, 0, dtype=5, rows=2, width=WIDTH, length=len(body))
+    head = header(Kind.FORWARD, RUN, 1, 0, dtype=5, rows=2, width=WIDTH, length=len(body))
     with pytest.raises(RecordError):
         wire.decode(head + body)
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from app.core.errors import AppError
 from app.training.activations import Activations
+from app.training.material import wish_of
 from app.training.trainer import Replicas, SwarmTrainer
 from app.training.wire import Form, split_sequences
 from engine.sources.base import ModelSource
@@ -188,3 +190,13 @@ async def test_a_hop_without_a_disk_for_it_refuses_and_another_is_found(source: 
         _, owner = await trained(swarm)
         assert [hop.peer for hop in owner.route] == ["spare"]
         assert "keeps no activations" in next(iter(owner.figures.lost))
+
+
+def test_a_job_that_sees_its_data_once_cannot_send_changes() -> None:
+    values: dict[str, Any] = {
+        "out": "a", "data": "d", "validation_file": None, "validation": 0.0, "rank": 8, "alpha": 16.0, "targets": ["q"],
+        "dropout": 0.0, "seed": 0, "batch": 1, "length": 8, "rate": 1e-3, "wire": "changes",
+    }  # fmt: skip
+    assert wish_of({**values, "epochs": 2}).source.wire == "changes"
+    with pytest.raises(AppError, match="--epochs 2 or more"):
+        wish_of({**values, "epochs": 1})
