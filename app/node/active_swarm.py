@@ -344,7 +344,8 @@ class ActiveSwarm:
                 loading=lambda: self.steps.advances,
             )
             await nursery.start(self.replies.run)
-            activations = ActivationDisk(states_folder.with_suffix(".activations"), self._activation_bytes)
+            folder = states_folder.with_suffix(".activations")  # a killed node may have left many files in it
+            activations = await trio.to_thread.run_sync(ActivationDisk, folder, self._activation_bytes)
             self.hosting_loop = HostingLoop(
                 network, membership, self.weights, self.replies, states, activations, context, self
             )
