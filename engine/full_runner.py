@@ -215,6 +215,10 @@ class FullOwnerEnds:
         """Number of tokens that the loss of these micro-batches counts."""
         return sum(batch.counted for batch in batches)
 
+    def contents(self, batch: MicroBatch) -> list[bytes]:
+        """Return the tokens of each sequence as bytes, without the filling."""
+        return batch.contents
+
     @torch.no_grad()
     def embed(self, batch: MicroBatch, wire: str) -> bytes:
         """Return a micro-batch's embeddings as numbers for the wire."""

@@ -183,6 +183,10 @@ class OwnerEnds:
         """Number of tokens that the loss of these micro-batches counts."""
         return sum(batch.counted for batch in batches)
 
+    def contents(self, batch: MicroBatch) -> list[bytes]:
+        """Return the tokens of each sequence as bytes, without the filling."""
+        return batch.contents
+
     def embed(self, batch: MicroBatch, wire: str) -> bytes:
         """Return a micro-batch's embeddings as numbers for the wire."""
         return data_of(self._ends.embed(batch.token_ids), wire)

@@ -51,7 +51,15 @@ P2P_LEVELS = {
     5: ("p2p.network",),
 }
 ENGINE_LEVELS = {
-    1: ("engine.budget", "engine.config", "engine.device.kinds", "engine.errors", "engine.int8_rows", "engine.wire"),
+    1: (
+        "engine.budget",
+        "engine.config",
+        "engine.device.kinds",
+        "engine.errors",
+        "engine.int4_changes",
+        "engine.int8_rows",
+        "engine.wire",
+    ),
     2: ("engine.device", "engine.sources"),
     3: ("engine.model", "engine.text"),
     4: ("engine.training",),

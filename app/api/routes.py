@@ -167,7 +167,7 @@ class JobRequest(_Body):
     batch: int = Field(default=8, ge=1, le=10**6)
     length: int = Field(default=256, ge=2, le=1 << 20)
     rate: float = 2e-4
-    wire: Literal["auto", "f32", "bf16", "int8"] = "auto"
+    wire: Literal["auto", "f32", "bf16", "int8", "changes"] = "auto"
     seed: int = Field(default=0, ge=0, lt=2**63)
 
 

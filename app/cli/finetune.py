@@ -41,8 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "with --local: starter, tiny-random, a folder or a GGUF file (default: starter)"
     parser.add_argument("--model", metavar="M", help=words)
     parser.add_argument("--device", metavar="D", help="with --local: cpu, cuda:0, … (default: the best available)")
-    words = "number format between members: f32, bf16, int8, or auto: int8 if a link is slow (%(default)s)"
-    parser.add_argument("--wire", choices=("auto", "f32", "bf16", "int8"), default="auto", help=words)
+    words = (
+        "number format between members: f32, bf16, int8, changes (of data seen before, in 4 bits), or auto: int8 if a "
+        "link is slow, changes if it is very slow and --epochs is more than 1 (%(default)s)"
+    )
+    parser.add_argument("--wire", choices=("auto", "f32", "bf16", "int8", "changes"), default="auto", help=words)
     parser.add_argument("--rank", type=int, default=8, metavar="R", help="rank of the adapter, 1 to 256 (%(default)s)")
     parser.add_argument("--alpha", type=float, default=16.0, metavar="A", help="its strength is A / R (%(default)g)")
     words = "matrices to adapt: all, or some of q,k,v,o,gate,up,down (%(default)s)"

@@ -312,6 +312,13 @@ class Settings:
     train_memory: int | None = _setting(
         "size", 2**30, "Most memory for jobs, besides the hosted blocks; unset: no limit.", live=True
     )
+    train_disk: int | None = _setting(
+        "size",
+        4 * 2**30,
+        "Most disk for the activations of jobs whose members send changes, of this node's own and of others; "
+        "unset: no limit.",
+        live=True,
+    )
     train_jobs: int = _setting("integer", 1, "Most jobs that train here at a time.", live=True, bounds=(1, 64))
     prefer_here: int = _setting(
         "integer",

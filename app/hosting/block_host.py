@@ -30,6 +30,7 @@ from app.membership.member import Change
 from app.routing.estimates import rates_to_announce, rtts_to_announce
 from app.serving.adapters import AdapterSource
 from app.serving.block_server import DRAIN_S, BlockServer
+from app.session.frame import CHANGES, INT8
 from app.snapshot.startup import StartupSteps
 from app.snapshot.views import DeviceView, State
 
@@ -438,7 +439,7 @@ class BlockHost:
         self._announce(growing)
 
     def _announce(self, growing: Span | None = None) -> None:
-        from engine.wire import INT8, wire_name
+        from engine.wire import wire_name
 
         assert self._hosted is not None, "only loaded blocks are announced"
         assert self._plan is not None, "only loaded blocks are announced"
@@ -456,7 +457,7 @@ class BlockHost:
             cache=self._plan.cache,
             rtts=rtts_to_announce(self._network.links(), self._span, self._swarm.announcements()),
             rates=rates_to_announce(self._network.links(), self._span, self._swarm.announcements()),
-            wires=(INT8,),
+            wires=(INT8, CHANGES),
         )
 
     def _busy_share(self) -> float:

@@ -53,7 +53,8 @@ from app.snapshot.views import PeerView, State
 from app.swarm.names import SwarmName
 from app.swarm.records import SwarmRecord
 from app.swarm.saved import SavedSwarm, record_of
-from app.training.consent import is_slow, job_replicas, job_routes
+from app.training.activations import ActivationDisk
+from app.training.consent import job_replicas, job_routes, slow_wire
 from app.training.forecasts import SwarmForecaster
 from app.training.reply_adapters import HomeAdapters
 from app.training.states import StateStore
@@ -343,7 +344,11 @@ class ActiveSwarm:
                 loading=lambda: self.steps.advances,
             )
             await nursery.start(self.replies.run)
-            self.hosting_loop = HostingLoop(network, membership, self.weights, self.replies, states, context, self)
+            folder = states_folder.with_suffix(".activations")  # a killed node may have left many files in it
+            activations = await trio.to_thread.run_sync(ActivationDisk, folder, self._activation_bytes)
+            self.hosting_loop = HostingLoop(
+                network, membership, self.weights, self.replies, states, activations, context, self
+            )
             usable = UsableMembers(membership)
             place = JobPlace(
                 swarm=self.swarm.id,
@@ -352,10 +357,11 @@ class ActiveSwarm:
                 ends=self.replies,
                 device=self.replies.device,
                 states=states,
+                activations=activations,
                 routes=partial(job_routes, network, usable, self._privacy, book=context.trust),
                 replicas=partial(job_replicas, network, usable, self._privacy, context.trust),
                 own_server=self._train_self,
-                is_slow=partial(is_slow, network, usable),
+                slow_wire=partial(slow_wire, network, usable),
                 forecaster=SwarmForecaster(network, usable, self._look_at_machine, self.replies.past_reply),
             )
             if not context.is_visit:
@@ -364,6 +370,10 @@ class ActiveSwarm:
                 self.trainings = TrainJobs(context.home, self._train_place(network, states))
                 nursery.start_soon(self.trainings.run)
             await self.hosting_loop.run()
+
+    def _activation_bytes(self) -> int:
+        limit = self._context.config().settings.train_disk
+        return 2**62 if limit is None else limit
 
     def _train_place(self, network: Network, states: StateStore) -> TrainPlace:
         assert self.weights is not None

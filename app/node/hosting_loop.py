@@ -29,6 +29,7 @@ from app.node.context import NodeContext
 from app.serving.block_server import DRAIN_S
 from app.snapshot.startup import StartupSteps
 from app.snapshot.views import State
+from app.training.activations import ActivationDisk
 from app.training.consent import terms_of
 from app.training.hop import TrainingServer, TrainingTerms
 from app.training.reply_adapters import AdapterFetcher
@@ -76,13 +77,14 @@ class HostingLoop:
         weights: ModelWeights,
         replies: ReplyService,
         states: StateStore,
+        activations: ActivationDisk,
         context: NodeContext,
         observer: HostingObserver,
     ) -> None:
         self._network, self._membership, self._weights, self._replies = network, membership, weights, replies
         self._context, self._observer = context, observer
         self.block_host: BlockHost | None = None
-        self._states = states
+        self._states, self._activations = states, activations
         self.training: TrainingServer | None = None
         self._limit_bytes: int | None = None  # that hosting was begun with
         self._limit_changed = trio.Event()
@@ -241,7 +243,12 @@ class HostingLoop:
                 await self._membership.joined()
         loader = BlockLoader(self._weights, self._observer.steps)
         self.training = training = TrainingServer(
-            self._network, loader.device, self._states, self._training_terms, FullBlocksOn(settings.chosen_device)
+            self._network,
+            loader.device,
+            self._states,
+            self._training_terms,
+            FullBlocksOn(settings.chosen_device),
+            self._activations,
         )
         self.block_host = BlockHost(
             self._network,

@@ -37,8 +37,10 @@ MAX_DATA_BYTES = 48 * 2**20
 _HEADER = struct.Struct("<16sIIBBHIII")
 HEADER_BYTES = _HEADER.size
 
-# Number formats and their codes; new formats get new codes. `engine.int8_rows` defines the rows of `int8`.
+# Number formats and their codes; new formats get new codes, and 5 is that of `CHANGES`. `engine.int8_rows` defines the
+# rows of `int8`.
 INT8 = "int8"
+CHANGES = "changes"  # of training alone, see `app.training.wire`
 DTYPES = {"f32": 1, "bf16": 2, "f16": 3, INT8: 4}
 DTYPE_NAMES = {code: name for name, code in DTYPES.items()}
 _ITEM_BYTES = {1: 4, 2: 2, 3: 2}

@@ -6,6 +6,7 @@ as they do for replies. A member that announces that it does not train is never 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from app.config.settings import Settings
@@ -15,14 +16,15 @@ from app.routing.estimates import link_rates
 from app.routing.planner import PrivacyPreferences, RoutePlanner
 from app.routing.route import Hop, NoRoute, Route, RouteRequest
 from app.routing.trust import TrustBook
-from app.routing.wire_choice import choose_wires
-from app.session.frame import INT8
+from app.routing.wire_choice import SLOW_BYTES_PER_S, crossings
+from app.session.frame import CHANGES, INT8
 from app.swarm.records import Announcement
 from app.training.hop import TrainingTerms
 from app.training.trainer import Replicas, RouteFinder
 from app.training.ways import stretches
 
 NEVER, TRUSTED = "never", "trusted"
+CHANGES_BYTES_PER_S = 1.25e6  # 10 Mbit/s
 
 
 def terms_of(settings: Settings, own_peer: str, is_member: Callable[[str], bool]) -> TrainingTerms:
@@ -114,12 +116,25 @@ def job_replicas(
 
 
 def _is_willing(member: Announcement, own_peer: str, wire: str) -> bool:
-    return member.peer == own_peer or (member.train != NEVER and (wire != INT8 or INT8 in member.wires))
+    able = wire not in (INT8, CHANGES) or wire in member.wires
+    return member.peer == own_peer or (member.train != NEVER and able)
 
 
-def is_slow(network: Network, members: Callable[[], Sequence[Announcement]], route: Route) -> bool:
-    """True if a job over this route should use rows of int8: a link is slow, and all hops understand them."""
+def slow_wire(network: Network, members: Callable[[], Sequence[Announcement]], route: Route, epochs: int) -> str | None:
+    """Return the number format of a job over a route with a slow link, as far as all hops understand it; else None.
+
+    It is `CHANGES` where a link is so slow that writing and reading them takes less time than they save, and data
+    comes again.
+    """
     known = members()
-    able = {network.peer_id, *(member.peer for member in known if INT8 in member.wires)}
     rates = link_rates(network.peer_id, network.links(), known)
-    return {hop.peer for hop in route} <= able and bool(choose_wires(route, rates, able))
+
+    def understood(wire: str) -> bool:
+        able = {network.peer_id, *(member.peer for member in known if wire in member.wires)}
+        return {hop.peer for hop in route} <= able
+
+    found = [rate for link in crossings(route) if (rate := rates(link.sender, link.receiver)) is not None]
+    slowest = min(found, default=math.inf)
+    if epochs > 1 and slowest < CHANGES_BYTES_PER_S and understood(CHANGES):
+        return CHANGES
+    return INT8 if slowest < SLOW_BYTES_PER_S and understood(INT8) else None

@@ -23,6 +23,7 @@ from app.core.network import FrameStream, Network, Priority
 from app.core.signal import Signal
 from app.core.span import MAX_BLOCKS, Span
 from app.session.frame import (
+    CHANGES,
     DTYPE_NAMES,
     MAX_ROWS,
     Frame,
@@ -32,9 +33,11 @@ from app.session.frame import (
     root_mean_square,
 )
 from app.session.outbound import OutboundFrame, PeerOutbox, PeerOutboxes
+from app.training.activations import ActivationDisk, Activations, Boundary, NoBase
 from app.training.ledger import JobLedger, PassVerdict, UsualSize
 from app.training.states import StateStore
 from app.training.wire import (
+    FORMATS,
     PASSES,
     PROTOCOL,
     ROOM,
@@ -60,7 +63,9 @@ from app.training.wire import (
     pass_header,
     pass_of,
     sequences_of,
+    split_kept,
     sums_frames,
+    with_kept,
 )
 from engine.errors import EngineError, TrainingFull
 from p2p.errors import P2PError
@@ -191,6 +196,8 @@ class HopJob:
     rejections: Counter[int] = field(default_factory=Counter)  # epoch -> passes that were rejected
     sent: Counter[str] = field(default_factory=Counter)  # neighbour ("": the owner) -> bytes in this epoch
     busy: StepBusy = field(default_factory=StepBusy)
+    activations: Activations | None = None  # if hidden states are sent as changes
+    to_agree: dict[int, tuple[Pass, list[bool]]] = field(default_factory=dict)  # micro-batch -> what is kept of it
 
     def put(self, sender: str, frame: Frame) -> None:
         """Leave a frame to the job's task."""
@@ -260,11 +267,12 @@ class TrainingServer:
         states: StateStore,
         terms: Callable[[], TrainingTerms],
         full: FullMaker | None = None,
+        activations: ActivationDisk | None = None,
     ) -> None:
-        """Without `full`, jobs that train all weights are refused."""
+        """Without `full`, jobs that train all weights are refused, and without `activations` those of changes."""
         self._network, self._device, self._states, self._terms = network, device, states, terms
         self._make: MakeBlocks | None = None
-        self._full = full
+        self._full, self._activations = full, activations
         self._jobs: dict[bytes, HopJob] = {}
         self._ended: dict[bytes, int] = {}  # run -> epoch: an old OPEN must not bring a job back
         self._nursery: trio.Nursery
@@ -397,6 +405,8 @@ class TrainingServer:
             return HopError("refused", why)
         if order.is_full and self._full is None:
             return HopError("refused", "this node trains adapters only")
+        if order.sends_changes and self._activations is None:
+            return HopError("refused", "this node keeps no activations, which changes are made from")
         if not order.is_full and self._make is None:
             return HopError("busy", "this node hosts no blocks now")
         if self._is_full_up(job):
@@ -445,6 +455,7 @@ class TrainingServer:
             job.blocks = None
             with trio.CancelScope(shield=True):
                 await self._states.forget(job.run)
+                await self._close_activations(job)
             self._working -= 1
             self._ended_one.notify()
 
@@ -492,6 +503,9 @@ class TrainingServer:
         job.ledger.begin_epoch(frame.epoch, order, frame.position)
         job.sent.clear()
         job.blocks = None  # frees its memory before the same is taken again
+        await self._close_activations(job)  # neighbours may be others, or have lost theirs
+        if order.sends_changes and self._activations is not None:
+            job.activations = self._activations.open()
         make = self._make if not order.is_full else None if self._full is None else self._full.make
         if frame.epoch != job.ordered or make is None:
             return  # a later order is waiting
@@ -525,19 +539,32 @@ class TrainingServer:
         await self._device.run_later(blocks.clear)
         await self._answer(job, plain(Kind.READY, job.run, frame.epoch, frame.position))
 
+    async def _close_activations(self, job: HopJob) -> None:
+        activations, job.activations = job.activations, None
+        job.to_agree.clear()
+        if activations is not None:
+            await trio.to_thread.run_sync(activations.close)
+
     async def _forward(self, job: HopJob, sender: str, frame: Frame) -> None:
         one, blocks = pass_of(frame), self._blocks(job)
         if not self._is_accepted(job, job.ledger.forward(sender, frame.epoch, one)):
             return
         way = self._way(job, one)
         try:
-            rows = await self._admitted(job, frame)
+            rows, samples = await self._arrived(job, frame, one, way)
             for block in way.span.blocks():
                 rows = await self._device.run_later(blocks.forward, block, one.number, rows, sequences_of(frame))
-            data = await self._device.run_later(blocks.data, rows, job.ledger.order.wire)
+            data = await self._device.run_later(blocks.data, rows, job.ledger.order.row_format)
+            if job.activations is not None:
+                boundary, pack = Boundary(way.successor, way.span.stop), job.activations.pack
+                data = await trio.to_thread.run_sync(pack, boundary, one, samples, data, frame.width)
         except _Rejected as rejected:
             job.ledger.failed(one)
             await self._reject(job, frame, rejected)
+            return
+        except NoBase as missing:
+            job.ledger.failed(one)
+            await self._reject(job, frame, _Rejected(str(missing), "base"), "base")
             return
         except BaseException:
             job.ledger.failed(one)
@@ -545,12 +572,34 @@ class TrainingServer:
             raise
         await self._send(job, way.successor, frame, one, data)
 
+    async def _arrived(self, job: HopJob, frame: Frame, one: Pass, way: HopWay) -> tuple[Any, list[int]]:
+        """Return the rows of a FORWARD, and of changes the numbers of the sequences; raises `_Rejected` or `NoBase`."""
+        if (frame.dtype == FORMATS[CHANGES]) != (job.activations is not None):
+            raise _Rejected("another number format than was agreed", "shape")
+        if job.activations is None:
+            return await self._admitted(job, frame), []
+        if frame.width != self._blocks(job).hidden_size:
+            raise _Rejected(f"rows of {frame.width} numbers are not this model's", "shape")
+        boundary = Boundary(way.predecessor, way.span.start)
+        arrival = await trio.to_thread.run_sync(job.activations.unpack, boundary, frame)
+        rows = await self._admitted(job, arrival.frame)
+        job.to_agree[one.number] = one, await trio.to_thread.run_sync(job.activations.keep, arrival)
+        return rows, arrival.samples
+
+    async def _came_back(self, job: HopJob, frame: Frame, one: Pass) -> Any:
+        """Return the rows of a BACK, and note what the hop after this one keeps; raises `_Rejected`."""
+        if job.activations is not None and frame.dtype == FORMATS[CHANGES]:
+            way = self._way(job, one)
+            frame, kept = split_kept(frame)
+            job.activations.agreed(Boundary(way.successor, way.span.stop), one, kept)
+        return await self._admitted(job, frame)
+
     async def _back(self, job: HopJob, sender: str, frame: Frame) -> None:
         one, blocks = pass_of(frame), self._blocks(job)
         if not self._is_accepted(job, job.ledger.back(sender, frame.epoch, one)):
             return
         try:
-            rows = await self._admitted(job, frame)
+            rows = await self._came_back(job, frame, one)
         except _Rejected as rejected:
             blocks.discard(one.number)
             await self._reject(job, frame, rejected)
@@ -560,11 +609,14 @@ class TrainingServer:
             counting = {block for run in job.ledger.count(one) for block in run.blocks()}
             for block in reversed(way.span.blocks()):
                 rows = await self._device.run_later(blocks.backward, block, one.number, rows, block in counting)
-            data = await self._device.run_later(blocks.data, rows, job.ledger.order.wire)
+            data = await self._device.run_later(blocks.data, rows, job.ledger.order.row_format)
         except BaseException:
             blocks.clear()  # some blocks may have counted it and others not
             job.ledger.clear()
             raise
+        if job.activations is not None:
+            accepted, kept = job.to_agree.pop(one.number, (None, []))
+            data = with_kept(data, kept if accepted == one else [False] * sequences_of(frame))
         await self._send(job, way.predecessor, frame, one, data)
 
     async def _evaluate(self, job: HopJob, sender: str, frame: Frame) -> None:
@@ -579,7 +631,7 @@ class TrainingServer:
         way = self._way(job, one)
         for block in way.span.blocks():
             rows = await self._device.run_later(blocks.evaluate, block, rows, sequences_of(frame))
-        data = await self._device.run_later(blocks.data, rows, job.ledger.order.wire)
+        data = await self._device.run_later(blocks.data, rows, job.ledger.order.row_format)
         await self._send(job, way.successor, frame, one, data)
 
     def _way(self, job: HopJob, one: Pass) -> HopWay:
@@ -596,6 +648,8 @@ class TrainingServer:
     async def _admitted(self, job: HopJob, frame: Frame) -> Any:
         """Return the rows that a peer sent, once they are checked; raises `_Rejected`."""
         blocks = self._blocks(job)
+        if frame.dtype not in DTYPE_NAMES:
+            raise _Rejected("another number format than was agreed", "shape")
         if frame.width != blocks.hidden_size:
             raise _Rejected(f"rows of {frame.width} numbers are not this model's", "shape")
         size = root_mean_square(frame)
@@ -603,14 +657,14 @@ class TrainingServer:
             raise _Rejected(f"numbers of size {size:.3g} are not finite, or far beyond the usual", "size")
         return await self._device.run_later(blocks.rows, frame.body, DTYPE_NAMES[frame.dtype])
 
-    async def _reject(self, job: HopJob, frame: Frame, rejected: _Rejected) -> None:
+    async def _reject(self, job: HopJob, frame: Frame, rejected: _Rejected, code: str = "input") -> None:
         job.dropped[rejected.why] += 1
         epoch = job.ledger.epoch
         job.rejections = Counter({epoch: job.rejections[epoch] + 1})
         if job.rejections[epoch] > MAX_REJECTIONS:
             return  # what the owner does not read would fill its stream
         direction, way = "back" if frame.kind == Kind.BACK else "forward", pass_of(frame).way
-        await self._trouble(job, HopError("input", str(rejected), f"{direction} {way}" if way else direction))
+        await self._trouble(job, HopError(code, str(rejected), f"{direction} {way}" if way else direction))
 
     async def _tally(self, job: HopJob, sender: str, frame: Frame) -> None:
         if await self._is_current(job, frame):
@@ -742,11 +796,11 @@ class TrainingServer:
 
     async def _send(self, job: HopJob, neighbour: str, frame: Frame, one: Pass, data: bytes) -> None:
         """Send the result of a pass to a neighbour, or through the owner where it cannot be reached."""
-        order = job.ledger.order
+        order, kind = job.ledger.order, Kind(frame.kind)
+        dtype = order.row_format if kind == Kind.EVALUATE else order.wire
         head = pass_header(
-            Kind(frame.kind), job.run, frame.epoch, one, dtype=order.wire, rows=length_of(frame), width=frame.width,
-            length=len(data),
-        )  # fmt: skip
+            kind, job.run, frame.epoch, one, dtype=dtype, rows=length_of(frame), width=frame.width, length=len(data)
+        )
         job.sent[neighbour] += len(head) + len(data)
         sent = HopFrame(job.run, (head, data), Priority.BULK, frame.epoch)
         if not neighbour or not await self._outboxes.push(neighbour, sent, job.ledger.owner):

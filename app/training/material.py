@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from app.core.errors import AppError
 from app.core.wall_clock import wall_ms
+from app.session.frame import CHANGES
 from app.training.adapter_store import AdapterStore
 from app.training.dataset import (
     Dataset,
@@ -65,6 +66,8 @@ def wish_of(values: Mapping[str, Any]) -> TrainingWish:
     )
     if not 0 < values["rate"] < math.inf:
         raise AppError(f"the learning rate must be a positive number, not {values['rate']}")
+    if values["wire"] == CHANGES and values["epochs"] < 2:
+        raise AppError("--wire changes sends changes of data that was seen before: use it with --epochs 2 or more")
     source = JobSource("", values["data"], values["validation_file"], wire=values["wire"])
     return TrainingWish(
         out=checked_name(values["out"]),

@@ -38,9 +38,13 @@ class StepProgress:
         """The ways of all micro-batches that are under way."""
         return [self.ways[number] for number in self._under_way]
 
+    def awaits_end(self, number: int, attempt: int) -> bool:
+        """True if an attempt is under way whose last hidden states were not here before."""
+        return self._attempts.get(number) == attempt and self._under_way.get(number) is False
+
     def reached_end(self, number: int, attempt: int) -> bool:
         """True if these are the last hidden states of an attempt under way, which were not here before."""
-        if self._attempts.get(number) != attempt or self._under_way.get(number) is not False:
+        if not self.awaits_end(number, attempt):
             return False
         self._under_way[number] = True
         return True

@@ -25,7 +25,7 @@ from app.core.network import Network
 from app.core.wall_clock import wall_ms
 from app.planning.history import PastForecast, correction, past_forecasts, remember
 from app.routing.route import Route
-from app.session.frame import INT8
+from app.training.activations import ActivationDisk
 from app.training.forecasts import SwarmForecaster, usual_step
 from app.training.job_store import MAX_LEFT_OUT, Job, JobStore, Progress, require_unfinished
 from app.training.states import StateStore
@@ -79,10 +79,11 @@ class JobPlace:
     ends: Ends
     device: Device
     states: StateStore
+    activations: ActivationDisk
     routes: Callable[[int, str], RouteFinder]  # for a model of so many blocks, and a number format between hops
     replicas: Callable[[int, str], Replicas]  # likewise
     own_server: OwnServer
-    is_slow: Callable[[Route], bool]  # a link of the route is slow, and all hops understand rows of int8
+    slow_wire: Callable[[Route, int], str | None]  # the number format if a link is slow, for so many epochs
     forecaster: SwarmForecaster
 
 
@@ -171,7 +172,7 @@ class SwarmJobs:
         record = new_record(wish, material)
         route = await self._place.routes(material.source.config.n_blocks, wish.source.wire)(frozenset())
         trained = material.trained
-        wire = await self._wire(wish.source.wire, route)
+        wire = await self._wire(wish, route)
         step_s, factor = await self._expected(record, material, route, wire)
         return JobForecast(
             len(trained.examples), len(material.held.examples), trained.cut, trained.dropped, trained.tokens,
@@ -195,7 +196,7 @@ class SwarmJobs:
             material = await self._material(wish)
             # Raises if nobody trains a block.
             route = await self._place.routes(material.source.config.n_blocks, wish.source.wire)(frozenset())
-            wire = await self._wire(wish.source.wire, route)
+            wire = await self._wire(wish, route)
             source = replace(wish.source, swarm=self._place.swarm, model=material.source.label, wire=wire)
             wish = replace(wish, source=source)
             job = await trio.to_thread.run_sync(start, wish, material, self._jobs, self._adapters)
@@ -216,15 +217,16 @@ class SwarmJobs:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    async def _wire(self, wanted: str, route: Route) -> str:
+    async def _wire(self, wish: TrainingWish, route: Route) -> str:
         """Return the number format between hops: what is wanted, or for `auto` what the links of the route ask for.
 
-        It stays the same as long as the job lasts, so that a repeated step is the same step.
+        It stays the same as long as the job lasts, so that a repeated step is the same step; of `changes` but for
+        rounding, as they begin anew with each route.
         """
-        if wanted != AUTO:
-            return wanted
+        if wish.source.wire != AUTO:
+            return wish.source.wire
         _, ends = await self._place.ends.training_ends()
-        return INT8 if self._place.is_slow(route) else ends.dtype
+        return self._place.slow_wire(route, wish.epochs) or ends.dtype
 
     @property
     def _adapters(self) -> AdapterStore:
@@ -268,7 +270,7 @@ class SwarmJobs:
         terms = JobTerms(order, schedule.at, record.clip, SNAPSHOT_EVERY, SNAPSHOT_SHARE, sums, version_at)
         trainer = SwarmTrainer(
             place.network, owner_ends(ends), place.device, place.states, place.routes(config.n_blocks, wire), terms,
-            own_server=place.own_server, replicas=place.replicas(config.n_blocks, wire),
+            own_server=place.own_server, replicas=place.replicas(config.n_blocks, wire), activations=place.activations,
         )  # fmt: skip
         states = await trio.to_thread.run_sync(self._jobs.load_state, record.id)
         if states is not None:

@@ -30,9 +30,19 @@ from app.core.smoothing import Ewma
 from app.core.span import Span
 from app.routing.route import Hop, Route
 from app.routing.trust import Verdict
-from app.session.frame import DTYPE_NAMES, Frame, HopError, decode_hop_error, new_session_id, plain, root_mean_square
+from app.session.frame import (
+    CHANGES,
+    DTYPE_NAMES,
+    Frame,
+    HopError,
+    decode_hop_error,
+    new_session_id,
+    plain,
+    root_mean_square,
+)
 from app.session.loop_stream import loop_streams
 from app.session.outbound import OutboundFrame, PeerOutbox
+from app.training.activations import ActivationDisk, Activations, Boundary, NoBase
 from app.training.audits import Answer, AuditLots, AuditVerdict, Caution, Suspect, judge
 from app.training.ledger import UsualSize
 from app.training.progress import StepProgress
@@ -40,6 +50,8 @@ from app.training.reduction import HolderSums, Numbers, from_bytes, is_finite, r
 from app.training.states import StateStore
 from app.training.ways import Drawn, VirtualTimes, WayPlan, assigned, parts_of, plan_ways, taking_part
 from app.training.wire import (
+    FORMAT_NAMES,
+    FORMATS,
     MAX_MICRO_BATCHES,
     PASSES,
     PROTOCOL,
@@ -55,6 +67,7 @@ from app.training.wire import (
     decode_parts,
     decode_root,
     decode_tally,
+    digest_of,
     encode_open,
     encode_parts,
     encode_reduce,
@@ -65,7 +78,9 @@ from app.training.wire import (
     pass_header,
     pass_of,
     sequences_of,
+    split_kept,
     sums_frames,
+    with_kept,
 )
 from app.weights.extents import WeightsError
 from engine.errors import EngineError, NotFinite
@@ -106,6 +121,7 @@ class JobEnds(Protocol):
     def hidden_size(self) -> int: ...
     def shape(self, batch: Any) -> tuple[int, int]: ...
     def counted(self, batches: Sequence[Any]) -> int: ...
+    def contents(self, batch: Any) -> list[bytes]: ...
     def embed(self, batch: Any, wire: str) -> bytes: ...
     def begin_loss(self, batch: Any, hidden: memoryview, dtype: str, *, gradient: bool, number: int) -> LossRun: ...
 
@@ -298,8 +314,12 @@ class SwarmTrainer:
         patience: Patience | None = None,
         replicas: Replicas | None = None,
         trained: TrainedEnds | None = None,
+        activations: ActivationDisk | None = None,
     ) -> None:
-        """`trained` are the ends once more, if they are trained themselves."""
+        """`trained` are the ends once more, if they are trained themselves; `activations` is for a job of changes."""
+        assert activations is not None or not terms.order.sends_changes, "changes are made from what is kept"
+        self._activations = activations
+        self._samples: dict[bytes, int] = {}  # digest of a sequence -> the number by which hops know it
         self._trained = trained
         self._network, self._ends, self._device, self._states = network, ends, device, states
         self._routes, self._terms, self._own_server = routes, terms, own_server
@@ -425,6 +445,9 @@ class SwarmTrainer:
                 await epoch.close()
             except Exception as error:
                 failure = error  # raised below, outside of the nursery, which would wrap it
+            finally:
+                with trio.CancelScope(shield=True):
+                    await epoch.forget_activations()
             nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
@@ -520,6 +543,14 @@ class _HopGroup:
         self._rejected: Counter[str] = Counter()
         self._complaints: Counter[tuple[str, str]] = Counter()  # (who complains, about whose numbers)
         self._sent: dict[str, dict[str, int]] = {}  # hop -> bytes to each receiver in this epoch, as it said last
+        self._activations: Activations | None = None
+        if self._terms.order.sends_changes and owner._activations is not None:
+            self._activations = owner._activations.open()
+
+    async def forget_activations(self) -> None:
+        """Remove the activations that are kept here."""
+        if self._activations is not None:
+            await trio.to_thread.run_sync(self._activations.close)
 
     # --- links --------------------------------------------------------------------------------------------------------
 
@@ -718,7 +749,7 @@ class _HopGroup:
                 raise HopLost(peer, f"it refuses what this node sends: {trouble.text}", refused=True)
             self._complain(peer, sender, trouble.text)
             return True
-        if trouble.code == "link":
+        if trouble.code in ("link", "base"):
             return True
         raise HopLost(peer, trouble.text or trouble.code, refused=trouble.code == "refused")
 
@@ -847,7 +878,7 @@ class _HopGroup:
 
         At most one more than there are hops are under way, and at each hop no more than it was told.
         """
-        version, wire = self.version, self._terms.order.wire
+        version, row_format = self.version, self._terms.order.row_format
         self._came_forward()
         while not progress.is_back:
             while (number := progress.next_number) is not None:
@@ -855,7 +886,7 @@ class _HopGroup:
                 if way is None:
                     break
                 one = Pass(version, number, progress.start(number, way), way)
-                data = await self._owner._device.run_later(self._ends.embed, batches[number], wire)
+                data = await self._owner._device.run_later(self._ends.embed, batches[number], row_format)
                 await self._send_pass(kinds[0], self._plan.ways[way][0].peer, one, batches[number], data)
             came = await self._next()
             if came is None:
@@ -865,9 +896,36 @@ class _HopGroup:
             if frame.kind not in kinds or frame.position != version:
                 continue
             one = pass_of(frame)
-            if progress.ways.get(one.number) == one.way and not await self._is_passed_on(index, frame, one):
-                if self._is_sound(index, frame, batches[one.number]):
-                    await self._on_pass(progress, frame, one, batches[one.number])
+            if progress.ways.get(one.number) != one.way or await self._is_passed_on(index, frame, one):
+                continue
+            if frame.kind != Kind.EVALUATE and self._activations is not None:
+                await self._on_changes(self._activations, progress, index, frame, batches[one.number])
+            elif self._is_sound(index, frame, batches[one.number]):
+                await self._on_pass(progress, frame, one, batches[one.number])
+
+    async def _on_changes(
+        self, activations: Activations, progress: StepProgress, index: int, frame: Frame, batch: Any
+    ) -> None:
+        """Take a FORWARD or BACK of a job of changes; what builds on something that is not here runs again."""
+        one, way = pass_of(frame), self._plan.ways[pass_of(frame).way]
+        if frame.dtype != FORMATS[CHANGES] or not self._has_shape(frame, batch):
+            self._reject(self._links[index].hop.peer, "a wrong shape")
+        elif frame.kind == Kind.BACK:
+            frame, kept = split_kept(frame)
+            if self._is_sound(index, frame, batch):
+                activations.agreed(Boundary(way[0].peer, way[0].span.start), one, kept)
+                await self._on_pass(progress, frame, one, batch)
+        elif progress.awaits_end(one.number, one.attempt):
+            boundary = Boundary(way[-1].peer, way[-1].span.stop)
+            try:
+                arrival = await trio.to_thread.run_sync(activations.unpack, boundary, frame)
+            except NoBase as missing:
+                log.info("a micro-batch runs again: %s", missing)
+                self._run_again(progress)
+                return
+            if self._is_sound(index, arrival.frame, batch):
+                kept = await trio.to_thread.run_sync(activations.keep, arrival)
+                await self._on_pass(progress, arrival.frame, one, batch, kept)
 
     def _draw(self, progress: StepProgress, number: int, batch: Any) -> int | None:
         """Return the way of a micro-batch: that which it took before, as it may be counted there; else a new one.
@@ -895,7 +953,10 @@ class _HopGroup:
             drawn, sent_at = self._drawn[one.number]
             self._owner._times.came_back(self._plan.ways[one.way], drawn, trio.current_time() - sent_at)
 
-    async def _on_pass(self, progress: StepProgress, frame: Frame, one: Pass, batch: Any) -> None:
+    async def _on_pass(
+        self, progress: StepProgress, frame: Frame, one: Pass, batch: Any, kept: Sequence[bool] = ()
+    ) -> None:
+        """Take rows that came to an end of the hops; `kept` are the sequences whose hidden states are kept here."""
         if frame.kind == Kind.BACK:
             if self._trained is not None:
                 dtype = DTYPE_NAMES[frame.dtype]
@@ -911,7 +972,8 @@ class _HopGroup:
             progress.losses[one.number] = found.total
             if trains:
                 last = self._plan.ways[one.way][-1].peer
-                await self._send_pass(Kind.BACK, last, one, batch, found.gradient)
+                gradient = found.gradient if self._activations is None else with_kept(found.gradient, kept)
+                await self._send_pass(Kind.BACK, last, one, batch, gradient)
             else:
                 self._came_back(progress, one)
 
@@ -922,18 +984,29 @@ class _HopGroup:
         loss = await device.run_later(begin, batch, frame.body, DTYPE_NAMES[frame.dtype])
         while await device.run_later(loss.advance):
             pass
-        return await device.run_later(loss.result, self._terms.order.wire)
+        return await device.run_later(loss.result, self._terms.order.row_format)
 
     async def _send_pass(self, kind: Kind, peer: str, one: Pass, batch: Any, data: bytes) -> None:
         _, length = self._ends.shape(batch)
+        order = self._terms.order
+        if kind == Kind.FORWARD and self._activations is not None:
+            boundary, samples = Boundary(peer, self._plan.ways[one.way][0].span.start), self._samples(batch)
+            pack, width = self._activations.pack, self._ends.hidden_size
+            data = await trio.to_thread.run_sync(pack, boundary, one, samples, data, width)
         head = pass_header(
-            kind, self._owner.run_id, self._epoch, one, dtype=self._terms.order.wire, rows=length,
+            kind, self._owner.run_id, self._epoch, one,
+            dtype=order.row_format if kind == Kind.EVALUATE else order.wire, rows=length,
             width=self._ends.hidden_size, length=len(data),
         )  # fmt: skip
         self._owner.figures.bytes_out += len(head) + len(data)
         own = self._owner._network.peer_id
         self._owner.figures.link_bytes[own, peer] += len(head) + len(data)
         await self._link(peer).outbox.push(OutboundFrame((head, data), Priority.BULK))
+
+    def _samples(self, batch: Any) -> list[int]:
+        """Return the number of each sequence: the same whenever it comes, and it tells hops nothing of the text."""
+        known = self._owner._samples
+        return [known.setdefault(digest_of(content), len(known)) for content in self._ends.contents(batch)]
 
     def _link(self, peer: str) -> _Link:
         return next(link for link in self._links.values() if link.hop.peer == peer)
@@ -945,7 +1018,7 @@ class _HopGroup:
         if target is None:
             return False
         head = pass_header(
-            Kind(frame.kind), frame.session, frame.epoch, one, dtype=DTYPE_NAMES[frame.dtype],
+            Kind(frame.kind), frame.session, frame.epoch, one, dtype=FORMAT_NAMES[frame.dtype],
             rows=length_of(frame), width=frame.width, length=len(frame.body),
         )  # fmt: skip
         await self._link(target).outbox.push(OutboundFrame((head, bytes(frame.body)), Priority.BULK))
@@ -954,13 +1027,17 @@ class _HopGroup:
     def _is_sound(self, index: int, frame: Frame, batch: Any) -> bool:
         """True if a hop's numbers have the micro-batch's shape, are finite and of a usual size; else it is counted."""
         peer = self._links[index].hop.peer
-        if (frame.width, sequences_of(frame), length_of(frame)) != (self._ends.hidden_size, *self._ends.shape(batch)):
+        if frame.dtype not in DTYPE_NAMES or not self._has_shape(frame, batch):
             self._reject(peer, "a wrong shape")
         elif not self._sizes[Kind(frame.kind)].accepts(root_mean_square(frame)):
             self._reject(peer, "numbers that are not finite, or far beyond the usual")
         else:
             return True
         return False
+
+    def _has_shape(self, frame: Frame, batch: Any) -> bool:
+        shape = (self._ends.hidden_size, *self._ends.shape(batch))
+        return (frame.width, sequences_of(frame), length_of(frame)) == shape
 
     def _run_again(self, progress: StepProgress, numbers: Sequence[int] | None = None) -> None:
         self._owner.figures.micro_batches_again += progress.under_way if numbers is None else len(numbers)

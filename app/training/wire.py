@@ -40,6 +40,21 @@ several hops hold a block there are several ways, and a hop has neighbours and b
     STATE     H>A  position: version, rows: micro-batches that wait or are being computed
     TROUBLE   H>A  a JSON object (`HopError`)
 
+In a job whose `wire` is `changes` (AQ-SGD), FORWARD and BACK have number format 5. Both ends of a link keep the hidden
+states of a sequence as the receiver has them (`app.training.activations`), and later FORWARDs carry what has changed:
+
+    FORWARD  2 bytes, the number of sequences; then for each of them
+             4  sample  the owner's number of the sequence, the same at each visit
+             1  form    `Form`
+             2  known   rows at the beginning that are made from what the receiver keeps; the others are rows of int8
+             8  base    the digest of what the receiver keeps (`digest_of`); zeros if `known` is 0
+             the known rows as `engine.int4_changes`, or nothing if they are unchanged; then the others
+    BACK     rows of int8 of all sequences; then for each sequence 1 byte: 1 if the sender of this BACK keeps its hidden
+             states, so that the next FORWARD may build on them
+
+EVALUATE has rows of int8. Every attempt of a micro-batch but the first is sent whole. A receiver that does not have
+what a FORWARD builds on drops it and sends TROUBLE with the code `base`; the owner runs the micro-batch again.
+
 Versions change in all blocks or in none: the owner commits a step once every hop has made it, and begins an epoch at an
 earlier version if one of them died in between. Unknown kinds are an error, unknown JSON fields are ignored.
 `app.training.ledger` decides which frames count.
@@ -54,7 +69,9 @@ which it needs to find who lied, no holder can falsify the sums of another, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
@@ -65,9 +82,13 @@ from app.core.errors import RecordError
 from app.core.span import MAX_BLOCKS, Span
 from app.manifest.merkle import HASH_BYTES
 from app.session.frame import (
+    CHANGES,
     DTYPES,
     HEADER_BYTES,
+    INT8,
+    MAX_DATA_BYTES,
     MAX_ROWS,
+    MAX_WIDTH,
     Frame,
     HopError,
     check_numbers,
@@ -81,6 +102,8 @@ from app.session.frame import (
 PROTOCOL = "/shoal/1/train"
 ROOM = "train.room"
 VERSION = 1
+FORMATS = {**DTYPES, CHANGES: 5}  # number formats of passes and their codes
+FORMAT_NAMES = {code: name for name, code in FORMATS.items()}
 MAX_MICRO_BATCHES = 2**12  # of one step
 MAX_ATTEMPTS = 2**4  # of one micro-batch in one epoch
 MAX_STEPS = 2**31
@@ -116,6 +139,15 @@ class Kind(IntEnum):
     EVALUATE = 14
     REDUCE = 15
     SUMS = 16
+
+
+class Form(IntEnum):
+    """How a sequence's hidden states are written in a FORWARD of changes."""
+
+    WHOLE = 0  # not to be kept
+    KEEP = 1  # whole, to be kept
+    CHANGED = 2
+    UNCHANGED = 3
 
 
 _LENGTHS = 2**16  # more than the tokens of any sequence in a frame
@@ -155,7 +187,7 @@ class JobOrder:
     weight_decay: float
     rows: int  # most rows of a micro-batch
     under_way: int  # most micro-batches between their two passes
-    wire: str  # number format of FORWARD and BACK
+    wire: str  # of `FORMATS`
     states: tuple[StatePart, ...] = ()  # of each block; empty: as drawn, at version 0
     holders: tuple[str, ...] = ()  # peers that have the states
     ways: tuple[HopWay, ...] = ()  # empty: one way, numbered 0, through all blocks
@@ -168,6 +200,16 @@ class JobOrder:
     def is_full(self) -> bool:
         """True if all weights are trained rather than adapters."""
         return self.shape is not None
+
+    @property
+    def sends_changes(self) -> bool:
+        """True if hidden states of data that was seen before are sent as changes."""
+        return self.wire == CHANGES
+
+    @property
+    def row_format(self) -> str:
+        """The number format of rows, which changes are made from."""
+        return INT8 if self.sends_changes else self.wire
 
     def way(self, number: int) -> HopWay | None:
         """Return the hop's part of a way; None if it has none."""
@@ -234,7 +276,11 @@ def length_of(frame: Frame) -> int:
 
 def sequences_of(frame: Frame) -> int:
     """Return the number of sequences in the body of a FORWARD or BACK frame."""
-    return len(frame.body) // (length_of(frame) * row_bytes(frame.dtype, frame.width))
+    if frame.dtype != FORMATS[CHANGES]:
+        return len(frame.body) // (length_of(frame) * row_bytes(frame.dtype, frame.width))
+    if frame.kind == Kind.FORWARD:
+        return int.from_bytes(frame.body[: _COUNT.size], "little")
+    return len(frame.body) // (length_of(frame) * row_bytes(DTYPES[INT8], frame.width) + 1)
 
 
 def pass_header(
@@ -243,7 +289,7 @@ def pass_header(
     """Encode the header of a FORWARD or BACK frame; `rows` are those of one sequence."""
     version, number, attempt, way = heading
     return header(
-        kind, run, epoch, version, dtype=DTYPES[dtype], revision=number * MAX_ATTEMPTS + attempt,
+        kind, run, epoch, version, dtype=FORMATS[dtype], revision=number * MAX_ATTEMPTS + attempt,
         rows=way * _LENGTHS + rows, width=width, length=length,
     )  # fmt: skip
 
@@ -251,7 +297,9 @@ def pass_header(
 def decode(message: bytes) -> Frame:
     """Decode and check one message; raises `RecordError` if it is not a valid frame."""
     frame = split(message, "training")
-    if frame.kind in PASSES:
+    if frame.kind in (Kind.FORWARD, Kind.BACK) and frame.dtype == FORMATS[CHANGES]:
+        _check_changes(frame)
+    elif frame.kind in PASSES:
         sequences = 0
         if frame.dtype in DTYPES.values() and length_of(frame) and frame.width:
             sequences = sequences_of(frame)
@@ -265,6 +313,83 @@ def decode(message: bytes) -> Frame:
             f"training frame: kind {frame.kind} with {len(frame.body)} bytes is not understood; update Shoal"
         )
     return frame
+
+
+# --- changes ----------------------------------------------------------------------------------------------------------
+
+_COUNT, _SEQUENCE = struct.Struct("<H"), struct.Struct("<IBH8s")
+DIGEST_BYTES = 8
+NO_BASE = bytes(DIGEST_BYTES)
+MAX_SAMPLES = 2**32
+
+
+class SequenceRows(NamedTuple):
+    """One sequence in a FORWARD of changes."""
+
+    sample: int
+    form: Form
+    known: int  # rows that are made from what the receiver keeps
+    base: bytes  # digest of that
+    changes: bytes | memoryview  # of the known rows
+    rest: bytes | memoryview  # the other rows, as int8
+
+
+def digest_of(rows: bytes | memoryview) -> bytes:
+    """Return the digest by which two ends of a link make sure that they keep the same rows."""
+    return hashlib.blake2b(rows, digest_size=DIGEST_BYTES).digest()
+
+
+def join_sequences(sequences: Sequence[SequenceRows]) -> bytes:
+    """Encode the body of a FORWARD of changes."""
+    parts: list[bytes | memoryview] = [_COUNT.pack(len(sequences))]
+    for one in sequences:
+        parts += (_SEQUENCE.pack(one.sample, one.form, one.known, one.base), one.changes, one.rest)
+    return b"".join(parts)
+
+
+def split_sequences(frame: Frame) -> list[SequenceRows]:
+    """Decode the body of a FORWARD of changes; raises `RecordError` if it is not one."""
+    from engine import int4_changes  # loads numpy, which light starts do without
+
+    length, at, found = length_of(frame), _COUNT.size, []
+    changed_bytes, whole_bytes = int4_changes.row_bytes(frame.width), row_bytes(DTYPES[INT8], frame.width)
+    for _ in range(sequences_of(frame)):
+        if at + _SEQUENCE.size > len(frame.body):
+            raise RecordError("training frame: changes of fewer sequences than it says")
+        sample, form, known, base = _SEQUENCE.unpack_from(frame.body, at)
+        is_known = form in (Form.CHANGED, Form.UNCHANGED)
+        if form > Form.UNCHANGED or known > length or is_known != (known > 0) or is_known != (base != NO_BASE):
+            raise RecordError(f"training frame: {known} known rows of {length} in form {form} are not possible")
+        first = at + _SEQUENCE.size
+        second = first + known * changed_bytes * (form == Form.CHANGED)
+        at = second + (length - known) * whole_bytes
+        found.append(SequenceRows(sample, Form(form), known, base, frame.body[first:second], frame.body[second:at]))
+    if at != len(frame.body):
+        raise RecordError(f"training frame: {len(frame.body)} bytes do not match {len(found)} sequences of changes")
+    return found
+
+
+def with_kept(rows: bytes, kept: Sequence[bool]) -> bytes:
+    """Encode the body of a BACK in a job of changes: rows of int8, and which sequences are kept."""
+    return rows + bytes(kept)
+
+
+def split_kept(frame: Frame) -> tuple[Frame, list[bool]]:
+    """Return a BACK of a job of changes as one with rows of int8, and which sequences its sender keeps."""
+    at = len(frame.body) - sequences_of(frame)
+    return frame._replace(dtype=DTYPES[INT8], body=frame.body[:at]), [flag == 1 for flag in frame.body[at:]]
+
+
+def _check_changes(frame: Frame) -> None:
+    """Raise `RecordError` unless a frame of changes is consistent and within the bounds of others."""
+    length = length_of(frame)
+    rows = length * sequences_of(frame) if length and 0 < frame.width <= MAX_WIDTH else 0
+    if not (0 < rows <= MAX_ROWS and len(frame.body) <= MAX_DATA_BYTES):
+        raise RecordError(f"training frame: {rows} rows of changes of {frame.width} numbers are out of bounds")
+    if frame.kind == Kind.FORWARD:
+        split_sequences(frame)
+    elif len(frame.body) != rows * row_bytes(DTYPES[INT8], frame.width) + rows // length:
+        raise RecordError(f"training frame: {len(frame.body)} bytes do not match {rows} rows of {frame.width} numbers")
 
 
 # --- orders and answers -----------------------------------------------------------------------------------------------
@@ -297,8 +422,8 @@ def decode_open(frame: Frame) -> JobOrder:
     check_version(fields, "v", VERSION)
     span = _span(fields, fields.integer("start", 0, MAX_BLOCKS), fields.integer("stop", 0, MAX_BLOCKS))
     wire = fields.text("wire", 8)
-    if wire not in DTYPES:
-        fields.refuse("wire", f"one of {', '.join(DTYPES)}")
+    if wire not in FORMATS or (wire == CHANGES and "shape" in fields.values):
+        fields.refuse("wire", f"one of {', '.join(FORMATS)}, and not {CHANGES} if all weights are trained")
     states, keeps = _parts_from(fields), fields.flag("keep", False)
     if len(states) != (len(span) if frame.position and not keeps else 0):
         fields.refuse("states", "one for each block, or none at version 0")

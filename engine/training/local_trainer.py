@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,11 @@ class MicroBatch(NamedTuple):
     def counted(self) -> int:
         """Number of tokens that the loss counts."""
         return int((self.labels != IGNORED).sum())
+
+    @property
+    def contents(self) -> list[bytes]:
+        """The tokens of each sequence as bytes, without the filling at its end."""
+        return [np.trim_zeros(ids, "b").tobytes() for ids in self.token_ids.numpy()]
 
 
 def micro_batch(sequences: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> MicroBatch:

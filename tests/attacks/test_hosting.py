@@ -20,6 +20,7 @@ from app.membership import Membership, MembershipSetup
 from app.node.hosting_loop import HostingLoop
 from app.snapshot.startup import StartupSteps
 from app.snapshot.views import State
+from app.training.activations import ActivationDisk
 from app.training.states import StateStore
 from app.weights.disk_space import DiskRoom
 from app.weights.model_weights import ModelWeights
@@ -88,7 +89,8 @@ async def test_a_node_whose_blocks_cannot_be_had_stays_as_a_client(
         replies: Any = SimpleNamespace(place_head=head_stays)
         weights = kind(network, swarm, manifest, cache, lambda: DiskRoom(limit_bytes=1))
         states = StateStore(network, context.home.training_folder, lambda peer: True)
-        nursery.start_soon(HostingLoop(network, swarm, weights, replies, states, context, told).run)
+        activations = ActivationDisk(tmp_path / "activations", lambda: 0)
+        nursery.start_soon(HostingLoop(network, swarm, weights, replies, states, activations, context, told).run)
         with trio.fail_after(30):  # torch may have to be imported
             await told.is_client.wait()
         assert words in told.why.text

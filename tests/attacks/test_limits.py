@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from app.api import response_store
+from app.config.settings import Settings
 from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
 from app.membership import exchange, guard
@@ -24,8 +25,8 @@ from app.swarm import certificates, invitations
 from app.swarm.invite import MAX_INVITE_CHARS
 from app.swarm.records import MAX_ANNOUNCEMENT_BYTES, MAX_RECORD_BYTES
 from app.system import logs
+from app.training import activations, trainer
 from app.training import hop as training_hop
-from app.training import trainer
 from app.weights import chunk_server
 from engine.text import constraint, grammar_trial
 from p2p import rate_limit
@@ -197,6 +198,9 @@ ROWS: dict[str, tuple[float, ...]] = {
         training_hop.MAX_KEPT_BYTES / 2**30,
         training_hop.MAX_KEPT_STATES,
         training_hop.IDLE_STREAM_S,
+        (Settings().train_disk or 0) / 2**30,
+        activations.LEAST_BYTES / KIB,
+        activations.FREE_BYTES / 2**30,
         trainer.MAX_QUEUED_BYTES / MIB,
         trainer._FRAME_COST_BYTES,
         trainer.Patience().stuck_s,

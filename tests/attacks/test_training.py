@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import trio
 import trio.testing
@@ -19,17 +20,22 @@ from app.training import hop, progress, trainer
 from app.training.hop import HopJob, TrainingTerms
 from app.training.states import StateStore
 from app.training.wire import (
+    NO_BASE,
     PROTOCOL,
+    Form,
     JobOrder,
     Kind,
     Pass,
+    SequenceRows,
     StatePart,
     decode,
     encode_open,
     encode_parts,
     encode_trouble,
+    join_sequences,
     pass_header,
 )
+from engine import int8_rows
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
 from p2p.errors import P2PError
@@ -98,6 +104,40 @@ async def test_a_frame_with_more_rows_than_agreed_is_reported_and_not_kept(sourc
         trouble = decode_hop_error(decode(await owner.receive()))
         assert (trouble.code, trouble.why) == ("input", "forward")
         assert swarm.nodes["n0"].server.jobs[0].dropped == {"shape": 1}
+
+
+async def test_changes_that_cannot_be_used_are_counted_reported_and_not_kept(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hop, "MAX_REJECTIONS", 3)
+    width = source.config.hidden_size
+    async with open_job_swarm(source, tmp_path, (0, 8)) as swarm:
+        owner, run = await opened(swarm, "owner", replace(ORDER, wire="changes"))
+        whole = numpy.ones((4, width), numpy.float32)
+        bodies = {
+            "base": SequenceRows(1, Form.UNCHANGED, 4, b"anything", b"", b""),
+            "size": SequenceRows(1, Form.KEEP, 0, NO_BASE, b"", int8_rows.encode(whole * numpy.nan)),
+            "shape": None,  # rows of another format
+        }
+        for number, (why, sequence) in enumerate(bodies.items()):
+            body = bytes(4 * width * 4) if sequence is None else join_sequences([sequence])
+            head = pass_header(
+                Kind.FORWARD, run, 1, Pass(0, number, 0), dtype="f32" if sequence is None else "changes", rows=4,
+                width=width, length=len(body),
+            )  # fmt: skip
+            await owner.send(head + body)
+            assert decode_hop_error(decode(await owner.receive())).code == ("base" if why == "base" else "input")
+        again = join_sequences([SequenceRows(1, Form.UNCHANGED, 4, b"anything", b"", b"")])
+        for attempt in range(1, 9):  # the owner is told three times in all
+            one = Pass(0, 0, attempt)
+            head = pass_header(
+                Kind.FORWARD, run, 1, one, dtype="changes", rows=4, width=width, length=len(again)
+            )  # fmt: skip
+            await owner.send(head + again)
+        await owner.send(plain(Kind.TALLY, run, 1, 0))
+        assert decode(await owner.receive()).kind == Kind.TALLY
+        assert swarm.nodes["n0"].server.jobs[0].dropped == {"base": 9, "size": 1, "shape": 1}
+        assert swarm.disks["n0"].used_bytes == 0
 
 
 async def test_an_old_order_does_not_bring_a_closed_job_back(source: ModelSource, tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ they learn them again with rows of int8 between them, and write replies on the w
 `swarm3_vs_local` compares the first of these jobs with one process before and after it, `wire_int8_loss_ratio` is the
 mean loss of all steps of the second over the first, `bytes_per_token_per_link` what the busiest pair of neighbours sent
 to each other for each token of the data, `snapshot_share` the time of its snapshots over that of its steps.
+`wire_changes_loss_ratio` is the mean loss of a third job, which sends changes of activations, over the first,
+`wire_changes_bytes_ratio` what its hops send to the next ones after the first epoch, over rows of int8, and
+`wire_changes_bytes_ratio_both` what they send both ways; gradients stay rows of int8.
 `bubble_share` is the share of a step of eight micro-batches in which the three nodes do not compute, as they count it
 themselves from commit to commit; nodes that compute at once on the same cores all compute. `stolen` is the share of the
 cores' time that other guests of the host had during a job.
@@ -27,6 +30,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -283,6 +287,8 @@ def swarm(local: dict[str, float]) -> dict[str, float]:
                     busy.append(_token_s(client))
                 time.sleep(0.2)
             assert rounded["status"] == "finished", rounded["why"]
+            changed = finished_job(client, client.post("/control/jobs", order | {"out": "c", "wire": "changes"})["job"])
+            hops = [node.peer for node in nodes.nodes]
     steps_s = facts["seconds"]
     rows = local["facts_rows"]
     return {
@@ -299,6 +305,11 @@ def swarm(local: dict[str, float]) -> dict[str, float]:
         "bytes_per_token_per_link_bound": 1.05 * 2 * 576 * 4,
         "bytes_per_token_per_link_int8": _bytes_between_neighbours(rounded) / rows,
         "wire_int8_loss_ratio": mean(rounded["losses"]) / mean(facts["losses"]),
+        "wire_changes_loss_ratio": mean(changed["losses"]) / mean(facts["losses"]),
+        "wire_changes_bytes_ratio": _later_bytes_ratio(changed, rounded, order["epochs"], list(pairwise(hops))),
+        "wire_changes_bytes_ratio_both": _later_bytes_ratio(
+            changed, rounded, order["epochs"], [*pairwise(hops), *pairwise(reversed(hops))]
+        ),
     }
 
 
@@ -349,6 +360,19 @@ def _bytes_between_neighbours(facts: dict[str, Any]) -> int:
     for link in facts["bytes_per_link"]:
         between[frozenset((link["sender"], link["receiver"]))] += link["bytes"]
     return max(between.values())
+
+
+def _later_bytes_ratio(
+    changed: dict[str, Any], whole: dict[str, Any], epochs: int, links: list[tuple[str, str]]
+) -> float:
+    """Bytes of a job over some links after its first epoch, over those of a job that sends everything whole."""
+
+    def sent(facts: dict[str, Any]) -> int:
+        found = facts["bytes_per_link"]
+        return sum(int(link["bytes"]) for link in found if (link["sender"], link["receiver"]) in links)
+
+    first = sent(whole) / epochs
+    return (sent(changed) - first) / (sent(whole) - first)
 
 
 def _job(client: Client, job: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import trio
 from app.core.network import Network
 from app.core.span import Span
 from app.routing.route import Hop, NoRoute, Route
+from app.training.activations import ActivationDisk
 from app.training.hop import TrainingServer, TrainingTerms
 from app.training.states import StateStore
 from app.training.trainer import JobTerms, Patience, RouteFinder, StepDone, SwarmTrainer
@@ -87,6 +88,8 @@ class JobSwarm:
         self.fabric, self.nursery, self.source, self.folder = fabric, nursery, source, folder
         self.nodes: dict[str, Node] = {}
         self.before_step: Callable[[Any], None] = lambda blocks: None
+        self.disks: dict[str, ActivationDisk] = {}
+        self.disk_bytes: dict[str, int] = {}  # node -> its limit on activations, if it has one
 
     async def train(
         self,
@@ -101,7 +104,8 @@ class JobSwarm:
         network = network or self.fabric.node(name)
         states = StateStore(network, self.folder / name, lambda peer: True)
         device = device or CountingDevice()
-        server = TrainingServer(network, device, states, lambda: terms or TrainingTerms())
+        disk = self.activations(name)
+        server = TrainingServer(network, device, states, lambda: terms or TrainingTerms(), activations=disk)
         scope: trio.CancelScope = await self.nursery.start(_run, server)
         node = Node(name, Span(start, stop), server, device, states, [], scope)
         make = blocks_of(load_span(self.source, start, stop, OPTIONS))
@@ -123,6 +127,11 @@ class JobSwarm:
         await server.host(remember)
         self.nodes[network.peer_id] = node
         return node
+
+    def activations(self, name: str) -> ActivationDisk:
+        """A new place for the activations that a node keeps, after an earlier one was killed if there was one."""
+        self.disks[name] = ActivationDisk(self.folder / f"{name}.activations", lambda: self.disk_bytes.get(name, 2**40))
+        return self.disks[name]
 
     def kill(self, name: str) -> None:
         """Crash a node."""
@@ -223,6 +232,7 @@ class JobSwarm:
         ends = OwnerEnds(TrainingEnds(load_ends(self.source, OPTIONS)), config.hidden_size)
         routes: RouteFinder = more.pop("routes", self.route)
         patience = more.pop("patience", PATIENCE)
+        more.setdefault("activations", self.activations(f"{name}-owns"))
         return SwarmTrainer(network, ends, InlineDevice(), states, routes, terms, patience=patience, **more)
 
 

@@ -13,7 +13,7 @@ from app.routing.planner import PrivacyPreferences
 from app.routing.route import Hop, NoRoute
 from app.routing.trust import TrustBook
 from app.swarm.records import Announcement, read_announcement, sign_announcement, tail
-from app.training.consent import is_slow, job_replicas, job_routes, terms_of
+from app.training.consent import job_replicas, job_routes, slow_wire, terms_of
 from app.training.trainer import RouteFinder
 from p2p.identity import Identity
 from p2p.memory.fabric import MemoryFabric, open_fabric
@@ -125,9 +125,10 @@ async def test_a_member_that_trained_wrongly_is_no_hop() -> None:
 async def test_a_job_with_rows_of_int8_goes_through_members_that_understand_them() -> None:
     async with open_fabric() as fabric:
         able = replace(member("able", 0, 4, "members"), wires=("int8",), decode_tokens_per_s=1.0)
-        members = [member("older", 0, 4, "members"), able]
+        newer = replace(able, peer="newer", wires=("int8", "changes"), decode_tokens_per_s=0.5)
+        members = [member("older", 0, 4, "members"), able, newer]
         me = fabric.node("me")
-        for wire, expected in (("f32", "older"), ("int8", "able")):
+        for wire, expected in (("f32", "older"), ("int8", "able"), ("changes", "newer")):
             find = job_routes(me, lambda: members, PrivacyPreferences, 4, wire)
             assert [hop.peer for hop in await find(frozenset())] == [expected]
         with pytest.raises(NoRoute, match="will not train it"):
@@ -140,10 +141,15 @@ async def test_a_job_is_rounded_where_a_link_is_slow_and_all_hops_understand_it(
         slow = replace(member("slow", 0, 2, "members"), wires=("int8",), rates=((tail("me"), 1e6),))
         other, older = replace(member("other", 2, 4, "members"), wires=("int8",)), member("older", 2, 4, "members")
 
-        def asks_for_int8(*hops: Announcement) -> bool:
+        def asked_for(*hops: Announcement, epochs: int = 1) -> str | None:
             route = tuple(Hop(hop.peer, hop.span) for hop in hops if hop.span is not None)
-            return is_slow(me, lambda: [slow, other, older], route)
+            return slow_wire(me, lambda: [*hops, older], route, epochs)
 
-        assert asks_for_int8(slow, other)
-        assert not asks_for_int8(slow, older)
-        assert not asks_for_int8(other)
+        assert asked_for(slow, other) == "int8"
+        assert asked_for(slow, older) is None
+        assert asked_for(other) is None
+        assert asked_for(slow, other, epochs=2) == "int8"  # they do not understand changes
+        newer = [replace(one, wires=("int8", "changes")) for one in (slow, other)]
+        assert (asked_for(*newer), asked_for(*newer, epochs=2)) == ("int8", "changes")
+        faster = replace(newer[0], rates=((tail("me"), 10e6),))
+        assert asked_for(faster, newer[1], epochs=2) == "int8"
