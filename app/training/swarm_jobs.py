@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("shoal.training")
 
 SNAPSHOT_EVERY = 5  # steps, at least
-SNAPSHOT_SHARE = 0.04  # of the time
+SNAPSHOT_SHARE = 0.03  # of the time between two; with the first and the last one it is more in short jobs
 TOLD_EVERY_S = 2.0  # how often the progress is written
 TAKE_UP_AGAIN_S = 5.0
 AUTO = "auto"
