@@ -631,3 +631,17 @@ def test_letters_typed_at_once_after_esc_all_reach_the_input(typed: str) -> None
         assert app.screen.focused is box
 
     driven(ScriptedNode(), drive)
+
+
+def test_a_digit_typed_right_after_the_jump_key_goes_to_its_tab() -> None:
+    """It went into the input if the machine was too busy to show the letters in time."""
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        app.post_message(events.Key("ctrl+o", "\x0f"))
+        press_at_once(app, "1")
+        await until(app, pilot, lambda: app.current_mode == "overview")
+        await pilot.press("3")
+        assert box_of(app).text == ""
+
+    driven(ScriptedNode(), drive)
