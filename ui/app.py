@@ -67,7 +67,8 @@ class Dashboard(NodeApp):
         Binding("minus", "cap(-1)", "cap", show=False),
         Binding("w", "why", "why"),
         Binding("z", "zoom", "zoom"),
-        Binding("ctrl+o", "jump", "jump", key_display="^o"),
+        # With priority: the key typed after it chooses a panel or a tab, and is neither text nor a command.
+        Binding("ctrl+o", "jump", "jump", key_display="^o", priority=True),
         Binding("ctrl+t", "next_theme", "theme", show=False),
         Binding("question_mark", "help", "help", key_display="?"),
         Binding("f1", "help", "help", show=False),

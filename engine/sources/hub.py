@@ -31,6 +31,7 @@ _WANTED = re.compile(
     r"|chat_template\.(json|jinja)|[\w.-]+\.safetensors(\.index\.json)?|LICEN[SC]E[\w.]*",
     re.ASCII,
 )
+_NUMBER = re.compile(r"\[(Errno|WinError) -?\d+\] ?")
 _POLL_S = 0.2
 
 
@@ -99,9 +100,15 @@ def search_hub(words: str, most: int = 20) -> list[str]:
     """Names of text models on the hub that match some words, the most downloaded first; raises `SourceError`."""
     from huggingface_hub import HfApi
 
-    with _translated_errors(words, Path()):
+    try:
         found = HfApi().list_models(search=words, filter="text-generation", sort="downloads", limit=most)
         return [model.id for model in found if is_hub_name(model.id)]
+    except Exception as error:
+        if not (isinstance(error, OSError) or _is_of_hub(error)):
+            raise
+        raise SourceError(
+            f"the Hugging Face Hub could not be searched ({_first_line(error)}): check the network, then try again"
+        ) from error
 
 
 def _choose(name: str) -> HubFiles:
@@ -191,15 +198,20 @@ def _translated_errors(name: str, folder: Path) -> Iterator[None]:
             raise SourceError(f"{name} could not be downloaded ({_first_line(error)}): check the network") from error
         raise unwritable(folder, error) from error
     except Exception as error:
-        if type(error).__module__.partition(".")[0].rstrip("0123456789") not in ("httpx", "huggingface_hub"):
+        if not _is_of_hub(error):
             raise
-        raise SourceError(
-            f"{name} could not be downloaded ({_first_line(error)}): try again, the download resumes"
-        ) from error
+        cure = "check the network and try again, the download resumes"
+        raise SourceError(f"{name} could not be downloaded ({_first_line(error)}): {cure}") from error
+
+
+def _is_of_hub(error: Exception) -> bool:
+    """True if `huggingface_hub` or the HTTP library below it has raised an error."""
+    return type(error).__module__.partition(".")[0].rstrip("0123456789") in ("httpx", "huggingface_hub")
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines() or [type(error).__name__]
+    """The first line of an error without the number that the system gives it."""
+    text = _NUMBER.sub("", str(error)).strip().splitlines() or [type(error).__name__]
     return "".join(c for c in text[0] if c.isprintable())[:160]
 
 

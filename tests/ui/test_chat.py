@@ -17,7 +17,7 @@ from app.api.client import Hangup
 from app.core.errors import AppError
 from app.snapshot.views import SwarmView
 from tests.ui.driving import DrivenDashboard, ScriptedNode, driven, press_at_once, until
-from tests.ui.fixed import HEALTHY, ME, PEERS
+from tests.ui.fixed import HEALTHY, HOLE, ME, PEERS
 from tests.ui.rendering import settle, text_of_screen
 from ui.draw.rows import text_of
 from ui.screens.chat import Chat
@@ -26,6 +26,7 @@ from ui.state.follower import START_AGAIN
 from ui.state.store import ConnectionState
 from ui.widgets.ask_box import AskBox
 from ui.widgets.chat_side import ConversationList
+from ui.widgets.transcript import Transcript
 
 
 def box_of(app: DrivenDashboard) -> AskBox:
@@ -135,6 +136,23 @@ def test_an_edit_that_is_given_up_changes_nothing(tmp_path: Path) -> None:
     assert [message.content for message in kept.messages(talk.id)] == ["why", "Because."]
     assert talk.draft == "draft"
     kept.close()
+
+
+def test_a_second_edit_key_does_not_drop_a_changed_text() -> None:
+    """Ctrl+e, which moves to the end of a line elsewhere, replaced the text by the question before it."""
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        await say(app, pilot, node, *"first")
+        await say(app, pilot, node, *"second")
+        await pilot.press("ctrl+e", *" one", "ctrl+e")
+        assert box_of(app).text == "second one"
+        assert app.said == ["this version is not sent yet: ⏎ sends it, esc keeps the old"]
+        await pilot.press("escape", "ctrl+e", "ctrl+e")
+        assert box_of(app).text == "first"
+
+    driven(node, drive)
 
 
 def test_an_edited_question_is_a_new_version_and_the_old_one_can_be_gone_back_to(tmp_path: Path) -> None:
@@ -451,12 +469,15 @@ def test_a_question_without_a_node_says_which_key_starts_one() -> None:
 
 def test_a_reply_says_what_it_waits_for_and_what_it_cost() -> None:
     node = ScriptedNode()
-    node.reply = [{"waiting": "nobody serves block 15 now"}, {"text": "So"}]
+    node.reply = [{"text": "So"}]
 
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
         await pilot.press("3")
         await say(app, pilot, node, *"why")
         await until(app, pilot, lambda: "read 12 tokens in 0.5 s" in text_of_screen(app))
+        node.reply.insert(0, {"waiting": {"block": 15, "text": "nobody serves block 15 now"}})
+        await say(app, pilot, node, *"and now")
+        await until(app, pilot, lambda: "first after 0.5 s" in text_of_screen(app))  # most of it was the wait
 
     driven(node, drive)
 
@@ -474,6 +495,51 @@ class SlowNode(ScriptedNode):
         yield {"text": "Because "}
         assert self.go_on.wait(20.0)
         yield from super().chat(request)
+
+
+class WaitingNode(ScriptedNode):
+    """Replies to the first question; says of the others that they wait when told so, and goes on when told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wait, self.go_on = threading.Event(), threading.Event()
+
+    def chat(
+        self, request: dict[str, Any], *, silence_s: float = 1.0, hangup: Hangup | None = None
+    ) -> Iterator[dict[str, Any]]:
+        if self.chats:
+            assert self.wait.wait(20.0)
+            yield {"waiting": {"block": 60, "text": "waiting up to 15 s for a member that serves block 60"}}
+            assert self.go_on.wait(20.0)
+        yield from super().chat(request)
+
+
+def test_a_question_stays_in_view_while_its_reply_waits() -> None:
+    """The second line of the wait covered it: the input was empty, and the question was nowhere."""
+    node = WaitingNode()
+    node.reply = [{"text": "\n\n".join(f"Paragraph {number}." for number in range(20))}]
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        await say(app, pilot, node, *"long")
+        app.store.take(replace(HOLE, state="paused", start=None, stop=None))
+        await pilot.press(*"and ports", "enter")
+        await until(app, pilot, lambda: "waiting for the first token" in text_of_screen(app))
+        await until(app, pilot, lambda: "and ports" in text_of_screen(app))
+        node.wait.set()
+        await until(app, pilot, lambda: "Resume hosting: then this node may host them" in text_of_screen(app))
+        await until(app, pilot, lambda: "and ports" in text_of_screen(app))
+        app.screen.query_one(Transcript).scroll_home(animate=False, immediate=True)
+        await until(app, pilot, lambda: "and ports" not in text_of_screen(app))
+        app.store.take(HEALTHY)
+        await settle(app, pilot)
+        await until(app, pilot, lambda: "Resume hosting" not in text_of_screen(app))
+        assert "Paragraph 0." in text_of_screen(app)  # whoever has scrolled up stays there
+        node.go_on.set()
+        await until(app, pilot, lambda: is_idle(app))
+        assert "Paragraph 0." in text_of_screen(app)
+
+    driven(node, drive, size=(80, 24))
 
 
 def test_leaving_the_dashboard_keeps_what_has_come_of_a_reply(tmp_path: Path) -> None:
@@ -563,5 +629,19 @@ def test_letters_typed_at_once_after_esc_all_reach_the_input(typed: str) -> None
             app._driver.send_message(events.Key(name, key if len(key) == 1 else None))
         await until(app, pilot, lambda: box.text == typed)
         assert app.screen.focused is box
+
+    driven(ScriptedNode(), drive)
+
+
+def test_a_digit_typed_right_after_the_jump_key_goes_to_its_tab() -> None:
+    """It went into the input if the machine was too busy to show the letters in time."""
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        app.post_message(events.Key("ctrl+o", "\x0f"))
+        press_at_once(app, "1")
+        await until(app, pilot, lambda: app.current_mode == "overview")
+        await pilot.press("3")
+        assert box_of(app).text == ""
 
     driven(ScriptedNode(), drive)

@@ -263,7 +263,7 @@ def test_a_setting_is_found_by_typing_a_part_of_its_name() -> None:
         await pilot.press("slash", "escape")
         await until(app, pilot, lambda: "max_vram" in text_of_screen(app))
         await pilot.press("slash", *"nothing")
-        await until(app, pilot, lambda: "No setting matches: esc in the filter shows all." in text_of_screen(app))
+        await until(app, pilot, lambda: "No setting matches: esc shows all." in text_of_screen(app))
         assert node.asked == []
 
     driven(node, drive)
@@ -285,6 +285,46 @@ def test_what_is_typed_right_after_a_field_is_opened_goes_there(tab: str, field:
     driven(node, drive)
 
 
+def test_the_settings_show_a_cap_that_was_changed_in_its_dialog() -> None:
+    """They showed the old value until `r` was pressed, though the node already used the new one."""
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("6")
+        await until(app, pilot, lambda: f" {7 * GB} " in text_of_screen(app))
+        await pilot.press("1", "minus")
+        await until(app, pilot, lambda: "6.5 of 12.0 GB" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: node.config["max_vram"] == str(13 * GB // 2))
+        note = {"number": 9, "at_ms": 1_700_000_900_000, "kind": "setting", "text": "the setting max_vram was changed"}
+        app.store.note(note)
+        await pilot.press("6")
+        await until(app, pilot, lambda: f" {13 * GB // 2} " in text_of_screen(app))
+        node.config["max_vram"] = 5 * GB  # by a command, while the settings are shown
+        app.store.note({**note, "number": 10})
+        await settle(app, pilot)
+        await until(app, pilot, lambda: f" {5 * GB} " in text_of_screen(app))
+
+    driven(node, drive)
+
+
+@pytest.mark.parametrize(("tab", "field"), [("2", "#filter"), ("5", "#search"), ("6", "#filter")])
+def test_esc_clears_a_kept_filter(tab: str, field: str) -> None:
+    """Esc did nothing after enter: the list stayed filtered."""
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press(tab)
+        if tab == "6":
+            await until(app, pilot, lambda: "settings  3" in text_of_screen(app))
+        await pilot.press("slash", *"pause", "enter")
+        found = app.screen.query_one(field, Input)
+        assert (found.value, found.display, found.has_focus) == ("pause", True, False)
+        await pilot.press("escape")
+        assert (found.value, found.display) == ("", False)
+
+    driven(ScriptedNode(), drive)
+
+
 def test_a_setting_that_was_not_changed_is_not_written() -> None:
     """Enter in an empty field saved an empty value, and the setting counted as changed."""
     node = ScriptedNode()
@@ -301,6 +341,27 @@ def test_a_setting_that_was_not_changed_is_not_written() -> None:
         assert (written, app.said) == ([], [])
 
     driven(node, drive)
+
+
+def test_the_reason_why_a_value_is_refused_is_shown_whole_in_a_small_window() -> None:
+    """Its second line, which says what to write, was cut off."""
+
+    class Strict(ScriptedNode):
+        def get(self, path: str, *, timeout_s: float | None = None) -> Any:
+            answer = super().get(path, timeout_s=timeout_s)
+            return [{**entry, "help": "Peers never spoken with. " * 5} for entry in answer]
+
+        def set_config(self, name: str, value: str | None) -> Any:
+            raise AppError(f"the setting {name} cannot be {value!r}: {'it is no network, ' * 3}write it as 10.0.0.0/8")
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("6")
+        await until(app, pilot, lambda: "settings  3" in text_of_screen(app))
+        await pilot.press("enter", *"x", "enter")
+        await until(app, pilot, lambda: "the setting deny cannot be" in text_of_screen(app))
+        assert "write it as 10.0.0.0/8" in " ".join(text_of_screen(app).split())
+
+    driven(Strict(), drive, size=(80, 24))
 
 
 def test_a_reset_setting_says_what_it_was() -> None:
@@ -541,6 +602,36 @@ def test_models_of_a_folder_and_of_the_hub_are_listed(is_by_mouse: bool) -> None
     driven(node, drive)
 
 
+def test_a_search_of_the_hub_that_fails_gives_the_words_back() -> None:
+    """The words were gone, and enter created a swarm of the model that was highlighted while the search ran."""
+
+    class Offline(ScriptedNode):
+        def get(self, path: str, *, timeout_s: float | None = None) -> Any:
+            if path.startswith("/control/models/search"):
+                assert self.pulling.wait(20.0)
+                raise AppError("the Hugging Face Hub could not be searched (no route): check the network")
+            return super().get(path, timeout_s=timeout_s)
+
+    node = Offline()
+    node.pulling.clear()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(EMPTY)
+        await pilot.press("c")
+        await until(app, pilot, lambda: "llama" in text_of_screen(app))
+        await pilot.press(*"lla", "down", "enter")
+        await until(app, pilot, lambda: "searching the Hugging Face Hub for “lla”…" in text_of_screen(app))
+        await until(app, pilot, lambda: "llama" not in text_of_screen(app))
+        await pilot.press("enter")
+        node.pulling.set()
+        await until(app, pilot, lambda: "could not be searched (no route)" in text_of_screen(app))
+        await until(app, pilot, lambda: "search the Hugging Face Hub for “lla”" in text_of_screen(app))
+        assert "llama" in text_of_screen(app)
+        assert "Name the swarm" not in text_of_screen(app)
+
+    driven(node, drive)
+
+
 def test_a_saved_swarm_is_gone_to_by_one_key() -> None:
     node = ScriptedNode()
     other = SwarmView("birds", "ff" * 32, "birds#ffffffff", private=True, joined_at_ms=1)
@@ -668,6 +759,24 @@ def test_a_peer_that_asks_to_join_is_let_in_by_a_key() -> None:
         ]
 
     driven(node, drive)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (160, 48)])
+def test_the_keys_of_an_invite_are_in_view(size: tuple[int, int]) -> None:
+    """At 120x40 the QR code pushed them out of the window."""
+
+    class Inviting(ScriptedNode):
+        def post(self, path: str, body: dict[str, Any], *, timeout_s: float = 1.0) -> Any:
+            answer = super().post(path, body, timeout_s=timeout_s)
+            return {**answer, "invite": "shoal:" + "a2b3" * 42} if path == "/control/invite" else answer
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("i")
+        await until(app, pilot, lambda: "a2b3" in text_of_screen(app))
+        await until(app, pilot, lambda: "y copy" in text_of_screen(app) and "esc close" in text_of_screen(app))
+        assert "No one has joined with it yet." in text_of_screen(app)
+
+    driven(Inviting(), drive, size=size)
 
 
 @pytest.mark.parametrize(

@@ -296,6 +296,8 @@ def test_a_reply_that_ended_says_how_it_went() -> None:
     done = {"token_ids": [1, 2], "ttft_s": 1.94, "tokens_per_s": 4.6, "route": [{}, {}], "finish_reason": "length"}
     assert done_words(done) == ("first after 1.9 s · 2 tokens · 4.6 tok/s · 2 hops · cut off: max tokens reached")
     assert done_words({**done, "prompt_tokens": 393}).startswith("read 393 tokens in 1.9 s · 2 tokens · ")
+    waited = {**done, "prompt_tokens": 393, "has_waited": True}
+    assert done_words(waited).startswith("first after 1.9 s · 2 tokens · ")  # it was not read for so long
     cached = {**done, "prompt_tokens": 1530, "cached_tokens": 1518}
     assert done_words(cached).startswith("read 12 of 1 530 tokens in 1.9 s · 2 tokens · ")
 

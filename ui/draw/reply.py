@@ -161,9 +161,9 @@ def done_words(figures: dict[str, Any]) -> str:
 
 
 def _read_words(figures: Mapping[str, Any]) -> str:
-    """Tokens of the prompt that were read before the first token of a reply."""
+    """Tokens of the prompt that were read before the first token of a reply; not if it waited for a host, too."""
     total, cached = int(figures.get("prompt_tokens") or 0), int(figures.get("cached_tokens") or 0)
-    if not total:
+    if not total or figures.get("has_waited"):
         return "first after"
     part = f"{count(total - cached)} of " if cached else ""
     return f"read {part}{plural(total, 'token')} in"

@@ -389,6 +389,8 @@ class Chat(MainScreen):
         error = tidy(with_names(str(piece.get("error", "")), self.store.peer_name))
         if error or piece.get("stopped"):
             figures = self._cut_figures(error)
+        elif self._progress.has_waited:
+            figures["has_waited"] = True
         figures |= self._route_figures()
         if not self._text and len(self._kept.messages(self._conversation.id)) > len(self._messages):
             await self._show_messages()  # nothing came: the reply that was to be replaced stays
@@ -454,7 +456,13 @@ class Chat(MainScreen):
             await self._request_reply(asked)
 
     def action_edit(self) -> None:
-        """Copy the last question into the input, or the one before the edited one; sending it makes a new version."""
+        """Copy the last question into the input, or the one before the edited one; sending it makes a new version.
+
+        An edited text that was changed is not replaced: it is kept nowhere else.
+        """
+        if self._edited is not None and self.query_one(AskBox).text != self._edited.content:
+            self.dashboard.say("this version is not sent yet: ⏎ sends it, esc keeps the old")
+            return
         before = self._edited.id if self._edited is not None else None
         asked = [m for m in self._messages if m.role == "user" and (before is None or m.id < before)]
         if asked:

@@ -191,9 +191,9 @@ class Logs(MainScreen):
         self._close_search()
 
     def on_key(self, event: events.Key) -> None:
-        """Clear the search on escape."""
-        field = self.query_one("#search", Input)
-        if event.key == "escape" and field.has_focus:
+        """Clear the search on escape, in its field and in the rows."""
+        field, rows = self.query_one("#search", Input), self.query_one(LogList)
+        if event.key == "escape" and (field.has_focus or (rows.has_focus and field.value)):
             event.stop()
             field.value = ""
             self._close_search()

@@ -103,8 +103,8 @@ class ModelBrowser(Dialog[str | None]):
         if self.is_attached:
             self.query_one("#known", Static).update(Content(one_line(text)))
 
-    def _show(self) -> None:
-        """Show the models that match what is typed, and the search of the hub."""
+    def _show(self, *, is_at_hub: bool = False) -> None:
+        """Show the models that match what is typed, and the search of the hub; highlight that or the first row."""
         if not self.is_attached:
             return
         wanted = "" if self._folder else self._typed
@@ -115,7 +115,7 @@ class ModelBrowser(Dialog[str | None]):
         found = self.query_one(OptionList)
         found.clear_options()
         found.add_options(options)
-        found.highlighted = 0 if options else None
+        found.highlighted = None if not options else len(options) - 1 if is_at_hub else 0
 
     @property
     def _typed(self) -> str:
@@ -180,11 +180,23 @@ class ModelBrowser(Dialog[str | None]):
             self._choose(event.option_id)
 
     def _search_hub(self) -> None:
-        """Replace the list by what the hub has under the typed words."""
-        path = f"/control/models/search?words={quote(self._typed)}"
-        self._say("searching the hub")
-        self.query_one("#wanted", Input).value = ""
-        self.dashboard.ask(lambda client: client.get(path, timeout_s=PATIENT_S), self._listed, self._say)
+        """Replace the list by what the hub has under the typed words; if that fails, put words and list back."""
+        words, listed, field = self._typed, self._models, self.query_one("#wanted", Input)
+        path = f"/control/models/search?words={quote(words)}"
+        self._say(f"searching the Hugging Face Hub for “{words}”…")
+        self._models, field.value = [], ""
+
+        def failed(text: str) -> None:
+            if not self.is_attached:
+                return
+            if not self._typed and not self._models:
+                with field.prevent(Input.Changed):
+                    field.value = words
+                self._models = listed
+                self._show(is_at_hub=True)
+            self._say(text)
+
+        self.dashboard.ask(lambda client: client.get(path, timeout_s=PATIENT_S), self._listed, failed)
 
     def _choose(self, name: str) -> None:
         """Close with a model that the node can open; one of the hub is downloaded first."""

@@ -96,8 +96,8 @@ class SettingsList(ScrollView, can_focus=True):
 
     DEFAULT_CLASSES = "panel"
     HELP = (
-        "Enter changes a setting, x resets it to its default, / finds one by its name or help. Those marked `restart` "
-        "apply after a node restart."
+        "Enter changes a setting, x resets it to its default, / finds one by its name or help, esc shows all again. "
+        "Those marked `restart` apply after a node restart."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         # With priority: what is typed into the opened field must not be a command to the node.
@@ -159,7 +159,7 @@ class SettingsList(ScrollView, can_focus=True):
 
     def _empty_words(self) -> str:
         if self.known:
-            return "No setting matches: esc in the filter shows all."
+            return "No setting matches: esc shows all."
         return self.problem or "Asking the node…"
 
     def action_move(self, rows: int) -> None:
@@ -222,7 +222,7 @@ class SettingHelp(Panel):
         return row(chosen.name if chosen is not None else "")
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """Help, expected values, default, when a change applies, and the node's last error."""
+        """Help, expected values, default and when a change applies; the node's last error takes their place."""
         chosen = self.screen.query_one(SettingsList).chosen
         if chosen is None:
             return []
@@ -234,9 +234,8 @@ class SettingHelp(Panel):
         rows += [
             row(("default: ", "dim"), shorten(one_line(default), max(4, width - 36)), (f" · applies {when}", "dim"))
         ]
-        if self.problem:
-            rows += wrap(one_line(self.problem), width, "error")
-        return rows[:height]
+        problem = wrap(one_line(self.problem), width, "error") if self.problem else []
+        return [*rows[: max(0, height - len(problem))], *problem][:height]
 
 
 class SettingsScreen(MainScreen):
@@ -249,7 +248,7 @@ class SettingsScreen(MainScreen):
     def __init__(self, store: Store) -> None:
         super().__init__(store)
         self._wanted = ""  # to be edited once the settings have arrived
-        self._loaded_for = ""  # connection and process that the settings are of
+        self._loaded_for = ""  # connection, process and latest change that the settings are of
 
     def body(self) -> Iterable[Widget]:
         """The list, the filter field, the field for a new value, and the help."""
@@ -263,10 +262,14 @@ class SettingsScreen(MainScreen):
         self.load()
 
     def show(self) -> None:
-        """Redraw from the store; load the settings again if the node was restarted, has ended or is back."""
+        """Redraw from the store; load the settings again if one was changed, or the node was restarted or has ended."""
         super().show()
         known = self.store.snapshot
-        key = f"{known.pid}" if known is not None else "file" if self.store.link.kind == "away" else self._loaded_for
+        if known is not None:
+            changes = [(event.at_ms, event.number) for event in self.store.notes if event.kind == "setting"]
+            key = f"{known.pid} {max(changes, default=None)}"
+        else:
+            key = "file" if self.store.link.kind == "away" else self._loaded_for
         if key != self._loaded_for:
             self._loaded_for = key
             self.load()
@@ -322,9 +325,9 @@ class SettingsScreen(MainScreen):
         self._close_filter()
 
     def on_key(self, event: events.Key) -> None:
-        """Clear the filter on escape."""
-        field = self.query_one("#filter", Input)
-        if event.key == "escape" and field.has_focus:
+        """Clear the filter on escape, in its field and in the list."""
+        field, listed = self.query_one("#filter", Input), self.query_one(SettingsList)
+        if event.key == "escape" and (field.has_focus or (listed.has_focus and field.value)):
             event.stop()
             self._find("")
             self._close_filter()

@@ -282,9 +282,9 @@ class Swarm(MainScreen):
         self._close_filter()
 
     def on_key(self, event: events.Key) -> None:
-        """Clear the filter on escape."""
-        field = self.query_one("#filter", Input)
-        if event.key == "escape" and field.has_focus:
+        """Clear the filter on escape, in its field and in the table."""
+        field, table = self.query_one("#filter", Input), self.query_one(PeersTable)
+        if event.key == "escape" and (field.has_focus or (table.has_focus and field.value)):
             event.stop()
             field.value = ""
             self._close_filter()

@@ -129,6 +129,7 @@ class ReplyProgress:
     began_at: float
     tokens: int = 0
     waiting: str = ""  # what the reply waits for before its first token
+    has_waited: bool = False
     arrivals: deque[float] = field(default_factory=lambda: deque(maxlen=400))
     speeds: deque[float | None] = field(default_factory=lambda: deque(maxlen=24))
 
@@ -137,6 +138,7 @@ class ReplyProgress:
         if "text" not in piece:
             said = piece.get("waiting")
             self.waiting = without_controls(str(said.get("text", ""))) if isinstance(said, dict) else ""
+            self.has_waited |= bool(self.waiting)
             return ""
         self.tokens += 1
         self.waiting = ""

@@ -50,6 +50,17 @@ class Transcript(VerticalScroll, can_focus=True):
         self._thought: Thought | None = None
         self._text = ""  # of the reply so far
         self._written = ""  # the part of it that is in `_reply`
+        self._is_following = True  # the end, to which it scrolls when something is added or the widget shrinks
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        """Follow the end while it is in view, within 3 rows."""
+        super().watch_scroll_y(old_value, new_value)
+        self._is_following = self.max_scroll_y - new_value <= 3
+
+    def on_resize(self) -> None:
+        """Keep the end in view: the line below grows while a reply waits, and would hide the question."""
+        if self._is_following:
+            self._follow()
 
     async def show_messages(self, messages: list[Message]) -> None:
         """Replace the transcript by these messages."""
@@ -74,7 +85,6 @@ class Transcript(VerticalScroll, can_focus=True):
         """Append text to the reply."""
         if self._stream is None or self._reply is None or not text:
             return
-        at_end = self._is_at_end
         self._text += text
         thought, rest = split_thinking(self._text)
         if thought and self._thought is None:
@@ -91,15 +101,14 @@ class Transcript(VerticalScroll, can_focus=True):
             await self._reply.update(rest)
             self._stream = Markdown.get_stream(self._reply)
         self._written = rest
-        if at_end:
+        if self._is_following:
             self._follow()
 
     async def note(self, text: str, kind: str = "warning") -> None:
         """Append a line about the reply; `kind` is its CSS class (warning, figures or error)."""
         if text:
-            at_end = self._is_at_end
             await self.mount(Static(Content(text), classes=f"meta -{kind}"))
-            if at_end:
+            if self._is_following:
                 self._follow()
 
     async def finish(self, message: Message) -> None:
@@ -108,12 +117,8 @@ class Transcript(VerticalScroll, can_focus=True):
         for text, kind in (*_closing_words(message), (error_words(str(message.figures.get("error") or "")), "error")):
             await self.note(text, kind)
 
-    @property
-    def _is_at_end(self) -> bool:
-        """True if the end is in view, within 3 rows."""
-        return self.max_scroll_y - self.scroll_y <= 3
-
     def _follow(self) -> None:
+        self._is_following = True
         self.call_after_refresh(self.scroll_end, animate=False)
 
     async def _end_stream(self) -> None:

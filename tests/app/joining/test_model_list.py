@@ -64,6 +64,7 @@ def test_a_look_at_a_model_tells_what_it_needs_and_fetches_nothing(tmp_path: Pat
 
 
 def test_the_hub_is_searched_and_its_failure_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
     import huggingface_hub
 
     class Found:
@@ -76,8 +77,10 @@ def test_the_hub_is_searched_and_its_failure_is_said(monkeypatch: pytest.MonkeyP
     assert hub.search_hub("name") == ["org/name"]
 
     def offline(self: object, **wanted: object) -> None:
-        raise ConnectionError("no network")
+        raise httpx.ConnectError("[Errno -2] Name or service not known")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "list_models", offline)
-    with pytest.raises(SourceError):
+    with pytest.raises(SourceError) as caught:
         hub.search_hub("name")
+    words = "the Hugging Face Hub could not be searched (Name or service not known): check the network, then try again"
+    assert str(caught.value) == words
