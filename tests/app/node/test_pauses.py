@@ -75,6 +75,7 @@ async def test_a_pause_frees_the_blocks_and_resuming_loads_them_again(tmp_path: 
 async def test_a_node_that_is_paused_when_it_starts_says_that_it_is_up_and_why_it_does_not_host(
     tmp_path: Path, cache: Path, by: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
+    said = "up and hosts nothing for now: paused by hand; `shoal resume`"
     found_swarm(tmp_path, cache, "home")
     flags: dict[str, Value] = {**QUIET, "max_vram": 10**9, "device": "cpu"}
     if by == "hand":
@@ -89,8 +90,11 @@ async def test_a_node_that_is_paused_when_it_starts_says_that_it_is_up_and_why_i
         assert line.startswith("ready paused swarm=home#")
         assert line.endswith({"hand": "(paused by hand)", "rule": "(paused by timetable)"}[by])
         assert node.snapshot().start is None
-        assert ("up and hosts nothing for now: paused by hand; `shoal resume`" in caplog.text) is (by == "hand")
+        with trio.fail_after(30):
+            while by == "hand" and said not in caplog.text:  # noqa: ASYNC110
+                await trio.sleep(0.01)
         node.stop()
+    assert (said in caplog.text) is (by == "hand")
 
 
 async def ask(node: Node) -> int:
