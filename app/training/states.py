@@ -26,7 +26,8 @@ from app.weights.part_set import PartSet
 from app.weights.wire import ChunkMethods
 
 METHODS = ChunkMethods("train.leaves", "train.chunk")
-FETCH_S = 300.0
+FETCH_S = 45.0  # until a holder that sends nothing is given up; a frozen one must not hold up a job for minutes
+SLOWEST_BYTES_PER_S = 125_000  # so much longer is waited for large states
 
 
 class StateStore:
@@ -95,7 +96,7 @@ class StateStore:
         names = list(dict.fromkeys(self._part(run, state).name for state in states))  # blocks may have equal states
         roots = {state.root for state in states}
         others = [peer for peer in holders if peer != self._network.peer_id and self._is_member(peer)]
-        with trio.fail_after(FETCH_S):
+        with trio.fail_after(FETCH_S + sum(state.size_bytes for state in states) / SLOWEST_BYTES_PER_S):
             await self._changed.wait_for(lambda: not roots & self._changing)
             if missing := self._parts.missing(names):
                 if not others:
