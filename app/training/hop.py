@@ -796,8 +796,8 @@ class TrainingServer:
 
     async def _send(self, job: HopJob, neighbour: str, frame: Frame, one: Pass, data: bytes) -> None:
         """Send the result of a pass to a neighbour, or through the owner where it cannot be reached."""
-        order, kind = job.ledger.order, Kind(frame.kind)
-        dtype = order.row_format if kind == Kind.EVALUATE else order.wire
+        kind = Kind(frame.kind)
+        dtype = job.ledger.order.format_of(kind)
         head = pass_header(
             kind, job.run, frame.epoch, one, dtype=dtype, rows=length_of(frame), width=frame.width, length=len(data)
         )

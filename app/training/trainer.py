@@ -988,14 +988,12 @@ class _HopGroup:
 
     async def _send_pass(self, kind: Kind, peer: str, one: Pass, batch: Any, data: bytes) -> None:
         _, length = self._ends.shape(batch)
-        order = self._terms.order
         if kind == Kind.FORWARD and self._activations is not None:
             boundary, samples = Boundary(peer, self._plan.ways[one.way][0].span.start), self._samples(batch)
             pack, width = self._activations.pack, self._ends.hidden_size
             data = await trio.to_thread.run_sync(pack, boundary, one, samples, data, width)
         head = pass_header(
-            kind, self._owner.run_id, self._epoch, one,
-            dtype=order.row_format if kind == Kind.EVALUATE else order.wire, rows=length,
+            kind, self._owner.run_id, self._epoch, one, dtype=self._terms.order.format_of(kind), rows=length,
             width=self._ends.hidden_size, length=len(data),
         )  # fmt: skip
         self._owner.figures.bytes_out += len(head) + len(data)

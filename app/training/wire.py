@@ -211,6 +211,10 @@ class JobOrder:
         """The number format of rows, which changes are made from."""
         return INT8 if self.sends_changes else self.wire
 
+    def format_of(self, kind: Kind) -> str:
+        """The number format of a FORWARD, BACK or EVALUATE: the last one always carries rows."""
+        return self.row_format if kind == Kind.EVALUATE else self.wire
+
     def way(self, number: int) -> HopWay | None:
         """Return the hop's part of a way; None if it has none."""
         if not self.ways:
