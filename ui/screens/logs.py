@@ -16,6 +16,7 @@ from ui.draw.numbers import plural, time_of_day
 from ui.draw.rows import Row, cut, row, tidy, width_of
 from ui.screens.frame import MainScreen
 from ui.state.store import LogRow, Store
+from ui.widgets.filter_field import FilterField
 from ui.widgets.following_list import FollowingList
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -108,7 +109,7 @@ class LogList(FollowingList):
 
     def action_search(self) -> None:
         """Open the search field."""
-        self.screen.set_focus(self.screen.query_one("#search", Input).add_class("-open"))
+        self.screen.query_one(FilterField).open()
 
     def action_level(self) -> None:
         """Raise the lowest level shown; after the highest, start at the lowest again."""
@@ -145,7 +146,7 @@ class Logs(MainScreen):
     def body(self) -> Iterable[Widget]:
         """The rows and the search field."""
         yield LogList(self.store, id="log")
-        yield Input(placeholder="search", id="search", compact=True)
+        yield FilterField(placeholder="search", id="search", compact=True)
 
     def on_mount(self) -> None:
         """Poll for rows every second."""
@@ -188,17 +189,12 @@ class Logs(MainScreen):
     @on(Input.Submitted, "#search")
     def search_done(self) -> None:
         """Keep the search, and focus the rows."""
-        self._close_search()
+        self.query_one(FilterField).close(self.query_one(LogList))
 
     def on_key(self, event: events.Key) -> None:
         """Clear the search on escape, in its field and in the rows."""
-        field, rows = self.query_one("#search", Input), self.query_one(LogList)
-        if event.key == "escape" and (field.has_focus or (rows.has_focus and field.value)):
+        field, rows = self.query_one(FilterField), self.query_one(LogList)
+        if field.is_cleared_by(event, rows):
             event.stop()
             field.value = ""
-            self._close_search()
-
-    def _close_search(self) -> None:
-        field = self.query_one("#search", Input)
-        field.set_class(bool(field.value), "-open")
-        self.query_one(LogList).focus()
+            field.close(rows)

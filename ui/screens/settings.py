@@ -22,6 +22,7 @@ from ui.draw.rows import Row, cell, row, shorten, wrap
 from ui.draw.theme import style_of
 from ui.screens.frame import MainScreen
 from ui.state.store import Store
+from ui.widgets.filter_field import FilterField
 from ui.widgets.panel import Panel, strip_of, title_of
 
 _NAME = 20
@@ -188,7 +189,7 @@ class SettingsList(ScrollView, can_focus=True):
 
     def action_filter(self) -> None:
         """Open the filter field."""
-        self.screen.set_focus(self.screen.query_one("#filter", Input).add_class("-open"))
+        self.screen.query_one(FilterField).open()
 
     def action_unset(self) -> None:
         """Reset the setting to its default."""
@@ -253,7 +254,7 @@ class SettingsScreen(MainScreen):
     def body(self) -> Iterable[Widget]:
         """The list, the filter field, the field for a new value, and the help."""
         yield SettingsList(id="settings")
-        yield Input(placeholder="find by name or help", id="filter", compact=True)
+        yield FilterField(placeholder="find by name or help", id="filter", compact=True)
         yield ValueField(id="value", compact=True)
         yield SettingHelp(self.store, id="setting-help")
 
@@ -279,7 +280,7 @@ class SettingsScreen(MainScreen):
         listed = self.query_one(SettingsList)
         self._wanted = "" if listed.known else name
         self._find("")
-        self.query_one("#filter", Input).remove_class("-open")
+        self.query_one(FilterField).remove_class("-open")
         at = next((index for index, setting in enumerate(listed.settings) if setting.name == name), None)
         if at is not None:
             listed.action_move(at - listed.cursor)
@@ -322,29 +323,24 @@ class SettingsScreen(MainScreen):
     @on(Input.Submitted, "#filter")
     def filter_done(self) -> None:
         """Keep the filter, and focus the list."""
-        self._close_filter()
+        self.query_one(FilterField).close(self.query_one(SettingsList))
 
     def on_key(self, event: events.Key) -> None:
         """Clear the filter on escape, in its field and in the list."""
-        field, listed = self.query_one("#filter", Input), self.query_one(SettingsList)
-        if event.key == "escape" and (field.has_focus or (listed.has_focus and field.value)):
+        field, listed = self.query_one(FilterField), self.query_one(SettingsList)
+        if field.is_cleared_by(event, listed):
             event.stop()
             self._find("")
-            self._close_filter()
+            field.close(listed)
 
     def _find(self, wanted: str) -> None:
         """List the settings whose name or help contains a text."""
-        field, listed = self.query_one("#filter", Input), self.query_one(SettingsList)
+        field, listed = self.query_one(FilterField), self.query_one(SettingsList)
         with field.prevent(Input.Changed):
             field.value = wanted
         listed.wanted = wanted
         listed.show()
         self.query_one(SettingHelp).show()
-
-    def _close_filter(self) -> None:
-        field = self.query_one("#filter", Input)
-        field.set_class(bool(field.value), "-open")
-        self.query_one(SettingsList).focus()
 
     def write(self, name: str, value: str | None) -> None:
         """Change a setting; None resets it to its default."""

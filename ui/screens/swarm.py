@@ -34,6 +34,7 @@ from ui.draw.theme import style_of
 from ui.screens.frame import MainScreen
 from ui.screens.overview import CoveragePanel
 from ui.state.store import Store
+from ui.widgets.filter_field import FilterField
 from ui.widgets.panel import Panel, changed_lines, strip_of, title_of
 
 
@@ -209,7 +210,7 @@ class PeersTable(ScrollView, can_focus=True):
 
     def action_filter(self) -> None:
         """Open the filter field."""
-        self.screen.set_focus(self.screen.query_one("#filter", Input).add_class("-open"))
+        self.screen.query_one(FilterField).open()
 
     def action_copy_id(self) -> None:
         """Copy the peer's id to the terminal's clipboard."""
@@ -260,7 +261,7 @@ class Swarm(MainScreen):
         """Coverage, peers, the filter field, route."""
         yield TallCoverage(self.store, id="covert")
         yield PeersTable(self.store, id="peers")
-        yield Input(placeholder="filter by name, id, span, link, state or device", id="filter", compact=True)
+        yield FilterField(placeholder="filter by name, id, span, link, state or device", id="filter", compact=True)
         yield RoutePanel(self.store, id="route")
 
     def show(self) -> None:
@@ -279,17 +280,12 @@ class Swarm(MainScreen):
     @on(Input.Submitted, "#filter")
     def filter_done(self) -> None:
         """Keep the filter, and focus the table."""
-        self._close_filter()
+        self.query_one(FilterField).close(self.query_one(PeersTable))
 
     def on_key(self, event: events.Key) -> None:
         """Clear the filter on escape, in its field and in the table."""
-        field, table = self.query_one("#filter", Input), self.query_one(PeersTable)
-        if event.key == "escape" and (field.has_focus or (table.has_focus and field.value)):
+        field, table = self.query_one(FilterField), self.query_one(PeersTable)
+        if field.is_cleared_by(event, table):
             event.stop()
             field.value = ""
-            self._close_filter()
-
-    def _close_filter(self) -> None:
-        field = self.query_one("#filter", Input)
-        field.set_class(bool(field.value), "-open")
-        self.query_one(PeersTable).focus()
+            field.close(table)
