@@ -86,10 +86,10 @@ class PromptGraphs:
         q, k, v, attended = (own[:rows] for own in (buffers.q, buffers.k, buffers.v, buffers.attended))
         with on_device(self._device):
             for block in blocks:
-                own = self._blocks[size, block.index]
-                own.before()
+                graphs = self._blocks[size, block.index]
+                graphs.before()
                 attended.copy_(attends[block.index](q, k, v))
-                own.after()
+                graphs.after()
         return buffers.x[:rows].clone()
 
     def _capture_block(self, block: Block, buffers: ChunkBuffers) -> CapturedBlock:
