@@ -36,12 +36,12 @@ from engine.device.kinds import kind_named, kind_of
 from engine.device.probe import Device, chosen_devices, probe_devices
 from engine.errors import DeviceFull
 from engine.model.block import FUSED, Quantisation, WeightOptions, build_block
-from engine.model.cuda_graphs import triton_grids_work
 from engine.model.grid_tiles import padded_share
 from engine.model.hosted_span import HostedSpan
 from engine.model.linear import cpu_products
 from engine.model.onnx_graph import grids_pay
 from engine.model.span import LoadProgress, SpanOptions, SpanRunner, load_span
+from engine.model.triton_trials import triton_grids_work
 from engine.session_runner import SessionRunner
 from engine.sources.base import ModelSource, block_part
 from engine.sources.grid import Grid, block_grid_bytes, quantise

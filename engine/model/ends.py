@@ -15,9 +15,10 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.model.block import WeightOptions
-from engine.model.cuda_graphs import UnderWay, on_device, pinned, triton_works
+from engine.model.cuda_graphs import UnderWay, on_device, pinned
 from engine.model.linear import DenseLinear, packed
 from engine.model.onnx_graph import GridProduct, grids_pay
+from engine.model.triton_trials import triton_works
 from engine.sources.base import EMBEDDING_PART, HEAD_PART, ModelSource
 from engine.sources.grid import GRID_KINDS
 from engine.sources.tensors import PartReader, load_part

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -412,3 +412,16 @@ class KVPool:
     def free_tokens(self) -> int:
         """Slots that no session has leased."""
         return self.pages.free_count * PAGE_TOKENS
+
+
+def page_table(rows: int, pages: int, segments: Sequence[Segment], scratch_page: int) -> Tensor:
+    """Return (rows, 1 + pages) int32: position and pages of each row; unused rows point at the scratch page."""
+    blank = [0] + [scratch_page] * pages
+    places = row_places(segments)
+    table = [[position, *lease.pages, *blank[1 + len(lease.pages) :]] for lease, position in places]
+    return torch.tensor(table + [blank] * (rows - len(places)), dtype=torch.int32)
+
+
+def row_places(segments: Sequence[Segment]) -> list[tuple[KVLease, int]]:
+    """Return the session and the position of each row."""
+    return [(segment.lease, position) for segment in segments for position in range(segment.start, segment.stop)]

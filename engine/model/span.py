@@ -17,13 +17,14 @@ from engine.device.kinds import kind_of
 from engine.errors import EngineError, SessionError
 from engine.model.attention import Plans, StepPlan, attend_cached, write_cache
 from engine.model.block import Attend, Block, Multiply, WeightOptions, block_forward, build_block
-from engine.model.cuda_graphs import MAX_AHEAD, DecodeGraphs, SpanParts, StepUnderWay, triton_grids_work
+from engine.model.cuda_graphs import MAX_AHEAD, DecodeGraphs, SpanParts, StepUnderWay
 from engine.model.grid_tiles import TiledGrid
 from engine.model.kv_cache import BlockCache, KVLease, KVPool, Segment
 from engine.model.linear import GridLinear
 from engine.model.onnx_block import SpanGraphs
 from engine.model.prompt_graphs import PromptGraphs
 from engine.model.rope import RotaryTable
+from engine.model.triton_trials import triton_grids_work
 from engine.sources.base import ModelSource, block_part
 from engine.sources.device_reader import DeviceReader
 from engine.sources.tensors import PartReader

@@ -18,19 +18,12 @@ triton = pytest.importorskip("triton")
 
 from engine.model import grid_kernels  # noqa: E402
 from engine.model import triton_kernels as kernels  # noqa: E402
-from engine.model.cuda_graphs import (  # noqa: E402
-    BATCHES,
-    SpanParts,
-    _grids_are_right,
-    _int8_cache_is_right,
-    fused_step,
-    page_table,
-    plain_step,
-)
+from engine.model.cuda_graphs import BATCHES, SpanParts, fused_step, plain_step  # noqa: E402
 from engine.model.grid_tiles import tiled  # noqa: E402
-from engine.model.kv_cache import PAGE_TOKENS, BlockCache, Segment  # noqa: E402
+from engine.model.kv_cache import PAGE_TOKENS, BlockCache, Segment, page_table  # noqa: E402
 from engine.model.linear import GridLinear  # noqa: E402
 from engine.model.span import SpanRunner  # noqa: E402
+from engine.model.triton_trials import grids_are_right, int8_cache_is_right  # noqa: E402
 from engine.sources.grid import Grid, quantise  # noqa: E402
 from tests.engine.random_spans import CASES, random_span, small_config  # noqa: E402
 
@@ -121,7 +114,7 @@ def test_a_captured_step_reads_and_writes_a_cache_of_8_bits(
 
 
 def test_the_self_test_of_the_cache_of_8_bits_finds_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _int8_cache_is_right(torch.device(DEVICE))
+    assert int8_cache_is_right(torch.device(DEVICE))
     right = kernels.attend
 
     def wrong(qkv: torch.Tensor, cache: BlockCache, out: torch.Tensor, *others: Any, written: bool) -> None:
@@ -129,7 +122,7 @@ def test_the_self_test_of_the_cache_of_8_bits_finds_wrong_results(monkeypatch: p
         out[-1, -1] += 0.1
 
     monkeypatch.setattr(kernels, "attend", wrong)
-    assert not _int8_cache_is_right(torch.device(DEVICE))
+    assert not int8_cache_is_right(torch.device(DEVICE))
 
 
 def assert_same(flavour: str, span: SpanRunner, segments: list[Segment], tolerance: float = 2e-5) -> None:
@@ -237,7 +230,7 @@ def test_a_grid_becomes_numbers(kind: str) -> None:
 
 
 def test_the_self_test_of_grids_finds_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _grids_are_right(torch.device(DEVICE))
+    assert grids_are_right(torch.device(DEVICE))
     right = kernels.product
 
     def wrong(x: torch.Tensor, linear: GridLinear, out: torch.Tensor, fold: kernels.Fold) -> None:
@@ -245,7 +238,7 @@ def test_the_self_test_of_grids_finds_wrong_results(monkeypatch: pytest.MonkeyPa
         out[-1, -1] += 1
 
     monkeypatch.setattr(kernels, "product", wrong)
-    assert not _grids_are_right(torch.device(DEVICE))
+    assert not grids_are_right(torch.device(DEVICE))
 
 
 @pytest.mark.parametrize("lengths", [[3], [3, 70]])
