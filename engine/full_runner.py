@@ -6,9 +6,7 @@ own. A block's state is its weights and moments (`engine.training.full`). Not th
 
 from __future__ import annotations
 
-import hashlib
 import math
-import struct
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -136,16 +134,14 @@ class FullRunner:
 
     # Steps
 
-    def step(self, rate: float, scale: float, clip: float) -> bytes:
-        """Prepare the next version and return a hash of what it follows from; raises `NotFinite` and prepares none.
+    def step(self, rate: float, scale: float, clip: float) -> None:
+        """Prepare the next version; raises `NotFinite` and prepares none.
 
         The weights change in `commit`: a second copy of weights and moments would take as much memory again.
         """
-        norms = self.squared_norms()
-        if not all(map(math.isfinite, (*norms, rate, scale, clip))):
+        if not all(map(math.isfinite, (*self.squared_norms(), rate, scale, clip))):
             raise NotFinite("the summed gradients are not finite")
         self._next = rate, scale * clip
-        return hashlib.sha256(struct.pack(f"<q{len(norms) + 2}d", self._steps, *self._next, *norms)).digest()
 
     @torch.no_grad()
     def commit(self) -> None:

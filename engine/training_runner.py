@@ -6,7 +6,6 @@ a time. Knows no peers; `app.training` decides which micro-batches run and when 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -128,8 +127,8 @@ class TrainingRunner:
         """Replace the summed gradients of a block by those of all its holders."""
         self._spans[block - self.start].set_gradient(block, torch.frombuffer(bytearray(data), dtype=torch.float32))
 
-    def step(self, rate: float, scale: float, clip: float) -> bytes:
-        """Make the next version of all blocks and return its hash; raises `NotFinite` and makes none."""
+    def step(self, rate: float, scale: float, clip: float) -> None:
+        """Make the next version of all blocks; raises `NotFinite` and makes none."""
         try:
             for span in self._spans:
                 span.step(rate, scale, clip)
@@ -137,7 +136,6 @@ class TrainingRunner:
             for span in self._spans:
                 span.revert()
             raise
-        return hashlib.sha256(b"".join(root for span in self._spans for root in span.roots().values())).digest()
 
     def commit(self) -> None:
         """Make the next version the current one in all blocks."""

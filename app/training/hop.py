@@ -55,7 +55,6 @@ from app.training.wire import (
     decode_reduce,
     decode_step,
     encode_parts,
-    encode_root,
     encode_tally,
     encode_trouble,
     length_of,
@@ -106,7 +105,7 @@ class JobBlocks(Protocol):
     def sums_bytes(self) -> int: ...
     def take_sums(self, block: int) -> bytes: ...
     def set_sums(self, block: int, data: memoryview) -> None: ...
-    def step(self, rate: float, scale: float, clip: float) -> bytes: ...
+    def step(self, rate: float, scale: float, clip: float) -> None: ...
     def commit(self) -> None: ...
     def state(self, block: int) -> bytes: ...
     def load(self, states: Mapping[int, bytes]) -> None: ...
@@ -712,9 +711,9 @@ class TrainingServer:
         if job.ledger.awaits_sums:
             await self._trouble(job, HopError("failed", "a step was ordered before the sums of all holders came"))
         elif await self._is_current(job, frame):
-            root = await self._device.run_later(self._blocks(job).step, order.rate, order.scale, order.clip)
+            await self._device.run_later(self._blocks(job).step, order.rate, order.scale, order.clip)
             job.ledger.made_step()
-            await self._answer(job, encode_root(job.run, frame.epoch, frame.position, root))
+            await self._answer(job, plain(Kind.STEP, job.run, frame.epoch, frame.position))
 
     async def _commit(self, job: HopJob, sender: str, frame: Frame) -> None:
         verdict = job.ledger.commit(frame.epoch, frame.position)

@@ -65,7 +65,6 @@ from app.training.wire import (
     Tally,
     decode,
     decode_parts,
-    decode_root,
     decode_tally,
     digest_of,
     encode_open,
@@ -838,8 +837,7 @@ class _HopGroup:
         clip = 1.0 if self._terms.clip is None else min(1.0, self._terms.clip / (norm + 1e-6))
         run = self._owner.run_id
         order = encode_step(run, self._epoch, version, StepOrder(rate, scale, clip))
-        for frame, link in zip(await self._gather(Kind.STEP, order=order), list(self._links.values()), strict=True):
-            self._checked(link, decode_root, frame)
+        await self._gather(Kind.STEP, order=order)
         self.version, self._round = version + 1, 0
         try:
             await self._gather(Kind.COMMIT, order=plain(Kind.COMMIT, run, self._epoch, version + 1))

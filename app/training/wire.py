@@ -557,16 +557,6 @@ def decode_step(frame: Frame) -> StepOrder:
     return StepOrder(fields.number("rate", 0, 1e3), fields.number("scale", 0, 1), fields.number("clip", 0, 1))
 
 
-def encode_root(run: bytes, epoch: int, version: int, root: bytes) -> bytes:
-    """Encode a hop's STEP frame, with the hash of its next version."""
-    return with_json(Kind.STEP, run, epoch, version, {"root": root.hex()})
-
-
-def decode_root(frame: Frame) -> bytes:
-    """Decode a hop's STEP frame; raises `RecordError`."""
-    return _fields(frame, "step").hex_bytes("root", HASH_BYTES)
-
-
 def encode_parts(
     kind: Kind, run: bytes, epoch: int, version: int, parts: Iterable[StatePart], holders: Iterable[str] = ()
 ) -> bytes:

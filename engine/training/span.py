@@ -15,7 +15,6 @@ Not thread-safe: one thread at a time.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -258,21 +257,6 @@ class TrainedSpan:
             each.next = None
 
     # State
-
-    def roots(self) -> dict[int, bytes]:
-        """SHA-256 of each block's state in the next version, if a step has been made, else in the current one."""
-        made = {}
-        for each in self._blocks:
-            version = self.version + (each.next is not None)
-            digest = hashlib.sha256()
-            for part in _parts(version, each.next or each.state):
-                digest.update(part)
-            made[each.block.index] = digest.digest()
-        return made
-
-    def root(self) -> bytes:
-        """SHA-256 over the roots of all blocks."""
-        return hashlib.sha256(b"".join(self.roots().values())).digest()
 
     def state(self, block: int) -> bytes:
         """Adapter and moments of a block in the current version, as bytes."""

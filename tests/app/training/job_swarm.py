@@ -114,9 +114,9 @@ class JobSwarm:
             blocks: Any = make(order, spare)
             step = blocks.step
 
-            def stepped(*args: float) -> bytes:
+            def stepped(*args: float) -> None:
                 self.before_step(blocks)
-                return bytes(step(*args))
+                step(*args)
 
             blocks.step = stepped
             node.blocks.append(blocks)

@@ -198,7 +198,6 @@ def test_norms_of_a_tally_are_finite_numbers(norm: object) -> None:
 def test_steps_and_parts_come_back(rate: float, scale: float, clip: float, states: list[StatePart]) -> None:
     order = StepOrder(rate, scale, clip)
     assert wire.decode_step(wire.decode(wire.encode_step(RUN, 1, 7, order))) == order
-    assert wire.decode_root(wire.decode(wire.encode_root(RUN, 1, 7, b"r" * 32))) == b"r" * 32
     frame = wire.decode(wire.encode_parts(Kind.KEEP, RUN, 1, 7, states, ["a"]))
     assert wire.decode_parts(frame) == (tuple(states), ("a",))
 
@@ -266,7 +265,6 @@ def test_arbitrary_bytes_raise_nothing_else(message: bytes) -> None:
         for read in (
             wire.decode_open,
             wire.decode_step,
-            wire.decode_root,
             wire.decode_parts,
             decode_hop_error,
             lambda frame: wire.decode_tally(frame, Span(0, 2)),
