@@ -12,7 +12,13 @@ from app.planning.devices import PASSES_ON_CPU, trained_head_s
 from app.planning.forecast import Terms, forecast_replies
 from app.planning.machines import Fleet, MachineSpec
 from app.planning.replies import ReplyTask
-from app.planning.running_swarm import MeasuredMembers, forecast_running, members_of, step_of_members
+from app.planning.running_swarm import (
+    CROWDED_PASSES,
+    MeasuredMembers,
+    forecast_running,
+    members_of,
+    step_of_members,
+)
 from app.planning.training_step import AGREEING, StepTask
 from app.routing.cost import HOP_S
 from app.routing.route import Hop
@@ -202,6 +208,24 @@ def test_micro_batches_overlap_between_machines_only() -> None:
         for host in ("", "127.0.0.1")
     )
     assert shared > 2 * apart
+
+
+def test_nodes_of_one_machine_wait_longer_for_their_threads() -> None:
+    members = [member("left", 0, 15, 400.0), member("right", 15, 30, 400.0)]
+    route = tuple(Hop(one.peer, one.span) for one in members if one.span is not None)
+    rates, task = {one.peer: 1e12 for one in members}, StepTask(8, 256, 1)
+    blocks_s = {
+        host: step_of_members(
+            route,
+            members,
+            HERE,
+            MeasuredMembers(lambda peer: 0.0, rates, hosts={"left": "10.0.0.1", "right": host}),
+            SHAPE,
+            task,
+        ).parts["blocks"]
+        for host in ("10.0.0.1", "10.0.0.2")
+    }
+    assert blocks_s["10.0.0.1"] == pytest.approx(CROWDED_PASSES * blocks_s["10.0.0.2"], rel=0.01)
 
 
 def test_a_step_of_many_rows_is_computed_again() -> None:
