@@ -327,8 +327,11 @@ class MembershipExchange:
                 self._events.check_liveness(accused, suspicion.raw)
 
     def _record_contact(self, peer: str, rtt_s: float | None = None) -> None:
-        now = trio.current_time()
-        change = self.table.seen(peer, now, rtt_s)
+        """Record a contact; who is not counted yet counts only while it is linked, because its address is needed."""
+        now, source = trio.current_time(), self.network.source(peer)
+        if not source and (self.table.state(peer) in GONE or self.table.seen_at(peer) is None):
+            return
+        change = self.table.seen(peer, now, rtt_s, source)
         if change is not None:
             self._publish(change, now)
 

@@ -133,6 +133,10 @@ class MemoryNode:
             for peer, link in self.linked.items()
         )
 
+    def source(self, peer: str) -> str:
+        """Return the machine that a linked peer runs on, which is its name unless a test says otherwise."""
+        return self.fabric.machine_of.get(peer, peer) if peer in self.linked else ""
+
     def keep_links(self, peers: Iterable[str]) -> None:
         """Replace the set of peers whose links are never closed as surplus."""
         self._kept = frozenset(peers)
