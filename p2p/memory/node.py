@@ -28,6 +28,7 @@ class Fabric(Protocol):
     """The network as a node sees it; `MemoryFabric` implements it."""
 
     directory: MemoryDirectory
+    machine_of: dict[str, str]
 
     @property
     def nodes(self) -> dict[str, MemoryNode]: ...

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import trio
-import zeroconf
-from zeroconf import const
+from zeroconf import DNSOutgoing, DNSPointer, Zeroconf, const  # type: ignore[attr-defined]
 
 from p2p.addresses import Address
 from p2p.discovery.mdns import SERVICE, LocalNetwork
@@ -22,12 +23,17 @@ ADDRESS = Address("ip4", "127.0.0.1", 4001)
 PATIENCE_S = 60.0
 
 
+def address_of(peer: str) -> list[Address]:
+    """Where a node says that it is."""
+    return [ADDRESS.of(peer)]
+
+
 def name_services() -> None:
     """Say that there are services of Shoal with these names."""
-    out = zeroconf.DNSOutgoing(const._FLAGS_QR_RESPONSE | const._FLAGS_AA)
+    out = DNSOutgoing(const._FLAGS_QR_RESPONSE | const._FLAGS_AA)
     for name in NAMES:
-        out.add_answer_at_time(zeroconf.DNSPointer(SERVICE, const._TYPE_PTR, const._CLASS_IN, 4500, name), 0)
-    daemon = zeroconf.Zeroconf()
+        out.add_answer_at_time(DNSPointer(SERVICE, const._TYPE_PTR, const._CLASS_IN, 4500, name), 0)
+    daemon = Zeroconf()
     try:
         daemon.send(out)
     finally:
@@ -46,7 +52,7 @@ async def test_names_that_are_no_services_do_not_end_the_search() -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(LocalNetwork(here, list, on_found).run)
         for peer in (first, second):
-            nursery.start_soon(LocalNetwork(peer, lambda peer=peer: [ADDRESS.of(peer)], lambda *_: None).run)
+            nursery.start_soon(LocalNetwork(peer, partial(address_of, peer), lambda *_: None).run)
             with trio.fail_after(PATIENCE_S):
                 await found[peer].wait()
             if peer == first:  # this node listens by now
