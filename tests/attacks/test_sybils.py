@@ -5,15 +5,22 @@ from __future__ import annotations
 import trio
 from trio.testing import MockClock
 
+from app.core.reasons import because
 from app.core.span import Span
+from app.hosting.block_host import BlockHost, HostingOptions
 from app.membership import wire
 from app.membership.table import Table, TableLimits
+from app.routing.bans import FAILING
+from app.routing.planner import RoutePlanner, SessionRoutes
+from app.routing.route import RouteRequest
 from app.swarm.records import Announcement, sign_announcement
 from p2p.errors import P2PError
 from p2p.identity import Identity
 from tests.app.hash_model import HashRunner, greedy
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, open_swarm
 from tests.app.swarms import N_BLOCKS, Sim, SimNode, identity, open_sim, wall_clock
+from tests.sim.twin import SimLoader
+from tests.sim.world import NodeSpec
 
 ONE_MACHINE = "192.0.2.7"
 LIMITS = TableLimits()
@@ -87,6 +94,47 @@ def test_places_of_an_address_are_free_again_once_members_are_gone() -> None:
     assert back is not None, "it is back, but its place is taken"
     assert (back.kind, first in table) == ("dead", False)
     assert table.present() == tuple(sorted((second, third, elsewhere)))
+
+
+# --- members that answer probes, say that they serve, and do not -----------------------------------------------------
+
+HALF = N_BLOCKS // 2
+
+
+def says_it_serves(node: SimNode, span: Span) -> None:
+    node.swarm.announce(
+        state="serving", span=span, decode_tokens_per_s=50.0, prefill_tokens_per_s=500.0, kv_free_tokens=1 << 20
+    )
+
+
+async def test_a_node_fills_the_hole_that_members_hide_at_which_its_replies_fail(autojump_clock: MockClock) -> None:
+    """Four members say that they serve the second half and never do: a node whose replies fail at them takes it."""
+    async with open_sim() as sim, trio.open_nursery() as nursery:
+        me, *others = await sim.grow(8)
+        honest, liars = others[:3], others[3:]
+        for node in honest:
+            says_it_serves(node, Span(0, HALF))
+        for node in liars:
+            says_it_serves(node, Span(HALF, N_BLOCKS))
+        planner = RoutePlanner(me.network, me.swarm.announcements)
+        routes = SessionRoutes(planner, RouteRequest(Span(0, N_BLOCKS), 1))
+        spec = NodeSpec(me.number, HALF, 50.0, load_s=1.0, place=(0.0, 0.0))
+        host = BlockHost(
+            me.network, me.swarm, SimLoader(spec), HostingOptions(), lambda state, why: None,
+            failing=lambda: planner.bans.failing(trio.current_time()),
+        )  # fmt: skip
+        nursery.start_soon(host.run)
+        await sim.until(lambda: me.swarm.own.serves, 60)
+        await trio.sleep(300)
+        assert me.swarm.own.span == Span(0, HALF), "the second half seems to be served by more"
+        for _ in range(FAILING):
+            for liar in liars:
+                routes.failed(liar.peer, because("unreachable", "it does not answer"), busy=False)
+            await trio.sleep(10)
+        await sim.until(lambda: me.swarm.own.serves and me.swarm.own.span == Span(HALF, N_BLOCKS), 90)
+        routes.worked(liars[0].peer)
+        assert liars[0].peer not in planner.bans.failing(trio.current_time())
+        nursery.cancel_scope.cancel()
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
