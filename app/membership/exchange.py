@@ -127,6 +127,8 @@ class MembershipExchange:
         reminder = [] if lost is None else [lost.announcement.raw]
         number = 0 if lost is None else lost.announcement.sequence
         request = wire.ProbeRequest(self._id, number, [self._own().raw, *reminder, *piggyback])
+        if known is not None and not self.network.source(peer):  # it has to be dialled, and others may fill the book
+            self.network.learn(peer, known.announcement.addresses)
         timeout_s = MEETING_TIMEOUT_S if is_stranger else CALL_TIMEOUT_S
         try:
             body, rtt_s = await self._ask(peer, request.encode(), timeout_s)
