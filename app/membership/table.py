@@ -42,6 +42,7 @@ class TableLimits:
     held_off: int = 4096  # peers whose announcements are accepted from themselves only
     gone_kept_s: float = 1800.0
     held_off_s: float = 15.0
+    crowded_s: float = 600.0  # the same for members whose address has no place: others would tell of them for ever
 
 
 @dataclass(slots=True, eq=False)
@@ -199,7 +200,7 @@ class Table:
             return None
         if entry.seen_at is None or entry.state == "dead":
             if len(self._met.get(source, ())) >= self._limits.of_source:
-                return self._turn_away(entry, now)
+                return self._turn_away(entry, now, self._limits.crowded_s)
             entry.source = source
         kind: ChangeKind | None = None
         if entry.state in ("suspect", "dead"):
@@ -223,7 +224,7 @@ class Table:
         before = entry.member()
         if entry.seen_at is None:
             self._vain_limit.take(entry.via, now)
-            return self._turn_away(entry, now)
+            return self._turn_away(entry, now, self._limits.held_off_s)
         self._set_state(entry, "dead" if entry.state == "suspect" else "suspect", now)
         return Change("dead" if entry.state == "dead" else "suspected", entry.member(), before)
 
@@ -233,7 +234,7 @@ class Table:
         if entry is None:
             return None
         before = entry.member()
-        self._hold_off(peer, now)
+        self._hold_off(peer, now + self._limits.held_off_s)
         self._remove(peer)
         entry.state = "left"
         return None if before.state in GONE else Change("left", entry.member(), before)
@@ -276,10 +277,10 @@ class Table:
 
     # --- internal -----------------------------------------------------------------------------------------------------
 
-    def _turn_away(self, entry: _Entry, now: float) -> Change:
+    def _turn_away(self, entry: _Entry, now: float, for_s: float) -> Change:
         """Remove a member that does not count, and accept it from nobody but itself for a while."""
         before, peer = entry.member(), entry.announcement.peer
-        self._hold_off(peer, now)
+        self._hold_off(peer, now + for_s)
         self._remove(peer)
         entry.state = "dead"
         return Change("dead", entry.member(), before)
@@ -359,8 +360,8 @@ class Table:
         if entry.listed:
             entry.listed, self._present = False, None
 
-    def _hold_off(self, peer: str, now: float) -> None:
-        self._held_off[peer] = now + self._limits.held_off_s
+    def _hold_off(self, peer: str, until: float) -> None:
+        self._held_off[peer] = until
         self._held_off.move_to_end(peer)
         if len(self._held_off) > self._limits.held_off:
             self._held_off.popitem(last=False)

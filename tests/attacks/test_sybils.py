@@ -81,6 +81,7 @@ def test_places_of_an_address_are_free_again_once_members_are_gone() -> None:
     refused = table.seen(third, 1.0, source="a")
     assert refused is not None
     assert (refused.kind, third in table) == ("dead", False)
+    assert table.update(serving(crowd[2], "", 2), sender=second, now=300.0) is None, "others do not bring it back"
     met = table.seen(elsewhere, 1.0, source="b")
     assert met is not None
     assert met.kind == "proven"
