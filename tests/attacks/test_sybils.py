@@ -47,11 +47,11 @@ async def call_once(sim: Sim, victim: SimNode, numbers: range, machine: str = ON
 
 
 async def test_one_machine_cannot_fill_the_table_of_members(autojump_clock: MockClock) -> None:
-    """As many identities as the table has places call from one address: a newcomer from elsewhere has a place."""
+    """Four times as many identities call from one address as it has places: a newcomer from elsewhere has one."""
     async with open_sim() as sim:
         nodes = await sim.grow(4)
         victim = nodes[0]
-        await call_once(sim, victim, range(10_000, 10_000 + LIMITS.members))
+        await call_once(sim, victim, range(10_000, 10_000 + 4 * LIMITS.of_source))
         assert len(victim.swarm.table.present()) <= LIMITS.of_source + 3
         newcomer = sim.add(50, [victim.peer])
         await sim.until(lambda: newcomer.peer in victim.swarm.table.present(), 5)
