@@ -29,7 +29,7 @@ from p2p.discovery.seeker import MEANS, Means, Seeker
 from p2p.errors import HandshakeError, P2PError, Refused
 from p2p.host import heartbeat
 from p2p.host.address_book import AddressBook
-from p2p.host.admission import ConnectionLimits
+from p2p.host.admission import ConnectionLimits, source_of
 from p2p.host.connection import Connection, Stream
 from p2p.host.heartbeat import Heartbeat, Hello
 from p2p.host.host import Host, HostConfig
@@ -224,6 +224,14 @@ class Libp2pNetwork:
                 down = max(speeds, default=None)
                 found[peer] = LinkInfo(peer, _kind(connection), connection.rtt_s, carried_in, carried_out, down)
         return list(found.values())
+
+    def source(self, peer: str) -> str:
+        """Return the IP address of a linked peer, or of its relay (IPv6: the /64); empty without a link."""
+        connection = self.host.connection(peer)
+        if connection is None:
+            return ""
+        ip = connection.address.ip
+        return connection.address.host if ip is None else str(source_of(ip))
 
     def keep_links(self, peers: Iterable[str]) -> None:
         """Never prune the links to `peers`; replaces the peers of the last call."""

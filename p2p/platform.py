@@ -11,6 +11,7 @@ import errno
 import importlib
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -201,6 +202,15 @@ def keep_freed_memory() -> None:
 
 
 # --- processes and signals -------------------------------------------------------------------------------------------
+
+
+def module_command(module: str, *words: str) -> list[str]:
+    """Return the command that runs a module of this program in a process of its own.
+
+    The folder in which the user happens to be stays out of Python's path: a folder `app` there, or a file with the name
+    of any module, would be run in place of this program's own. So do Python's variables if they were left out here.
+    """
+    return [sys.executable, "-I" if sys.flags.isolated else "-P", "-m", module, *words]
 
 
 def apart_from_terminal() -> dict[str, Any]:

@@ -157,6 +157,10 @@ class ReplyService:
         """Number of replies being written."""
         return 0 if self._asker is None else self._asker.active
 
+    def failing(self) -> frozenset[str]:
+        """Return the members at which this node's replies failed again and again."""
+        return frozenset() if self._asker is None else self._asker.planner.bans.failing(trio.current_time())
+
     def stats(self) -> AskerStats:
         """Figures of this node's asker."""
         if self._asker is None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.core.errors import HomeError, NotRunning, UsageError
-from p2p.platform import apart_from_terminal
+from p2p.platform import apart_from_terminal, module_command
 
 if TYPE_CHECKING:
     from app.api.client import Client
@@ -120,7 +120,7 @@ class HomeConnector:
             home.log_folder.mkdir(mode=0o700, exist_ok=True)
             with open(self._log_path(), "wb") as log:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "app.cli", "serve", "--home", str(self.folder)],
+                    module_command("app.cli", "serve", "--home", str(self.folder)),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=log,

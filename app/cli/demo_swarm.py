@@ -9,7 +9,6 @@ import contextlib
 import os
 import queue
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 from app.api.client import Client, client_of
 from app.core.errors import AppError
-from p2p.platform import apart_from_terminal
+from p2p.platform import apart_from_terminal, module_command
 
 NODES = 3
 SWARM = "demo"
@@ -57,7 +56,7 @@ class DemoNode:
         """Start the process, which hosts what fits in `memory_bytes`; `wait_ready` waits for it."""
         flags = ["--listen=/ip4/127.0.0.1/tcp/0", "--api-port=0", "--discovery=invite", "--device=cpu"]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "app.cli", "serve", *flags, f"--max-vram={memory_bytes}"],
+            module_command("app.cli", "serve", *flags, f"--max-vram={memory_bytes}"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -130,7 +129,7 @@ class DemoSwarm:
 
     def found(self, model: str) -> None:
         """Create the swarm in the first node's home folder; raises `DemoFailed` if the model cannot be opened."""
-        command = [sys.executable, "-m", "app.cli", "create", SWARM, "--model", model]
+        command = module_command("app.cli", "create", SWARM, "--model", model)
         done = subprocess.run(
             command, env=environment(self.nodes[0].home, {}), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             text=True, check=False,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from app.cli.command import Command, print_json
 from app.core.errors import AppError
+from p2p.platform import private_directory
 
 if TYPE_CHECKING:
     from app.system.service import ServicePlan
@@ -31,7 +32,7 @@ def run_service(arguments: argparse.Namespace) -> int:
     if arguments.action == "install":
         _warn_of_variables()
         is_new = not arguments.home.exists()
-        arguments.home.mkdir(parents=True, exist_ok=True)
+        private_directory(arguments.home)
         try:
             text = f"installed and started; {service.install(plan)}"
         except AppError:

@@ -75,7 +75,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     from app.web.links import Links
     from app.web.screen import open_screen
     from app.web.server import WebServer
-    from p2p.platform import stop_signals
+    from p2p.platform import module_command, stop_signals
 
     home, links = Home.open(arguments.home).folder, Links(trio.current_time)
     try:
@@ -86,7 +86,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     url = server.url_of(sock)
 
     async def start(mode: Mode, tab: str, width: int, height: int) -> ScreenProcess:
-        command = [sys.executable, "-m", "app.cli", "web", "--home", str(home), "--screen", mode, "--tab", tab]
+        command = module_command("app.cli", "web", "--home", str(home), "--screen", mode, "--tab", tab)
         return await open_screen(command, os.environ, width, height)
 
     with contextlib.ExitStack() as stack, trio.open_signal_receiver(*stop_signals()) as signals:

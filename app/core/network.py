@@ -117,6 +117,12 @@ class Network(Protocol):
     def links(self) -> Sequence[Link]:
         """List the open links."""
 
+    def source(self, peer: str) -> str:
+        """Return the address that a linked peer comes from, or its relay (IPv6: the /64); empty without a link.
+
+        Whoever has one address may have any number of peer ids.
+        """
+
     def keep_links(self, peers: Iterable[str]) -> None:
         """Protect the links to these peers from being closed; replaces the peers of earlier calls.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -33,6 +33,7 @@ from app.serving.block_server import DRAIN_S, BlockServer
 from app.session.frame import CHANGES, INT8
 from app.snapshot.startup import StartupSteps
 from app.snapshot.views import DeviceView, State
+from app.swarm.records import Announcement
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -130,8 +131,10 @@ class BlockHost:
         planned: Callable[[HostingPlan], Awaitable[None]] | None = None,
         on_hosted: Callable[[Hosted | None], Awaitable[None]] | None = None,
         adapters: AdapterSource | None = None,
+        failing: Callable[[], Collection[str]] = frozenset,
     ) -> None:
         self._network, self._swarm, self._loader, self._options, self._say = network, swarm, loader, options, say
+        self._failing = failing  # members at which this node's own replies fail
         self._steps = steps or StartupSteps(lambda: None)
         self._planned = planned  # runs while the first blocks are loaded
         self._on_hosted = on_hosted  # awaited once all blocks are served, and with None before they are given up
@@ -291,6 +294,11 @@ class BlockHost:
             return None
         return plan
 
+    def _others(self) -> Sequence[Announcement]:
+        """Return what other members announce, without those that say that they serve blocks and fail at it."""
+        announced, failing = self._swarm.announcements(), self._failing()
+        return [one for one in announced if one.peer not in failing] if failing else announced
+
     def _decide(self, plan: HostingPlan) -> Move | None:
         if self._options.blocks is not None:
             if self._span is not None:
@@ -298,7 +306,7 @@ class BlockHost:
             return Move(self._options.blocks, 0.0, because("asked_for", "the setting `blocks` names these blocks"))
         settled_s = trio.current_time() - self._settled_at
         me = Candidate(self._network.peer_id, plan.blocks, self._tokens_per_s, self._span, settled_s)
-        return decide(me, self._swarm.announcements(), self._swarm.n_blocks)
+        return decide(me, self._others(), self._swarm.n_blocks)
 
     async def _follow_the_swarm(self, plan: HostingPlan) -> None:
         """Decide on a move and carry it out once its wait is over; until then, wait for changes of members.
@@ -390,7 +398,7 @@ class BlockHost:
     async def _give_back(self, plan: HostingPlan, change: MemoryChange, span: Span) -> None:
         from engine.errors import DeviceFull
 
-        others = Counter(b for a in self._swarm.announcements() if a.serves and a.span for b in a.span.blocks())
+        others = Counter(b for a in self._others() if a.serves and a.span for b in a.span.blocks())
         kept = kept_span(span, plan, change, others)
         if kept is None:
             await self.drain(HOLE_DRAIN_S)
@@ -417,7 +425,7 @@ class BlockHost:
         span = self._options.blocks
         if span is None or len(span) > plan.blocks:
             me = Candidate(self._network.peer_id, plan.blocks, self._tokens_per_s, self._span)
-            span = regrown(me, self._swarm.announcements(), self._swarm.n_blocks)
+            span = regrown(me, self._others(), self._swarm.n_blocks)
         await self.drain()
         await self._load(plan, Move(span, 0.0, because("memory_back", "the device's memory is free again")))
 

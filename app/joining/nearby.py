@@ -15,13 +15,14 @@ import trio
 
 from app.core.errors import UnknownSwarm
 from app.core.network import Link, Network
+from app.core.pieces import Pieces, in_pieces
 from app.core.span import Span
 from app.manifest.manifest import Manifest
 from app.membership import fetch_manifest, wire
 from app.routing.cost import route_seconds
 from app.routing.planner import RoutePlanner
 from app.routing.route import KnownCosts, LinkSeconds, NoRoute, RouteRequest
-from app.routing.search import find_route
+from app.routing.search import search_route
 from app.swarm.records import Announcement, SwarmRecord, read_record_or_announcement
 from p2p.errors import P2PError
 
@@ -90,7 +91,8 @@ class NearbySwarms:
             near = NearbySwarm(one.record, one.link, members, manifest)
             if manifest is not None:
                 link_s = RoutePlanner(network, lambda members=members: members).link_s()  # type: ignore[misc]
-                near = replace(near, expectation=expectation_of(members, manifest.config.n_blocks, link_s))
+                expected = await in_pieces(expectation_of(members, manifest.config.n_blocks, link_s))
+                near = replace(near, expectation=expected)
             found.append(near)
         return found
 
@@ -131,12 +133,12 @@ class NearbySwarms:
             del self._manifests[oldest]
 
 
-def expectation_of(members: Sequence[Announcement], n_blocks: int, link_s: LinkSeconds) -> ExpectedSpeed:
+def expectation_of(members: Sequence[Announcement], n_blocks: int, link_s: LinkSeconds) -> Pieces[ExpectedSpeed]:
     """Estimate seconds per token over the cheapest route, from the members' claims and the measured links."""
     demand = RouteRequest(Span(0, n_blocks), TOKENS)
     fitting = [member for member in members if member.serves]
     try:
-        route = find_route(fitting, demand, link_s)
+        route = yield from search_route(fitting, demand, link_s)
     except NoRoute as error:
         return ExpectedSpeed(missing_block=error.block)
     return ExpectedSpeed(route_seconds(route, fitting, demand, link_s, KnownCosts()))

@@ -127,6 +127,8 @@ class MembershipExchange:
         reminder = [] if lost is None else [lost.announcement.raw]
         number = 0 if lost is None else lost.announcement.sequence
         request = wire.ProbeRequest(self._id, number, [self._own().raw, *reminder, *piggyback])
+        if known is not None and not self.network.source(peer):  # it has to be dialled, and others may fill the book
+            self.network.learn(peer, known.announcement.addresses)
         timeout_s = MEETING_TIMEOUT_S if is_stranger else CALL_TIMEOUT_S
         try:
             body, rtt_s = await self._ask(peer, request.encode(), timeout_s)
@@ -327,8 +329,11 @@ class MembershipExchange:
                 self._events.check_liveness(accused, suspicion.raw)
 
     def _record_contact(self, peer: str, rtt_s: float | None = None) -> None:
-        now = trio.current_time()
-        change = self.table.seen(peer, now, rtt_s)
+        """Record a contact; who is not counted yet counts only while it is linked, because its address is needed."""
+        now, source = trio.current_time(), self.network.source(peer)
+        if not source and (self.table.state(peer) in GONE or self.table.seen_at(peer) is None):
+            return
+        change = self.table.seen(peer, now, rtt_s, source)
         if change is not None:
             self._publish(change, now)
 

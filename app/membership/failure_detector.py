@@ -1,7 +1,8 @@
 """Decides which members to probe and when. Like SWIM, but only this node's own probes decide a member's state.
 
 Every period a few watched members are probed, in the order of a shuffled list, and all hops next to this node on routes
-(`neighbours`) besides; every `random_probe_s` one random member, in case gossip about a death was lost. A lost link to
+(`neighbours`) besides; every `random_probe_s` one random member, in case gossip about a death was lost, and ever more
+of them at once as long as some turn out to be gone: many can die together, or were never there to stay. A lost link to
 a watched member or neighbour, or a signed suspicion from another member, causes a probe at once. A failed probe makes
 the member suspect; a second failure makes it dead. Whoever hears of a suspicion probes for itself before passing it on,
 so that a false one reaches no further than its first receivers. Every `dead_retry_s` one dead member is probed again,
@@ -44,6 +45,7 @@ class Timing:
     probes_at_once: int = 64
 
 
+_MORE_DRAWS = 4  # times as many random members are probed after one that is gone
 Sign = Callable[[str, int], bytes]  # (accused peer, number of its announcement) -> signed suspicion
 
 
@@ -59,6 +61,9 @@ class FailureDetector:
         self._probing: dict[str, bytes | None] = {}  # peers being probed -> another's suspicion that caused it
         self._meeting: dict[str, None] = {}
         self._round: list[str] = []
+        self._drawn: list[str] = []  # random members that are being probed
+        self._draws = 1  # random members to probe the next time
+        self._draw_at = 0.0
         self._woken = Signal()
         self._check_limit = PeerRateLimit(burst=1, per_s=0.2)  # probes of one member that other peers can cause
         # On lossy links suspicions must not cause ever more suspicions.
@@ -107,17 +112,14 @@ class FailureDetector:
         self._woken.notify()
 
     async def _probe_periodically(self) -> None:
-        dead_due_at = random_due_at = trio.current_time()
+        dead_due_at = self._draw_at = trio.current_time()
         await trio.sleep(self._rng.uniform(0, self._timing.period_s))
         while True:
             now = trio.current_time()
-            due = {peer: None for peer in (*self.neighbours, *self._next_members())}
+            due = {peer: None for peer in (*self.neighbours, *self._next_members(), *self._random_members(now))}
             if now >= dead_due_at and (dead := self._table.dead()):
                 due[self._rng.choice(dead)] = None
                 dead_due_at = now + self._timing.dead_retry_s * self._rng.uniform(0.7, 1.3)
-            if now >= random_due_at and len(self._table.present()) > len(self.watched()):
-                due[self._rng.choice(self._table.present())] = None
-                random_due_at = now + self._timing.random_probe_s * self._rng.uniform(0.7, 1.3)
             self._keep_links()
             for peer in due:
                 self.probe(peer)
@@ -138,6 +140,20 @@ class FailureDetector:
             if self._round:
                 chosen.append(self._round.pop())
         return chosen
+
+    def _random_members(self, now: float) -> list[str]:
+        """Draw members to probe at random, more and at once if some of the last ones are gone."""
+        if any(peer in self._probing for peer in self._drawn):
+            return []
+        if any(self._table.state(peer) not in PRESENT for peer in self._drawn):
+            self._draws, self._draw_at = min(_MORE_DRAWS * self._draws, self._timing.probes_at_once), now
+        elif self._drawn:
+            self._draws = max(self._draws // _MORE_DRAWS, 1)
+        self._drawn, present = [], self._table.present()
+        if now >= self._draw_at and len(present) > len(self.watched()):
+            self._drawn = self._rng.sample(present, min(self._draws, len(present)))
+            self._draw_at = now + self._timing.random_probe_s * self._rng.uniform(0.7, 1.3)
+        return self._drawn
 
     async def _probe_twice(self, peer: str) -> None:
         """Probe a member and, if that made it suspect, once more after `retry_s`."""
@@ -185,7 +201,8 @@ class FailureDetector:
             outcome = await self._exchange.probe(peer)
             if outcome is ProbeOutcome.NO_MEMBER:
                 self._exchange.drop(peer)
-            elif outcome is not ProbeOutcome.ALIVE:  # a busy stranger is removed too; others will report it again
+            elif outcome is not ProbeOutcome.ALIVE or self._table.seen_at(peer) is None:
+                # A busy stranger is removed too, and one that has hung up: others will report it again.
                 self._exchange.failed(peer)
         finally:
             del self._meeting[peer]

@@ -295,6 +295,10 @@ class GuardedNetwork:
         """List the open links, also those to peers that are not admitted."""
         return self._network.links()
 
+    def source(self, peer: str) -> str:
+        """Return the address that a linked peer comes from; empty without a link."""
+        return self._network.source(peer)
+
     def keep_links(self, peers: Iterable[str]) -> None:
         """Protect the links to these peers from being closed."""
         self._network.keep_links(peers)

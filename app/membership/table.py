@@ -5,7 +5,8 @@ others only cause a probe (`app.membership.failure_detector`). The table is boun
 a member that this node has not been in contact with yet: a contacted member is never evicted for a stranger, strangers
 have a limited number of places, and these are shared fairly among the peers that passed their announcements on. A
 stranger that does not answer is removed, and for `held_off_s` not accepted again from anybody but itself; a peer that
-told of several such is not believed about further strangers for a while.
+told of several such is not believed about further strangers for a while. Peer ids are free and addresses are not, so
+contacted members that come from one address have a limited number of places too.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class TableLimits:
 
     members: int = 2048
     strangers: int = 1024  # members that this node has not been in contact with yet
+    of_source: int = 128  # contacted members that come from one address
     # Strangers that one peer may tell of though they do not answer, at once and each second: each of them is dialled.
     vain_strangers: float = 8.0
     vain_strangers_per_s: float = 0.2
@@ -40,6 +42,7 @@ class TableLimits:
     held_off: int = 4096  # peers whose announcements are accepted from themselves only
     gone_kept_s: float = 1800.0
     held_off_s: float = 15.0
+    crowded_s: float = 600.0  # the same for members whose address has no place: others would tell of them for ever
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +53,7 @@ class _Entry:
     since: float  # when it entered this state, on trio's clock
     via: str  # the peer that first passed its announcement on
     seen_at: float | None = None
+    source: str = ""  # address that it came from when it was contacted
     rtt: Ewma = field(default_factory=lambda: Ewma(_RTT_SMOOTHING))  # in seconds
     listed: bool = False  # True while it is part of `Table.present()`
 
@@ -78,6 +82,7 @@ class Table:
         self._stranger_count = 0
         self._vain_limit = PeerRateLimit(self._limits.vain_strangers, self._limits.vain_strangers_per_s)
         self._gone: dict[str, None] = {}  # the longest gone first; an ordered set
+        self._met: dict[str, set[str]] = {}  # address -> contacted members that are not gone
         self._held_off: OrderedDict[str, float] = OrderedDict()
         self._present: tuple[str, ...] | None = None
         self._announcements: tuple[Announcement, ...] | None = None
@@ -185,11 +190,18 @@ class Table:
         self._set_state(entry, announced_state(announcement), now)
         return Change(kind, entry.member(), before)
 
-    def seen(self, peer: str, now: float, rtt_s: float | None = None) -> Change | None:
-        """Record a successful contact with a member; returns a change if it was a stranger, suspect or dead."""
+    def seen(self, peer: str, now: float, rtt_s: float | None = None, source: str = "") -> Change | None:
+        """Record a successful contact with a member; returns a change if it was a stranger, suspect or dead.
+
+        A stranger or dead member is removed instead if too many members come from its address.
+        """
         entry = self._entries.get(peer)
         if entry is None or entry.state == "left":
             return None
+        if entry.seen_at is None or entry.state == "dead":
+            if len(self._met.get(source, ())) >= self._limits.of_source:
+                return self._turn_away(entry, now, self._limits.crowded_s)
+            entry.source = source
         kind: ChangeKind | None = None
         if entry.state in ("suspect", "dead"):
             kind = "recovered" if entry.state == "suspect" else "joined"
@@ -212,10 +224,7 @@ class Table:
         before = entry.member()
         if entry.seen_at is None:
             self._vain_limit.take(entry.via, now)
-            self._hold_off(peer, now)
-            self._remove(peer)
-            entry.state = "dead"
-            return Change("dead", entry.member(), before)
+            return self._turn_away(entry, now, self._limits.held_off_s)
         self._set_state(entry, "dead" if entry.state == "suspect" else "suspect", now)
         return Change("dead" if entry.state == "dead" else "suspected", entry.member(), before)
 
@@ -225,7 +234,7 @@ class Table:
         if entry is None:
             return None
         before = entry.member()
-        self._hold_off(peer, now)
+        self._hold_off(peer, now + self._limits.held_off_s)
         self._remove(peer)
         entry.state = "left"
         return None if before.state in GONE else Change("left", entry.member(), before)
@@ -267,6 +276,14 @@ class Table:
         return [peer for key in keys if (peer := self._peer_of.get(key))]
 
     # --- internal -----------------------------------------------------------------------------------------------------
+
+    def _turn_away(self, entry: _Entry, now: float, for_s: float) -> Change:
+        """Remove a member that does not count, and accept it from nobody but itself for a while."""
+        before, peer = entry.member(), entry.announcement.peer
+        self._hold_off(peer, now + for_s)
+        self._remove(peer)
+        entry.state = "dead"
+        return Change("dead", entry.member(), before)
 
     def _add(self, entry: _Entry) -> Change | None:
         if entry.key in self._peer_of:  # another peer's key begins with the same 8 bytes
@@ -311,17 +328,23 @@ class Table:
             entry.listed, self._present = listed, None
 
     def _index(self, entry: _Entry, peer: str) -> None:
-        """Put an entry among the gone or the strangers, according to its state."""
+        """Put an entry among the gone, the strangers or those of its address, according to its state."""
         self._unindex(peer)
         if entry.state in GONE:
             self._gone[peer] = None
         elif entry.seen_at is None:
             self._strangers.setdefault(entry.via, {})[peer] = None
             self._stranger_count += 1
+        elif entry.source:
+            self._met.setdefault(entry.source, set()).add(peer)
 
     def _unindex(self, peer: str) -> None:
         self._gone.pop(peer, None)
-        via = self._entries[peer].via
+        via, source = self._entries[peer].via, self._entries[peer].source
+        if peer in self._met.get(source, ()):
+            self._met[source].discard(peer)
+            if not self._met[source]:
+                del self._met[source]
         reported = self._strangers.get(via, {})
         if peer in reported:
             del reported[peer]
@@ -337,8 +360,8 @@ class Table:
         if entry.listed:
             entry.listed, self._present = False, None
 
-    def _hold_off(self, peer: str, now: float) -> None:
-        self._held_off[peer] = now + self._limits.held_off_s
+    def _hold_off(self, peer: str, until: float) -> None:
+        self._held_off[peer] = until
         self._held_off.move_to_end(peer)
         if len(self._held_off) > self._limits.held_off:
             self._held_off.popitem(last=False)

@@ -51,7 +51,7 @@ from app.serving.step_ahead import StepAhead
 from app.snapshot.startup import StartupSteps
 from app.snapshot.views import PeerView, State
 from app.swarm.names import SwarmName
-from app.swarm.records import SwarmRecord
+from app.swarm.records import Announcement, SwarmRecord
 from app.swarm.saved import SavedSwarm, record_of
 from app.training.activations import ActivationDisk
 from app.training.consent import job_replicas, job_routes, slow_wire
@@ -123,8 +123,12 @@ class ActiveSwarm:
         return self._context.config().settings.max_vram
 
     def members(self) -> tuple[Member, ...]:
-        """Return the other known members; empty before joining."""
+        """Return the other known members, also those that only others tell of; empty before joining."""
         return () if self.membership is None else self.membership.members()
+
+    def announcements(self) -> Sequence[Announcement]:
+        """Return what members announce that this node itself met and that are there now: others may not exist."""
+        return () if self.membership is None else self.membership.announcements()
 
     def peers(self, network: Network) -> tuple[PeerView, ...]:
         """Return the other members for the snapshot."""
@@ -202,9 +206,8 @@ class ActiveSwarm:
             return
         sessions = () if self.replies is None else self.replies.stats().sessions
         hops = [hop.peer for session in sessions for hop in session.route]
-        announcements = [member.announcement for member in self.members() if member.present]
         hosted = None if self.block_host is None else self.block_host.span
-        self.membership.set_neighbours(route_neighbours(hosted, hops, announcements))
+        self.membership.set_neighbours(route_neighbours(hosted, hops, self.announcements()))
 
     def follow_settings(self) -> None:
         """Announce this node's new name to the members, and host with the new memory limit."""
@@ -394,7 +397,7 @@ class ActiveSwarm:
 
     def _others(self) -> list[str]:
         """Members that are there now."""
-        return [member.peer for member in self.members() if member.present]
+        return [announced.peer for announced in self.announcements()]
 
     async def _room_here(self, peer: str) -> int:
         """Bytes that this node's training server gives to islands of its own."""

@@ -260,6 +260,7 @@ class HostingLoop:
             planned=self._place_head,
             on_hosted=partial(_train_with, training),
             adapters=AdapterFetcher(self._states),
+            failing=self._replies.failing,
         )
         async with trio.open_nursery() as nursery:
             await nursery.start(training.run)

@@ -109,7 +109,7 @@ class SwarmSwitcher:
         if network is not None:
             own = tuple(network.addresses())
         if active_swarm is not None and self._is_active(swarm):
-            others = [a for m in active_swarm.members() if m.present for a in m.announcement.addresses[:1]] + others
+            others = [a for one in active_swarm.announcements() for a in one.addresses[:1]] + others
         identity = await trio.to_thread.run_sync(load_or_create, self._home.key_file)
         entry, invitation = await trio.to_thread.run_sync(issue, self._home, identity, swarm, limits)
         return MadeInvite(invite_to(swarm, own, others, entry), invitation)

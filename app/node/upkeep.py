@@ -114,7 +114,7 @@ class Upkeep:
         span = None if active_swarm is None or active_swarm.block_host is None else active_swarm.block_host.span
         if active_swarm is None or span is None:
             return False
-        announced = [member.announcement for member in active_swarm.members() if member.present]
+        announced = active_swarm.announcements()
         others = [one.span for one in announced if one.state == "serving" and one.span is not None]
         return bool(announced) and any(all(block not in other for other in others) for block in span.blocks())
 
@@ -149,7 +149,7 @@ class Upkeep:
         active_swarm = self._network_owner.active_swarm
         if active_swarm is None or active_swarm.manifest is None:
             return False
-        present = [member.announcement for member in active_swarm.members() if member.present]
+        present = active_swarm.announcements()
         spans = [one.span for one in present if one.state == "serving" and one.span is not None]
         blocks = range(active_swarm.manifest.config.n_blocks)
         return bool(present) and any(all(block not in span for span in spans) for block in blocks)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from app.core.reasons import Reason
 from p2p.rate_limit import backoff_s
 
+FAILING = 4  # failures in a row, after which a peer counts as one that does not work
+FAILING_S = 600.0  # for so long after its last ban
+
 
 class Bans:
     """Temporary bans: each failure doubles a peer's ban, from `first_s` up to `longest_s`; a success resets it."""
@@ -35,6 +38,14 @@ class Bans:
     def is_busy(self, peer: str) -> bool:
         """True if the peer's last ban was for having no room."""
         return peer in self._busy
+
+    def failing(self, now: float) -> frozenset[str]:
+        """Return the peers that failed again and again, and never worked in between; not those that were busy."""
+        return frozenset(
+            peer
+            for peer, (times, until, _) in self._bans.items()
+            if times >= FAILING and peer not in self._busy and now < until + FAILING_S
+        )
 
     def active(self, now: float) -> dict[str, Reason]:
         """Return the peers that are banned now, with the reasons."""

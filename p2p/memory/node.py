@@ -28,6 +28,7 @@ class Fabric(Protocol):
     """The network as a node sees it; `MemoryFabric` implements it."""
 
     directory: MemoryDirectory
+    machine_of: dict[str, str]
 
     @property
     def nodes(self) -> dict[str, MemoryNode]: ...
@@ -132,6 +133,10 @@ class MemoryNode:
             )
             for peer, link in self.linked.items()
         )
+
+    def source(self, peer: str) -> str:
+        """Return the machine that a linked peer runs on, which is its name unless a test says otherwise."""
+        return self.fabric.machine_of.get(peer, peer) if peer in self.linked else ""
 
     def keep_links(self, peers: Iterable[str]) -> None:
         """Replace the set of peers whose links are never closed as surplus."""

@@ -86,7 +86,7 @@ async def test_a_node_whose_blocks_cannot_be_had_stays_as_a_client(
         network = fabric.node(who.peer_id)
         swarm = Membership(network, who, RECORD, WIDE.n_blocks, MembershipSetup(wall_clock=wall_clock))
         cache = tmp_path / ("seed" if has_model else "empty")
-        replies: Any = SimpleNamespace(place_head=head_stays)
+        replies: Any = SimpleNamespace(place_head=head_stays, failing=frozenset)
         weights = kind(network, swarm, manifest, cache, lambda: DiskRoom(limit_bytes=1))
         states = StateStore(network, context.home.training_folder, lambda peer: True)
         activations = ActivationDisk(tmp_path / "activations", lambda: 0)

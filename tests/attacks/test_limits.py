@@ -136,6 +136,7 @@ ROWS: dict[str, tuple[float, ...]] = {
     "members known": (
         TABLE.members,
         TABLE.strangers,
+        TABLE.of_source,
         TABLE.vain_strangers,
         1 / TABLE.vain_strangers_per_s,
     ),

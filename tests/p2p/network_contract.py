@@ -259,7 +259,9 @@ class CallContract:
         lost = trio.Event()
         b.on_link_lost(lambda peer: lost.set())
         assert list(a.links()) == []
+        assert a.source(b.peer_id) == ""
         await a.call(b.peer_id, "echo", bytes(1000), timeout_s=5)
+        assert a.source(b.peer_id)
         (link,) = a.links()
         assert link.peer == b.peer_id
         assert link.bytes_out >= 1000

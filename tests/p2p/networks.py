@@ -98,6 +98,9 @@ class WiredNode(Switchboard):
 
     def learn(self, peer: str, addresses: Sequence[str]) -> None: ...
 
+    def source(self, peer: str) -> str:
+        return peer if self.links_to(peer) else ""
+
     def keep_links(self, peers: Iterable[str]) -> None: ...
 
     def peers(self) -> list[str]:

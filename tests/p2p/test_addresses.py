@@ -151,6 +151,17 @@ def test_the_book_is_bounded_and_keeps_who_was_reached() -> None:
     assert friend in book.addresses(PEER)
 
 
+def test_no_crowd_displaces_those_who_were_reached() -> None:
+    """A hundred peers were reached; then thousands of others are reported, as whoever connects to a node can do."""
+    book, friends = AddressBook(max_peers=300), [peer_id_of(bytes(31) + bytes([number])) for number in range(100)]
+    for friend in friends:
+        book.succeeded(Address("ip4", "10.9.9.9", 1, friend), now=0)
+    for number in range(1000, 5000):
+        book.add(peer_id_of(number.to_bytes(32, "little")), [Address("ip4", "10.0.0.1", number)], now=number)
+    assert len(book) == 300
+    assert all(book.addresses(friend) for friend in friends)
+
+
 def test_remembered_peers_come_back(tmp_path: Path) -> None:
     path = tmp_path / "peers.json"
     assert load_peers(path) == []

@@ -278,7 +278,7 @@ def _title_of(text: str) -> str:
 
 def _open(path: Path | None) -> sqlite3.Connection:
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # at a first start it is the home folder
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite would create it readable by everybody
     connection = sqlite3.connect(":memory:" if path is None else path)
     connection.execute("pragma foreign_keys = on")

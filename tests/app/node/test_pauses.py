@@ -23,6 +23,7 @@ from app.membership.member import Change, Member
 from app.node.node import Node
 from app.routing.route import NoRoute
 from app.swarm.records import Announcement
+from p2p.identity import Identity
 from tests.app.node.test_node import QUIET, cache, found_swarm, living, until
 
 __all__ = ["cache"]
@@ -224,3 +225,23 @@ async def test_blocks_that_nobody_uses_are_unloaded_until_somebody_asks(tmp_path
             await anext(reply)
         await reply.aclose()
         await until(a, lambda: a.snapshot().state == "serving")
+
+
+async def test_blocks_are_needed_though_a_member_tells_of_others_that_serve_them(tmp_path: Path, cache: Path) -> None:
+    """A member that hosts nothing tells of one that serves all blocks, whom nobody met: this node does not unload."""
+    found_swarm(tmp_path / "a", cache, "home")
+    async with living(tmp_path / "a", cache, max_vram=10**9, device="cpu", blocks="0:8") as a:
+        await until(a, lambda: a.snapshot().state == "serving")
+        active_swarm, upkeep = a._network_owner.active_swarm, a._upkeep
+        assert active_swarm is not None
+        assert active_swarm.membership is not None
+        table, swarm, now = active_swarm.membership.table, active_swarm.swarm.id, trio.current_time()
+        teller, made_up = (Identity.generate().peer_id for _ in "ab")
+        table.update(Announcement(teller, 1, 2**60, swarm, "client"), sender=teller, now=now)
+        table.seen(teller, now)
+        table.update(Announcement(made_up, 1, 2**60, swarm, "serving", Span(0, 8)), sender=teller, now=now)
+        assert upkeep.is_only_holder()
+        assert upkeep._is_needed()
+        table.seen(made_up, now)
+        assert not upkeep.is_only_holder()
+        assert not upkeep._is_needed()

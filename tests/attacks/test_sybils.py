@@ -1,0 +1,176 @@
+"""A few machines with thousands of peer ids, each of which calls once, says that it serves everything, and is gone."""
+
+from __future__ import annotations
+
+import trio
+from trio.testing import MockClock
+
+from app.core.reasons import because
+from app.core.span import Span
+from app.hosting.block_host import BlockHost, HostingOptions
+from app.membership import wire
+from app.membership.table import Table, TableLimits
+from app.routing.bans import FAILING
+from app.routing.planner import RoutePlanner, SessionRoutes
+from app.routing.route import RouteRequest
+from app.swarm.records import Announcement, sign_announcement
+from p2p.errors import P2PError
+from p2p.identity import Identity
+from tests.app.hash_model import HashRunner, greedy
+from tests.app.session_swarm import PROMPT, SessionSwarm, ask, open_swarm
+from tests.app.swarms import N_BLOCKS, Sim, SimNode, identity, open_sim, wall_clock
+from tests.sim.twin import SimLoader
+from tests.sim.world import NodeSpec
+
+ONE_MACHINE = "192.0.2.7"
+LIMITS = TableLimits()
+
+
+def serving(who: Identity, swarm: str, now_ms: int) -> Announcement:
+    return Announcement(who.peer_id, now_ms, now_ms + 3_000_000, swarm, "serving", Span(0, N_BLOCKS), 1e6, 1e7, 1 << 20)
+
+
+async def call_once(sim: Sim, victim: SimNode, numbers: range, machine: str = ONE_MACHINE) -> None:
+    """Let identities of one machine announce themselves to the victim, and vanish."""
+    for number in numbers:
+        who = identity(number)
+        sim.fabric.machine_of[who.peer_id] = machine
+        network = sim.fabric.node(who.peer_id)
+        said = sign_announcement(who, serving(who, sim.record.id, int(wall_clock() * 1000)))
+        body = wire.Tell(bytes.fromhex(sim.record.id), [said]).encode()
+        try:
+            await network.call(victim.peer, wire.TELL, body, timeout_s=5)
+        except P2PError:
+            pass
+        await network.disconnect(victim.peer)
+        sim.fabric.freeze(who.peer_id)
+
+
+async def test_one_machine_cannot_fill_the_table_of_members(autojump_clock: MockClock) -> None:
+    """Four times as many identities call from one address as it has places: a newcomer from elsewhere has one."""
+    async with open_sim() as sim:
+        nodes = await sim.grow(4)
+        victim = nodes[0]
+        await call_once(sim, victim, range(10_000, 10_000 + 4 * LIMITS.of_source))
+        assert len(victim.swarm.table.present()) <= LIMITS.of_source + 3
+        newcomer = sim.add(50, [victim.peer])
+        await sim.until(lambda: newcomer.peer in victim.swarm.table.present(), 5)
+        await sim.until(lambda: {node.peer for node in nodes} <= set(newcomer.swarm.table.present()), 60)
+
+
+async def test_members_that_called_once_and_vanished_are_soon_found_out(autojump_clock: MockClock) -> None:
+    """Six machines call with a hundred identities each, which answer no probe: two minutes later none counts."""
+    async with open_sim() as sim:
+        nodes = await sim.grow(3)
+        victim, honest = nodes[0], {node.peer for node in nodes[1:]}
+        for machine in range(6):
+            first = 10_000 + 100 * machine
+            await call_once(sim, victim, range(first, first + 100), f"192.0.2.{machine}")
+        assert len(victim.swarm.table.present()) > 400, "they were met"
+        await sim.until(lambda: set(victim.swarm.table.present()) == honest, 120)
+
+
+def test_places_of_an_address_are_free_again_once_members_are_gone() -> None:
+    """A member is turned away if its address has no place, and taken once another one from there is gone."""
+    table = Table("own", TableLimits(of_source=2))
+    crowd = [identity(number) for number in range(4)]
+    for who in crowd:
+        table.update(serving(who, "", 1), sender=who.peer_id, now=0.0)
+    first, second, third, elsewhere = (who.peer_id for who in crowd)
+    assert [change.kind for peer in (first, second) if (change := table.seen(peer, 1.0, source="a"))] == ["proven"] * 2
+    refused = table.seen(third, 1.0, source="a")
+    assert refused is not None
+    assert (refused.kind, third in table) == ("dead", False)
+    assert table.update(serving(crowd[2], "", 2), sender=second, now=300.0) is None, "others do not bring it back"
+    met = table.seen(elsewhere, 1.0, source="b")
+    assert met is not None
+    assert met.kind == "proven"
+    table.failed(first, 2.0)
+    table.failed(first, 3.0)
+    table.update(serving(crowd[2], "", 2), sender=third, now=4.0)
+    taken = table.seen(third, 4.0, source="a")
+    assert taken is not None
+    assert taken.kind == "proven"
+    back = table.seen(first, 5.0, source="a")
+    assert back is not None, "it is back, but its place is taken"
+    assert (back.kind, first in table) == ("dead", False)
+    assert table.present() == tuple(sorted((second, third, elsewhere)))
+
+
+# --- members that answer probes, say that they serve, and do not -----------------------------------------------------
+
+HALF = N_BLOCKS // 2
+
+
+def says_it_serves(node: SimNode, span: Span) -> None:
+    node.swarm.announce(
+        state="serving", span=span, decode_tokens_per_s=50.0, prefill_tokens_per_s=500.0, kv_free_tokens=1 << 20
+    )
+
+
+async def test_a_node_fills_the_hole_that_members_hide_at_which_its_replies_fail(autojump_clock: MockClock) -> None:
+    """Four members say that they serve the second half and never do: a node whose replies fail at them takes it."""
+    async with open_sim() as sim, trio.open_nursery() as nursery:
+        me, *others = await sim.grow(8)
+        honest, liars = others[:3], others[3:]
+        for node in honest:
+            says_it_serves(node, Span(0, HALF))
+        for node in liars:
+            says_it_serves(node, Span(HALF, N_BLOCKS))
+        planner = RoutePlanner(me.network, me.swarm.announcements)
+        routes = SessionRoutes(planner, RouteRequest(Span(0, N_BLOCKS), 1))
+        spec = NodeSpec(me.number, HALF, 50.0, load_s=1.0, place=(0.0, 0.0))
+        host = BlockHost(
+            me.network, me.swarm, SimLoader(spec), HostingOptions(), lambda state, why: None,
+            failing=lambda: planner.bans.failing(trio.current_time()),
+        )  # fmt: skip
+        nursery.start_soon(host.run)
+        await sim.until(lambda: me.swarm.own.serves, 60)
+        await trio.sleep(300)
+        assert me.swarm.own.span == Span(0, HALF), "the second half seems to be served by more"
+        for _ in range(FAILING):
+            for liar in liars:
+                routes.failed(liar.peer, because("unreachable", "it does not answer"), busy=False)
+            await trio.sleep(10)
+        await sim.until(lambda: me.swarm.own.serves and me.swarm.own.span == Span(HALF, N_BLOCKS), 90)
+        routes.worked(liars[0].peer)
+        assert liars[0].peer not in planner.bans.failing(trio.current_time())
+        nursery.cancel_scope.cancel()
+
+
+# --- replies ---------------------------------------------------------------------------------------------------------
+
+
+def claim(swarm: SessionSwarm, count: int) -> None:
+    """Add members that claim to serve all blocks a thousand times as fast, and swallow whatever is sent to them."""
+    for number in range(count):
+        name = f"ghost {number}"
+        swarm.fabric.node(name)
+        swarm.fabric.freeze(name)
+        swarm.announcements[name] = Announcement(name, 1, 0, "", "serving", Span(0, 8), 1e5, 1e6, 1 << 40)
+
+
+async def test_a_crowd_that_claims_to_be_fast_costs_an_asker_little_time(autojump_clock: MockClock) -> None:
+    """Hundreds of members claim all blocks and never answer: replies go on over those that worked before."""
+    async with open_swarm((0, 4), (4, 8), delay_s=0.05) as swarm:
+        asker = await swarm.asker()
+        assert (await ask(asker, PROMPT, 4)).token_ids == greedy(PROMPT, 4)
+        claim(swarm, 300)
+        begin = trio.current_time()
+        for _ in range(20):
+            assert (await ask(asker, PROMPT, 4)).token_ids == greedy(PROMPT, 4)
+        assert trio.current_time() - begin < 60, "each reply waited for several of them"
+
+
+async def test_a_newcomer_is_used_again_after_others_failed(autojump_clock: MockClock) -> None:
+    """A member that never answers makes an asker wary for a while: then a fast newcomer is tried, and used."""
+    async with open_swarm((0, 4), (4, 8), delay_s=0.05) as swarm:
+        asker = await swarm.asker()
+        await ask(asker, PROMPT, 4)
+        claim(swarm, 1)
+        await ask(asker, PROMPT, 4)
+        del swarm.announcements["ghost 0"]
+        await swarm.serve("newcomer", HashRunner(0, 8), speed=10_000.0)
+        await trio.sleep(30)
+        stats = await ask(asker, PROMPT, 4)
+        assert [hop.peer for hop in stats.route] == ["newcomer"]
