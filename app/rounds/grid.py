@@ -8,19 +8,22 @@ Moshpit SGD, and a round has two stages:
              weighs as much as its members together
 
 Then everybody takes the shares that were merged at last: one of another row from the member of its own row that merges
-the same numbers, which takes it for the whole row. All this moves as many bytes as if all exchanged with all, 2(n-1)/n
-of a change for each of n members, but between fewer pairs (6 of 15 others for 16 members); and of r rows no more than
-2(r-1)/n of a change for a member cross from row to row.
+the same numbers, which takes it for the whole row. This moves as many bytes as if all exchanged with all, in the mean
+2(n-1)/n of a change for each of n members, but between fewer pairs (6 of 15 others for 16 members); and of r rows no
+more than 2(r-1)/n of a change for a member cross from row to row.
 
 Who is in a row is drawn from the hash of the last round, but members on one local network are put together if they are
 at least four: so they merge among themselves first, and one change of theirs goes on over the slow links. Eight members
 or fewer are a grid only if all of them are on such networks. Members say themselves which network they are on.
 
-It weakens clipping, which bounds whoever is less than half of those whose changes are seen together. In a grid it
-bounds whoever is less than half of a row, and of three or more rows those that are less than half of the rows; two rows
-are averaged. So a quarter of the members can suffice to move the merged change at will, and two of a row of four to
-move what it contributes, where half of all are needed without a grid. Only a row's own members see its changes, and say
-which of them are unlike the others. That a row was merged rightly is not checked, as that of shares is not.
+What rows merged is rounded to the round's number format once more. No error feedback keeps that, nor what is rounded at
+last; it is the smaller of the two, since the errors of the rows are averaged.
+
+Clipping bounds less in a grid. It bounds members that are fewer than half of those whose changes it sees together: here
+fewer than half of a row, and rows that are fewer than half of three or more; two rows are averaged. So half of the
+members of half of the rows, a quarter of all, can move the merged change at will, and with two rows half of one, which
+is two of nine. Where all merge with all it takes half of all. Only members of a row see its changes, and say which of
+them are unlike the others. That a row was merged rightly is not checked; neither is it of shares.
 """
 
 from __future__ import annotations
