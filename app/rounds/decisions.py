@@ -69,28 +69,40 @@ def taken_from(merger: str, me: str, near: Collection[str], seed: bytes) -> str:
 
 
 def to_leave_out(
-    members: Sequence[str], accusations: Mapping[str, Iterable[str]], roots: Mapping[str, bytes]
+    members: Sequence[str],
+    accusations: Mapping[str, Iterable[str]],
+    roots: Mapping[str, bytes],
+    circles: Mapping[str, Iterable[Collection[str]]] | None = None,
 ) -> set[str]:
     """Return the members without whom a failed exchange is repeated; `accusations` are accuser -> accused.
 
-    One who accuses more than half of the others, and at least two, is taken to be the one at fault. Nobody can tell
-    whether the few who accuse somebody are right, so they go with the accused: a false accusation gains nothing.
-    Without accusations it is whoever ended with another root than most, where no root (empty) is one as well.
+    `circles` are groups of others with whom a member exchanges, which see it fail in one stage; without them, it is all
+    others. One who accuses more than half of a circle, and at least two, is taken to be the one at fault. Nobody
+    can tell whether the few of a circle who accuse somebody are right, so they go with the accused: a false accusation
+    gains nothing. Without accusations it is whoever ended with another root than most, where no root (empty) is one as
+    well.
     """
     known = {
         accuser: {one for one in accused if one in members}
         for accuser, accused in accusations.items()
         if accuser in members
     }
-    others = len(members) - 1
-    faulty = {accuser for accuser, accused in known.items() if len(accused) >= 2 and 2 * len(accused) > others}
+
+    def is_most(some: set[str], peer: str) -> bool:
+        for circle in [{*members} - {peer}] if circles is None else circles[peer]:
+            found = len(some & {peer, *circle})
+            if 2 * found > len(circle) and found >= min(2, len(members) - 1):
+                return True
+        return False
+
+    faulty = {accuser for accuser, accused in known.items() if len(accused) >= 2 and is_most(accused, accuser)}
     accusers: dict[str, set[str]] = {}
     for accuser in known.keys() - faulty:
         for one in known[accuser] - faulty:
             accusers.setdefault(one, set()).add(accuser)
     found = set(faulty)
     for one, who in accusers.items():
-        found |= {one} if 2 * len(who) > others else {one, *who}
+        found |= {one} if is_most(who, one) else {one, *who}
     if found or len(set(roots.values())) < 2:
         return found
     counts = Counter(roots.values())

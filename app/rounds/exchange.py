@@ -3,6 +3,9 @@
 An all-reduce in two trips: each member fetches its share (a range of leaves) of everybody's change and merges it, then
 fetches the shares that the others merged. So it sees all versions of its share together, as clipping requires. A change
 is checked against the hash that its arrival committed to: nobody can send different ones, or copy another's.
+In a grid (`app.rounds.grid`) a member fetches and merges its share of the changes of its row first, and then its share
+of what all rows merged. What a row merged goes to one member, so nobody could compare two versions of it, and it is not
+signed.
 Merged leaves are checked against what their merger has signed: if members end with different states, whoever signed two
 versions of its share is known. That a share was merged rightly is not checked, but that it is not far larger than any
 change: numbers with which no model can go on would end everybody's part.
@@ -32,9 +35,9 @@ from app.rounds.decisions import (
     merge_weights,
     request_leaves,
     request_timeout_s,
-    share_ranges,
     taken_from,
 )
+from app.rounds.grid import Grid, grid_of
 from app.rounds.statements import (
     MAX_ARRIVAL_BYTES,
     MAX_MEMBERS,
@@ -98,11 +101,13 @@ class ExchangeAttempt:
     """One attempt at a round as it is seen here; served to the other members."""
 
     members: MemberList
+    of_row: dict[int, bytes] = field(default_factory=dict)  # leaves merged of the changes of the own row, in a grid
     merged: dict[int, bytes] = field(default_factory=dict)  # leaves by number
     shares: dict[str, MergedShare] = field(default_factory=dict)  # by the member that signed it
     report: dict[str, tuple[float, float]] = field(default_factory=dict)  # member -> norm and cosine of its change
-    past: tuple[int, ...] = ()  # thousandths: cosine of each member's change with the last merged one
+    past: tuple[int, ...] = ()  # thousandths: cosine of each change of the row with the last merged one
     failed: dict[str, str] = field(default_factory=dict)
+    has_failed: bool = False  # here, whether or not it is known who is at fault
     is_superseded: bool = False  # the one who leads has made another list
     changed: Signal = field(default_factory=Signal)
     bytes_in: int = 0
@@ -110,6 +115,7 @@ class ExchangeAttempt:
     def fail(self, failed: Mapping[str, str]) -> ExchangeFailed:
         """Remember who failed, and tell those who wait for the share that is merged here."""
         self.failed.update(failed)
+        self.has_failed = True
         self.changed.notify()
         return ExchangeFailed(self.failed)
 
@@ -125,36 +131,43 @@ class Exchange:
         model: MergingModel,
         job: bytes,
         *,
+        is_grid: bool,
         wall_ms: Callable[[], int],
         in_thread: Callable[..., Awaitable[Any]],
     ) -> None:
         self._network, self._identity, self._device, self._model = network, identity, device, model
-        self._job, self._wall_ms, self._in_thread = job, wall_ms, in_thread
+        self._job, self._is_grid, self._wall_ms, self._in_thread = job, is_grid, wall_ms, in_thread
         self._passed_over: dict[str, int] = {}  # members that did not pass a share on, and the round to ask again
 
     async def run(self, attempt: ExchangeAttempt, own: OwnChange, deadline: float) -> list[bytes]:
         """Return all merged leaves, the same bytes for all members; raises `ExchangeFailed`."""
-        members, me = attempt.members.members, self._network.peer_id
-        ranges = share_ranges(self._model.leaves, len(members))
-        mine = ranges[members.index(me)]
-        rows: dict[str, list[bytes]] = {me: own.leaves[mine.start : mine.stop]}
+        grid, me = grid_of(attempt.members, is_grid=self._is_grid), self._network.peer_id
+        weights = merge_weights({arrival.peer: arrival.tokens for arrival in attempt.members.arrivals})
+        shares, is_grid = grid.shares(self._model.leaves), len(grid.rows) > 1
+        # Stages end before the next ones: who waits for another hears that it failed, and does not take it for the one
+        # at fault.
+        left_s = deadline - trio.current_time()
+        until = deadline - left_s / 2 if is_grid else deadline
+        leaves = await self._merge_row(attempt, grid, own, weights, until)
+        if is_grid:
+            attempt.of_row.update(zip(grid.row_shares(self._model.leaves)[me], leaves, strict=True))
+            attempt.changed.notify()
+            leaves = await self._merge_rows(attempt, grid, weights, deadline - left_s / 4)
+        if shares[me]:
+            _, root = await self._in_thread(hashes_of, leaves)
+            share = MergedShare(self._job, attempt.members.hash, root)
+            attempt.shares[me] = sign_share(self._identity, share, self._wall_ms())
+        attempt.merged.update(zip(shares[me], leaves, strict=True))
+        attempt.changed.notify()
 
-        async def take(arrival: Arrival) -> None:
-            rows[arrival.peer] = await self._change_of(attempt, arrival, mine, deadline)
-
-        others = [arrival for arrival in attempt.members.arrivals if arrival.peer != me]
-        await self._all(attempt, {arrival.peer: (take, arrival) for arrival in others})
-        await self._merge(attempt, rows, mine)
-
-        async def collect(index: int) -> None:
-            share, leaves = await self._share_of(members[index], ranges[index], deadline, attempt)
-            await self._device.run_later(self._model.check_merged, leaves, ranges[index].start)
-            attempt.shares[share.peer] = share
-            attempt.merged.update(zip(ranges[index], leaves, strict=True))
+        async def collect(peer: str) -> None:
+            share, leaves = await self._share_of(peer, grid, deadline, attempt)
+            await self._device.run_later(self._model.check_merged, leaves, shares[peer].start)
+            attempt.shares[peer] = share
+            attempt.merged.update(zip(shares[peer], leaves, strict=True))
             attempt.changed.notify()
 
-        wanted = {peer: (collect, index) for index, peer in enumerate(members) if peer != me and ranges[index]}
-        await self._all(attempt, wanted)
+        await self._all(attempt, {peer: (collect, peer) for peer in shares if peer != me and shares[peer]})
         return [attempt.merged[leaf] for leaf in range(self._model.leaves)]
 
     async def merged_of(self, members: MemberList, giver: str, deadline: float) -> list[bytes]:
@@ -222,24 +235,55 @@ class Exchange:
         if failed or unfinished:
             raise attempt.fail(failed)
 
-    async def _merge(self, attempt: ExchangeAttempt, rows: Mapping[str, list[bytes]], mine: range) -> None:
-        members = attempt.members.members
-        weights = merge_weights({arrival.peer: arrival.tokens for arrival in attempt.members.arrivals})
+    async def _merge_row(
+        self, attempt: ExchangeAttempt, grid: Grid, own: OwnChange, weights: Mapping[str, float], until: float
+    ) -> list[bytes]:
+        """Take this member's share of the changes of its row, merge it and report on them."""
+        me, row = self._network.peer_id, grid.row_of(self._network.peer_id)
+        mine = grid.row_shares(self._model.leaves)[me]
+        changes: dict[str, list[bytes]] = {me: own.leaves[mine.start : mine.stop]}
+
+        async def take(arrival: Arrival) -> None:
+            changes[arrival.peer] = await self._change_of(attempt, arrival, mine, until)
+
+        others = [one for one in attempt.members.arrivals if one.peer in row and one.peer != me]
+        await self._all(attempt, {arrival.peer: (take, arrival) for arrival in others})
+        found = await self._merge(attempt, [changes[one] for one in row], mine, [weights[one] for one in row])
+        if mine and found.report:
+            attempt.report.update(zip(row, found.report, strict=True))
+        attempt.past = tuple(round(PAST_UNITS * cosine) for cosine in found.past)
+        return list(found.leaves)
+
+    async def _merge_rows(
+        self, attempt: ExchangeAttempt, grid: Grid, weights: Mapping[str, float], until: float
+    ) -> list[bytes]:
+        """Take this member's share of what all rows have merged, and merge it."""
+        me = self._network.peer_id
+        sources = grid.sources(me, self._model.leaves)
+        parts = [{leaf: attempt.of_row[leaf] for leaf in row.get(me, ())} for row in sources]
+
+        async def take(source: tuple[int, str]) -> None:
+            number, peer = source
+            wanted = sources[number][peer]
+            leaves = await self._leaves_of(peer, wire.ROW, wanted, until, attempt)
+            await self._device.run_later(self._model.check, leaves, wanted.start)
+            await self._device.run_later(self._model.check_merged, leaves, wanted.start)
+            parts[number].update(zip(wanted, leaves, strict=True))
+
+        others = {peer: (number, peer) for number, row in enumerate(sources) for peer in row if peer != me}
+        await self._all(attempt, {peer: (take, source) for peer, source in others.items()})
+        mine = grid.shares(self._model.leaves)[me]
+        rows = [[part[leaf] for leaf in mine] for part in parts]
+        merged = await self._merge(attempt, rows, mine, [sum(weights[one] for one in row) for row in grid.rows])
+        return list(merged.leaves)
+
+    async def _merge(
+        self, attempt: ExchangeAttempt, rows: Sequence[Sequence[bytes]], leaves: range, weights: Sequence[float]
+    ) -> Any:
         try:
-            found = await self._device.run_later(
-                self._model.merge, [rows[peer] for peer in members], mine.start, [weights[peer] for peer in members]
-            )
+            return await self._device.run_later(self._model.merge, rows, leaves.start, weights)
         except EngineError as error:
             raise attempt.fail({self._network.peer_id: str(error)}) from error
-        if mine:
-            _, root = await self._in_thread(hashes_of, found.leaves)
-            share = MergedShare(self._job, attempt.members.hash, root)
-            attempt.shares[self._network.peer_id] = sign_share(self._identity, share, self._wall_ms())
-            if found.report:
-                attempt.report.update(zip(members, found.report, strict=True))
-            attempt.past = tuple(round(PAST_UNITS * cosine) for cosine in found.past)
-        attempt.merged.update(zip(mine, found.leaves, strict=True))
-        attempt.changed.notify()
 
     async def _change_of(
         self, attempt: ExchangeAttempt, arrival: Arrival, leaves: range, deadline: float
@@ -271,13 +315,10 @@ class Exchange:
         return hashes
 
     async def _share_of(
-        self, merger: str, leaves: range, deadline: float, attempt: ExchangeAttempt
+        self, merger: str, grid: Grid, deadline: float, attempt: ExchangeAttempt
     ) -> tuple[MergedShare, list[bytes]]:
         """Return a member's word for the share that it merged, and the share; raises `RecordError` if they differ."""
-        members, me = {*attempt.members.members}, self._network.peer_id
-        members -= {peer for peer, until in self._passed_over.items() if until > attempt.members.round}
-        near = {link.peer for link in self._network.links() if link.kind == "lan"} & members
-        giver = taken_from(merger, me, near, attempt.members.hash)
+        leaves, giver = grid.shares(self._model.leaves)[merger], self._giver_of(merger, grid, attempt.members)
         if giver != merger:
             share = await self._signed_by(merger, attempt, deadline)
             passed_on = await self._passed_on(giver, share, leaves, deadline, attempt)
@@ -290,6 +331,19 @@ class Exchange:
         if (await self._in_thread(hashes_of, found))[1] != share.root:
             raise RecordError("its share is not the one that it signed")
         return share, found
+
+    def _giver_of(self, merger: str, grid: Grid, members: MemberList) -> str:
+        """The member to take a share from: the one that merged it, or one that takes it for the row or local network.
+
+        Where all merge with all, every member knows for itself who is near.
+        """
+        me = self._network.peer_id
+        asked = {one for one in members.members if self._passed_over.get(one, 0) <= members.round}
+        if len(grid.rows) > 1:
+            giver = grid.giver(merger, me, self._model.leaves)
+            return giver if giver in asked else merger
+        near = {link.peer for link in self._network.links() if link.kind == "lan"} & asked
+        return taken_from(merger, me, near, members.hash)
 
     async def _passed_on(
         self, giver: str, share: MergedShare, leaves: range, deadline: float, attempt: ExchangeAttempt

@@ -145,7 +145,7 @@ def prepare(
         optimiser=wish.optimizer, rate=wish.rate, warm_up=wish.steps // 20, weight_decay=WEIGHT_DECAY, clip=CLIP,
         wire=wish.wire, merging="clip", outer_rate=0.7, outer_momentum=0.9, seed=wish.seed,
         created_ms=wall_ms(), own_data=wish.own_data, significance=wish.significance,
-        recompute=not wish.own_data,
+        recompute=not wish.own_data, grid=True,
     )  # fmt: skip
     return Founded(record, texts, vectors, budget, sequences)
 

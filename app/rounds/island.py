@@ -39,10 +39,10 @@ from app.rounds.decisions import (
     quorum,
     resting,
     rests_after,
-    share_ranges,
     to_leave_out,
 )
 from app.rounds.exchange import Exchange, ExchangeAttempt, ExchangeFailed, MergingModel, OwnChange, hashes_of
+from app.rounds.grid import grid_of, network_of
 from app.rounds.log import (
     ENTRY,
     RoundEntry,
@@ -69,6 +69,7 @@ from app.rounds.statements import (
     MemberList,
     OwnData,
     Result,
+    check_counts,
     raws_in,
     read_arrival,
     read_data,
@@ -234,7 +235,9 @@ class Island:
         self._steps = steps
         self._in_thread, self._verifying = in_thread, trio.Lock()
         self._turns: dict[str, trio.Lock] = {}  # of peers whose statements are being read
-        self._exchange = Exchange(network, identity, device, model, record.id, wall_ms=wall_ms, in_thread=in_thread)
+        self._exchange = Exchange(
+            network, identity, device, model, record.id, is_grid=record.grid, wall_ms=wall_ms, in_thread=in_thread
+        )
         self._moments = MomentsExchange(network, record.id, steps.whole, device, states)
         self._tester = ChangeTester(record, steps.whole, text, device, states, self._exchange, network.peer_id)
         self.standing: Standing = beginning(record)
@@ -440,6 +443,9 @@ class Island:
         if traces is not None:
             packed, root = await self._in_thread(committed_traces, traces)
             made = replace(made, traces=root)
+        if self.record.grid:
+            near = {link.peer for link in self._network.links() if link.kind == "lan"}
+            made = replace(made, network=network_of(self.peer, near, standing.members))
         arrival = sign_arrival(self._identity, made, self._wall_ms())
         self._own = OwnChange(arrival, leaves, hashes, packed, [] if traces is None else traces.weights)
         self._note_arrival(arrival)
@@ -558,7 +564,9 @@ class Island:
                 break
             self.figures.repeated += 1
             roots = {peer: result.root for peer, result in results.items()}
-            wrong = {*silent} or await self._two_faced(members, roots) or to_leave_out(order, accusations, roots)
+            circles = grid_of(members, is_grid=self.record.grid).circles(self._model.leaves)
+            wrong = {*silent} or await self._two_faced(members, roots)
+            wrong = wrong or to_leave_out(order, accusations, roots, circles)
             if self.peer in wrong or not wrong:  # others cannot work with this island: let the next one lead
                 self._stands_down_until = trio.current_time() + self.timing.quorum_s
                 break
@@ -1084,6 +1092,7 @@ class Island:
         if said.round != self.standing.round:
             return b""
         if isinstance(said, Result):
+            check_counts(said, len(self.standing.members))
             if said.list in self._results and peer in self.standing.members:
                 self._results[said.list][peer] = said
                 self._news.notify()
@@ -1142,17 +1151,20 @@ class Island:
         attempt = self._attempts.get(key)
         if attempt is None:
             raise RemoteError("this list is not known here", wire.NOT_YET)
-        members = attempt.members.members
+        members, grid = attempt.members.members, grid_of(attempt.members, is_grid=self.record.grid)
         if method == wire.SIGNED:
             if self.peer in members:
-                own_share = share_ranges(self._model.leaves, len(members))[members.index(self.peer)]
-                await self._merged(attempt, own_share[:1], until)
+                await self._merged(attempt, attempt.merged, grid.shares(self._model.leaves)[self.peer][:1], until)
             return wire.pack(share.raw for share in attempt.shares.values())
         is_whole = method in (wire.HASHES, wire.TRACES)
         first = 0 if is_whole else fields.integer("first", 0, wire.MAX_LEAVES)
         count = 0 if is_whole else fields.integer("count", 1, wire.RUN_LEAVES)
         if method == wire.MERGED:
-            return wire.pack(await self._merged(attempt, range(first, first + count), until))
+            return wire.pack(await self._merged(attempt, attempt.merged, range(first, first + count), until))
+        if method == wire.ROW:
+            if not _is_within(grid.shares(self._model.leaves).get(peer), first, count):
+                raise RemoteError("only those see this who merge it", wire.WRONG)
+            return wire.pack(await self._merged(attempt, attempt.of_row, range(first, first + count), until))
         own, testers = self._own, set[str]()
         if self._tested is not None and self._tested.arrival.round == attempt.members.round:
             own = self._tested
@@ -1161,9 +1173,8 @@ class Island:
             raise RemoteError("the change of this round is not here any more", wire.WRONG)
         if method == wire.HASHES:
             return b"".join(own.hashes)
-        share = share_ranges(len(own.leaves), len(members))[members.index(peer)]
-        is_own_share = method == wire.SHARE and share.start <= first < first + count <= share.stop
-        if peer not in testers and not is_own_share:
+        share = grid.row_shares(len(own.leaves))[peer] if peer in grid.row_of(self.peer) else None
+        if peer not in testers and not (method == wire.SHARE and _is_within(share, first, count)):
             if own is self._own:  # a tester that has ended the round before this island did
                 raise RemoteError("who tests this change is not known here yet", wire.NOT_YET)
             raise RemoteError("only those see this who merge it, or were drawn to test it", wire.WRONG)
@@ -1173,14 +1184,14 @@ class Island:
             return wire.pack(leaf for weights in own.traced for leaf in weights[first : first + count])
         return wire.pack(own.leaves[first : first + count])
 
-    async def _merged(self, attempt: ExchangeAttempt, leaves: range, until: float) -> list[bytes]:
+    async def _merged(
+        self, attempt: ExchangeAttempt, kept: Mapping[int, bytes], leaves: range, until: float
+    ) -> list[bytes]:
         with trio.move_on_at(until):
-            await attempt.changed.wait_for(
-                lambda: bool(attempt.failed) or all(leaf in attempt.merged for leaf in leaves)
-            )
-        if all(leaf in attempt.merged for leaf in leaves):
-            return [attempt.merged[leaf] for leaf in leaves]
-        if attempt.failed:
+            await attempt.changed.wait_for(lambda: attempt.has_failed or all(leaf in kept for leaf in leaves))
+        if all(leaf in kept for leaf in leaves):
+            return [kept[leaf] for leaf in leaves]
+        if attempt.has_failed:
             raise RemoteError("the share could not be merged here", wire.FAILED)
         raise RemoteError("the share is not merged yet", wire.NOT_YET)
 
@@ -1223,6 +1234,10 @@ def committed_traces(traces: StepTraces) -> tuple[list[bytes], bytes]:
     pairs = zip(traces.weights, traces.sketches, strict=True)
     packed = [pack_trace(Trace(hashes_of(weights)[1], sketch)) for weights, sketch in pairs]
     return packed, hashes_of(packed)[1]
+
+
+def _is_within(share: range | None, first: int, count: int) -> bool:
+    return share is not None and share.start <= first < first + count <= share.stop
 
 
 def _domain(raw: bytes) -> str:

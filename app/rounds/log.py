@@ -36,11 +36,13 @@ from app.rounds.decisions import (
     quorum,
     replayed,
 )
+from app.rounds.grid import grid_of
 from app.rounds.reading import next_start
 from app.rounds.record import MAX_EVERY, MAX_STEPS, TrainingRecord
 from app.rounds.statements import (
     GENESIS,
     MAX_MEMBERS,
+    MAX_MEMBERS_TOGETHER,
     MAX_ROUNDS,
     MAX_TOKENS,
     Arrival,
@@ -58,7 +60,7 @@ from app.rounds.testers import DrawnTest, drawn_tests, harmful, miscomputed
 from p2p.identity import PEER_ID_CHARS, Identity
 
 ENTRY = "shoal/round/entry"
-MAX_LEFT_OUT = MAX_MEMBERS  # that an entry can name
+MAX_LEFT_OUT = 16  # that an entry can name
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,11 @@ def beginning(record: TrainingRecord) -> Standing:
     return Standing(0, GENESIS, (record.founder,), every, record.codecs[0], 0, 0, 0, bytes.fromhex(record.start))
 
 
+def most_members(record: TrainingRecord) -> int:
+    """Return how many members a round of a job has at most."""
+    return MAX_MEMBERS if record.grid else MAX_MEMBERS_TOGETHER
+
+
 def make_entry(
     identity: Identity,
     record: TrainingRecord,
@@ -135,7 +142,7 @@ def make_entry(
     step = standing.step + standing.every
     # those who took part first, then others who were expected, then newcomers
     peers = dict.fromkeys((*members.members, *sorted({*present}, key=lambda peer: peer not in standing.members)))
-    chosen = [peer for peer in peers if peer not in left_out][:MAX_MEMBERS]
+    chosen = [peer for peer in peers if peer not in left_out][: most_members(record)]
     following = leading_order(record.id, standing.round + 1, chosen)
     values = {
         "job": record.id.hex(), "round": standing.round, "prev": standing.prev.hex(),
@@ -211,6 +218,8 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
     expected = set(entry.list.members) - left_out.keys()
     if not expected <= set(entry.next) or set(entry.next) & left_out.keys():
         raise RecordError(f"{where} drops a member that took part, or keeps one that is left out")
+    if len(entry.next) > most_members(record):
+        raise RecordError(f"{where} names {len(entry.next)} members for the next one, more than a round has")
     if list(entry.next) != leading_order(record.id, entry.round + 1, entry.next):
         raise RecordError(f"{where} names the next members in another order")
     doubts_now = (*standing.doubts, tuple(sorted(doubts)))[-2:]
@@ -292,9 +301,12 @@ def _doubts(
 
     Besides, those whose change of the round before did harm, or a step of which they have not computed.
     """
-    reports = [result.report for result in results]
-    unlike = doubted(measured(members.members, reports))
-    again = replayed(past_likeness(members.members, reports, [result.past for result in results]))
+    unlike, again = dict[str, str](), dict[str, str]()
+    for row in grid_of(members, is_grid=record.grid).rows:  # only those of a row have seen its changes
+        told = [result for result in results if result.peer in row]
+        reports = [result.report for result in told]
+        unlike |= doubted(measured(row, reports))
+        again |= replayed(past_likeness(row, reports, [result.past for result in told]))
     harm = harmful(standing.tests, {result.peer: result.tested for result in results})
     if record.recompute:
         harm |= miscomputed(standing.tests, {result.peer: result.recomputed for result in results})

@@ -12,6 +12,8 @@ for the next round and is empty in this one; leaf i may do so in round r if i + 
 
 With `recompute` (absent: false) members commit to traces of their steps, of which testers compute some again
 (`app.rounds.traces`); not with `own_data`, where nobody else has the text.
+
+With `grid` (absent: false) more than eight members of a round merge in rows and columns (`app.rounds.grid`).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import hashlib
 import re
 import sys
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from app.core.canonical_json import Fields, canonical, check_version, decode_object
@@ -81,6 +84,7 @@ class TrainingRecord:
     own_data: bool = False
     significance: float = 0.0
     recompute: bool = False
+    grid: bool = False
 
     def payload(self) -> bytes:
         """The record as canonical JSON."""
@@ -91,12 +95,12 @@ class TrainingRecord:
                 del values[name]
             else:
                 values[name] = [part.root.hex(), part.size_bytes]
-        for name in ("own_data", "significance", "recompute"):
+        for name in ("own_data", "significance", "recompute", "grid"):
             if not values[name]:
                 del values[name]
         return canonical({"v": VERSION, **values})
 
-    @property
+    @cached_property
     def id(self) -> bytes:
         """The hash that names the job."""
         return hashlib.sha256(self.payload()).digest()
@@ -173,6 +177,7 @@ def _read(payload: bytes) -> TrainingRecord:
         own_data=own_data,
         significance=fields.number("significance", 0, 1, 0.0),
         recompute=fields.flag("recompute", False),
+        grid=fields.flag("grid", False),
     )
     if not _NAME.fullmatch(record.name) or not re.fullmatch(r"([0-9a-f]{64})?", record.model):
         raise RecordError("the job's record: the name or the model's hash is malformed")

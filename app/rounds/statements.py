@@ -5,7 +5,8 @@ have `job` (the hash that names it) and `round` (from 0).
 
     shoal/round/arrival  prev (hash of the round before), steps, tokens, change (root over the hashes of its leaves),
                          traces (root over the hashes of its traces, see `app.rounds.traces`; only in jobs whose steps
-                         are computed again, and not of an island of several machines)
+                         are computed again, and not of an island of several machines), network (in jobs with a grid,
+                         of members on one local network: the place of the first of them among those expected)
     shoal/round/list     attempt, prev, arrivals (envelopes in base64): who takes part, in the order of their shares
     shoal/round/result   list (its hash), root (of the state after the round; empty if the exchange failed), failed
                          (peer -> why), report (peer -> norm and agreement of its change, in the share merged here),
@@ -40,10 +41,12 @@ from p2p.identity import PEER_ID_CHARS, Identity
 VERSION = 1
 ARRIVAL, LIST, RESULT = "shoal/round/arrival", "shoal/round/list", "shoal/round/result"
 SHARE, DATA = "shoal/round/share", "shoal/round/data"
-MAX_MEMBERS = 16  # of one round
+MAX_MEMBERS = 20  # of one round; all results of more would not fit into one envelope
+MAX_MEMBERS_TOGETHER = 16  # of one round without a grid, whose results tell of all members
 MAX_ARRIVAL_BYTES = 384
 MAX_RESULT_BYTES = 16 * 1024  # of one that failed, with its reasons
 MAX_COUNTED_BYTES = 1740  # of one that can be part of an entry
+MAX_CROWDED_BYTES = 1380  # signed, of one that can be part of an entry with more than `MAX_MEMBERS_TOGETHER`
 MAX_DATA_BYTES = 2048
 MAX_SOURCE_CHARS, MAX_LICENCE_CHARS = 400, 100
 MAX_ATTEMPTS = 64
@@ -66,6 +69,7 @@ class Arrival:
     peer: str = ""
     raw: bytes = b""
     traces: bytes = b""  # empty: there are none
+    network: int | None = None  # the local network that it shares with other members, see `app.rounds.grid`
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,7 @@ def sign_arrival(identity: Identity, arrival: Arrival, now_ms: int) -> Arrival:
         "job": arrival.job.hex(), "round": arrival.round, "prev": arrival.prev.hex(), "steps": arrival.steps,
         "tokens": arrival.tokens, "change": arrival.change.hex(),
         **({"traces": arrival.traces.hex()} if arrival.traces else {}),
+        **({} if arrival.network is None else {"network": arrival.network}),
     }  # fmt: skip
     return read_arrival(signed(identity, ARRIVAL, values, now_ms), now_ms)
 
@@ -154,6 +159,7 @@ def read_arrival(raw: bytes, now_ms: int) -> Arrival:
         peer=envelope.peer,
         raw=raw,
         traces=fields.hex_bytes("traces", HASH_BYTES) if "traces" in fields.values else b"",
+        network=fields.integer("network", 0, MAX_MEMBERS - 1) if "network" in fields.values else None,
     )
 
 
@@ -219,10 +225,16 @@ def read_result(raw: bytes, now_ms: int) -> Result:
         report=report,
         peer=envelope.peer,
         raw=raw,
-        past=tuple(fields.integers("past", -1010, 1010, max_items=MAX_MEMBERS, default=[])),
+        past=tuple(fields.integers("past", -1010, 1010, max_items=MAX_MEMBERS_TOGETHER, default=[])),
         tested=tuple(fields.integers("tested", 0, MOST_RATIO, max_items=2 * MOST_TESTED, default=[])),
         recomputed=tuple(fields.integers("recomputed", 0, MOST_RATIO, max_items=MOST_TESTED, default=[])),
     )
+
+
+def check_counts(result: Result, members: int) -> None:
+    """Raise `RecordError` if a result is too long to be part of the entry of a round of so many members."""
+    if result.root and members > MAX_MEMBERS_TOGETHER and len(result.raw) > MAX_CROWDED_BYTES:
+        raise RecordError(f"a result of {len(result.raw)} bytes is too long for a round of {members} members")
 
 
 def sign_share(identity: Identity, share: MergedShare, now_ms: int) -> MergedShare:

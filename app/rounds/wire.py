@@ -8,6 +8,8 @@
     rounds.hashes  list                        -> hashes of all leaves of the change that its arrival committed to
     rounds.share   list, first, count          -> leaves of the change (blobs), for the member that merges them; all of
                                                   them for those who were drawn to test it in the next round
+    rounds.row     list, first, count          -> leaves that it merged of the changes of its row (blobs), for the
+                                                  member that merges those of all rows (`app.rounds.grid`)
     rounds.merged  list, first, count          -> merged leaves (blobs), for everybody
     rounds.signed  list                        -> what members signed for the shares that they merged (blobs): the one
                                                   asked, and those whose shares it has taken
@@ -39,11 +41,11 @@ from app.core.errors import RecordError
 from app.manifest.merkle import HASH_BYTES
 
 JOBS, HELLO, SAY = "rounds.jobs", "rounds.hello", "rounds.say"
-HASHES, SHARE, MERGED = "rounds.hashes", "rounds.share", "rounds.merged"
+HASHES, SHARE, ROW, MERGED = "rounds.hashes", "rounds.share", "rounds.row", "rounds.merged"
 SIGNED, LOG, PARTS, MOMENTS = "rounds.signed", "rounds.log", "rounds.parts", "rounds.moments"
 TRACES, TRACE = "rounds.traces", "rounds.trace"
 OF_ISLANDS = (  # with a job, answered by its island
-    HELLO, SAY, HASHES, SHARE, MERGED, SIGNED, TRACES, TRACE, LOG, PARTS, MOMENTS,
+    HELLO, SAY, HASHES, SHARE, ROW, MERGED, SIGNED, TRACES, TRACE, LOG, PARTS, MOMENTS,
 )  # fmt: skip
 NOT_YET, FAILED, UNKNOWN, WRONG = "not_yet", "failed", "unknown_job", "bad_request"
 

@@ -14,7 +14,7 @@ from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
 from app.membership import exchange, guard
 from app.membership.table import TableLimits
-from app.rounds import island, statements, traces
+from app.rounds import grid, island, statements, traces
 from app.serving import handover
 from app.serving.adapters import AdapterLimits
 from app.serving.admission import AdmissionLimits
@@ -190,6 +190,8 @@ ROWS: dict[str, tuple[float, ...]] = {
     "idle links": (ENOUGH_LINKS,),
     "training in rounds": (
         statements.MAX_MEMBERS,
+        statements.MAX_MEMBERS_TOGETHER,
+        grid.MOST_TOGETHER,
         island.MAX_PEERS,
         traces.MOST_TRACES,
         traces.TRACE_BYTES / MIB,

@@ -32,6 +32,8 @@ starts from the same 100 common steps, has a constant rate, and islands exchange
 `join_s`            seconds until a newcomer has the state, over links of 20 Mbit/s, from three members of which one
                     dies and one lies; `join_bound_s` is 1.5 times the state's bytes over the speed of one link, and
                     `join_boundary_s` the wait for the next round after that
+`grid16_bytes_ratio`   bytes that each of 16 islands takes in a round in a grid, over those if all exchange with all
+`grid16_slow_bytes_ratio`   of 16 islands on four local networks, those that come from another network
 """
 
 from __future__ import annotations
@@ -368,7 +370,8 @@ class Bench:
     def _figures(self, of: str) -> dict[str, float]:
         from tests.bench import train_network
 
-        return {"nodes": train_network.nodes, "slow_nodes": train_network.slow_nodes, "join": train_network.join}[of]()
+        known = (train_network.nodes, train_network.slow_nodes, train_network.join, train_network.grid)
+        return {one.__name__: one for one in known}[of]()
 
 
 def _of(name: str, *keys: str) -> dict[str, Callable[[Bench], object]]:
@@ -405,6 +408,7 @@ FIGURES: dict[str, Callable[[Bench], object]] = {
     "churn_deadline_s": lambda bench: RoundTiming().grace_most_s + RoundTiming().lead_s,
     "own_data_vs_like": lambda bench: bench.ratio("own_data", "stay"),
     **_of("join", "join_s", "join_bound_s", "join_boundary_s", "join_lost_steps"),
+    **_of("grid", "grid16_bytes_ratio", "grid16_slow_bytes_ratio"),
 }
 
 

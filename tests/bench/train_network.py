@@ -2,7 +2,8 @@
 
 `nodes` and `slow_nodes` run a job on two real `shoal serve` processes, the second time through proxies of 50 ms and
 20 Mbit/s (`tests.bench.delay`). `join` runs islands with real sockets and such proxies in this process, because one of
-them has to lie. `live` runs real models on the in-memory network, whose clock jumps over the time that steps take.
+them has to lie. `live` and `grid` run real models on the in-memory network, whose clock jumps over the time that steps
+take.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -32,7 +34,8 @@ from engine.training.parameters import drawn_model
 from p2p.envelope import parse
 from p2p.network import Libp2pNetwork
 from tests.app.hash_model import InlineDevice
-from tests.app.rounds.island_swarm import Lesson, open_islands
+from tests.app.rounds.grid_swarm import bytes_of_round
+from tests.app.rounds.island_swarm import Lesson, Text, open_islands
 from tests.app.rounds.statements import RECORD
 from tests.app.swarms import identity
 from tests.bench import train
@@ -241,6 +244,25 @@ async def _live(
                 for arrival in entry.list.arrivals
             ]
             return Outcome(node.model.loss(data.held), killed=deaths, longest_wait_s=max(waits))
+
+
+# --- many islands -----------------------------------------------------------------------------------------------------
+
+
+def grid() -> dict[str, float]:
+    """Bytes of a round of 16 islands in a grid, over those if all exchange with all; in all, and between networks."""
+    networks = [range(at, at + 4) for at in range(0, 16, 4)]
+    shape = replace(train.CONFIG, n_blocks=1, hidden_size=16, n_heads=1, n_kv_heads=1, head_dim=16, vocab_size=32_768)
+    lesson = Lesson(shape, drawn_model(shape, 1), Text())
+
+    def taken(near: Sequence[Sequence[int]], is_grid: bool) -> tuple[float, float]:
+        with tempfile.TemporaryDirectory() as folder:
+            run = partial(bytes_of_round, Path(folder), lesson, 16, near, is_grid=is_grid)
+            return trio.run(run, clock=MockClock(autojump_threshold=0))
+
+    (grid_bytes, _), (all_bytes, _) = taken((), True), taken((), False)
+    (_, grid_slow), (_, all_slow) = taken(networks, True), taken(networks, False)
+    return {"grid16_bytes_ratio": grid_bytes / all_bytes, "grid16_slow_bytes_ratio": grid_slow / all_slow}
 
 
 # --- joining ----------------------------------------------------------------------------------------------------------

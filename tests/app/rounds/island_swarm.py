@@ -36,6 +36,10 @@ CONFIG = ModelConfig(
     family="llama", n_blocks=2, hidden_size=32, n_heads=2, n_kv_heads=1, head_dim=16, intermediate_size=64,
     vocab_size=260, context_length=64, norm_eps=1e-5, rope=Rope(),
 )  # fmt: skip
+SMALL = ModelConfig(
+    family="llama", n_blocks=1, hidden_size=16, n_heads=1, n_kv_heads=1, head_dim=16, intermediate_size=16,
+    vocab_size=260, context_length=64, norm_eps=1e-5, rope=Rope(), tied_embeddings=True,
+)  # fmt: skip
 CPU = WeightOptions(torch.device("cpu"), torch.float32)
 TIMING = RoundTiming(
     hello_s=1.0, alive_s=4.0, grace_least_s=0.5, grace_most_s=6.0, lead_s=4.0, exchange_s=20.0, quorum_s=20.0

@@ -20,13 +20,9 @@ from engine.config import ModelConfig, Rope
 from engine.errors import TrainingError
 from engine.training.parameters import drawn_model
 from p2p.memory.fabric import LinkProfile
-from tests.app.rounds.island_swarm import UNHURRIED, IslandSwarm, Lesson, Text, members_of, open_islands
+from tests.app.rounds.island_swarm import SMALL, UNHURRIED, IslandSwarm, Lesson, Text, members_of, open_islands
 
 MEMBERS = 4
-SMALL = ModelConfig(
-    family="llama", n_blocks=1, hidden_size=16, n_heads=1, n_kv_heads=1, head_dim=16, intermediate_size=16,
-    vocab_size=260, context_length=64, norm_eps=1e-5, rope=Rope(), tied_embeddings=True,
-)  # fmt: skip
 WIDE = ModelConfig(  # as many weights as the bench's model, and quick steps
     family="llama", n_blocks=1, hidden_size=16, n_heads=1, n_kv_heads=1, head_dim=16, intermediate_size=16,
     vocab_size=10_000, context_length=64, norm_eps=1e-5, rope=Rope(), tied_embeddings=True,
@@ -47,28 +43,40 @@ async def test_a_member_fails_in_each_of_eight_rounds(tmp_path: Path, patient_cl
     await check_failures(tmp_path, rounds=8, restart_every=4)
 
 
-async def check_failures(folder: Path, *, rounds: int, restart_every: int) -> None:
+@pytest.mark.soak
+async def test_a_member_of_a_grid_fails_in_each_of_twenty_rounds(
+    tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.island.LEAF", 256)
+    lesson = Lesson(SMALL, drawn_model(SMALL, 1), Text())
+    await check_failures(tmp_path, rounds=20, restart_every=5, members=9, grid=True, lesson=lesson)
+
+
+async def check_failures(
+    folder: Path, *, rounds: int, restart_every: int, members: int = MEMBERS, **changes: Any
+) -> None:
     """In every round another member cannot merge, or does not say how the round ended; some are killed besides."""
-    async with open_islands(folder, *range(MEMBERS), steps=5 * rounds) as swarm:
-        for number in range(MEMBERS):
-            let_fail(swarm, number)
-        islands = [swarm.nodes[number].island for number in range(MEMBERS - 1)]
+    last = members - 1
+    async with open_islands(folder, *range(members), steps=5 * rounds, **changes) as swarm:
+        for number in range(members):
+            let_fail(swarm, number, members)
+        islands = [swarm.nodes[number].island for number in range(last)]
         sizes: list[tuple[int, int, int]] = []
         for goal in range(restart_every, rounds, restart_every):
             await swarm.until(lambda goal=goal: islands[0].standing.round >= goal, within_s=3000)  # type: ignore[misc]
-            swarm.kill(MEMBERS - 1)
-            swarm.add(MEMBERS - 1, has_model=False)
-            let_fail(swarm, MEMBERS - 1)
+            swarm.kill(last)
+            swarm.add(last, has_model=False)
+            let_fail(swarm, last, members)
             gc.collect()
             kept = sum(bytes_in(vars(island), skip=("log", "standing", "record")) for island in islands)
             sizes.append((tasks(), kept, psutil.Process().memory_info().rss))
-        await swarm.finished(*range(MEMBERS), within_s=3000)
+        await swarm.finished(*range(members), within_s=3000)
         log = islands[0].log
         assert sum(island.figures.repeated for island in islands) >= rounds // 2
-        assert members_of(log)[1:].count(MEMBERS) <= rounds // 2  # most rounds were made without the one that failed
+        assert members_of(log)[1:].count(members) <= rounds // 2  # most rounds were made without the one that failed
         assert all(len(entry.list.members) >= 2 for entry in log[1:])
         (first_tasks, first_kept, first_rss), (last_tasks, last_kept, last_rss) = sizes[len(sizes) // 4], sizes[-1]
-        assert last_tasks <= first_tasks + 4 * MEMBERS, sizes
+        assert last_tasks <= first_tasks + 4 * members, sizes
         assert last_kept <= 2 * first_kept + MiB // 4, sizes
         assert last_rss <= first_rss + 20 * MiB + 200 * 1024 * rounds, sizes  # the log of each island grows
 
@@ -110,14 +118,14 @@ async def check_broken_member(folder: Path, *, rounds: int, most: int) -> None:
         assert members_of(island.log)[before:] == [MEMBERS] * len(island.log[before:])
 
 
-def let_fail(swarm: IslandSwarm, number: int) -> None:
+def let_fail(swarm: IslandSwarm, number: int, members: int) -> None:
     """Let an island fail whenever it is its turn: it cannot merge, or keeps its result to itself."""
     node = swarm.nodes[number]
     model: Any = node.model
     merge, say = model.merge, node.island._say
 
     def is_due(way: int) -> bool:
-        turn, at = divmod(node.island.standing.round, MEMBERS)
+        turn, at = divmod(node.island.standing.round, members)
         return at == number and turn % 2 == way and len(node.island.standing.members) > 1
 
     def failing(*args: Any) -> Any:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.errors import RecordError
+from app.rounds.grid import MOST_TOGETHER
 from app.rounds.log import (
     ENTRY,
     MAX_LEFT_OUT,
@@ -21,6 +22,7 @@ from app.rounds.log import (
     follow,
     is_better,
     make_entry,
+    most_members,
     read_entry,
     replay,
     up_to,
@@ -30,9 +32,11 @@ from app.rounds.statements import (
     ARRIVAL,
     MAX_ARRIVAL_BYTES,
     MAX_COUNTED_BYTES,
+    MAX_CROWDED_BYTES,
     MAX_MEMBERS,
     RESULT,
     Result,
+    check_counts,
     read_arrival,
     read_list,
     read_result,
@@ -310,28 +314,44 @@ def crowd(count: int) -> list[Identity]:
     return people
 
 
-def test_the_largest_round_fits_into_its_entry() -> None:
-    people = crowd(MAX_MEMBERS)
+@pytest.mark.parametrize("is_grid", [False, True])
+def test_the_largest_round_fits_into_its_entry(is_grid: bool) -> None:
+    record = replace(RECORD, grid=is_grid)
+    people = crowd(most_members(record))
     _, standing = round_of(START, PEOPLE[:1], present=[one.peer_id for one in people])
     left_out = {"x" * PEER_ID_CHARS: "its change has the norm 1.23e+10, the median is 1.23e+10"}
     standing = replace(
         standing, left_out={peer[:-1] + str(at): why for at in range(9) for peer, why in left_out.items()}
     )
-    found = members(standing, people, tokens=2**40, traces=b"t" * 32)
-    report = {peer: (1.23456e-12, -0.123456) for peer in found.members}
-    past = (-1000,) * MAX_MEMBERS
+    found = members(standing, people, tokens=2**40, traces=b"t" * 32, network=MAX_MEMBERS - 1)
     tested = (MOST_RATIO,) * 2 * MOST_TESTED
     errors = (MOST_RATIO,) * MOST_TESTED
+    row = found.members[: MOST_TOGETHER if is_grid else None]
+    report, past = {peer: (1.23456e-12, -0.123456) for peer in row}, (-1000,) * len(row)
     results = [result(BY_PEER[peer], found, b"r" * 32, report, past, tested, errors) for peer in found.members]
-    fullest = max(len(parse(one.raw).payload) for one in results)
-    padded = [
-        changed(one.raw, RESULT, BY_PEER[one.peer], more="x" * (MAX_COUNTED_BYTES - fullest - 10)) for one in results
-    ]
+    most = MAX_CROWDED_BYTES if is_grid else MAX_COUNTED_BYTES + len(results[0].raw) - len(payload_of(results[0]))
+    fullest = max(len(one.raw) for one in results)
+    assert fullest <= most
+    padded = [changed(one.raw, RESULT, BY_PEER[one.peer], more="x" * (most - fullest - 10)) for one in results]
+    for raw in padded:
+        check_counts(read_result(raw, NOW_MS), len(people))
     entry = make_entry(
-        BY_PEER[found.leader], RECORD, standing, found, [read_result(raw, NOW_MS) for raw in padded], every=10,
+        BY_PEER[found.leader], record, standing, found, [read_result(raw, NOW_MS) for raw in padded], every=10,
         codec="int8", present=(), now_ms=NOW_MS,
     )  # fmt: skip
-    assert len(entry.list.members) == MAX_MEMBERS
+    assert len(entry.list.members) == len(people) == (MAX_MEMBERS if is_grid else 16)
+
+
+def payload_of(one: Result) -> bytes:
+    return parse(one.raw).payload
+
+
+def test_a_result_too_long_for_a_crowded_round_is_refused() -> None:
+    found = members(START, PEOPLE[:1])
+    long = read_result(changed(result(PEOPLE[0], found, b"r" * 32, {}).raw, RESULT, more="x" * 1100), NOW_MS)
+    check_counts(long, 16)
+    with pytest.raises(RecordError, match="too long"):
+        check_counts(long, 17)
 
 
 def test_a_result_too_long_for_an_entry_is_refused() -> None:
@@ -347,7 +367,7 @@ def test_a_round_with_more_newcomers_than_places_keeps_those_who_took_part() -> 
     people = crowd(2 * MAX_MEMBERS)
     _, standing = round_of(START, PEOPLE[:1], present=[one.peer_id for one in PEOPLE[:3]])
     entry, after = round_of(standing, PEOPLE[:2], present=[one.peer_id for one in people])
-    assert len(after.members) == MAX_MEMBERS
+    assert len(after.members) == 16
     assert {one.peer_id for one in PEOPLE[:3]} <= {*after.members}  # the third one was late
     assert {one.peer_id for one in PEOPLE[:2]} == {*entry.list.members}
 

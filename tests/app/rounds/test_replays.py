@@ -10,8 +10,7 @@ from engine.island import IslandModel, IslandTerms
 from engine.training.optimiser import AdamW, Schedule
 from engine.training.outer import Nesterov
 from engine.training.parameters import drawn_model
-from tests.app.rounds.island_swarm import CPU, Text
-from tests.app.rounds.test_endurance import SMALL
+from tests.app.rounds.island_swarm import CPU, SMALL, Text
 
 EVERY, BATCH = 5, 2
 
