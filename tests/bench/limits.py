@@ -64,6 +64,7 @@ from tests.bench.train import (
 MBIT_20 = 2.5e6  # bytes/s
 MEMORY_BYTES = 2_500 * 10**6
 SELDOM = 100  # steps between two exchanges
+ENOUGH = 0.9  # share of the time that islands should compute, as `steps_needed` takes it
 STEPS = 150
 WATTS, KWH, HOUR = 100.0, 0.30, 2.50
 
@@ -86,7 +87,7 @@ def bandwidth() -> Shown:
     shares = {every: utilisation(every * step_s, exchange_s) for every in (1, SELDOM)}
     needed = steps_needed(step_s, exchange_s)
     facts = {"step_s": step_s, "exchange_s": exchange_s, "bytes": size, "computing_share": shares}
-    return needed, 1, needed > 1 and shares[1] < 0.5 < shares[SELDOM], facts
+    return needed, 1, needed > 1 and shares[1] < ENOUGH <= shares[SELDOM], facts
 
 
 async def _exchanged_s(size: int) -> float:
@@ -239,7 +240,7 @@ def provenance() -> Shown:
                 answers[licence] = "accepted"
             except AppError as error:
                 answers[licence] = str(error)
-    right = "name its licence" in answers[""] and answers["CC0-1.0"] == "accepted"
+    right = "--licence" in answers[""] and answers["CC0-1.0"] == "accepted"
     return 0.0, 1.0, right, {"without": answers[""], "with": answers["CC0-1.0"]}
 
 
