@@ -33,7 +33,9 @@ _BEFORE_START = "start a node with `shoal serve` to take part"
 def add_create_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the new swarm's name and model."""
     parser.add_argument("name", metavar="NAME", help="up to 63 letters a-z, digits, '-', '.' and '_'")
-    parser.add_argument("--model", required=True, metavar="MODEL", help="starter, tiny-random, a folder or a GGUF file")
+    parser.add_argument(
+        "--model", required=True, metavar="MODEL", help="starter, tiny-random, a folder, a GGUF file or ORG/NAME"
+    )
     parser.add_argument("--private", action="store_true", help="only peers with an invite can connect")
 
 
