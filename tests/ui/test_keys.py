@@ -437,6 +437,17 @@ def test_the_first_run_says_which_pauses_this_machine_cannot_make() -> None:
     assert any(line.endswith("■ another program uses the device") for line in lines)
 
 
+def test_the_first_run_does_not_promise_pauses_that_this_machine_cannot_make() -> None:
+    """Sensors are only asked for rules that are on: of the others it is known after the second step."""
+    names = ("pause_battery", "pause_heat", "pause_active", "pause_full_screen")
+    rules = tuple(RuleView(name, name, True, available=False, text="no sensor") for name in names)
+    state = FirstState(step=2, pauses={name: True for name, _, _, _ in PAUSES}, memory_bytes=7 * GB)
+    rows = first_rows(state, replace(EMPTY, courtesy=CourtesyView(rules=rules)), 80, 24)
+    shown = " ".join(" ".join(map(text_of, rows)).split())
+    assert "✓ 2 7.0 GB · pauses: another program uses the device · without effect here: on battery, above 83" in shown
+    assert "a program fills the screen, like a game" in shown
+
+
 # --- the first run ---------------------------------------------------------------------------------------------------
 
 

@@ -115,12 +115,13 @@ def first_rows(
     ]
     parts = (_where, _memory, _hello)
     titles = ("Where?", "How much, and when to pause", "Say hello")
-    chosen = (state.where, _memory_words(state), "")
+    chosen = (state.where, _memory_words(state, known), "")
     lines = wrap(f"× {tidy(one_line(state.problem))}", width - 4, "error") if state.problem else []
     problem = [*(row("   ", *line) for line in lines), []] if lines else []
     for index, title in enumerate(titles):
         if index < state.step:
-            rows.append(row(("✓", "b success"), f" {index + 1}  {chosen[index]}"))
+            first, *more = wrap(chosen[index], width - 7) or [[]]
+            rows += [row(("✓", "b success"), f" {index + 1}  ", *first), *(row("     ", *line) for line in more)]
         elif index > state.step:
             rows.append(row(("○", "dim"), (f" {index + 1}  {title}", "dim")))
         else:
@@ -192,10 +193,14 @@ def _where(state: FirstState, known: Snapshot | None, width: int, height: int) -
     return [*rows, [], *keys]
 
 
-def _memory_words(state: FirstState) -> str:
-    on = [words for name, words, _, _ in PAUSES if state.pauses.get(name)]
+def _memory_words(state: FirstState, known: Snapshot | None) -> str:
+    """The choices of the second step; a chosen pause that has no effect on this machine is named as such."""
+    on = {name: words for name, words, _, _ in PAUSES if state.pauses.get(name)}
+    blind = [words for name, words in on.items() if _without_effect(name, known)]
+    works = [words for words in on.values() if words not in blind]
     memory = "what is free" if state.memory_bytes is None else f"{gigabytes(state.memory_bytes)} GB"
-    return f"{memory} · pauses: {', '.join(on) if on else 'only by hand'}"
+    said = f"{memory} · pauses: {', '.join(works) if works else 'only by hand'}"
+    return f"{said} · without effect here: {', '.join(blind)}" if blind else said
 
 
 def _memory(state: FirstState, known: Snapshot | None, width: int, height: int) -> list[Row]:
