@@ -17,6 +17,7 @@ from app.cli.command import Command, print_json
 from app.cli.models import progress_on_stderr
 from app.cli.parser import duration_argument
 from app.cli.pause import warn_sole_holder
+from app.cli.status import NO_SWARM
 from app.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def run_swarms(arguments: argparse.Namespace) -> int:
         mark = "*" if swarm["active"] else " "
         print(f"{mark} {swarm['pinned']}{'  private' if swarm['private'] else ''}")
     if not swarms:
-        print("This node is in no swarm: join one with `shoal join NAME|INVITE` or create one with `shoal create`.")
+        print(NO_SWARM)
     return 0
 
 
