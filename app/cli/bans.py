@@ -15,6 +15,7 @@ from app.core.errors import UsageError
 from app.core.terminal_text import one_line
 
 _SHORTEST = 6  # characters of a peer id's end, as the dashboard shows them
+_OF_NETWORKS = "./:"  # one of these is in every address of a network
 
 
 def add_ban_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,13 +101,20 @@ def peer_id_of_member(home: Path, text: str, others: list[dict[str, Any]], liste
 
 
 def _peer_id(text: str, members: list[dict[str, Any]], listed: list[str]) -> str:
-    """Return the id of the one peer that is meant, or the text itself if it is no member; the setting checks it."""
+    """Return the id of the one peer that is meant, or the text itself if it is an id or a network.
+
+    Raises `UsageError` for a text that can only be a name, if no member or several have it.
+    """
+    from p2p.addresses import is_peer_id
+
     known = {peer["peer"]: peer["name"] for peer in members} | dict.fromkeys(listed, "")
     if text in known:
         return text
     found = [peer for peer, name in known.items() if name == text or (len(text) >= _SHORTEST and peer.endswith(text))]
     if len(found) > 1:
         raise UsageError(f"several peers are called {text!r}: write the id of one of them: {', '.join(found)}")
+    if not found and not is_peer_id(text) and not set(text) & set(_OF_NETWORKS):
+        raise UsageError(f"no member is called {text!r}: `shoal peers` lists them; of other peers write the whole id")
     return found[0] if found else text
 
 

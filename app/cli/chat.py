@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume", action="store_true", help="continue the conversation used last, here or in the dashboard"
     )
     parser.add_argument("--local", action="store_true", help="run the whole model in this process")
-    words = "with --local: starter, tiny-random, a folder or a GGUF file"
+    words = "with --local: starter, tiny-random, a folder, a GGUF file or ORG/NAME"
     parser.add_argument("--model", default="starter", metavar="M", help=words)
     words = "ask in this swarm, by its name or an invite, while the node goes on hosting in its own"
     parser.add_argument("--swarm", metavar="NAME", help=words)
@@ -92,6 +92,8 @@ def run_chat(arguments: argparse.Namespace) -> int:
 
     if arguments.prompt is None and arguments.json:
         raise UsageError("--json answers a single prompt: give it as an argument")
+    if arguments.prompt is not None and not arguments.prompt.strip():
+        raise UsageError("the prompt is empty: write a question, or leave it out for a conversation")
     settings = {name: getattr(arguments, name) for name in SAMPLING}
     answers: LocalAnswers | SwarmAnswers
     if arguments.local:

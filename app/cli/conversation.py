@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from app.cli.command import print_json
+from app.cli.failures import explain
 from app.cli.parser import followed, nearest
 from app.cli.reply_printer import reply_printer
 from app.core.errors import AppError, UsageError
@@ -36,6 +37,7 @@ HELP = (
 )
 _NOTHING = ('""', "''")  # how an empty text is written
 _CLEARED: dict[str, Any] = {"seed": None, "stop": [], "private_blocks": None}  # settings that may have no value
+_LONGER = {True: "/set max_tokens N", False: "--max-tokens N"}  # in a conversation, and for one question
 _KEYS = "Ctrl-C stops a reply or clears the line, twice ends. Pasted text is one message."
 
 
@@ -128,7 +130,9 @@ class TerminalChat:
             except (AppError, EngineError, OSError) as error:
                 if not interactive:
                     raise
-                _note(f"shoal: {' '.join(str(error).split())}")
+                _note(f"shoal: {explain(error)}")
+                if self._messages and isinstance(error, AppError) and error.code == "context_length_exceeded":
+                    _note("The conversation so far counts: /clear starts a new one.")
 
     def say(self, text: str, *, as_json: bool = False) -> None:
         """Print the reply to one message, and keep both; a reply that Ctrl-C stops is kept as far as it came."""
@@ -180,6 +184,8 @@ class TerminalChat:
                 printer.end()
         if not is_whole:
             _note("Stopped. Ctrl-C again ends.")
+        elif printer is not None and sys.stdout.isatty() and self._answers.facts.get("finish_reason") == "length":
+            _note(f"Cut off: {_LONGER[self._is_interactive]} allows longer replies.")
         if is_whole or pieces:
             figures = self._answers.figures(is_whole=is_whole)
             self._keep(messages[-1]["content"], "".join(pieces), figures, replaces)

@@ -28,7 +28,9 @@ MIN_TOKENS = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the prompt, the model and the reply's length."""
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", default=PROMPT, help="what to ask the swarm")
-    parser.add_argument("--model", default="starter", metavar="M", help="starter, tiny-random, a folder or a GGUF file")
+    parser.add_argument(
+        "--model", default="starter", metavar="M", help="starter, tiny-random, a folder, a GGUF file or ORG/NAME"
+    )
     parser.add_argument("--max-tokens", type=int, default=96, metavar="N", help="the longest reply (default: 96)")
 
 

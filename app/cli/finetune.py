@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", required=True, metavar="FILE", help=words)
     parser.add_argument("--out", required=True, metavar="NAME", help="name of the adapter")
     parser.add_argument("--local", action="store_true", help="train in this process, without a swarm")
-    words = "with --local: starter, tiny-random, a folder or a GGUF file (default: starter)"
+    words = "with --local: starter, tiny-random, a folder, a GGUF file or ORG/NAME (default: starter)"
     parser.add_argument("--model", metavar="M", help=words)
     parser.add_argument("--device", metavar="D", help="with --local: cpu, cuda:0, … (default: the best available)")
     words = (

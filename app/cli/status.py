@@ -11,6 +11,7 @@ from app.cli.command import Command, print_json
 from app.core.terminal_text import without_controls
 
 _DAYS, _PEERS = 7, 10  # number of days and peers in `status --json`
+NO_SWARM = "This node is in no swarm: join one with `shoal join NAME|INVITE` or create one with `shoal create`."
 
 
 def run_status(arguments: argparse.Namespace) -> int:
@@ -50,7 +51,9 @@ def run_peers(arguments: argparse.Namespace) -> int:
         return 0
     for peer in peers:
         print(describe_peer(peer))
-    if not peers:
+    if not peers and client.snapshot().swarm is None:
+        print(NO_SWARM)
+    elif not peers:
         print("No other members yet. `shoal invite` prints an invite for others.")
     return 0
 
@@ -67,7 +70,7 @@ def run_blocks(arguments: argparse.Namespace) -> int:
     for line in coverage_lines(blocks, client.get("/control/id")["peer_id"]):
         print(line)
     if not blocks:
-        print("The node is in no swarm yet.")
+        print(NO_SWARM)
     return 0
 
 

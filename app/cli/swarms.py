@@ -17,6 +17,7 @@ from app.cli.command import Command, print_json
 from app.cli.models import progress_on_stderr
 from app.cli.parser import duration_argument
 from app.cli.pause import warn_sole_holder
+from app.cli.status import NO_SWARM
 from app.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ _BEFORE_START = "start a node with `shoal serve` to take part"
 def add_create_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the new swarm's name and model."""
     parser.add_argument("name", metavar="NAME", help="up to 63 letters a-z, digits, '-', '.' and '_'")
-    parser.add_argument("--model", required=True, metavar="MODEL", help="starter, tiny-random, a folder or a GGUF file")
+    parser.add_argument(
+        "--model", required=True, metavar="MODEL", help="starter, tiny-random, a folder, a GGUF file or ORG/NAME"
+    )
     parser.add_argument("--private", action="store_true", help="only peers with an invite can connect")
 
 
@@ -146,7 +149,7 @@ def run_swarms(arguments: argparse.Namespace) -> int:
         mark = "*" if swarm["active"] else " "
         print(f"{mark} {swarm['pinned']}{'  private' if swarm['private'] else ''}")
     if not swarms:
-        print("This node is in no swarm: join one with `shoal join NAME|INVITE` or create one with `shoal create`.")
+        print(NO_SWARM)
     return 0
 
 

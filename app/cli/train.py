@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="+", metavar="NAME", help=words)
     words = "text files, or JSONL with `text` in each line"
     parser.add_argument("--data", nargs="+", metavar="PATH", help=words)
-    words = "go on from this model: starter, tiny-random, a folder or a GGUF file (default: starter)"
+    words = "go on from this model: starter, tiny-random, a folder, a GGUF file or ORG/NAME (default: starter)"
     parser.add_argument("--model", metavar="M", help=words)
     words = "begin with a new model of this shape, a config.json as Hugging Face writes it"
     parser.add_argument("--shape", metavar="FILE", help=words)

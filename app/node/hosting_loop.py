@@ -135,7 +135,7 @@ class HostingLoop:
             runner = None if block_host is None or self._observer.state != "serving" else block_host.runner
             if block_host is None or runner is None:
                 continue
-            trouble = await self_check.span_trouble(self._network, block_host.server.attend, runner)
+            trouble = await self_check.span_trouble(self._network, block_host.server, runner)
             if trouble is not None and self._observer.state == "serving" and block_host.runner is runner:
                 log.error("%s; restarting hosting", trouble.text)
                 self._membership.announce(state="loading", span=None)

@@ -102,4 +102,5 @@ def _suggestion(text: str) -> str:
         if near:
             found = parent / near[0]
             return f"did you mean the {'folder' if found.is_dir() else 'file'} {os.path.join('.', found)}?"
-    return f"give {', '.join(BUILT_IN)}, a folder with config.json and safetensors, or a GGUF file"
+    files = "a folder with config.json and safetensors, a GGUF file"
+    return f"give {', '.join(BUILT_IN)}, {files}, or ORG/NAME of the Hugging Face Hub"

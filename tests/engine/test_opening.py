@@ -59,7 +59,7 @@ def test_a_full_disk_leaves_nothing_of_tiny_random(tmp_path: Path, monkeypatch: 
     [
         ("startr", r"did you mean starter\?"),
         ("tiny", r"did you mean tiny-random\?"),
-        ("nowhere/at/all", "give starter, tiny-random, a folder"),
+        ("nowhere/at/all", "give starter, tiny-random, a folder .* or ORG/NAME"),
         ("a\0b", "is not a path"),
         ("", "has no config.json|unknown model|is not a model folder"),
     ],

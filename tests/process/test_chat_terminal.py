@@ -200,6 +200,8 @@ def test_commands_are_listed_and_a_mistyped_one_is_not_sent(node: Serving) -> No
         terminal.wait("unknown command '/regenrate': did you mean /regenerate?")
         terminal.type("/regenerate\r")
         terminal.wait("there is no question to ask again")
+        terminal.type("/save\r")
+        terminal.wait("there is nothing to save yet")
         terminal.type("/set temperature 9\r")
         terminal.wait("must be from 0.0 to 2.0, not 9")
         terminal.type("/set colour red\r")
@@ -210,6 +212,18 @@ def test_commands_are_listed_and_a_mistyped_one_is_not_sent(node: Serving) -> No
         terminal.wait("a swarm has one model")
         terminal.type("/clear\r")
         terminal.wait("A new conversation.")
+        terminal.type("/quit\r")
+        assert terminal.ended() == 0
+
+
+def test_a_reply_that_was_cut_off_and_a_file_that_cannot_be_written_are_said(node: Serving, tmp_path: Path) -> None:
+    with Terminal(node.place, "chat", "--max-tokens", "2", "--seed", "1") as terminal:
+        terminal.wait(PROMPT)
+        terminal.type("hello\r")
+        terminal.wait("Cut off: /set max_tokens N allows longer replies.")
+        terminal.wait(PROMPT)
+        terminal.type(f"/save {tmp_path}/nowhere/x.md\r")
+        terminal.wait("shoal: No such file or directory: ")  # and no error number
         terminal.type("/quit\r")
         assert terminal.ended() == 0
 

@@ -157,6 +157,8 @@ def test_a_wrong_secret_is_refused_at_once(private_founder: Serving, guest: Serv
 
 def test_a_running_node_is_sent_around(founder: Serving, private_founder: Serving, guest: Serving) -> None:
     here = guest.place
+    for command in ("peers", "blocks", "swarms"):
+        assert here.shoal(command).out.startswith("This node is in no swarm: join one with")
     assert here.facts("status")["state"] == "idle"
     # A wrong secret is refused at once, by name, and leaves nothing behind.
     right = parse_invite(private_founder.place.shoal("invite").out)

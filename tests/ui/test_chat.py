@@ -591,6 +591,39 @@ def test_the_error_of_a_reply_is_in_words_and_names_peers() -> None:
     driven(node, drive)
 
 
+def test_a_conversation_that_outgrew_the_context_says_which_keys_help() -> None:
+    node = ScriptedNode()
+    words = "the prompt has 12725 tokens, but the model's context is 8192: shorten it"
+    node.reply = [AppError(words, code="context_length_exceeded")]
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3", *"hi", "enter")
+        await until(app, pilot, lambda: "context is 8192" in text_of_screen(app))
+        shown = " ".join(text_of_screen(app).split())
+        assert "^e edits yours, ^n begins a new conversation" in shown
+        assert "^r asks again" not in shown  # that would fail again
+
+    driven(node, drive, size=(80, 24))
+
+
+def test_each_version_has_one_row_however_long_it_is() -> None:
+    node = ScriptedNode()
+    node.reply = [{"text": "A very long reply. " * 40}]
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3", *"why", "enter")
+        await until(app, pilot, lambda: "1 token" in text_of_screen(app))
+        await pilot.press("ctrl+r")
+        await until(app, pilot, lambda: "version 2 of 2" in text_of_screen(app))
+        await pilot.press("ctrl+b")
+        await until(app, pilot, lambda: "versions of this conversation" in text_of_screen(app))
+        listed = app.screen.query_one(OptionList)
+        assert listed.option_count == 2
+        assert listed.size.height == 2
+
+    driven(node, drive, size=(80, 24))
+
+
 def test_an_adapter_or_another_swarm_can_reply() -> None:
     node = ScriptedNode()
 

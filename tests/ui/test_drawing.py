@@ -332,6 +332,9 @@ def test_a_pause_by_hand_is_not_denied_below_and_a_rule_without_a_sensor_is_name
     assert shown[1].strip() == "paused by hand · no sensor for: battery"
     unpaused = [text_of(line) for line in courtesy_rows(CourtesyView(rules=rules), 58)]
     assert unpaused[1].strip() == "now: no · no sensor for: battery"
+    more = (*rules, *(RuleView(f"pause_{name}", name, True, available=False) for name in ("heat", "full_screen")))
+    crowded = [text_of(line) for line in courtesy_rows(CourtesyView(rules=more), 44)]
+    assert crowded[1].strip() == "now: no · no sensor for 3 rules"
     assert "paused by hand" in text_of(courtesy_rows(CourtesyView(True, "hand"), 58)[1])
 
 

@@ -79,6 +79,38 @@ def test_the_cap_is_moved_and_holds_at_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("typed", "expected"),
+    [("10", 10 * GB), ("500mb", GB // 2), ("0.5", GB // 2), ("6gb", 6 * GB), ("250M", GB // 4), ("0", 0)],
+)
+def test_a_cap_can_be_typed(typed: str, expected: int) -> None:
+    """A digit was a command of its own: the 0 of 10 set the cap to nothing."""
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("minus")
+        await until(app, pilot, lambda: "or type a size" in text_of_screen(app))
+        await pilot.press(*("full_stop" if key == "." else key for key in typed))
+        assert typed.upper() in text_of_screen(app)
+        await pilot.press("enter")
+        await until(app, pilot, lambda: node.config["max_vram"] == str(expected))
+
+    driven(node, drive, size=(80, 24))
+
+
+def test_a_typed_cap_that_is_no_size_is_not_applied() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("minus", *"5gg", "enter")
+        await until(app, pilot, lambda: "5GG is not a size: type it like 6GB or 500MB" in text_of_screen(app))
+        assert node.config["max_vram"] == 7 * GB
+        await pilot.press("backspace", "enter")
+        await until(app, pilot, lambda: node.config["max_vram"] == str(5 * GB))
+
+    driven(node, drive, size=(80, 24))
+
+
+@pytest.mark.parametrize(
     ("cap_bytes", "steps", "expected"),
     [
         (7 * GB, 1, 15 * GB // 2),
@@ -405,6 +437,17 @@ def test_the_first_run_says_which_pauses_this_machine_cannot_make() -> None:
     assert any(line.endswith("■ another program uses the device") for line in lines)
 
 
+def test_the_first_run_does_not_promise_pauses_that_this_machine_cannot_make() -> None:
+    """Sensors are only asked for rules that are on: of the others it is known after the second step."""
+    names = ("pause_battery", "pause_heat", "pause_active", "pause_full_screen")
+    rules = tuple(RuleView(name, name, True, available=False, text="no sensor") for name in names)
+    state = FirstState(step=2, pauses={name: True for name, _, _, _ in PAUSES}, memory_bytes=7 * GB)
+    rows = first_rows(state, replace(EMPTY, courtesy=CourtesyView(rules=rules)), 80, 24)
+    shown = " ".join(" ".join(map(text_of, rows)).split())
+    assert "✓ 2 7.0 GB · pauses: another program uses the device · without effect here: on battery, above 83" in shown
+    assert "a program fills the screen, like a game" in shown
+
+
 # --- the first run ---------------------------------------------------------------------------------------------------
 
 
@@ -429,6 +472,36 @@ def test_a_swarm_found_meanwhile_takes_no_other_choices_key() -> None:
         assert node.asked == ["/control/join pond#1a2b3c4d"]
 
     driven(node, drive)
+
+
+def test_esc_after_the_swarm_is_created_leads_to_the_dashboard() -> None:
+    """It led back to the second step, where ⏎ created the same swarm again and failed."""
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(EMPTY)
+        first = FirstRun(app.store)
+        await app.push_screen(first)
+        await until(app, pilot, lambda: "Begin with the small starter model" in text_of_screen(app))
+        await pilot.press("enter", "enter")
+        await until(app, pilot, lambda: first.state.step == 2)
+        await settle(app, pilot)
+        assert "esc look around first" in text_of_screen(app)
+        await pilot.press("escape")
+        await until(app, pilot, lambda: not first.is_attached)
+        assert len(node.created) == 1
+
+    driven(node, drive, size=(80, 24))
+
+
+def test_a_long_problem_of_the_first_run_is_read_to_its_end() -> None:
+    problem = "this node is already a member of home#1a2b3c4d: leave it first, or choose another name for the swarm"
+    state = FirstState(problem=problem)
+    state.take(ProspectsView((STARTER, NEAR), None, 9 * GB, 14.0 * GB))
+    rows = first_rows(state, EMPTY, 80, 24)
+    assert problem in " ".join(" ".join(map(text_of, rows)).split())
+    assert len(rows) <= 24
+    assert "q quit" in text_of(rows[-1])
 
 
 def test_the_first_run_asks_before_it_uses_the_public_directory() -> None:

@@ -16,7 +16,7 @@ from app.snapshot.views import DeviceView, OfferView, ProspectsView, Snapshot, S
 from ui.draw.bars import bar
 from ui.draw.first_run_offers import STARTER, choice_rows, ordered, target_words
 from ui.draw.numbers import count, duration, gigabytes, progress, size
-from ui.draw.rows import Row, fit, row, tidy
+from ui.draw.rows import Row, fit, row, tidy, wrap
 from ui.draw.state_line import pill, running_step
 from ui.state.store import ConnectionState
 
@@ -115,10 +115,13 @@ def first_rows(
     ]
     parts = (_where, _memory, _hello)
     titles = ("Where?", "How much, and when to pause", "Say hello")
-    chosen = (state.where, _memory_words(state), "")
+    chosen = (state.where, _memory_words(state, known), "")
+    lines = wrap(f"× {tidy(one_line(state.problem))}", width - 4, "error") if state.problem else []
+    problem = [*(row("   ", *line) for line in lines), []] if lines else []
     for index, title in enumerate(titles):
         if index < state.step:
-            rows.append(row(("✓", "b success"), f" {index + 1}  {chosen[index]}"))
+            first, *more = wrap(chosen[index], width - 7) or [[]]
+            rows += [row(("✓", "b success"), f" {index + 1}  ", *first), *(row("     ", *line) for line in more)]
         elif index > state.step:
             rows.append(row(("○", "dim"), (f" {index + 1}  {title}", "dim")))
         else:
@@ -127,15 +130,15 @@ def first_rows(
                 [],
             ]
             if not (index == 1 and state.busy):  # these choices are made
-                room = height - _FRAME_ROWS - (2 if state.problem or state.busy else 0)
-                rows += [*parts[index](state, known, width, room), []]
-            rows += [row((f"   × {tidy(one_line(state.problem))}", "error")), []] if state.problem else []
+                taken = len(problem) if state.problem else 2 if state.busy else 0
+                rows += [*parts[index](state, known, width, height - _FRAME_ROWS - taken), []]
+            rows += problem
             if state.busy:
                 steps = [_step(known.preparing, width)] if known is not None and known.preparing is not None else []
                 rows += [row(("   ◐ ", "primary"), one_line(state.busy)), *steps, []]
     rows += [[]] if rows[-1] else []
-    keys = ["esc back"] if state.step > 0 and not state.busy else []
-    keys += ["q quit, the node keeps running"] if state.step < 2 else []
+    keys = ["esc back"] if state.step == 1 and not state.busy else []
+    keys += ["q quit, the node keeps running"] if state.step < 2 else ["esc look around first"]
     return [fit(line, width) for line in [*rows, row((" · ".join(keys), "dim"))]]
 
 
@@ -190,10 +193,14 @@ def _where(state: FirstState, known: Snapshot | None, width: int, height: int) -
     return [*rows, [], *keys]
 
 
-def _memory_words(state: FirstState) -> str:
-    on = [words for name, words, _, _ in PAUSES if state.pauses.get(name)]
+def _memory_words(state: FirstState, known: Snapshot | None) -> str:
+    """The choices of the second step; a chosen pause that has no effect on this machine is named as such."""
+    on = {name: words for name, words, _, _ in PAUSES if state.pauses.get(name)}
+    blind = [words for name, words in on.items() if _without_effect(name, known)]
+    works = [words for words in on.values() if words not in blind]
     memory = "what is free" if state.memory_bytes is None else f"{gigabytes(state.memory_bytes)} GB"
-    return f"{memory} · pauses: {', '.join(on) if on else 'only by hand'}"
+    said = f"{memory} · pauses: {', '.join(works) if works else 'only by hand'}"
+    return f"{said} · without effect here: {', '.join(blind)}" if blind else said
 
 
 def _memory(state: FirstState, known: Snapshot | None, width: int, height: int) -> list[Row]:

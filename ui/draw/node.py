@@ -161,10 +161,10 @@ def courtesy_rows(courtesy: CourtesyView, width: int) -> list[Row]:
     status = labelled("", (", ".join(reasons) or "now: no", "warning" if reasons else "dim"))
     blind = [rule for rule in courtesy.rules if rule.enabled and not rule.available]
     lacking = ", ".join(RULES.get(rule.code, one_line(rule.label)) for rule in blind)
-    for words in (one_line(courtesy.next_text), f"no sensor for: {lacking}" if blind else ""):
-        after = row((f" · {words}" if words else "", "dim"))
-        if width_of(status) + width_of(after) <= width:
-            status += after
+    sensors = (f"no sensor for: {lacking}", f"no sensor for {plural(len(blind), 'rule')}") if blind else ()
+    for texts in ((one_line(courtesy.next_text),), sensors):
+        parts = [row((f" · {words}", "dim")) for words in texts if words]
+        status += next((part for part in parts if width_of(status) + width_of(part) <= width), [])
     return [line, status]
 
 

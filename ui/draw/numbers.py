@@ -112,12 +112,12 @@ def time_of_day(at_ms: int) -> str:
 
 
 def day_or_time(at_ms: int, now_ms: int) -> str:
-    """Local date or time of a recent use, as precise as is useful: now, 9:12, Tue, 2 May."""
+    """Local date or time of a recent use, as precise as is useful: now, 09:12, Tue, 2 May."""
     then, now = time.localtime(at_ms / 1000), time.localtime(now_ms / 1000)
     if now_ms - at_ms < 60_000:
         return "now"
     if then[:3] == now[:3]:
-        return f"{then.tm_hour}:{then.tm_min:02}"
+        return time.strftime("%H:%M", then)
     if now_ms - at_ms < 6 * 86_400_000:
         return time.strftime("%a", then)
     return f"{then.tm_mday} {time.strftime('%b', then)}"

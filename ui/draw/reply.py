@@ -179,9 +179,13 @@ def recovery_words(figures: dict[str, Any]) -> str:
     return f"▼ {plural(times, 'hop')} failed; the reply continued{pause}"
 
 
-def error_words(error: str) -> str:
-    """The error that ended a reply, and the key that asks again; empty if there was none."""
-    return f"× {error} · ^r asks again" if error else ""
+def error_words(error: str, code: str = "") -> str:
+    """The error that ended a reply, and the keys that help, by the error's code; empty if there was none."""
+    if not error:
+        return ""
+    if code == "context_length_exceeded":  # to ask again would fail again
+        return f"× {error} · earlier messages count too: ^e edits yours, ^n begins a new conversation"
+    return f"× {error} · ^r asks again"
 
 
 def lost_hops(

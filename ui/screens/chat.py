@@ -387,14 +387,16 @@ class Chat(MainScreen):
             return
         figures = {name: value for name, value in piece.get("done", {}).items() if name != "text"}
         error = tidy(with_names(str(piece.get("error", "")), self.store.peer_name))
+        code = str(piece.get("code", ""))
         if error or piece.get("stopped"):
-            figures = self._cut_figures(error)
+            figures = self._cut_figures(error, code)
         elif self._progress.has_waited:
             figures["has_waited"] = True
         figures |= self._route_figures()
         if not self._text and len(self._kept.messages(self._conversation.id)) > len(self._messages):
             await self._show_messages()  # nothing came: the reply that was to be replaced stays
-            await self.query_one(Transcript).note(error_words(error) or "stopped", "error" if error else "figures")
+            words = error_words(error, code) or "stopped"
+            await self.query_one(Transcript).note(words, "error" if error else "figures")
             return
         reply = self._kept.add(self._conversation.id, question.id, "assistant", self._text, figures)
         self._messages.append(reply)
@@ -402,10 +404,10 @@ class Chat(MainScreen):
         self._show_sides()
         self.refresh_bindings()
 
-    def _cut_figures(self, error: str = "") -> dict[str, Any]:
+    def _cut_figures(self, error: str = "", code: str = "") -> dict[str, Any]:
         """The figures of a reply that an error or its reader has ended."""
         figures: dict[str, Any] = {"token_ids": [0] * self._progress.tokens, "stopped": not error, "error": error}
-        return figures | ({"route": self._route} if self._route else {})
+        return figures | ({"error_code": code} if error else {}) | ({"route": self._route} if self._route else {})
 
     def _route_figures(self) -> dict[str, Any]:
         """The hops that left the reply's route, and the lines that say so."""

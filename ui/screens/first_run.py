@@ -244,9 +244,11 @@ class FirstRun(Dialog[None]):
         self.show()
 
     def action_back(self) -> None:
-        """Go back to the step before."""
-        if not self.state.busy:
-            self.state.step, self.state.problem = max(0, self.state.step - 1), ""
+        """Go back to the step before; once the node is in its swarm nothing is left to choose, and the page closes."""
+        if self.state.step == 2:
+            self.close()
+        elif not self.state.busy:
+            self.state.step, self.state.problem = 0, ""
             self.show()
 
     def _enter(self) -> None:

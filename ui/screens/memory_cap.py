@@ -1,12 +1,15 @@
-"""The memory cap (setting `max_vram`): how much of the device's memory hosting may take, moved with `+` and `-`."""
+"""The memory cap (setting `max_vram`): how much memory hosting may take, moved with `+` and `-`, or typed."""
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
+from textual.content import Content
 from textual.widgets import Static
 
 from app.api.client import PATIENT_S, Client
@@ -21,8 +24,10 @@ from ui.state.store import Store
 from ui.widgets.dialogs import Dialog, key_line
 from ui.widgets.panel import RowWidget
 
-STEP_BYTES = 500 * 10**6
+GB = 10**9
+STEP_BYTES = GB // 2
 _BAR = 40
+_LONGEST = 12  # characters of a typed size
 
 
 def moved(cap_bytes: int | None, device: DeviceView, steps: int) -> int:
@@ -37,11 +42,17 @@ def moved(cap_bytes: int | None, device: DeviceView, steps: int) -> int:
     return max(0, min(total // STEP_BYTES, whole + steps)) * STEP_BYTES
 
 
+def typed_bytes(text: str) -> int | None:
+    """The size that was typed, in GB unless it ends in M or MB; None while it is not a size."""
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)([gm]?)b?", text)
+    return None if found is None else round(float(found[1]) * (10**6 if found[2] == "m" else GB))
+
+
 def cap_rows(cap_bytes: int | None, device: DeviceView) -> list[Row]:
     """The cap as a gauge, and its meaning."""
     total = device.memory_total_bytes or 0
     words = "no limit: what is free" if cap_bytes is None else f"{gigabytes(cap_bytes)} of {gigabytes(total)} GB"
-    share = None if cap_bytes is None or not total else cap_bytes / total
+    share = None if cap_bytes is None or not total else min(1.0, cap_bytes / total)
     free = device.memory_free_bytes
     if cap_bytes == 0:
         meaning = row(("this node would host nothing", "warning"))
@@ -114,13 +125,12 @@ class CapGauge(RowWidget):
 
 
 class CapDialog(Dialog[tuple[int | None] | None]):
-    """Dialog that moves the cap; returns it in a tuple, since None means no cap, or None if cancelled."""
+    """Dialog that moves the cap, or takes it as typed; returns it in a tuple (None is no cap), or None if cancelled."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("plus,equals_sign,right", "move(1)", "more"),
         Binding("minus,left", "move(-1)", "less"),
-        Binding("n", "set(None)", "no limit"),
-        Binding("0", "set(0)", "host nothing"),
+        Binding("n", "set_no_limit", "no limit"),
         Binding("enter", "take", "apply"),
         Binding("escape", "cancel", "back"),
     ]
@@ -128,28 +138,57 @@ class CapDialog(Dialog[tuple[int | None] | None]):
     def __init__(self, store: Store, device: DeviceView, cap_bytes: int | None) -> None:
         super().__init__()
         self._gauge = CapGauge(store, device, cap_bytes)
+        self._typed = ""
 
     def compose(self) -> ComposeResult:
         """Gauge and keys."""
         with Vertical(classes="dialog") as box:
             box.border_title = "memory cap"
             yield self._gauge
-            keys = (("+ -", "move"), ("n", "no limit"), ("0", "host nothing"), ("⏎", "apply"), ("esc", "back"))
-            yield Static(key_line(*keys))
+            yield Static("", id="typed")
+            yield Static(key_line(("+ -", "move"), ("n", "no limit"), ("⏎", "apply"), ("esc", "back")))
+
+    def on_mount(self) -> None:
+        """Say that a size can be typed."""
+        self._show("")
+
+    def on_key(self, event: events.Key) -> None:
+        """Take a size as it is typed: a digit alone must not be a command, since it may begin a number."""
+        if event.key == "backspace":
+            self._show(self._typed[:-1])
+        elif event.character and event.character.lower() in "0123456789.gmb" and len(self._typed) < _LONGEST:
+            self._show(self._typed + event.character.lower())
+        else:
+            return
+        event.stop()
+
+    def _show(self, typed: str) -> None:
+        """Show the gauge, and what is typed; a typed size moves the gauge."""
+        self._typed = typed
+        cap_bytes = typed_bytes(typed)
+        if cap_bytes is not None:
+            self._gauge.cap_bytes = cap_bytes
+        line = (typed.upper(), "bold $mine") if typed else ("or type a size like 6GB or 500MB; 0 hosts nothing", "$dim")
+        self.query_one("#typed", Static).update(Content.assemble(line))
+        self._gauge.show()
 
     def action_move(self, steps: int) -> None:
         """Move the cap by some steps."""
         self._gauge.cap_bytes = moved(self._gauge.cap_bytes, self._gauge.device, steps)
-        self._gauge.show()
+        self._show("")
 
-    def action_set(self, cap_bytes: int | None) -> None:
-        """Set the cap: None uses what is free, 0 hosts nothing."""
-        self._gauge.cap_bytes = cap_bytes
-        self._gauge.show()
+    def action_set_no_limit(self) -> None:
+        """Remove the cap: hosting uses what is free."""
+        self._gauge.cap_bytes = None
+        self._show("")
 
     def action_take(self) -> None:
-        """Close with this cap."""
-        self.close((self._gauge.cap_bytes,))
+        """Close with this cap, unless something is typed that is not a size."""
+        if self._typed and typed_bytes(self._typed) is None:
+            words = f"{self._typed.upper()} is not a size: type it like 6GB or 500MB"
+            self.query_one("#typed", Static).update(Content.styled(words, "$error"))
+        else:
+            self.close((self._gauge.cap_bytes,))
 
     def action_cancel(self) -> None:
         """Close without a change."""

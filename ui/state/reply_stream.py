@@ -181,7 +181,7 @@ class ReplyThread:
                 self._tell(piece)
         except (AppError, ValueError) as error:
             if not self._hangup.is_over:
-                self._tell({"error": str(error)})
+                self._tell({"error": str(error), "code": error.code if isinstance(error, AppError) else ""})
         if self._hangup.is_over:
             self._tell({"stopped": True})
 

@@ -19,12 +19,14 @@ from app.core.terminal_text import one_line
 from ui.draw.node import now_ms
 from ui.draw.numbers import count, day_or_time
 from ui.draw.reply import readers_words
-from ui.draw.rows import Row, cell, row, wrap
+from ui.draw.rows import Row, cell, row, shorten, wrap
 from ui.state.conversations import Branch, Conversation
 from ui.state.reply_stream import BOUNDS, Replier, Sampling, sampling_value
 from ui.state.store import Store
 from ui.widgets.dialogs import Dialog, Question, key_line
 from ui.widgets.panel import Panel
+
+_BRANCH_CELLS = 58  # of a version's first words: it has one row, also with its time and in a window of 80 columns
 
 
 class ConversationList(Panel):
@@ -258,7 +260,8 @@ class BranchPicker(Dialog[int | None]):
     def _words(self, branch: Branch) -> Content:
         mark = "▌" if branch.is_shown else " "
         when = day_or_time(branch.at_ms, now_ms())
-        return Content.assemble((mark, "$mine"), one_line(branch.words) or "(empty)", (f"  {when}", "$dim"))
+        words = shorten(one_line(branch.words), _BRANCH_CELLS) or "(empty)"
+        return Content.assemble((mark, "$mine"), words, (f"  {when}", "$dim"))
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """Close with the chosen version."""

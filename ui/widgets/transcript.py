@@ -114,7 +114,9 @@ class Transcript(VerticalScroll, can_focus=True):
     async def finish(self, message: Message) -> None:
         """End the reply, which is now this message, and append its figures and its error."""
         await self._end_stream()
-        for text, kind in (*_closing_words(message), (error_words(str(message.figures.get("error") or "")), "error")):
+        figures = message.figures
+        error = error_words(str(figures.get("error") or ""), str(figures.get("error_code") or ""))
+        for text, kind in (*_closing_words(message), (error, "error")):
             await self.note(text, kind)
 
     def _follow(self) -> None:

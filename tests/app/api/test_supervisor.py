@@ -144,7 +144,7 @@ async def test_a_node_that_fails_its_own_test_withdraws_and_hosts_anew(
         assert block_host is not None
         runner = block_host.runner
         assert runner is not None
-        assert await app.node.self_check.span_trouble(network, block_host.server.attend, runner) is None
+        assert await app.node.self_check.span_trouble(network, block_host.server, runner) is None
         assert await app.api.supervisor.api_trouble(node.snapshot().api_url) is None
         assert await app.api.supervisor.api_trouble("http://127.0.0.1:9") is not None
 

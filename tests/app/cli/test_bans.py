@@ -39,7 +39,9 @@ def test_a_peer_is_added_listed_and_removed(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("ban", "nobody"), "the setting deny cannot be"),
+        (("ban", "nobody"), "no member is called 'nobody'"),
+        (("trust", "nobody"), "no member is called 'nobody'"),
+        (("ban", "192.0.2.0/99"), "the setting deny cannot be"),
         (("trust", "192.0.2.0/24"), "the setting trusted cannot be"),
         (("ban", PEER, "--remove"), "is not in the setting deny"),
         (("trust", "--remove"), "name the peer to remove"),
@@ -60,6 +62,8 @@ def test_a_name_that_two_members_have_is_refused() -> None:
     members = [{"peer": PEER, "name": "attic"}, {"peer": OTHER, "name": "attic"}, {"peer": "12D3x", "name": "loft"}]
     assert _peer_id("loft", members, []) == "12D3x"
     assert _peer_id(OTHER[-8:], members, []) == OTHER
-    assert _peer_id("x", members, []) == "x"  # too short to be the end of an id
+    assert _peer_id("192.0.2.1", members, []) == "192.0.2.1"
+    with pytest.raises(UsageError, match="no member is called 'x'"):
+        _peer_id("x", members, [])  # too short to be the end of an id
     with pytest.raises(UsageError, match="several peers are called 'attic'"):
         _peer_id("attic", members, [])

@@ -16,6 +16,7 @@ from app.cli import main
 from app.cli.chat import SAMPLING
 from app.cli.conversation import TerminalChat
 from app.cli.reply_printer import MarkdownPrinter, finished_blocks, rendered
+from app.core.errors import AppError
 from tests.engine.gguf_models import write_gguf
 from tests.engine.models import VARIANT, write_folder
 from ui.state.conversations import Conversations
@@ -163,6 +164,26 @@ def test_a_conversation_keeps_its_system_message_and_its_files_and_sends_no_thin
     assert first == fish
     assert "herring" in look["content"]
     assert (seen["content"], again["content"]) == ("I see.", "again")
+
+
+def test_a_conversation_that_outgrew_the_context_says_how_to_begin_a_new_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Small(Listener):
+        def answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
+            if len(messages) > 1:
+                raise AppError("the prompt is too long: shorten it", code="context_length_exceeded")
+            return super().answer(messages)
+
+    monkeypatch.setattr("sys.stdin", Terminal("hello\nhi\n/clear\nhello\n"))
+    TerminalChat(Small(), Conversations(None), SAMPLING).converse()
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[1:] == [
+        "shoal: the prompt is too long: shorten it",
+        "The conversation so far counts: /clear starts a new one.",
+        "A new conversation.",
+    ]
+    assert captured.out.count("Yes.") == 2
 
 
 def test_resuming_goes_on_with_the_conversation_used_last(
@@ -324,6 +345,7 @@ def test_a_broken_model_is_one_line_that_names_it(
     ("arguments", "status", "words"),
     [
         (["--model", "tiny-random", "--json"], 2, "--json"),
+        (["--model", "tiny-random", " "], 2, "the prompt is empty"),
         (["--model", "tiny-random", "x" * 100_000], 1, "context"),
         (["--model", "tiny-random", "--device", "cuda:99", "hello"], 1, "cuda:99"),
     ],

@@ -153,7 +153,7 @@ def test_a_private_swarm_created_here_has_limited_invites(tmp_path: Path, capsys
     for arguments, words in (
         (["invite", "--uses", "0"], "1 to 100 times"),
         (["invite", "--uses", "101"], "1 to 100 times"),
-        (["revoke", "nobody"], "is not a peer id"),
+        (["revoke", "nobody"], "no member is called 'nobody'"),
         (["revoke", entry.issuer], "neither this node nor"),
         (["revoke", "--remove"], "name the peer"),
     ):
