@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.cli.command import Command
 from app.cli.models import progress_on_stderr
-from app.cli.parser import number_argument
+from app.cli.parser import MODELS, number_argument
 from app.core.errors import AppError, NotRunning, UsageError
 from app.core.terminal_text import short_peer, with_names, without_controls
 from app.routing.route import MAX_PRIVATE_BLOCKS
@@ -56,8 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume", action="store_true", help="continue the conversation used last, here or in the dashboard"
     )
     parser.add_argument("--local", action="store_true", help="run the whole model in this process")
-    words = "with --local: starter, tiny-random, a folder, a GGUF file or ORG/NAME"
-    parser.add_argument("--model", default="starter", metavar="M", help=words)
+    parser.add_argument("--model", default="starter", metavar="M", help=f"with --local: {MODELS}")
     words = "ask in this swarm, by its name or an invite, while the node goes on hosting in its own"
     parser.add_argument("--swarm", metavar="NAME", help=words)
     parser.add_argument("--adapter", metavar="NAME", help="reply with this adapter (`shoal adapters`)")

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.cli.command import Command, print_json
+from app.cli.parser import MODELS
 from app.core.errors import UsageError
 from app.core.terminal_text import without_controls
 from app.system.console import can_show
@@ -28,9 +29,7 @@ MIN_TOKENS = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the prompt, the model and the reply's length."""
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", default=PROMPT, help="what to ask the swarm")
-    parser.add_argument(
-        "--model", default="starter", metavar="M", help="starter, tiny-random, a folder, a GGUF file or ORG/NAME"
-    )
+    parser.add_argument("--model", default="starter", metavar="M", help=MODELS)
     parser.add_argument("--max-tokens", type=int, default=96, metavar="N", help="the longest reply (default: 96)")
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.cli.command import Command, print_json
 from app.cli.models import progress_on_stderr
-from app.cli.parser import number_argument
+from app.cli.parser import MODELS, number_argument
 from app.core.errors import AppError, UsageError
 from app.core.units import format_size
 from p2p.platform import stop_signals
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", required=True, metavar="FILE", help=words)
     parser.add_argument("--out", required=True, metavar="NAME", help="name of the adapter")
     parser.add_argument("--local", action="store_true", help="train in this process, without a swarm")
-    words = "with --local: starter, tiny-random, a folder, a GGUF file or ORG/NAME (default: starter)"
+    words = f"with --local: {MODELS} (default: starter)"
     parser.add_argument("--model", metavar="M", help=words)
     parser.add_argument("--device", metavar="D", help="with --local: cpu, cuda:0, … (default: the best available)")
     words = (

@@ -10,6 +10,7 @@ from typing import NoReturn, TypeVar
 
 from app.core.units import parse_duration, parse_size
 
+MODELS = "starter, tiny-random, a folder, a GGUF file or ORG/NAME"  # what an option --model takes, in help texts
 _Number = TypeVar("_Number", int, float)
 _CHOICE = re.compile(r"(?:argument (?P<name>.+?): )?invalid choice: '(?P<word>[^']*)'")
 

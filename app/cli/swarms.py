@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.cli.command import Command, print_json
 from app.cli.models import progress_on_stderr
-from app.cli.parser import duration_argument
+from app.cli.parser import MODELS, duration_argument
 from app.cli.pause import warn_sole_holder
 from app.cli.status import NO_SWARM
 from app.core.errors import UsageError
@@ -34,9 +34,7 @@ _BEFORE_START = "start a node with `shoal serve` to take part"
 def add_create_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the new swarm's name and model."""
     parser.add_argument("name", metavar="NAME", help="up to 63 letters a-z, digits, '-', '.' and '_'")
-    parser.add_argument(
-        "--model", required=True, metavar="MODEL", help="starter, tiny-random, a folder, a GGUF file or ORG/NAME"
-    )
+    parser.add_argument("--model", required=True, metavar="MODEL", help=MODELS)
     parser.add_argument("--private", action="store_true", help="only peers with an invite can connect")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from app.cli.command import Command, print_json
+from app.cli.parser import MODELS
 from app.core.errors import AppError, UsageError
 from app.core.units import format_size
 
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="+", metavar="NAME", help=words)
     words = "text files, or JSONL with `text` in each line"
     parser.add_argument("--data", nargs="+", metavar="PATH", help=words)
-    words = "go on from this model: starter, tiny-random, a folder, a GGUF file or ORG/NAME (default: starter)"
+    words = f"go on from this model: {MODELS} (default: starter)"
     parser.add_argument("--model", metavar="M", help=words)
     words = "begin with a new model of this shape, a config.json as Hugging Face writes it"
     parser.add_argument("--shape", metavar="FILE", help=words)

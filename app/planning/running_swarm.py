@@ -149,7 +149,8 @@ def step_of_members(
     token_s = believed_seconds(known, RouteRequest(Span(0, config.n_blocks), 1), measured.known)
     prompt_s = believed_prompt_seconds(known)
     machines = []
-    crowds = Counter(measured.hosts.get(member.peer) or member.peer for member in known)
+    hosts = {member.peer: measured.hosts.get(member.peer) or member.peer for member in known}
+    crowds = Counter(hosts.values())
     for member in known:
         kind = "cpu" if member.device.startswith("cpu") else "gpu"
         spec = MachineSpec(
@@ -162,7 +163,7 @@ def step_of_members(
             host=measured.hosts.get(member.peer, ""),
         )
         rate = measured.bytes_per_s.get(member.peer, ASSUMED_BYTES_PER_S)
-        crowded = CROWDED_PASSES if crowds[measured.hosts.get(member.peer) or member.peer] > 1 else 1.0
+        crowded = CROWDED_PASSES if crowds[hosts[member.peer]] > 1 else 1.0
         machines.append(
             replace(
                 spec,

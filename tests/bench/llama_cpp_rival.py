@@ -101,10 +101,11 @@ def _endpoint(port: int) -> bytes:
 def ask(threads: int, *ports: int) -> None:
     """Answer each line of the input, a prompt's length and a number of tokens, with the seconds of a token."""
     llama: Any = importlib.import_module("llama_cpp")
-    for port in ports:
-        _Library().use(port)
     own: dict[str, Any] = {"n_gpu_layers": 0}
     if ports:
+        library = _Library()
+        for port in ports:
+            library.use(port)
         own = {"n_gpu_layers": BLOCKS + 1, "tensor_split": [1.0] * len(ports)}
     file = str(starter_file(cache_folder()))
     model = llama.Llama(file, n_ctx=1024, n_threads=threads, n_threads_batch=threads, verbose=False, **own)
