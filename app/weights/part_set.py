@@ -62,9 +62,12 @@ class PartSet:
 
     def chunk(self, part: Part, index: int) -> bytes | None:
         """Read one chunk of a complete part, or of one being downloaded that has it already; None if it is not here."""
+        start, length = index * CHUNK_BYTES, chunk_length(part.size_bytes, index)
         try:
-            extents = self._extents_of_chunk(part, index)
-            return read_range(extents, index * CHUNK_BYTES, chunk_length(part.size_bytes, index))
+            try:
+                return read_range(self._extents_of_chunk(part, index), start, length)
+            except FileNotFoundError:  # `finish` has just given the file its final name
+                return read_range(self._extents(part), start, length)
         except (OSError, WeightsError):
             return None
 

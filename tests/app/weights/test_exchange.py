@@ -154,6 +154,32 @@ async def test_five_newcomers_pass_on_what_they_get(tmp_path: Path) -> None:
         assert sum(peer.sharing.total_bytes for peer in peers) >= 3.5 * size
 
 
+def test_chunks_of_a_part_are_there_while_it_gets_its_final_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = bytes(range(256)) * 9000
+    hasher = ChunkHasher()
+    hasher.update(data)
+    leaves = hasher.finish()
+    part = Part("moments", len(data), root_of(leaves))
+    parts = PartSet(tmp_path, [part], "a job")
+    new = parts.open_new(part, leaves)
+    cut = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
+    for index, chunk in enumerate(cut):
+        new.write(index, chunk)
+    read: list[bytes | None] = []
+    replace_file = part_files.replace_file
+
+    def replace_and_read(source: Path, target: Path) -> None:
+        replace_file(source, target)
+        if target == parts.files.path(part.root):
+            read.extend(parts.chunk(part, index) for index in range(len(cut)))
+
+    monkeypatch.setattr(part_files, "replace_file", replace_and_read)
+    parts.finish(new)
+    assert read == cut
+
+
 def wrong_bytes(peer: str, body: bytes) -> Payload:
     return wire.chunk_answer(bytes(CHUNK_BYTES))
 
