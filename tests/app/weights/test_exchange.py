@@ -27,6 +27,7 @@ from app.weights.part_set import PartSet
 from app.weights.part_store import NewPart
 from p2p.errors import P2PError, Refused, RemoteError
 from p2p.memory.fabric import MemoryFabric, MemoryNode, open_fabric
+from p2p.platform import replace_file
 from tests.app.weights.models import empty_library, import_model
 
 ALL = (*ENDS, *span_parts(0, 4))
@@ -168,8 +169,6 @@ def test_chunks_of_a_part_are_there_while_it_gets_its_final_name(
     for index, chunk in enumerate(cut):
         new.write(index, chunk)
     read: list[bytes | None] = []
-    replace_file = part_files.replace_file
-
     def replace_and_read(source: Path, target: Path) -> None:
         replace_file(source, target)
         if target == parts.files.path(part.root):
