@@ -55,12 +55,12 @@ INT4_BYTES = 5 / 8  # of a weight in 4 bits, with a scale and a minimum in 16 bi
 def grid_weights(weight_bytes: float, compute_bytes: int, *, on_cpu: bool) -> Precision:
     """Precision of weights in a grid of 4 or 8 bits, `weight_bytes` each with their scales.
 
-    A CPU's products are computed by ONNX Runtime, with the integers packed twice (for few rows and for many) and with
-    scales, zero points and minima in a form of their own.
+    A CPU's products are computed by ONNX Runtime, with the integers packed three times (for steps of one session, for
+    few rows of several, and for many rows) and with scales, zero points and minima in a form of their own.
     """
     if not on_cpu:
         return Precision(weight_bytes, compute_bytes, CONVERTED_NUMBERS)
-    return Precision(weight_bytes + 2 * (1.0 if weight_bytes >= 1 else 0.5) + 9 / 16, compute_bytes)
+    return Precision(weight_bytes + 3 * (1.0 if weight_bytes >= 1 else 0.5) + 9 / 16, compute_bytes)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from engine.model.onnx_graph import Graph, GraphWriter, GridConstants, many_rows
 from engine.sources.grid import Grid
 
 MAX_BOUND = 8  # rows of the largest step whose memory is kept: it saves a tenth of a millisecond a block
-_Weights = Mapping[Matrix, GridConstants]
+BlockWeights = Mapping[Matrix, GridConstants]
 
 
 class RowTurns(NamedTuple):
@@ -30,6 +30,11 @@ class RowTurns(NamedTuple):
     sin: Tensor
     numbers: Tensor
 
+    @classmethod
+    def empty(cls, config: ModelConfig, rows: int) -> RowTurns:
+        """Return memory for the cosines and sines of so many rows."""
+        return cls(*torch.empty(2, rows, config.head_dim // 2), torch.arange(rows)[:, None])
+
 
 class BoundRows:
     """Memory for steps of one number of rows, which all blocks use in turn, and views of it as attention takes them."""
@@ -37,8 +42,7 @@ class BoundRows:
     def __init__(self, config: ModelConfig, rows: int) -> None:
         heads, kv_heads, width = config.n_heads, config.n_kv_heads, config.head_dim
         self.x = torch.empty(rows, config.hidden_size)  # the input of each block, and its output
-        cos, sin = torch.empty(rows, width // 2), torch.empty(rows, width // 2)
-        self.turns = RowTurns(cos, sin, torch.arange(rows)[:, None])
+        self.turns = RowTurns.empty(config, rows)
         self.qk = torch.empty(rows, 1, (heads + kv_heads) * width)
         self.v = torch.empty(rows, kv_heads * width)
         self.attended = torch.empty(rows, heads * width)
@@ -51,7 +55,7 @@ class BlockGraphs:
 
     def __init__(self, block: Block, config: ModelConfig) -> None:
         self._block, self._config = block, config
-        self._weights = {name: _constants(getattr(block, name)) for name in get_args(Matrix)}
+        self.weights = {name: _constants(getattr(block, name)) for name in get_args(Matrix)}
         self._before: dict[bool, Graph] = {}
         self._after: dict[bool, Graph] = {}
         self._bound: dict[int, tuple[Callable[[], None], Callable[[], None]]] = {}  # by the number of rows
@@ -59,14 +63,14 @@ class BlockGraphs:
 
     def _prepare(self, *, many: bool) -> None:
         if many not in self._before:
-            self._before[many] = _before_attention(self._block, self._config, self._weights, many=many)
-            self._after[many] = _after_attention(self._block, self._config, self._weights, many=many)
+            self._before[many] = _before_attention(self._block, self._config, self.weights, many=many)
+            self._after[many] = _after_attention(self._block, self._config, self.weights, many=many)
 
     @property
     def nbytes(self) -> int:
         """Bytes that the graphs take beside the block's own weights."""
         graphs = sum(graph.nbytes for graph in (*self._before.values(), *self._after.values()))
-        return graphs + sum(weights.nbytes for weights in self._weights.values())
+        return graphs + sum(weights.nbytes for weights in self.weights.values())
 
     def forward(self, x: Tensor, turns: RowTurns, attend: Attend, *, many: bool) -> Tensor:
         """Run the block over float32 rows x (N, hidden), as `block_forward` does."""
@@ -122,6 +126,10 @@ class SpanGraphs:
         """True if all these blocks have graphs."""
         return all(block.index in self._blocks for block in blocks)
 
+    def weights(self, blocks: Sequence[Block]) -> dict[int, BlockWeights]:
+        """Return the constants of blocks that have graphs, by the block's index."""
+        return {block.index: self._blocks[block.index].weights for block in blocks}
+
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, attends: Mapping[int, Attend]) -> Tensor:
         """Run float32 rows x (N, hidden) through the blocks that `attends` names, in its order: (N, hidden).
 
@@ -151,59 +159,86 @@ def _constants(linear: Linear) -> GridConstants:
     return GridConstants(linear.grid, linear.bias)
 
 
-def _before_attention(block: Block, config: ModelConfig, weights: _Weights, *, many: bool) -> Graph:
+def _before_attention(block: Block, config: ModelConfig, weights: BlockWeights, *, many: bool) -> Graph:
     """Norm, product with q, k and v, and rotation: rows -> q and k (N, 1, heads * head_dim), v (N, kv heads * …)."""
     writer = GraphWriter(many=many)
-    hidden, width = config.hidden_size, config.head_dim
-    q_size, kv_size = config.n_heads * width, config.n_kv_heads * width
-    x = writer.input("x", ("N", hidden))
-    where = [writer.input(name, ("N", width // 2)) for name in ("cos", "sin")]
-    norm = _norm(writer, config.norm_eps)
-    qkv = writer.product(norm(x, block.attn_norm), weights["qkv"])
-    numbers = writer.input("numbers", ("N", 1), torch.int64)
-    if block.q_norm is not None and block.k_norm is not None:
-        q, k, _ = writer.add_many("Split", [qkv, writer.shape(q_size, kv_size, kv_size)], ["q", "k", "v"], axis=1)
-        q, k = (
-            writer.add("Reshape", [norm(writer.add("Reshape", [each, writer.shape(-1, count, width)]), weight), flat])
-            for each, count, weight, flat in (
-                (q, config.n_heads, block.q_norm, writer.shape(-1, 1, q_size)),
-                (k, config.n_kv_heads, block.k_norm, writer.shape(-1, 1, kv_size)),
-            )
-        )
-        qk = writer.add("Concat", [q, k], axis=2)
-    else:
-        flat, _ = writer.add_many("Split", [qkv, writer.shape(q_size + kv_size, kv_size)], ["flat", "v"], axis=1)
-        qk = writer.add("Reshape", [flat, writer.shape(-1, 1, q_size + kv_size)])
-    count = config.n_heads + config.n_kv_heads
-    # Every row is a sequence of one token whose position is the row's own number in the tables.
-    writer.add("RotaryEmbedding", [qk, numbers, *where], out="qk", own=True, num_heads=count, interleaved=0)
-    writer.output("qk", ("N", 1, q_size + kv_size))
-    writer.output("v", ("N", kv_size))
+    x = writer.input("x", ("N", config.hidden_size))
+    turns = add_turns(writer, config)
+    qk, v = add_qkv(writer, add_norm(writer, x, block.attn_norm, config), turns, block, config, weights)
+    q_size, kv_size = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    writer.output(qk, ("N", 1, q_size + kv_size))
+    writer.output(v, ("N", kv_size))
     return writer.compile()
 
 
-def _after_attention(block: Block, config: ModelConfig, weights: _Weights, *, many: bool) -> Graph:
+def _after_attention(block: Block, config: ModelConfig, weights: BlockWeights, *, many: bool) -> Graph:
     """Product with o, norm, gated products, and both residuals: attended rows and the block's input -> output."""
     writer = GraphWriter(many=many)
     attended = writer.input("attended", ("N", config.n_heads * config.head_dim))
     x = writer.input("x", ("N", config.hidden_size))
-    projected = writer.product(attended, weights["o"])
-    skip = [projected, x, writer.constant(block.mlp_norm)]
-    normed, *_ = writer.add_many(
-        "SkipSimplifiedLayerNormalization", skip, ["normed", "", "", "residual"], own=True, epsilon=config.norm_eps
-    )
-    both = writer.product(normed, weights["gate_up"])
-    inner = config.intermediate_size
-    gate, up = writer.add_many("Split", [both, writer.shape(inner, inner)], ["gate", "up"], axis=1)
-    gate = writer.add("QuickGelu", [gate], own=True, alpha=1.0)  # x × sigmoid(x), which is silu
-    gated = writer.add("Mul", [gate, up])
-    writer.product(gated, weights["down"], plus="residual", out="y")
-    writer.output("y", ("N", config.hidden_size))
+    gated, residual = add_gated(writer, attended, x, block, config, weights)
+    writer.output(writer.product(gated, weights["down"], plus=residual), ("N", config.hidden_size))
     return writer.compile()
 
 
-def _norm(writer: GraphWriter, eps: float) -> Callable[[str, Tensor], str]:
-    def norm(x: str, weight: Tensor) -> str:
-        return writer.add("SimplifiedLayerNormalization", [x, writer.constant(weight)], axis=-1, epsilon=eps)
+# --- parts of a block, as operations of a graph -----------------------------------------------------------------------
 
-    return norm
+
+def add_turns(writer: GraphWriter, config: ModelConfig) -> Sequence[str]:
+    """Add the inputs that say how the rows are turned (`RowTurns`)."""
+    half = config.head_dim // 2
+    return (
+        writer.input("cos", ("N", half)),
+        writer.input("sin", ("N", half)),
+        writer.input("numbers", ("N", 1), torch.int64),
+    )
+
+
+def add_norm(writer: GraphWriter, x: str, weight: Tensor, config: ModelConfig) -> str:
+    """Add RMSNorm."""
+    inputs = [x, writer.constant(weight)]
+    return writer.add("SimplifiedLayerNormalization", inputs, axis=-1, epsilon=config.norm_eps)
+
+
+def add_residual_norm(writer: GraphWriter, x: str, residual: str, weight: Tensor, config: ModelConfig) -> Sequence[str]:
+    """Add a sum and its RMSNorm; returns the norm and the sum."""
+    inputs, outs = [x, residual, writer.constant(weight)], (None, "", "", None)
+    found = writer.add_many("SkipSimplifiedLayerNormalization", inputs, outs, own=True, epsilon=config.norm_eps)
+    return found[0], found[3]
+
+
+def add_qkv(
+    writer: GraphWriter, x: str, turns: Sequence[str], block: Block, config: ModelConfig, weights: BlockWeights
+) -> tuple[str, str]:
+    """Add the product with q, k and v and the rotation; returns q and k (N, 1, heads * head_dim), and v (N, …)."""
+    width = config.head_dim
+    q_size, kv_size = config.n_heads * width, config.n_kv_heads * width
+    qkv = writer.product(x, weights["qkv"])
+    if block.q_norm is not None and block.k_norm is not None:
+        q, k, v = writer.add_many("Split", [qkv, writer.shape(q_size, kv_size, kv_size)], [None] * 3, axis=1)
+        both = []
+        for each, count, weight in ((q, config.n_heads, block.q_norm), (k, config.n_kv_heads, block.k_norm)):
+            heads = writer.add("Reshape", [each, writer.shape(-1, count, width)])
+            normed = add_norm(writer, heads, weight, config)
+            both.append(writer.add("Reshape", [normed, writer.shape(-1, 1, count * width)]))
+        qk = writer.add("Concat", both, axis=2)
+    else:
+        flat, v = writer.add_many("Split", [qkv, writer.shape(q_size + kv_size, kv_size)], [None] * 2, axis=1)
+        qk = writer.add("Reshape", [flat, writer.shape(-1, 1, q_size + kv_size)])
+    cos, sin, numbers = turns
+    count = config.n_heads + config.n_kv_heads
+    # Every row is a sequence of one token whose position is the row's own number in the tables.
+    return writer.add("RotaryEmbedding", [qk, numbers, cos, sin], own=True, num_heads=count, interleaved=0), v
+
+
+def add_gated(
+    writer: GraphWriter, attended: str, x: str, block: Block, config: ModelConfig, weights: BlockWeights
+) -> tuple[str, str]:
+    """Add what follows attention, up to the input of the last product; returns that and what is added to its result."""
+    projected = writer.product(attended, weights["o"])
+    normed, residual = add_residual_norm(writer, projected, x, block.mlp_norm, config)
+    both = writer.product(normed, weights["gate_up"])
+    inner = config.intermediate_size
+    gate, up = writer.add_many("Split", [both, writer.shape(inner, inner)], [None] * 2, axis=1)
+    gate = writer.add("QuickGelu", [gate], own=True, alpha=1.0)  # x × sigmoid(x), which is silu
+    return writer.add("Mul", [gate, up]), residual

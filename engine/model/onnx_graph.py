@@ -13,7 +13,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,9 +138,10 @@ class GraphWriter:
         return self.add_many(op, inputs, [out or self._name()], own=own, **attributes)[0]
 
     def add_many(
-        self, op: str, inputs: Sequence[str], outs: Sequence[str], *, own: bool = False, **attributes: int | float
+        self, op: str, inputs: Sequence[str], outs: Sequence[str | None], *, own: bool = False, **attributes: int | float
     ) -> Sequence[str]:
-        """Add an operation with several results; one that nobody reads is called ""."""
+        """Add an operation with several results; None stands for any name, "" for a result that nobody reads."""
+        outs = [self._name() if name is None else name for name in outs]
         node = b"".join(_field(1, name) for name in inputs) + b"".join(_field(2, name) for name in outs)
         node += _field(4, op) + b"".join(_field(5, _attribute(*each)) for each in attributes.items())
         self._nodes.append(node + (_field(7, _MICROSOFT) if own else b""))
@@ -203,6 +204,13 @@ class GraphWriter:
         return Graph(session, tuple(self._constants.values()))
 
 
+class Shifted(NamedTuple):
+    """Memory like that of a contiguous tensor, `shift` numbers further on; its end may lie behind the tensor's."""
+
+    tensor: Tensor
+    shift: int
+
+
 class Graph:
     """A compiled graph."""
 
@@ -221,15 +229,18 @@ class Graph:
         feeds = {name: each.numpy() for name, each in zip(self._inputs, inputs, strict=True)}
         return [torch.from_numpy(out) for out in self._session.run(None, feeds)]
 
-    def bind(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Callable[[], None]:
+    def bind(self, inputs: Sequence[Tensor | Shifted], outputs: Sequence[Tensor | Shifted]) -> Callable[[], None]:
         """Return a function that computes the outputs from the inputs, all in memory that stays where it is."""
         binding = self._session.io_binding()
-        for name, tensor in zip(self._inputs, inputs, strict=True):
-            numbers = tensor.numpy()
-            binding.bind_input(name, "cpu", 0, numbers.dtype, numbers.shape, tensor.data_ptr())
-        for each, tensor in zip(self._session.get_outputs(), outputs, strict=True):
-            numbers = tensor.numpy()
-            binding.bind_output(each.name, "cpu", 0, numbers.dtype, numbers.shape, tensor.data_ptr())
+        names = [each.name for each in self._session.get_outputs()]
+        for bind, all_names, places in (
+            (binding.bind_input, self._inputs, inputs),
+            (binding.bind_output, names, outputs),
+        ):
+            for name, place in zip(all_names, places, strict=True):
+                tensor, shift = place if isinstance(place, Shifted) else (place, 0)
+                address = tensor.data_ptr() + shift * tensor.itemsize
+                bind(name, "cpu", 0, tensor.numpy().dtype, tuple(tensor.shape), address)
         return functools.partial(self._session.run_with_iobinding, binding)
 
 

@@ -22,6 +22,7 @@ from engine.model.grid_tiles import TiledGrid
 from engine.model.kv_cache import BlockCache, KVLease, KVPool, Segment
 from engine.model.linear import GridLinear
 from engine.model.onnx_block import SpanGraphs
+from engine.model.onnx_session import SessionGraph, can_join
 from engine.model.prompt_graphs import PromptGraphs
 from engine.model.rope import RotaryTable
 from engine.model.triton_trials import triton_grids_work
@@ -56,6 +57,8 @@ class SpanRunner:
         room = max(len(blocks), options.room)
         self.pool = KVPool(config, room, options.kv_bytes, options.device, options.dtype, options.cache)
         self._rope = RotaryTable(config.rope, config.head_dim, options.device, options.dtype)
+        self._session_graph: SessionGraph | None = None
+        self._join()
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs = PromptGraphs(config, options.device, options.dtype)
         if kind_of(options.device).captures_steps:
@@ -81,6 +84,7 @@ class SpanRunner:
         new = list(_load_blocks(source, range(self.stop, self.stop + 1), self.options))
         self._prepare(new)
         self.blocks += new
+        self._join()
 
     def _prepare(self, blocks: Sequence[Block]) -> None:
         """Compile what new blocks with weights in a grid are computed with."""
@@ -92,6 +96,12 @@ class SpanRunner:
 
                     linear.convert = dense
 
+    def _join(self) -> None:
+        """Compile all blocks as one graph for steps of a single session, where a CPU can."""
+        if self.is_complete and self._cpu_graphs.covers(self.blocks) and can_join(self.config, self.blocks, self.pool):
+            weights = self._cpu_graphs.weights(self.blocks)
+            self._session_graph = SessionGraph(self.config, self.blocks, weights, self.pool)
+
     def keep(self, start: int, stop: int) -> None:
         """Free all blocks but [start, stop), with their cache; sessions that use others must be closed before.
 
@@ -101,12 +111,13 @@ class SpanRunner:
         assert self.is_complete, "a span that still grows keeps its blocks"
         assert self.start <= start < stop <= self.stop, "a span keeps blocks that it has"
         part = slice(start - self.start, stop - self.start)
-        self._graphs = None  # its captured steps hold the old blocks
+        self._graphs = self._session_graph = None  # they hold the old blocks
         self.blocks = self.blocks[part]
         self._cpu_graphs.keep(start, stop)
         self._prompt_graphs.keep(start, stop)
         self.pool.keep(part)
         self.start = start
+        self._join()
         if kind_of(self.options.device).captures_steps:
             self._graphs = self._new_graphs()
 
@@ -144,7 +155,8 @@ class SpanRunner:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all loaded weights, with the copies that a CPU's products are computed with."""
-        return sum(block.nbytes for block in self.blocks) + self._cpu_graphs.nbytes
+        joined = 0 if self._session_graph is None else self._session_graph.nbytes
+        return sum(block.nbytes for block in self.blocks) + self._cpu_graphs.nbytes + joined
 
     def open(self, expected_tokens: int = 0) -> KVLease:
         """Lease cache for a new session.
@@ -215,8 +227,12 @@ class SpanRunner:
             segment.lease.reserve(segment.stop)
 
     def _run(self, x: Tensor, segments: list[Segment], part: slice, adapter: BlockAdapter | None = None) -> Tensor:
-        plan = StepPlan(segments, self.options.device, self.options.dtype)
         blocks, caches = self.blocks[part], self.pool.blocks[part]
+        joined = self._session_graph if adapter is None and len(blocks) == len(self.blocks) else None
+        if joined is not None and joined.covers(segments):
+            turns = self._rope.turns(torch.arange(segments[0].start, segments[0].stop))
+            return joined.run(x, *turns, segments[0])
+        plan = StepPlan(segments, self.options.device, self.options.dtype)
         attends = {
             block.index: _cached(cache, plan, plan.for_window(self.config.window_of(block.index)))
             for block, cache in zip(blocks, caches, strict=True)

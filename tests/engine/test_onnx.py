@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.budget import INT4_BYTES, block_bytes, grid_weights
+from engine.budget import INT4_BYTES, CacheFormat, block_bytes, grid_weights
 from engine.model import onnx_graph
 from engine.model.block import Quantisation
 from engine.model.kv_cache import Segment
@@ -19,7 +20,7 @@ from tests.engine.gguf_models import write_gguf
 from tests.engine.models import VARIANT
 from tests.engine.random_spans import random_span, small_config
 from tests.engine.test_gguf import WIDE as WIDE_FILE
-from tests.engine.test_grid import COLUMNS, random_grid
+from tests.engine.test_grid import COLUMNS, ROWS, random_grid
 
 pytest.importorskip("onnxruntime", reason="ONNX Runtime, the optional package for 4-bit blocks on a CPU, is not here")
 
@@ -38,7 +39,7 @@ ROUNDING = 0.012
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Both ways to multiply, whichever this machine would choose."""
     rows: int = request.param
-    for module in ("onnx_graph", "onnx_block"):
+    for module in ("onnx_graph", "onnx_block", "onnx_session"):
         monkeypatch.setattr(f"engine.model.{module}.many_rows", lambda: rows)
     return rows
 
@@ -47,8 +48,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_a_product_is_the_dense_one_but_for_rounded_rows(kind: str, rows: int, way: int) -> None:
     torch.manual_seed(0)
-    linear = GridLinear(random_grid(kind), torch.randn(24))
-    x, residual = torch.randn(rows, COLUMNS), torch.randn(rows, 24)
+    linear = GridLinear(random_grid(kind), torch.randn(ROWS))
+    x, residual = torch.randn(rows, COLUMNS), torch.randn(rows, ROWS)
     expected = residual + torch.nn.functional.linear(x, linear.grid.dense(torch.float32), linear.bias)
     off = (linear(x, residual) - expected).norm() / expected.norm()
     assert off <= (ROUNDING if way > rows else 1e-5)
@@ -63,6 +64,7 @@ def _spans(case: str) -> tuple[SpanRunner, SpanRunner]:
         assert len(span._cpu_graphs) == 2
         if not by_graphs:
             span._cpu_graphs.keep(0, 0)
+            span._session_graph = None
             for block in span.blocks:
                 block.qkv, block.o = _dense(block.qkv), _dense(block.o)
                 block.gate_up, block.down = _dense(block.gate_up), _dense(block.down)
@@ -96,6 +98,88 @@ def test_a_block_computes_what_torch_computes(case: str, way: int) -> None:
     assert off <= (0.03 if way > 70 else 1e-5)
 
 
+def _steps(span: SpanRunner, rows: Sequence[int], *, before: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs of steps of one session, behind a session with so many tokens, and its keys and values."""
+    torch.manual_seed(1)
+    if before:
+        span.step(torch.randn(before, 96), [Segment(span.open(before), 0, before)])
+    lease = span.open(sum(rows))
+    outs = [span.step(torch.randn(count, 96), [Segment(lease, lease.length, count)]) for count in rows]
+    return torch.cat(outs), lease.read(slice(0, 2), 0, lease.length)
+
+
+@pytest.mark.parametrize("case", sorted(set(CONFIGS) - {"window"}))
+@pytest.mark.parametrize("before", [0, 100])
+def test_steps_of_one_session_are_one_graph(case: str, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("onnx_graph", "onnx_block", "onnx_session"):
+        monkeypatch.setattr(f"engine.model.{module}.many_rows", lambda: 32)
+    ours, plain = _spans(case)
+    assert ours._session_graph is not None
+    rows = [70, 1, 1, 3, 8, 20, 1]  # by blocks, in one graph, by blocks, in one graph
+    (found, cached), (expected, right) = _steps(ours, rows, before=before), _steps(plain, rows, before=before)
+    assert (found - expected).norm() <= 0.03 * expected.norm()
+    assert (cached - right).norm() <= 0.03 * right.norm()
+    for start in range(0, sum(rows), 8):  # no row is far off
+        part = slice(start, start + 8)
+        assert (found[part] - expected[part]).norm() <= 0.06 * expected[part].norm()
+
+
+def test_one_graph_touches_the_slots_of_its_session_only() -> None:
+    span = random_span(CONFIGS["plain"], quantisation="int4")
+    assert span._session_graph is not None
+    leases = [span.pool.open(length) for length in (64, 128, 64)]
+    last = [span.pool.open(64) for _ in range(span.pool.free_tokens // 64)][-1]  # up to the end of the pool
+    for cache in span.pool.blocks:
+        for kept in cache.tensors:
+            kept.fill_(7)
+    for lease in (leases[1], last):
+        lease.length = lease.capacity - 2
+        before = [kept.clone() for cache in span.pool.blocks for kept in cache.tensors]
+        out = span.step(torch.randn(1, 96), [Segment(lease, lease.length, 1)])
+        assert out.isfinite().all()
+        written = lease.slots(lease.length - 1, lease.length)
+        for kept, was in zip((k for cache in span.pool.blocks for k in cache.tensors), before, strict=True):
+            changed = (kept != was).any(dim=-1).any(dim=1)[0].nonzero()[:, 0]
+            assert changed.tolist() == written.tolist()
+
+
+def test_a_session_in_scattered_pages_is_computed_by_blocks() -> None:
+    results = []
+    for each in _spans("plain"):
+        torch.manual_seed(1)
+        lease, between = each.open(64), each.open(64)
+        each.step(torch.randn(64, 96), [Segment(lease, 0, 64)])
+        results.append(torch.cat([each.step(torch.randn(1, 96), [Segment(lease, 64 + i, 1)]) for i in range(3)]))
+        assert lease.first_slot is None
+        between.close()
+    assert (results[0] - results[1]).norm() <= 0.03 * results[1].norm()
+
+
+@pytest.mark.parametrize(("case", "cache"), [("window", "own"), ("plain", "int8")])
+def test_windows_and_caches_in_8_bits_are_computed_by_blocks(case: str, cache: CacheFormat) -> None:
+    span = random_span(CONFIGS[case], quantisation="int4")
+    other = SpanRunner(span.config, 0, span.blocks, replace(span.options, cache=cache))
+    assert other._session_graph is None
+    assert other.step(torch.randn(1, 96), [Segment(other.open(4), 0, 1)]).isfinite().all()
+
+
+def test_a_span_that_grew_or_shrank_is_one_graph_again(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, VARIANT["llama"], "Q8_0")
+    source = open_gguf(path)
+    options = SpanOptions(torch.device("cpu"), torch.float32, "stored", kv_bytes=1 << 22, room=2)
+    span, whole = load_span(source, 0, 1, options), load_span(source, 0, 2, options)
+    assert span._session_graph is None
+    span.grow(source)
+    x = torch.randn(1, source.config.hidden_size)
+    found, expected = (each.step(x, [Segment(each.open(4), 0, 1)]) for each in (span, whole))
+    assert torch.equal(found, expected)
+    span.keep(1, 2)
+    alone = load_span(source, 1, 2, replace(options, room=0))
+    found, expected = (each.step(x, [Segment(each.open(4), 0, 1)]) for each in (span, alone))
+    assert torch.equal(found, expected)
+
+
 FILES = [
     ("llama", "Q8_0"), ("llama", "Q4_0"), ("llama-biases", "Q4_1"), ("llama-mqa", "Q5_0"), ("mistral", "Q5_1"),
     ("qwen2", "Q8_0"), ("qwen3", "Q4_0"), ("wide", "Q4_K"), ("wide", "Q5_K"), ("wide", "Q6_K"),
@@ -115,7 +199,7 @@ def test_every_family_and_type_computes_what_its_decoded_file_computes(
     assert len(ours._cpu_graphs) == source.config.n_blocks
     x = torch.randn(12, source.config.hidden_size, generator=torch.Generator().manual_seed(1))
     for rows, allowed in ((1, 1e-4), (10**6, 0.08)):
-        for module in ("onnx_graph", "onnx_block"):
+        for module in ("onnx_graph", "onnx_block", "onnx_session"):
             monkeypatch.setattr(f"engine.model.{module}.many_rows", lambda rows=rows: rows)
         found, expected = (span.step(x, [Segment(span.open(12), 0, 12)]) for span in (ours, plain))
         assert (found - expected).norm() <= allowed * expected.norm()
