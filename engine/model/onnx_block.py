@@ -33,7 +33,8 @@ class RowTurns(NamedTuple):
     @classmethod
     def empty(cls, config: ModelConfig, rows: int) -> RowTurns:
         """Return memory for the cosines and sines of so many rows."""
-        return cls(*torch.empty(2, rows, config.head_dim // 2), torch.arange(rows)[:, None])
+        cos, sin = torch.empty(2, rows, config.head_dim // 2)
+        return cls(cos, sin, torch.arange(rows)[:, None])
 
 
 class BoundRows:

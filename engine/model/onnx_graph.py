@@ -138,14 +138,20 @@ class GraphWriter:
         return self.add_many(op, inputs, [out or self._name()], own=own, **attributes)[0]
 
     def add_many(
-        self, op: str, inputs: Sequence[str], outs: Sequence[str | None], *, own: bool = False, **attributes: int | float
+        self,
+        op: str,
+        inputs: Sequence[str],
+        outs: Sequence[str | None],
+        *,
+        own: bool = False,
+        **attributes: int | float,
     ) -> Sequence[str]:
         """Add an operation with several results; None stands for any name, "" for a result that nobody reads."""
-        outs = [self._name() if name is None else name for name in outs]
-        node = b"".join(_field(1, name) for name in inputs) + b"".join(_field(2, name) for name in outs)
+        names = [self._name() if name is None else name for name in outs]
+        node = b"".join(_field(1, name) for name in inputs) + b"".join(_field(2, name) for name in names)
         node += _field(4, op) + b"".join(_field(5, _attribute(*each)) for each in attributes.items())
         self._nodes.append(node + (_field(7, _MICROSOFT) if own else b""))
-        return outs
+        return names
 
     def _name(self) -> str:
         self._count += 1

@@ -92,7 +92,8 @@ class _Rows:
     """Memory for the inputs and the output of steps of one number of rows."""
 
     def __init__(self, config: ModelConfig, rows: int) -> None:
-        self.x, self.y = torch.empty(2, rows, config.hidden_size)
+        self.x = torch.empty(rows, config.hidden_size)
+        self.y = torch.empty(rows, config.hidden_size)
         self.turns = RowTurns.empty(config, rows)
         self.last = torch.empty(1, dtype=torch.int32)  # position of the last row
         self.total = torch.empty((), dtype=torch.int32)  # tokens of the session after the step
