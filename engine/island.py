@@ -33,6 +33,7 @@ from engine.training.outer import Nesterov, agreement, likeness, merged, nestero
 from engine.training.parameters import divided, joined, matrix_weights, model_weights, part_weights
 
 LEAF = 4 * GROUP  # numbers
+TRACED_WEIGHT_BYTES = 2  # of a weight in a trace: bfloat16
 MOMENTS_ROUNDING = 0.01  # of a norm that may be lost in bfloat16
 MOST_MERGED = 1000.0  # times this island's own change, which may be of far fewer steps than those of others
 
@@ -297,7 +298,7 @@ class IslandModel(RoundModel):
     @property
     def trace_bytes(self) -> int:
         """Most bytes of all leaves of a trace."""
-        return 2 * self._shared.values.numel()
+        return TRACED_WEIGHT_BYTES * self._shared.values.numel()
 
     def trace(self) -> list[bytes]:
         """Return how far this island is from the shared weights now, as leaves of bfloat16, empty for zeros."""

@@ -24,6 +24,7 @@ from app.rounds.island import hashed
 from app.rounds.record import MAX_EVERY, TrainingRecord
 from app.rounds.statements import MAX_SOURCE_CHARS
 from app.rounds.steps import PipelineTerms
+from app.rounds.traces import most_trace_bytes
 from app.training.dataset import Document, order, read_records
 from app.training.record import checked_name
 from app.training.states import part_of
@@ -40,7 +41,7 @@ from engine.budget import (
 from engine.config import ModelConfig
 from engine.device.dtypes import pick_dtype
 from engine.device.probe import Device, find_device, probe_devices
-from engine.island import IslandModel, IslandTerms, PipelineModel, first_states, unpacked
+from engine.island import TRACED_WEIGHT_BYTES, IslandModel, IslandTerms, PipelineModel, first_states, unpacked
 from engine.model.block import WeightOptions
 from engine.sources.base import ModelSource, TokenizerSpec, block_part
 from engine.sources.hf_config import parse_config
@@ -51,7 +52,7 @@ from engine.training.codecs import codec_named
 from engine.training.export import folder_files
 from engine.training.optimiser import AdamW, Muon, Schedule
 from engine.training.outer import Nesterov
-from engine.training.parameters import divided, drawn_model, part_weights, read_model
+from engine.training.parameters import divided, drawn_model, model_weights, part_weights, read_model
 from engine.training_runner import SUM_BYTES
 from engine.wire import wire_name
 
@@ -250,10 +251,12 @@ def plan_island(
     device = find_device(None, probe_devices())
     dtype = pick_dtype(device.id)
     usable = allowance_on(device, limit_bytes or None).usable_bytes
-    budget = plan_full(config, unquantised(dtype.itemsize), max(ROWS, length), usable)
-    if budget.total_bytes > usable:
+    # Traces are in the machine's memory, which is this device's own if it is a CPU.
+    traces = most_trace_bytes(TRACED_WEIGHT_BYTES * model_weights(config)) if device.kind == "cpu" else 0
+    budget = plan_full(config, unquantised(dtype.itemsize), max(ROWS, length), usable - traces)
+    if budget.total_bytes + traces > usable:
         raise DoesNotFit(
-            f"training {budget.weights} weights takes {format_size(budget.total_bytes)}, but {device.id} has "
+            f"training {budget.weights} weights takes {format_size(budget.total_bytes + traces)}, but {device.id} has "
             f"{format_size(usable)} to spare: give a smaller model"
             + (f", or raise max_vram, which is {format_size(limit_bytes)}" if limit_bytes else ""),
             config,

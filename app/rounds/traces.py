@@ -10,8 +10,8 @@ island's own and twice as large as the weights, and steps that follow each other
 gradient of one step depends on weights and text alone. To hash all weights in every step of a large model would take
 too long, and the first step of each round, of which everybody has the weights, would be no lot. So traces of as many
 steps as fit into `TRACE_BYTES` are kept, which is every step for a small model, and the first one, whose weights take
-no bytes, for a very large one. Who wants to pass has to compute the
-gradients of those steps on its text, whatever it sends as its change; that the change follows from them is not shown.
+no bytes, for a very large one. Who wants to pass has to compute the gradients of those steps on its text, whatever it
+sends as its change; that the change follows from them is not shown.
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ def traced_steps(every: int, trace_bytes: int) -> list[int]:
     """Return the steps of a round, from 0, of which traces are kept: all, or as many as fit, at equal distances."""
     count = max(1, min(every, MOST_TRACES, TRACE_BYTES // trace_bytes))
     return [every * index // count for index in range(count)]
+
+
+def most_trace_bytes(trace_bytes: int) -> int:
+    """Return the most that the traces of a round take in the machine's memory."""
+    return min(TRACE_BYTES, MOST_TRACES * trace_bytes)
 
 
 def trace_seed(job: bytes, prev: bytes, peer: str) -> bytes:

@@ -13,6 +13,7 @@ from app.config.home import Home
 from app.core.errors import AppError, RecordError
 from app.rounds import founding
 from app.rounds.founding import (
+    DoesNotFit,
     TokenText,
     TrainWish,
     config_of,
@@ -24,6 +25,7 @@ from app.rounds.founding import (
 )
 from app.rounds.island import hashed
 from app.rounds.record import read_training, sign_training
+from app.rounds.traces import most_trace_bytes
 from app.rounds.train_store import TrainStore, one_of
 from engine.errors import EngineError
 from engine.island import first_states
@@ -104,6 +106,15 @@ def test_a_state_that_fits_nowhere_names_the_bytes() -> None:
     large = replace(CONFIG, hidden_size=8192, intermediate_size=65536, n_blocks=80)
     with pytest.raises(AppError, match=r"takes .*B, but cpu has .*B to spare"):
         plan_island(large, 16)
+
+
+def test_traces_of_steps_count_where_an_island_is_trained_on_the_cpu() -> None:
+    budget, device, _ = plan_island(CONFIG, 16)
+    assert device.kind == "cpu"
+    least = budget.total_bytes - budget.graph_bytes + most_trace_bytes(2 * budget.weights)
+    assert plan_island(CONFIG, 16, least)[0].graph_bytes == 0
+    with pytest.raises(DoesNotFit):
+        plan_island(CONFIG, 16, least - 1)
 
 
 def test_the_limit_on_memory_holds_for_an_island_too(wish: TrainWish, tmp_path: Path) -> None:
