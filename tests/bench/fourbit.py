@@ -223,10 +223,10 @@ def without_runtime(folder: Path) -> Iterator[None]:
         os.environ["PYTHONPATH"] = before
 
 
-def three_processes(folder: Path, rounds: int, tokens: int) -> dict[str, Any]:
+def three_processes(folder: Path, rounds: int, tokens: int, *, beside_llama_cpp: bool) -> dict[str, Any]:
     """Tokens per second through three nodes: the median over the rounds, after a first reply that does not count.
 
-    No token is guessed. llama.cpp over three servers takes turns with them where it is; its threads of a server are as
+    No token is guessed. llama.cpp over three servers takes turns with them if it should; its threads of a server are as
     many as those of this process, or half of them, whichever is faster.
     """
     alone = {"SHOAL_DRAFT": "off"}
@@ -236,7 +236,7 @@ def three_processes(folder: Path, rounds: int, tokens: int) -> dict[str, Any]:
         )
         prompt = int(swarm.reply(QUESTION, 8).done["prompt_tokens"])
         most = torch.get_num_threads()
-        choices = sorted({most, max(1, most // 2)}) if is_installed() else []
+        choices = sorted({most, max(1, most // 2)}) if beside_llama_cpp else []
         rivals = {threads: stack.enter_context(llama_cpp(threads, servers=len(SPANS))) for threads in choices}
         for rival in rivals.values():
             rival.token_s(prompt, 8)
@@ -273,9 +273,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         return figures
     with tempfile.TemporaryDirectory() as folder:
         with without_runtime(Path(folder, "without")):
-            f32 = three_processes(Path(folder, "f32"), arguments.rounds, arguments.tokens)
-        stored = three_processes(Path(folder, "stored"), arguments.rounds, arguments.tokens)
-    figures |= {f"swarm3_f32_{name}": value for name, value in f32.items()}
+            f32 = three_processes(Path(folder, "f32"), arguments.rounds, arguments.tokens, beside_llama_cpp=False)
+        stored = three_processes(
+            Path(folder, "stored"), arguments.rounds, arguments.tokens, beside_llama_cpp=is_installed()
+        )
+    figures |= {f"swarm3_f32_{name}": value for name, value in f32.items() if name != "llama_cpp_rpc_tokens_per_s"}
     figures |= {f"swarm3_stored_{name}": value for name, value in stored.items()}
     figures["swarm3_vs_f32"] = round(stored["tokens_per_s"] / f32["tokens_per_s"], 3)
     hops_s = 1 / stored["tokens_per_s"] - 1 / figures["stored_decode_tokens_per_s"]
