@@ -169,6 +169,7 @@ def test_chunks_of_a_part_are_there_while_it_gets_its_final_name(
     for index, chunk in enumerate(cut):
         new.write(index, chunk)
     read: list[bytes | None] = []
+
     def replace_and_read(source: Path, target: Path) -> None:
         replace_file(source, target)
         if target == parts.files.path(part.root):
