@@ -259,7 +259,7 @@ async def test_a_hop_that_was_the_last_to_be_ready_and_late_is_used(tmp_path: Pa
 async def test_without_its_machines_an_island_waits_and_the_others_go_on(
     tmp_path: Path, patient_clock: MockClock
 ) -> None:
-    async with open_pipeline(tmp_path, (0, 2), (2, 4), islands=(1, 2), steps=60) as (swarm, machines):
+    async with open_pipeline(tmp_path, (0, 2), (2, 4), islands=(1, 2), steps=45) as (swarm, machines):
         first = swarm.nodes[1].island
         await swarm.until(lambda: len(first.standing.members) == 3)
         machines.kill("hop1")
