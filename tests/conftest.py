@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 
@@ -15,11 +16,18 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import trio
 from hypothesis import settings
 from trio.testing import MockClock
+
+from app.weights.chunk_writer import ChunkWriter
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)
@@ -44,9 +52,45 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
-def patient_clock() -> MockClock:
-    """A clock that jumps once nothing has happened for a while, because downloads are written by threads."""
-    return MockClock(autojump_threshold=0.01)
+def patient_clock(monkeypatch: pytest.MonkeyPatch) -> MockClock:
+    """A clock that jumps when all tasks wait and no thread works for one of them, however long threads take."""
+    clock, working = MockClock(autojump_threshold=0), 0
+    run_sync, opened, take = trio.to_thread.run_sync, ChunkWriter.opened, ChunkWriter.take
+
+    def hold() -> None:
+        nonlocal working
+        working += 1
+        clock.autojump_threshold = math.inf
+
+    def release() -> None:
+        nonlocal working
+        working -= 1
+        clock.autojump_threshold = math.inf if working else 0
+
+    async def run_held(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        hold()
+        try:
+            return await function(*args, **options)
+        finally:
+            release()
+
+    async def in_thread(function: Any, *args: Any, **options: Any) -> Any:
+        # the thread of a writer waits for chunks most of the time: what it is given is held for below
+        held = run_sync if getattr(function, "__func__", None) is ChunkWriter._work else partial(run_held, run_sync)
+        return await held(function, *args, **options)
+
+    @asynccontextmanager
+    async def opened_until_its_thread_ends() -> AsyncIterator[ChunkWriter]:
+        async with AsyncExitStack() as stack:
+            stack.callback(release)
+            writer = await stack.enter_async_context(opened())
+            stack.callback(hold)
+            yield writer
+
+    monkeypatch.setattr(trio.to_thread, "run_sync", in_thread)
+    monkeypatch.setattr(ChunkWriter, "opened", opened_until_its_thread_ends)
+    monkeypatch.setattr(ChunkWriter, "take", lambda writer, *chunks: run_held(take, writer, *chunks))
+    return clock
 
 
 @pytest.fixture(autouse=True)

@@ -801,9 +801,9 @@ class _HopGroup:
                 found[came[0]] = came[1]
             elif came is None and order is not None:
                 await self._to_all(order, except_for=found)
-            if trio.current_time() > deadline:
-                late = next(link.hop.peer for index, link in self._links.items() if index not in found)
-                raise HopLost(late, f"it was not ready within {wait_s:g} s")
+            late = [link.hop.peer for index, link in self._links.items() if index not in found]
+            if late and trio.current_time() > deadline:
+                raise HopLost(late[0], f"it was not ready within {wait_s:g} s")
         return [found[index] for index in self._links]
 
     async def _to_all(self, message: bytes, except_for: Any = ()) -> None:

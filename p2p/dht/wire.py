@@ -51,6 +51,7 @@ MAX_REQUEST_BYTES = 64 * 1024
 MAX_ANSWER_BYTES = 256 * 1024
 _SHA256 = b"\x12\x20"
 _VALUE_PREFIX = b"/shoal/"
+_KEPT_BYTES = 1024  # of a contact whose decoded form is kept: some addresses and a record
 
 
 class Op(IntEnum):
@@ -140,27 +141,28 @@ def key_of_value(path: bytes) -> bytes | None:
     return key if len(key) == KEY_BYTES and value_key(key) == path else None
 
 
+@lru_cache(maxsize=2048)  # the same few contacts are in most answers
 def _contact_bytes(contact: Contact) -> bytes:
-    addresses = [_encoded(address) for address in contact.addresses[:MAX_ADDRESSES_PER_PEER]]
+    addresses = [address_bytes(address.of(None)) for address in contact.addresses[:MAX_ADDRESSES_PER_PEER]]
     return encode((1, peer_id_bytes(contact.peer)), (2, addresses), (4, contact.record or None))
 
 
 def _contacts(entries: Iterable[bytes]) -> tuple[Contact, ...]:
-    found: dict[str, Contact] = {}
-    for entry in entries:
-        fields = Fields(entry)
-        try:
-            peer = peer_id_from_bytes(fields.data(1))
-        except IdentityError:
-            continue
-        found[peer] = Contact(peer, addresses_from_bytes(fields.repeated(2), peer), _record(fields.data(4)))
-    return tuple(found.values())
+    decoded = (_decoded(entry) if len(entry) <= _KEPT_BYTES else _contact(entry) for entry in entries)
+    return tuple({contact.peer: contact for contact in decoded if contact is not None}.values())
+
+
+def _contact(entry: bytes) -> Contact | None:
+    fields = Fields(entry)
+    try:
+        peer = peer_id_from_bytes(fields.data(1))
+    except IdentityError:
+        return None
+    return Contact(peer, addresses_from_bytes(fields.repeated(2), peer), _record(fields.data(4)))
+
+
+_decoded = lru_cache(maxsize=2048)(_contact)  # the same few contacts are in most answers
 
 
 def _record(data: bytes) -> bytes:
     return data if len(data) <= MAX_RECORD_BYTES else b""
-
-
-@lru_cache(maxsize=8192)  # the same few addresses are in most answers
-def _encoded(address: Address) -> bytes:
-    return address_bytes(address.of(None))

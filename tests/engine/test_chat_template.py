@@ -180,8 +180,8 @@ HOSTILE = [
 
 @pytest.mark.parametrize("template", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_hostile_template_ends_soon_and_costs_only_the_prompt(template: str) -> None:
-    started, tracer = time.monotonic(), sys.gettrace()
+    started, tracer = time.process_time(), sys.gettrace()
     with pytest.raises((ChatError, SourceError)):
         ChatTemplate(spec(template)).render(CHAT)
-    assert time.monotonic() - started < 20
+    assert time.process_time() - started < 20
     assert sys.gettrace() is tracer

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +38,28 @@ def _grid(bits: Literal[4, 8], group: int, zero: int, factors: torch.dtype, *, m
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_interpreter() -> Iterator[None]:
+    """Triton's interpreter patches its language at each call of a function in a kernel; once for each function will do,
+    because the kernel has patched it for all of them."""
+    if DEVICE == "cuda":
+        yield
+        return
+    from triton.runtime import interpreter
+
+    patched: set[Any] = set()
+
+    def call(function: Any, *args: Any, **options: Any) -> Any:
+        if function.fn not in patched:
+            patched.add(function.fn)
+            interpreter._patch_lang(function.fn)
+        return function.rewrite()(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
+        yield
 
 
 def _sessions(span: SpanRunner, lengths: list[int], counts: list[int]) -> list[Segment]:

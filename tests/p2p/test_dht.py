@@ -99,15 +99,20 @@ class World:
         return nodes
 
 
+@lru_cache(maxsize=4096)
+def place_of(peer: str) -> Sequence[Address]:
+    return (PLACE.of(peer),)
+
+
 class Surroundings:
     def __init__(self, world: World, name: str) -> None:
         self._world, self._name = world, name
 
     def addresses(self) -> Sequence[Address]:
-        return [PLACE.of(self._name)]
+        return place_of(self._name)
 
     def addresses_of(self, peer: str) -> Sequence[Address]:
-        return [PLACE.of(peer)]
+        return place_of(peer)
 
     def network_of(self, peer: str) -> str | None:
         return None

@@ -43,6 +43,7 @@ def web(place: Place) -> Iterator[dict[str, str]]:
             assert process.wait(PATIENCE_S) == 0
         finally:
             process.kill()
+            process.wait()
 
 
 def test_a_view_shows_the_dashboard_and_ends_with_the_server(tmp_path: Path) -> None:
@@ -90,6 +91,7 @@ def test_a_dashboard_ends_with_a_server_that_was_killed(tmp_path: Path) -> None:
             return children
 
         [child] = trio.run(open_and_kill)
+        process.wait()
         wait_until(lambda: not child.is_running() or child.status() == "zombie", "the dashboard has ended")
 
 

@@ -21,7 +21,7 @@ RUN = bytes(16)
 
 
 async def test_steps_go_on_while_a_checkpoint_is_written(tmp_path: Path, patient_clock: MockClock) -> None:
-    async with open_islands(tmp_path, 0, steps=100) as swarm:
+    async with open_islands(tmp_path, 0, steps=50) as swarm:
         island, written, saved = swarm.nodes[0].island, trio.Event(), list[int]()
 
         async def slow(entries: list[Any], states: list[bytes]) -> None:
@@ -37,7 +37,7 @@ async def test_steps_go_on_while_a_checkpoint_is_written(tmp_path: Path, patient
         assert (island.figures.steps, late.island.figures.fetched, saved) == (10, 0, [1])
         written.set()
         await swarm.finished(0, 1)
-        assert saved == list(range(1, 21))
+        assert saved == list(range(1, 11))
 
 
 @asynccontextmanager

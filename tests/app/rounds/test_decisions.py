@@ -62,7 +62,7 @@ def test_members_divide_the_positions_of_a_round(members: int, batch: int, steps
     assert sorted(read) == list(range(start, next_start(start, members, steps, batch)))
 
 
-@given(st.sets(st.text(min_size=1, max_size=5), min_size=1, max_size=8), st.integers(0, 1000))
+@given(st.sets(st.text("abcXYZ012", min_size=1, max_size=5), min_size=1, max_size=8), st.integers(0, 1000))
 def test_the_order_of_leading_depends_on_the_round_alone(peers: set[str], number: int) -> None:
     order = leading_order(KEY, number, peers)
     assert sorted(order) == sorted(peers)

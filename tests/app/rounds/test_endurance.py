@@ -30,12 +30,6 @@ WIDE = ModelConfig(  # as many weights as the bench's model, and quick steps
 MiB = 2**20
 
 
-@pytest.fixture
-def patient_clock() -> MockClock:
-    """As for all tests, but less patient: these simulate minutes."""
-    return MockClock(autojump_threshold=0.002)
-
-
 # --- a failure in each round ------------------------------------------------------------------------------------------
 
 

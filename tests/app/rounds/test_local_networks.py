@@ -129,7 +129,7 @@ async def test_who_passes_nothing_on_costs_nobody_its_place(
     answer: Any, tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     """It gives the share that it merged itself, but none of the others."""
-    async with two_networks(tmp_path, steps=50) as swarm:
+    async with two_networks(tmp_path, steps=30) as swarm:
         liar, asked = swarm.nodes[1], Counter[str]()
         honest = liar.island._on_exchange
 
@@ -158,7 +158,7 @@ async def test_who_passes_nothing_on_costs_nobody_its_place(
 async def test_one_that_dies_while_others_wait_for_it_costs_its_own_place_only(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
-    async with two_networks(tmp_path, steps=40) as swarm:
+    async with two_networks(tmp_path, steps=30) as swarm:
         await swarm.until(lambda: len(swarm.nodes[0].island.standing.members) == 6)
         waiting, dying = trio.Event(), swarm.nodes[1]
         honest = dying.island._on_exchange

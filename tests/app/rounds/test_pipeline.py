@@ -30,7 +30,18 @@ from engine.training.optimiser import AdamW, Muon, Schedule
 from engine.training.outer import Nesterov
 from engine.training.parameters import drawn_model, joined, part_weights
 from tests.app.hash_model import InlineDevice
-from tests.app.rounds.island_swarm import CONFIG, CPU, IslandSwarm, Lesson, Node, Text, members_of, open_islands
+from tests.app.rounds.island_swarm import (
+    CONFIG,
+    CPU,
+    PATIENCE,
+    IslandSwarm,
+    Lesson,
+    Node,
+    Text,
+    in_place,
+    members_of,
+    open_islands,
+)
 
 FOUR = replace(CONFIG, n_blocks=4)
 STEP_S = 0.5  # of islands of one machine: a step through several takes many trips
@@ -77,11 +88,13 @@ class Machines:
         self._swarm, self._folder, self._nursery = swarm, folder, nursery
         self.alive: dict[str, Machine] = {}
 
-    async def add(self, name: str, start: int, stop: int, terms: TrainingTerms | None = None) -> Machine:
+    async def add(
+        self, name: str, start: int, stop: int, terms: TrainingTerms | None = None, device: InlineDevice | None = None
+    ) -> Machine:
         network = self._swarm.fabric.node(name)
-        states = StateStore(network, self._folder / name, lambda peer: True)
+        states = StateStore(network, self._folder / name, lambda peer: True, in_place)
         maker = Maker()
-        server = TrainingServer(network, InlineDevice(), states, lambda: terms or TrainingTerms(), maker)
+        server = TrainingServer(network, device or InlineDevice(), states, lambda: terms or TrainingTerms(), maker)
         machine = Machine(name, Span(start, stop), server, maker, states)
 
         async def run(*, task_status: Any) -> None:
@@ -225,10 +238,28 @@ async def test_a_hop_that_dies_changes_no_loss(
         assert [hop.peer for hop in steps_of(node).route] == ["hop0", "hop2"]
 
 
+class SlowLoading(InlineDevice):
+    """A device that takes longer to load states than an owner waits."""
+
+    async def run_later(self, function: Any, *args: Any) -> Any:
+        if function.__name__ == "load":
+            await trio.sleep(PATIENCE.ready_s + 1)
+        return await self.run(function, *args)
+
+
+async def test_a_hop_that_was_the_last_to_be_ready_and_late_is_used(tmp_path: Path, patient_clock: MockClock) -> None:
+    async with open_pipeline(tmp_path, (0, 2), steps=10) as (swarm, machines):
+        await machines.add("hop1", 2, 4, device=SlowLoading())
+        await swarm.finished(0)
+        node = swarm.nodes[0]
+        assert node.failure is None
+        assert [hop.peer for hop in steps_of(node).route] == ["hop0", "hop1"]
+
+
 async def test_without_its_machines_an_island_waits_and_the_others_go_on(
     tmp_path: Path, patient_clock: MockClock
 ) -> None:
-    async with open_pipeline(tmp_path, (0, 2), (2, 4), islands=(1, 2), steps=60) as (swarm, machines):
+    async with open_pipeline(tmp_path, (0, 2), (2, 4), islands=(1, 2), steps=45) as (swarm, machines):
         first = swarm.nodes[1].island
         await swarm.until(lambda: len(first.standing.members) == 3)
         machines.kill("hop1")

@@ -220,7 +220,10 @@ def test_liars_on_long_routes_are_found_without_trying_all_pairs() -> None:
     answers = [Observation(frozenset(f"{route}-{hop}" for hop in range(40)), 0) for route in range(7)]
     answers += [Observation(frozenset({"x", *(f"8-{hop}" for hop in range(39))}), 1)]
     answers += [Observation(frozenset({"y", *(f"9-{hop}" for hop in range(39))}), 2)]
-    began_s = time.process_time()
-    stories, always = minimal_liar_sets(answers, ())
-    assert time.process_time() - began_s < 0.1  # trying all pairs takes half a second
+    took_s = []
+    for _ in range(3):  # a processor that others use too is slower at times
+        began_s = time.process_time()
+        stories, always = minimal_liar_sets(answers, ())
+        took_s.append(time.process_time() - began_s)
+    assert min(took_s) < 0.1  # trying all pairs takes half a second
     assert (len(stories), always) == (1600, True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
 from app.core.errors import AppError
 from app.training.activations import Activations
@@ -51,11 +52,15 @@ async def trained(swarm: JobSwarm, wire: str = "changes", **more: Any) -> tuple[
     return losses.each, owner
 
 
-@pytest.fixture
-async def exact(source: ModelSource, tmp_path: Path) -> list[float]:
+@pytest.fixture(scope="module")
+def exact(source: ModelSource, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses with rows of float32."""
-    async with open_job_swarm(source, tmp_path / "f32", *SPLITS) as swarm:
-        return (await trained(swarm, "f32"))[0]
+
+    async def train() -> list[float]:
+        async with open_job_swarm(source, tmp_path_factory.mktemp("f32"), *SPLITS) as swarm:
+            return (await trained(swarm, "f32"))[0]
+
+    return trio.run(train)
 
 
 def files(swarm: JobSwarm) -> list[Path]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from tests.app.training.job_swarm import PATIENCE, SETTINGS, Losses, batches_of,
 from tests.engine.training import gradients, trainer
 
 SPLITS = ((0, 2), (2, 6), (6, 8))
+Alone = Callable[[int], tuple[list[Any], LocalTrainer]]
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +33,19 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     return open_tiny(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module")
+def alone(source: ModelSource) -> Alone:
+    """The steps of one process up to a number, and its trainer after them; made once for each number."""
+    return cache(partial(undisturbed, source))
+
+
 async def check_states(owner: SwarmTrainer, local: LocalTrainer) -> None:
     """The owner's states of all blocks are those of one process."""
     assert dict(enumerate(await owner.final_states())) == local.states()
 
 
-async def test_losses_and_states_are_those_of_one_process(source: ModelSource, tmp_path: Path) -> None:
-    wanted, local = undisturbed(source, 4)
+async def test_losses_and_states_are_those_of_one_process(source: ModelSource, alone: Alone, tmp_path: Path) -> None:
+    wanted, local = alone(4)
     losses = Losses()
     async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
         owner = swarm.owner()
@@ -46,8 +56,8 @@ async def test_losses_and_states_are_those_of_one_process(source: ModelSource, t
         assert not owner.figures.rejected
 
 
-async def test_an_owner_trains_all_blocks_of_its_job_itself(source: ModelSource, tmp_path: Path) -> None:
-    wanted, local = undisturbed(source, 3)
+async def test_an_owner_trains_all_blocks_of_its_job_itself(source: ModelSource, alone: Alone, tmp_path: Path) -> None:
+    wanted, local = alone(3)
     losses = Losses()
     async with open_job_swarm(source, tmp_path, (0, source.config.n_blocks)) as swarm:
         owner = swarm.owner("n0", every=1)
@@ -103,8 +113,8 @@ async def test_a_killed_hop_changes_nothing_with_rows_of_int8(source: ModelSourc
     assert losses.steps == undisturbed_losses.steps
 
 
-async def test_every_hop_is_killed_once(source: ModelSource, tmp_path: Path) -> None:
-    wanted, local = undisturbed(source, 5)
+async def test_every_hop_is_killed_once(source: ModelSource, alone: Alone, tmp_path: Path) -> None:
+    wanted, local = alone(5)
     async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
         for index, (start, stop) in enumerate(SPLITS):
             await swarm.train(f"spare{index}", start, stop)
@@ -117,8 +127,10 @@ async def test_every_hop_is_killed_once(source: ModelSource, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("point", ["backward", "commit"])
-async def test_a_hop_killed_within_a_step_changes_nothing(source: ModelSource, tmp_path: Path, point: str) -> None:
-    wanted, local = undisturbed(source, 2)
+async def test_a_hop_killed_within_a_step_changes_nothing(
+    source: ModelSource, alone: Alone, tmp_path: Path, point: str
+) -> None:
+    wanted, local = alone(2)
     async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
         await swarm.train("spare", 0, 8)
         swarm.kill_within("n1", point, call=2)
@@ -129,8 +141,8 @@ async def test_a_hop_killed_within_a_step_changes_nothing(source: ModelSource, t
         assert owner.figures.epochs == 2
 
 
-async def test_a_frozen_hop_is_left(source: ModelSource, tmp_path: Path) -> None:
-    wanted, _ = undisturbed(source, 3)
+async def test_a_frozen_hop_is_left(source: ModelSource, alone: Alone, tmp_path: Path) -> None:
+    wanted, _ = alone(3)
     async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
         await swarm.train("spare", 0, 8)
         losses = Losses({1: lambda: swarm.fabric.freeze("n1")})
@@ -140,8 +152,8 @@ async def test_a_frozen_hop_is_left(source: ModelSource, tmp_path: Path) -> None
         assert "has not answered" in owner.figures.lost[0]
 
 
-async def test_a_job_goes_on_after_its_owner_was_restarted(source: ModelSource, tmp_path: Path) -> None:
-    wanted, local = undisturbed(source, 4)
+async def test_a_job_goes_on_after_its_owner_was_restarted(source: ModelSource, alone: Alone, tmp_path: Path) -> None:
+    wanted, local = alone(4)
     async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
         losses, owner = Losses(), swarm.owner(every=2)
         await owner.run(2, batches_of, losses)
@@ -155,9 +167,9 @@ async def test_a_job_goes_on_after_its_owner_was_restarted(source: ModelSource, 
 
 
 async def test_neighbours_that_cannot_reach_each_other_send_through_the_owner(
-    source: ModelSource, tmp_path: Path
+    source: ModelSource, alone: Alone, tmp_path: Path
 ) -> None:
-    wanted, _ = undisturbed(source, 2)
+    wanted, _ = alone(2)
     async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
         swarm.separate("n0", "n1")
         losses, owner = Losses(), swarm.owner()
@@ -167,9 +179,9 @@ async def test_neighbours_that_cannot_reach_each_other_send_through_the_owner(
 
 @pytest.mark.parametrize("value", [float("nan"), 1e6])
 async def test_a_hop_that_sends_what_must_not_be_used_is_left(
-    source: ModelSource, tmp_path: Path, value: float
+    source: ModelSource, alone: Alone, tmp_path: Path, value: float
 ) -> None:
-    wanted, _ = undisturbed(source, 3)
+    wanted, _ = alone(3)
     async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
         await swarm.train("spare", 0, 8)
         swarm.spoil("n1", value, after_steps=2)
@@ -181,8 +193,8 @@ async def test_a_hop_that_sends_what_must_not_be_used_is_left(
         assert "n1" not in {hop.peer for hop in owner.route}
 
 
-async def test_who_refuses_is_not_asked_again(source: ModelSource, tmp_path: Path) -> None:
-    wanted, _ = undisturbed(source, 2)
+async def test_who_refuses_is_not_asked_again(source: ModelSource, alone: Alone, tmp_path: Path) -> None:
+    wanted, _ = alone(2)
     async with open_job_swarm(source, tmp_path) as swarm:
         await swarm.train("a", 0, 8, TrainingTerms(refuses=lambda owner: "it trains for members it trusts only"))
         await swarm.train("b", 0, 8)
@@ -195,9 +207,9 @@ async def test_who_refuses_is_not_asked_again(source: ModelSource, tmp_path: Pat
 
 @pytest.mark.parametrize("apart", [False, True])
 async def test_validation_changes_no_step_and_is_that_of_one_process(
-    source: ModelSource, tmp_path: Path, apart: bool
+    source: ModelSource, alone: Alone, tmp_path: Path, apart: bool
 ) -> None:
-    wanted, local = undisturbed(source, 3)
+    wanted, local = alone(3)
     held = batches_of(77)
     trained = trainer(source, SETTINGS)
     expected = {0: trained.loss(held)}
@@ -217,9 +229,9 @@ async def test_validation_changes_no_step_and_is_that_of_one_process(
 
 
 async def test_a_run_that_is_asked_to_leave_ends_at_a_snapshot_and_goes_on_from_it(
-    source: ModelSource, tmp_path: Path
+    source: ModelSource, alone: Alone, tmp_path: Path
 ) -> None:
-    wanted, local = undisturbed(source, 6)
+    wanted, local = alone(6)
     losses, snapshots = Losses(), list[int]()
 
     async def note(snapshot: Snapshot) -> None:
@@ -264,8 +276,8 @@ async def test_a_job_beyond_a_nodes_limits_is_refused_before_it_begins(source: M
         assert owner.figures.epochs == 1
 
 
-async def test_a_node_trains_no_more_jobs_than_it_wants(source: ModelSource, tmp_path: Path) -> None:
-    wanted, _ = undisturbed(source, 2)
+async def test_a_node_trains_no_more_jobs_than_it_wants(source: ModelSource, alone: Alone, tmp_path: Path) -> None:
+    wanted, _ = alone(2)
     async with open_job_swarm(source, tmp_path, (0, 8)) as swarm:
         first, second = swarm.owner("first"), swarm.owner("second")
         losses = Losses(), Losses()
@@ -308,8 +320,10 @@ async def test_nothing_of_a_finished_job_is_left(source: ModelSource, tmp_path: 
         assert not [file for file in tmp_path.glob("*/parts/*")]  # noqa: ASYNC240
 
 
-async def test_blocks_that_are_not_hosted_any_more_end_the_job_here(source: ModelSource, tmp_path: Path) -> None:
-    wanted, _ = undisturbed(source, 3)
+async def test_blocks_that_are_not_hosted_any_more_end_the_job_here(
+    source: ModelSource, alone: Alone, tmp_path: Path
+) -> None:
+    wanted, _ = alone(3)
     async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
         await swarm.train("spare", 0, 8)
         losses = Losses({1: lambda: swarm.nursery.start_soon(swarm.nodes["n2"].server.host, None)})
