@@ -36,9 +36,10 @@ from p2p.dht import lookup, public_directory, store
 from p2p.dht import streams as kad
 from p2p.dht import wire as dht_wire
 from p2p.discovery.known_peers import MAX_REMEMBERED, MAX_UNREACHED
-from p2p.host import heartbeat, peer_record
+from p2p.host import dialer, heartbeat, peer_record
 from p2p.host.address_book import MAX_PEERS
 from p2p.host.admission import ConnectionLimits
+from p2p.host.host import ADDRESSES_OF_A_RELAY, LOOKUPS
 from p2p.host.pruning import ENOUGH_LINKS
 from p2p.link import link
 from p2p.link.quota import Limits
@@ -156,6 +157,11 @@ ROWS: dict[str, tuple[float, ...]] = {
         peer_record.MAX_RECORD_BYTES / KIB,
         MAX_REMEMBERED,
         MAX_UNREACHED,
+        dialer.MAX_ATTEMPTS,
+        dialer.MAX_RELAYED,
+        ADDRESSES_OF_A_RELAY,
+        dialer.MAX_NAMES,
+        LOOKUPS,
     ),
     "relaying": (
         RELAY.reservations,

@@ -261,6 +261,7 @@ class _Open:
     def __init__(self, peer: str) -> None:
         # Whose names begin alike live in one network.
         self.peer, self.address = peer, Address("ip4", f"9.{ord(peer[0])}.9.{len(peer)}", 1, peer)
+        self.ip = self.address.ip
 
 
 async def test_a_mapped_address_is_told_once_it_is_confirmed_or_while_nobody_can_be_asked() -> None:
