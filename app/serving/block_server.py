@@ -393,6 +393,7 @@ class BlockServer:
         self._by_id: dict[bytes, HopSession] = {}  # the id that DATA frames carry; it belongs to one asker alone
         self._closed: OrderedDict[bytes, int] = OrderedDict()  # key of an ended session -> its last epoch
         self._between_steps: deque[Action] = deque()  # wait for the end of the step under way
+        self._to_truncate: set[bytes] = set()  # keys of sessions whose `_truncate` is among these
         self._unprepared = False  # a step ran since the runner last had nothing left to prepare
         self._preparing = False  # `_prepare_when_quiet` runs
         self._stepped_at = 0.0
@@ -604,10 +605,13 @@ class BlockServer:
         """Drop a session's tokens from the frame's position on; the cache follows before the next step."""
         self._queue.drop_rows(session.key)
         session.begin_revision(frame.revision, frame.position)
-        self._do_between_steps(partial(self._truncate, session))
+        if session.key not in self._to_truncate:  # once, however often it is cut during a step
+            self._to_truncate.add(session.key)
+            self._do_between_steps(partial(self._truncate, session))
 
     async def _truncate(self, session: HopSession) -> None:
         """Cut a session's cache to its length; a step that was under way may have added rows to it."""
+        self._to_truncate.discard(session.key)
         if self._sessions.get(session.key) is not session or self._runner is None:
             return
         try:

@@ -161,3 +161,29 @@ async def test_an_asker_makes_a_hop_dial_few_new_successors(
 )
 def test_frame_cost(kind: Kind, action: FrameAction | None, cost: float) -> None:
     assert frame_cost(kind, action) == cost
+
+
+async def test_a_session_that_is_cut_all_the_time_is_cut_once_after_a_step(autojump_clock: MockClock) -> None:
+    """Rows that replace each other while the device is busy leave one thing to do for the step loop, and not one each."""
+    async with open_swarm((0, 8)) as swarm:
+        server, device, id = swarm.servers["n0"], swarm.devices["n0"], new_session_id("flood")
+
+        def row(revision: int) -> bytes:
+            length = ROW_BYTES
+            head = header(Kind.DATA, id, 1, 0, dtype=1, rows=1, width=WIDTH, length=length, revision=revision)
+            return head + bytes(length)
+
+        stream = await swarm.fabric.node("flood").open("n0", PROTOCOL)
+        await stream.send(encode_turn(id, 1, KEEP, EpochOrder(Span(0, 8), "", "", 16, 0, 0)))
+        await stream.receive()
+        device.seconds = 5.0
+        await stream.send(row(0))
+        await trio.sleep(1)
+        for revision in range(1, 501):
+            await stream.send(row(revision))
+        await trio.sleep(1)
+        assert server._by_id[id].revision == 500, "all were read during the step"
+        assert len(server._between_steps) == 1
+        await trio.sleep(20)
+        assert server._by_id[id].length == 1
+        assert not server._to_truncate
