@@ -105,6 +105,11 @@ class HopFrame(NamedTuple):
     revision: int
     position: int
 
+    @property
+    def owner(self) -> str:
+        """The session's asker."""
+        return self.session[SESSION_BYTES:].decode()
+
 
 class HopSender:
     """Sends outputs to successors, or through the asker where one cannot be reached, and errors to askers."""
@@ -166,7 +171,8 @@ class HopSender:
     async def send(self, session: HopSession, position: int, data: bytes) -> None:
         """Send outputs to the successor; to the asker at the end of the route, or if the successor is unreachable."""
         turn = session.turn
-        urgent = position >= turn.urgent_from or not turn.successor
+        is_token = position >= turn.urgent_from and len(data) <= URGENT_ROWS * session.row_bytes
+        urgent = is_token or not turn.successor
         priority = Priority.DECODE if urgent else Priority.PREFILL
         if session.key not in self._answers:
             return  # it ended while earlier frames were sent
