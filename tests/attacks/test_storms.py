@@ -66,10 +66,10 @@ def count_frames(swarm: SessionSwarm, name: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("frame", "cost"), [(turn_frame, 4), (question_frame, 1), (close_frame, 1), (useless_frame, 1)]
+    ("frame", "cost"), [(turn_frame, 4), (question_frame, 1), (close_frame, 1), (useless_frame, 0.25)]
 )
 async def test_a_storm_of_frames_is_read_slowly_and_honest_replies_go_on(
-    frame: Callable[[bytes, int], bytes], cost: int, autojump_clock: MockClock
+    frame: Callable[[bytes, int], bytes], cost: float, autojump_clock: MockClock
 ) -> None:
     """The member storms on several streams; the limit is for all of them together."""
     async with open_swarm() as swarm:
@@ -154,7 +154,7 @@ async def test_an_asker_makes_a_hop_dial_few_new_successors(
         (Kind.PROBE, None, 1.0),
         (Kind.READY, None, 1.0),  # not for a hop at all
         (Kind.DATA, FrameAction.COMPUTE, 0.0),
-        (Kind.DATA, FrameAction.DROP, 1.0),
+        (Kind.DATA, FrameAction.DROP, 0.25),
         (Kind.DATA, FrameAction.GAP, 4.0),
         (Kind.DATA, FrameAction.REPEAT, 4.0),
     ],
