@@ -553,28 +553,29 @@ class BlockServer:
     async def _take(self, attended: _InboundStream, message: bytes) -> None:
         frame, peer = decode(message), attended.stream.peer
         attended.heard_at = now = trio.current_time()
-        action = None
+        action, at_cost_of = None, peer
         if frame.kind == Kind.DATA:
-            action = await self._on_data(frame, peer)
+            action, at_cost_of = await self._on_data(frame, peer)
         else:
             await self._on_control(frame, peer, attended.answers)
-        delay_s = self._frame_limit.delay_s(peer, now, frame_cost(frame.kind, action))
-        if delay_s:  # nothing is lost: what the peer sends meanwhile waits in the stream's window
+        delay_s = self._frame_limit.delay_s(at_cost_of, now, frame_cost(frame.kind, action))
+        if delay_s and at_cost_of == peer:  # nothing is lost: what it sends meanwhile waits in the stream's window
             await trio.sleep(delay_s)
 
-    async def _on_data(self, frame: Frame, peer: str) -> FrameAction:
+    async def _on_data(self, frame: Frame, peer: str) -> tuple[FrameAction, str]:
         """Queue hidden states, answer them from kept outputs, or refuse them; frames that fit no session are dropped.
 
-        Only the predecessor and the asker of a session may send for it.
+        Only the predecessor and the asker of a session may send for it. Returns also who pays for it: what a hop sends
+        follows from the asker's orders, and other askers share that hop's stream.
         """
         session = self._by_id.get(frame.session)
         if session is not None and self._runner is not None and frame.width == self._runner.hidden_size:
             action = session.judge(peer, frame.epoch, frame.position, frame.rows, frame.revision)
             if action is not FrameAction.DROP:
                 await self._act_on(action, session, frame)
-                return action
+                return action, session.asker
         self._counters.dropped_frames += 1
-        return FrameAction.DROP
+        return FrameAction.DROP, peer
 
     async def _act_on(self, action: FrameAction, session: HopSession, frame: Frame) -> None:
         session.heard_at = now = trio.current_time()

@@ -187,3 +187,26 @@ async def test_a_session_that_is_cut_all_the_time_is_cut_once_after_a_step(autoj
         await trio.sleep(20)
         assert server._by_id[id].length == 1
         assert not server._to_truncate
+
+
+async def test_an_asker_does_not_slow_the_stream_that_others_share_between_two_hops(autojump_clock: MockClock) -> None:
+    """A hop sends rows that another one refuses, because their asker orders it so, and an honest asker's rows."""
+    async with open_swarm() as swarm:
+        await swarm.serve("n0", HashRunner(0, 4))
+        server = await swarm.serve("n1", HashRunner(4, 8), settings=ServerSettings(admission=LOW))
+        member, id = swarm.fabric.node("member"), new_session_id("member")
+        order = EpochOrder(Span(4, 8), "n0", "", 4096, 0, 0)
+        stream = await member.open("n1", PROTOCOL)
+        await stream.send(encode_turn(id, 1, KEEP, order))
+        await stream.receive()
+        hop = await swarm.fabric.nodes["n0"].open("n1", PROTOCOL)
+        for position in range(1, 700):  # position 0 is missing
+            head = header(Kind.DATA, id, 1, position, dtype=1, rows=1, width=WIDTH, length=ROW_BYTES)
+            await hop.send(head + bytes(ROW_BYTES))
+        await trio.sleep(0.1)
+        begin = trio.current_time()
+        stats = await ask(await swarm.asker(), PROMPT, 8)
+        assert (stats.token_ids, stats.recoveries) == (greedy(PROMPT, 8), 0)
+        assert trio.current_time() - begin < 2
+        assert server._frame_limit.delay_s("n0", trio.current_time(), 0.0) == 0.0
+        assert server._by_id[id].gap_told
