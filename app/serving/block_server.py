@@ -657,8 +657,9 @@ class BlockServer:
         elif frame.kind == Kind.PACE:
             await answers.push(control_frame(encode_pace(session.id, session.epoch, session.counters.pace)))
         elif frame.kind == Kind.GIVE:
-            session.give_to(decode_give(frame))
-            self._giver.allowed.notify()
+            grant = decode_give(frame)
+            session.give_to(grant)
+            self._giver.allowed(session, grant.peer)
         elif frame.kind == Kind.GO and frame.epoch == session.epoch and session.send_from is None:  # once an epoch
             session.send_from = frame.position
             await self._sender.resend(session, frame.position, session.length, again=True)
