@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 DIAL_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 5.0
+UNAWAITED_DIALS = 16  # each of up to 16 addresses
 ADDRESSES_OF_A_RELAY = 4  # that are dialled on the way to a peer behind it
 LOOKUPS = 16  # of host names at once
 _IPS_OF_A_NAME = 4  # that are tried, one after another
@@ -134,8 +135,9 @@ class Host:
 
         With `as_relay`, a relayed connection does not count as open, and few addresses are dialled, none of them
         through another relay: of peers that are said to be behind each other, all would be dialled at once. Concurrent
-        callers share one dial, which continues if one of them is cancelled. Raises `Refused` (denied, held off, or this
-        node itself) or `PeerUnreachable`.
+        callers share one dial. It continues if all of them are cancelled, as one of the latest `UNAWAITED_DIALS`: the
+        next caller may find a connection. Raises `Refused` (denied, held off, or this node itself) or
+        `PeerUnreachable`.
         """
         if peer == self.peer_id:
             raise Refused("a node cannot connect to itself")
@@ -152,10 +154,21 @@ class Host:
         if dial is None:
             dial = self._dials[peer, as_relay] = _Dial(tuple(addresses) if as_relay else None)
             self._nursery.start_soon(self._run_dial, peer, dial)
-        await dial.done.wait()
+        dial.callers += 1
+        try:
+            await dial.done.wait()
+        finally:
+            dial.callers -= 1
+            self._end_unawaited()
         if dial.connection is None:
             raise PeerUnreachable(dial.failure)
         return dial.connection
+
+    def _end_unawaited(self) -> None:
+        """End the oldest dials that nobody waits for, beyond `UNAWAITED_DIALS`."""
+        unawaited = [dial for dial in self._dials.values() if not dial.callers]
+        for dial in unawaited[: max(len(unawaited) - UNAWAITED_DIALS, 0)]:
+            dial.scope.cancel()
 
     async def disconnect(self, peer: str, *, misbehaved: bool = False) -> None:
         """Close all connections to `peer`; if it misbehaved, refuse it for a while, longer each time."""
@@ -348,7 +361,7 @@ class Host:
 
     async def _run_dial(self, peer: str, dial: _Dial) -> None:
         try:
-            with trio.move_on_after(DIAL_TIMEOUT_S):
+            with dial.scope, trio.move_on_after(DIAL_TIMEOUT_S):
                 dial.connection = await self._dial_best(peer, dial)
         except P2PError as error:
             dial.failure = str(error)
@@ -381,6 +394,8 @@ class Host:
 @dataclass
 class _Dial:
     relay_at: tuple[Address, ...] | None  # where the peer was said to be, if it is dialled as a relay
+    callers: int = 0  # that wait for it
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     done: trio.Event = field(default_factory=trio.Event)
     connection: Connection | None = None
     failure: str = ""

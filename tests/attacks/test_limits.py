@@ -39,7 +39,7 @@ from p2p.discovery.known_peers import MAX_REMEMBERED, MAX_UNREACHED
 from p2p.host import dialer, heartbeat, peer_record
 from p2p.host.address_book import MAX_PEERS
 from p2p.host.admission import ConnectionLimits
-from p2p.host.host import ADDRESSES_OF_A_RELAY, LOOKUPS
+from p2p.host.host import ADDRESSES_OF_A_RELAY, LOOKUPS, UNAWAITED_DIALS
 from p2p.host.pruning import ENOUGH_LINKS
 from p2p.link import link
 from p2p.link.quota import Limits
@@ -162,6 +162,7 @@ ROWS: dict[str, tuple[float, ...]] = {
         ADDRESSES_OF_A_RELAY,
         dialer.MAX_NAMES,
         LOOKUPS,
+        UNAWAITED_DIALS,
     ),
     "relaying": (
         RELAY.reservations,

@@ -14,7 +14,7 @@ import trio
 from p2p.addresses import Address, parse_address
 from p2p.dht.host_view import network_of
 from p2p.errors import P2PError
-from p2p.host.host import Host
+from p2p.host.host import UNAWAITED_DIALS, Host
 from p2p.identity import Identity
 from p2p.nat.relay_client import RelayClient
 from tests.p2p.nodes import make_host, make_network, until
@@ -74,6 +74,27 @@ async def test_peers_that_are_said_to_be_behind_each_other_are_not_all_dialled()
                     most = max(most, len(victim._dials))
                     await trio.sleep(0.05)
             assert 1 < most <= 5, "itself and four relays"
+
+
+async def test_dials_that_nobody_waits_for_are_few() -> None:
+    """As in a look-up, where a node that lies names one peer after another, none of which answers."""
+    victim, silent = make_host(), socket.socket()
+    silent.bind(("127.0.0.1", 0))
+    silent.listen(0)  # accepts nobody: dials wait
+    port, made_up = silent.getsockname()[1], [Identity.generate().peer_id for _ in range(40)]
+    with silent, socket.create_connection(("127.0.0.1", port)):
+        async with running(victim), trio.open_nursery() as nursery:
+            waiting = Identity.generate().peer_id
+            victim.book.add(waiting, [Address("ip4", "127.0.0.1", port, waiting)], 0.0)
+            nursery.start_soon(victim.connect, waiting)
+            for peer in made_up:
+                victim.book.add(peer, [Address("ip4", "127.0.0.1", port, peer)], 0.0)
+                with trio.move_on_after(0.01):
+                    await victim.connect(peer)
+            await until(lambda: len(victim._dials) <= UNAWAITED_DIALS + 1)
+            left = [peer for peer, _ in victim._dials]
+            assert left == [waiting, *made_up[-UNAWAITED_DIALS:]], "the one that is waited for, and the latest"
+            nursery.cancel_scope.cancel()
 
 
 async def _dial_in_vain(host: Host, peer: str, then: trio.CancelScope) -> None:
