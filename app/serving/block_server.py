@@ -72,7 +72,7 @@ from app.session.frame import (
     plain,
 )
 from app.session.loop_stream import each_message
-from app.session.outbound import OutboundFrame, PeerOutbox, PeerOutboxes, Sendable
+from app.session.outbound import OutboundFrame, PeerOutbox, PeerOutboxes, Sendable, WaitingBytes
 from app.session.wire import (
     GIVES_CACHE,
     KNOWS_ADAPTERS,
@@ -114,10 +114,10 @@ class HopFrame(NamedTuple):
 class HopSender:
     """Sends outputs to successors, or through the asker where one cannot be reached, and errors to askers."""
 
-    def __init__(self, network: Network, nursery: trio.Nursery, chunk_rows: int) -> None:
+    def __init__(self, network: Network, nursery: trio.Nursery, chunk_rows: int, waiting: WaitingBytes) -> None:
         self._nursery, self._chunk_rows = nursery, chunk_rows
         self._outboxes: PeerOutboxes[HopFrame] = PeerOutboxes(
-            network, PROTOCOL, nursery, lost=self._link_lost, undeliverable=self._undeliverable
+            network, PROTOCOL, nursery, lost=self._link_lost, undeliverable=self._undeliverable, waiting=waiting
         )
         self._sessions: dict[bytes, HopSession] = {}  # by `HopSession.key`, as below
         self._answers: dict[bytes, PeerOutbox] = {}  # the stream on which a session's asker gave its last order
@@ -413,6 +413,7 @@ class BlockServer:
         self.device_full = Signal()  # a step failed because the device's memory is full
         self._nursery: trio.Nursery | None = None
         self._attending: set[_InboundStream] = set()
+        self._waiting = WaitingBytes()  # outputs for askers and successors that these have not read yet
         limits = self._settings.admission
         self._frame_limit = PeerRateLimit(limits.frames_burst, limits.frames_per_s)
         self.draining = False
@@ -460,7 +461,7 @@ class BlockServer:
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                self._sender = HopSender(self._network, nursery, self._settings.batch.chunk_rows)
+                self._sender = HopSender(self._network, nursery, self._settings.batch.chunk_rows, self._waiting)
                 self._sender.width = self._runner.hidden_size if self._runner is not None else 0
                 nursery.start_soon(self._step_forever)
                 nursery.start_soon(self._close_idle)
@@ -529,7 +530,8 @@ class BlockServer:
         """Read one peer's stream to its end; the sessions that were opened on it end with it."""
         if self._nursery is None:
             return
-        attended = _InboundStream(stream, PeerOutbox(stream, self._nursery), trio.current_time())
+        answers = PeerOutbox(stream, self._nursery, waiting=self._waiting)
+        attended = _InboundStream(stream, answers, trio.current_time())
         self._attending.add(attended)
         try:
             with attended.scope:

@@ -26,8 +26,9 @@ log.addFilter(LogLimit())  # peers can cause these lines
 OPEN_TIMEOUT_S = 5.0
 UNREACHABLE_S = 30.0  # a peer that could not be reached is not dialled again for so long
 # A hop may compute a long prompt faster than its link carries it: 8192 tokens of 8192 numbers in 16 bits are 128 MiB.
-MAX_WAITING_BYTES = 128 * 2**20
-MAX_WAITING_FRAMES = 16_384
+MAX_WAITING_BYTES = 128 * 2**20  # for one peer, which may have many streams
+MAX_WAITING_FRAMES = 16_384  # on one stream
+MAX_WAITING_IN_ALL = 2**30
 MAX_DIALS = 32
 MAX_DIALS_PER_ASKER = 4
 # Beyond so many new successors of one asker, its outputs go through the asker: a dial may search the whole directory.
@@ -58,10 +59,32 @@ class OutboundFrame(NamedTuple):
 SendableT = TypeVar("SendableT", bound=Sendable)
 
 
-class _Backlog(Generic[SendableT]):
-    """Messages that wait to be sent, and their bytes; those of one owner and priority are in order."""
+class WaitingBytes:
+    """Counts the bytes that wait for each peer, over all the streams that share it."""
 
     def __init__(self) -> None:
+        self._by_peer: Counter[str] = Counter()
+        self._total = 0
+
+    def add(self, peer: str, size: int) -> None:
+        """Count bytes that wait for a peer, or, if negative, that wait no longer."""
+        self._total += size
+        self._by_peer[peer] += size
+        if not self._by_peer[peer]:
+            del self._by_peer[peer]
+
+    def is_too_much(self, peer: str) -> bool:
+        """True if too many bytes wait for this peer, or in all, and for this peer no fewer than for most."""
+        own = self._by_peer[peer]
+        is_hog = own * len(self._by_peer) >= self._total
+        return own > MAX_WAITING_BYTES or (self._total > MAX_WAITING_IN_ALL and is_hog)
+
+
+class _Backlog(Generic[SendableT]):
+    """Messages to a peer that wait to be sent, and their bytes; those of one owner and priority are in order."""
+
+    def __init__(self, peer: str, waiting: WaitingBytes) -> None:
+        self._peer, self._waiting = peer, waiting
         # Priority -> owner -> its messages; the owner whose turn it is comes first.
         self._queues: dict[Priority, dict[str, deque[SendableT]]] = {priority: {} for priority in sorted(Priority)}
         self._frames = 0
@@ -74,8 +97,8 @@ class _Backlog(Generic[SendableT]):
 
     @property
     def is_full(self) -> bool:
-        """True if the backlog has reached `MAX_WAITING_BYTES` or `MAX_WAITING_FRAMES`."""
-        return self.bytes > MAX_WAITING_BYTES or self._frames > MAX_WAITING_FRAMES
+        """True if too many messages wait here, or too many bytes for this peer."""
+        return self._frames > MAX_WAITING_FRAMES or self._waiting.is_too_much(self._peer)
 
     @property
     def most(self) -> str:
@@ -92,6 +115,7 @@ class _Backlog(Generic[SendableT]):
         self._queues[frame.priority].setdefault(frame.owner, deque()).append(frame)
         self._frames += 1
         self._bytes[frame.owner] += _size_of(frame)
+        self._waiting.add(self._peer, _size_of(frame))
 
     def first(self) -> SendableT | None:
         """Return the message that is to be sent next; None if none waits."""
@@ -129,9 +153,16 @@ class _Backlog(Generic[SendableT]):
                 elif dropped:
                     owners[owner] = deque(frame for frame in queue if not unwanted(frame))
 
+    def take_all(self) -> list[SendableT]:
+        """Remove all messages and return them, the most urgent first."""
+        taken = list(self)
+        self.drop(lambda frame: True)
+        return taken
+
     def _forget(self, frame: SendableT) -> None:
         self._frames -= 1
         self._bytes[frame.owner] -= _size_of(frame)
+        self._waiting.add(self._peer, -_size_of(frame))
         if not self._bytes[frame.owner]:
             del self._bytes[frame.owner]
 
@@ -139,14 +170,22 @@ class _Backlog(Generic[SendableT]):
 class PeerOutbox:
     """Messages to one peer over one stream; a peer that does not read loses the stream.
 
-    If owners share it (`is_shared`), the one for whom most waits loses that instead.
+    If owners share it (`is_shared`), the one for whom most waits loses that instead. `waiting` counts for this and
+    other streams together.
     """
 
-    def __init__(self, stream: FrameStream, nursery: trio.Nursery, *, is_shared: bool = False) -> None:
+    def __init__(
+        self,
+        stream: FrameStream,
+        nursery: trio.Nursery,
+        *,
+        waiting: WaitingBytes | None = None,
+        is_shared: bool = False,
+    ) -> None:
         self.stream = stream
         self.broken = False
         self._nursery, self._is_shared = nursery, is_shared
-        self._backlog: _Backlog[Sendable] = _Backlog()
+        self._backlog: _Backlog[Sendable] = _Backlog(stream.peer, waiting or WaitingBytes())
         self._flushing = False
         self.used_at = trio.current_time()
 
@@ -193,23 +232,25 @@ class PeerOutbox:
     async def close(self) -> None:
         """Reset the stream and forget what waits; later messages are dropped."""
         self.broken = True
-        self._backlog = _Backlog()
+        self._forget_all()
         await self.stream.reset()
 
     async def _flush(self) -> None:
         """Send what waits until nothing is left or the stream breaks; one task at a time."""
         try:
             while not self.broken and (frame := self._backlog.first()) is not None:
-                backlog = self._backlog
                 if await self._send(frame):
-                    backlog.sent(frame)
+                    self._backlog.sent(frame)
                 elif not self.broken:
                     await self.stream.wait_room(frame.priority)
         except P2PError:
             self.broken = True
         self._flushing = False
         if self.broken:
-            self._backlog = _Backlog()
+            self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._backlog.drop(lambda frame: True)
 
 
 class PeerOutboxes(Generic[SendableT]):
@@ -227,9 +268,11 @@ class PeerOutboxes(Generic[SendableT]):
         *,
         lost: Callable[[str], None],
         undeliverable: Callable[[str, list[SendableT]], None],
+        waiting: WaitingBytes | None = None,
     ) -> None:
         self._network, self._protocol, self._nursery = network, protocol, nursery
         self._lost, self._undeliverable = lost, undeliverable
+        self._waiting = waiting or WaitingBytes()
         self._open: dict[str, PeerOutbox] = {}
         self._opening: dict[str, _Backlog[SendableT]] = {}
         self._dials: Counter[str] = Counter()  # under way, by asker
@@ -243,7 +286,7 @@ class PeerOutboxes(Generic[SendableT]):
         if len(self._opening) >= MAX_DIALS or self._dials[asker] >= MAX_DIALS_PER_ASKER:
             return
         if self._dial_limit.take(asker, trio.current_time()):
-            self._opening[peer] = _Backlog()
+            self._opening[peer] = _Backlog(peer, self._waiting)
             self._dials[asker] += 1
             self._nursery.start_soon(self._connect, peer, asker)
 
@@ -284,14 +327,14 @@ class PeerOutboxes(Generic[SendableT]):
         except P2PError as error:
             log.warning("the next hop %s cannot be reached: %s", peer, error)
             self._unreachable[peer] = trio.current_time() + UNREACHABLE_S
-            self._undeliverable(peer, list(self._opening.pop(peer)))
+            self._undeliverable(peer, self._opening.pop(peer).take_all())
             return
         finally:
             self._dials[asker] -= 1
             if not self._dials[asker]:
                 del self._dials[asker]
-        outbox = self._open[peer] = PeerOutbox(stream, self._nursery, is_shared=True)
-        for frame in self._opening.pop(peer):
+        outbox = self._open[peer] = PeerOutbox(stream, self._nursery, waiting=self._waiting, is_shared=True)
+        for frame in self._opening.pop(peer).take_all():
             await outbox.push(frame)
         try:
             while True:

@@ -69,7 +69,11 @@ ROWS: dict[str, tuple[float, ...]] = {
         QUOTA.bytes / MIB,
         MAX_BODY_BYTES / MIB,
     ),
-    "waiting output of a session stream": (outbound.MAX_WAITING_BYTES / MIB, outbound.MAX_WAITING_FRAMES),
+    "waiting output of session streams": (
+        outbound.MAX_WAITING_BYTES / MIB,
+        outbound.MAX_WAITING_FRAMES,
+        outbound.MAX_WAITING_IN_ALL / 2**30,
+    ),
     "sessions at a hop": (PLACES.peer_sessions, PLACES.sessions),
     "adapters at a hop": (
         ADAPTERS.adapter_bytes / MIB,
