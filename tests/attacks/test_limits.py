@@ -43,6 +43,7 @@ from p2p.host.host import ADDRESSES_OF_A_RELAY, LOOKUPS, UNAWAITED_DIALS
 from p2p.host.pruning import ENOUGH_LINKS
 from p2p.link import link
 from p2p.link.quota import Limits
+from p2p.nat import hole_punching
 from p2p.nat.relay_server import RelayLimits
 from p2p.values import MAX_BODY_BYTES, WINDOW_BYTES
 
@@ -167,6 +168,12 @@ ROWS: dict[str, tuple[float, ...]] = {
         dialer.MAX_NAMES,
         LOOKUPS,
         UNAWAITED_DIALS,
+    ),
+    "hole punching": (
+        hole_punching.PUNCHES_AT_ONCE,
+        hole_punching.ATTEMPTS,
+        hole_punching.PUNCH_AGAIN_S,
+        hole_punching._MAX_ADDRESSES,
     ),
     "relaying": (
         RELAY.reservations,
