@@ -228,10 +228,7 @@ class Libp2pNetwork:
     def source(self, peer: str) -> str:
         """Return the IP address of a linked peer, or of its relay (IPv6: the /64); empty without a link."""
         connection = self.host.connection(peer)
-        if connection is None:
-            return ""
-        ip = connection.address.ip
-        return connection.address.host if ip is None else str(source_of(ip))
+        return "" if connection is None or connection.ip is None else str(source_of(connection.ip))
 
     def keep_links(self, peers: Iterable[str]) -> None:
         """Never prune the links to `peers`; replaces the peers of the last call."""

@@ -28,6 +28,7 @@ def _optional(module: str) -> Any:
 
 
 _fcntl = _optional("fcntl")  # POSIX only
+_resource = _optional("resource")  # POSIX only
 _msvcrt = _optional("msvcrt")  # Windows only
 
 _windows = os.name == "nt"
@@ -189,7 +190,7 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory and open files -------------------------------------------------------------------------------------------
 
 
 def keep_freed_memory() -> None:
@@ -199,6 +200,19 @@ def keep_freed_memory() -> None:
     with every buffer, a tenth of its time. The buffer freed here is never written to, so it costs no memory.
     """
     bytearray(31 * 2**20)
+
+
+def allow_open_files(wanted: int = 8192) -> None:
+    """Let this process open so many files and sockets, as far as the system allows; it may be 256 or 1024 otherwise.
+
+    Peers and their addresses are dialled in parallel, and a node without file descriptors can do nothing at all.
+    """
+    if _resource is not None:
+        soft, hard = _resource.getrlimit(_resource.RLIMIT_NOFILE)
+        most = wanted if hard == _resource.RLIM_INFINITY else min(wanted, hard)
+        if soft != _resource.RLIM_INFINITY and soft < most:
+            with contextlib.suppress(OSError, ValueError):
+                _resource.setrlimit(_resource.RLIMIT_NOFILE, (most, hard))
 
 
 # --- processes and signals -------------------------------------------------------------------------------------------

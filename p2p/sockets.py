@@ -89,6 +89,18 @@ def share_port(sock: trio.socket.SocketType) -> None:
             return
 
 
+async def resolve(name: str, port: int, kind: str, threads: trio.CapacityLimiter) -> list[str]:
+    """Return the IP addresses of a host name, `kind` "dns4" or "dns6" only those of one version; raises `OSError`.
+
+    Peers tell names, and a name server that never answers keeps a thread for half a minute, also if this is cancelled:
+    `threads` are those that all look-ups together may have, so that the other threads of the node stay free.
+    """
+    family = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}.get(kind, socket.AF_UNSPEC)
+    look_up = functools.partial(socket.getaddrinfo, name.encode("ascii"), port, family, socket.SOCK_STREAM)
+    found = await trio.to_thread.run_sync(look_up, abandon_on_cancel=True, limiter=threads)  # type: ignore[call-arg]
+    return list(dict.fromkeys(str(entry[4][0]).split("%", 1)[0] for entry in found))
+
+
 async def connect(host: str, port: int, source_port: int | None = None) -> trio.SocketStream:
     """Open a TCP connection to an IP address, from `source_port` if one is given (hole punching)."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

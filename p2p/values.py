@@ -53,13 +53,14 @@ def joined(payload: Payload) -> bytes:
     return b"".join(buffers_of(payload)[0])
 
 
-def fits_window(outstanding: int, cost: int) -> bool:
+def fits_window(outstanding: int, cost: int, priority: int = DECODE) -> bool:
     """True if a message of `cost` bytes may be sent on a stream with `outstanding` bytes not yet consumed.
 
     A window that is less than half used accepts a message of any size. So a message larger than the window can pass,
-    and a sender never waits for a reader that grants credit only at every half window.
+    and a sender never waits for a reader that grants credit only at every half window. The other half is for messages
+    that overtake: they need not wait until the bytes of a prompt have crossed a slow link.
     """
-    return outstanding + cost <= WINDOW_BYTES or outstanding < WINDOW_BYTES // 2
+    return outstanding < WINDOW_BYTES // 2 or (priority < PREFILL and outstanding + cost <= WINDOW_BYTES)
 
 
 def check_name(name: str) -> bytes:

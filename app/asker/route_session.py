@@ -1122,17 +1122,21 @@ class RouteSession:
         cached = min(fed - 1, self._cut_to)
         sources = cache_sources(self._settled, route, givers) if cached >= MIN_TOKENS else {}
         caches = await hops.order_handovers(sources, cached)
-        for _ in range(_ROUNDS):
+        for number in range(_ROUNDS):
             states = await hops.turn(cuts, known, caches)
             caches = {}
             plan = plan_resume(states, fed)
-            held = zip(route, states, plan.lengths, strict=True)
-            wrong = [hop.peer for hop, state, length in held if state.length != length]
-            if not wrong:
+            held = list(zip(route, states, plan.lengths, cuts, strict=True))
+            to_cut = [hop.peer for hop, state, length, _ in held if state.length != length]
+            if not to_cut:
                 break
+            # One that holds less than it was told makes its predecessors cut more, which is not their fault.
+            wrong = [hop.peer for hop, state, _, told in held if number and state.length != told]
             cuts, known = list(plan.lengths), None
         else:
-            raise HopFailed(wrong[0], because("hop_miscut", "it does not cut its cache as ordered", wrong[0]))
+            peer = (wrong or to_cut)[0]
+            why = because("hop_miscut", "it does not cut its cache as ordered", peer)
+            raise HopFailed(peer, why, blameless=not wrong)
         if known is None:
             await hops.go(plan)
         if not self._settled:

@@ -92,11 +92,12 @@ def live(home: Home, config: Config, target: str | None) -> None:
     import trio
 
     from app.node.node import Node
-    from p2p.platform import keep_freed_memory
+    from p2p.platform import allow_open_files, keep_freed_memory
 
     # The event loop shares the interpreter with computing threads: the default makes it wait 5 ms for each turn.
     sys.setswitchinterval(0.0005)
     keep_freed_memory()
+    allow_open_files()
     try:
         trio.run(Node(home, config, cache_folder(), say_ready, say_step).run, target)
     except Exception:

@@ -76,7 +76,7 @@ async def apply_live(network: Libp2pNetwork, config: Config) -> None:
     network.allow_relaying(settings.relay)
     denied = network.host.admission.deny = DenyList.parse(settings.deny)
     for connection in network.host.connections():
-        ip = connection.address.ip
+        ip = connection.ip
         if connection.peer in denied.peers or (ip is not None and denied.denies_ip(ip)):
             await network.disconnect(connection.peer)
 

@@ -193,15 +193,18 @@ class Table:
     def seen(self, peer: str, now: float, rtt_s: float | None = None, source: str = "") -> Change | None:
         """Record a successful contact with a member; returns a change if it was a stranger, suspect or dead.
 
-        A stranger or dead member is removed instead if too many members come from its address.
+        One that comes from another address than before is counted there, since it may have called through a relay
+        first; it is removed instead if too many members come from that address.
         """
         entry = self._entries.get(peer)
         if entry is None or entry.state == "left":
             return None
-        if entry.seen_at is None or entry.state == "dead":
+        if entry.seen_at is None or entry.state == "dead" or source not in ("", entry.source):
             if len(self._met.get(source, ())) >= self._limits.of_source:
                 return self._turn_away(entry, now, self._limits.crowded_s)
+            self._unindex(peer)
             entry.source = source
+            self._index(entry, peer)
         kind: ChangeKind | None = None
         if entry.state in ("suspect", "dead"):
             kind = "recovered" if entry.state == "suspect" else "joined"

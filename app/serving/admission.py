@@ -40,6 +40,7 @@ class AdmissionLimits:
 
 
 _ORDER_COST = 4.0  # begins an epoch, or has outputs sent again
+_DROPPED_COST = 0.25  # an asker can make another hop send it: that hop's rows for other askers must not wait for it
 
 
 def frame_cost(kind: int, action: FrameAction | None) -> float:
@@ -49,7 +50,9 @@ def frame_cost(kind: int, action: FrameAction | None) -> float:
     """
     if kind == Kind.TURN or action in (FrameAction.REPEAT, FrameAction.GAP):
         return _ORDER_COST
-    return 1.0 if kind != Kind.DATA or action is FrameAction.DROP else 0.0
+    if kind == Kind.DATA:
+        return _DROPPED_COST if action is FrameAction.DROP else 0.0
+    return 1.0
 
 
 def why_busy(load: HopLoad, tokens: int, limits: AdmissionLimits) -> HopError | None:

@@ -72,7 +72,7 @@ from app.session.frame import (
     plain,
 )
 from app.session.loop_stream import each_message
-from app.session.outbound import OutboundFrame, PeerOutbox, PeerOutboxes, Sendable
+from app.session.outbound import OutboundFrame, PeerOutbox, PeerOutboxes, Sendable, WaitingBytes
 from app.session.wire import (
     GIVES_CACHE,
     KNOWS_ADAPTERS,
@@ -105,14 +105,19 @@ class HopFrame(NamedTuple):
     revision: int
     position: int
 
+    @property
+    def owner(self) -> str:
+        """The session's asker."""
+        return self.session[SESSION_BYTES:].decode()
+
 
 class HopSender:
     """Sends outputs to successors, or through the asker where one cannot be reached, and errors to askers."""
 
-    def __init__(self, network: Network, nursery: trio.Nursery, chunk_rows: int) -> None:
+    def __init__(self, network: Network, nursery: trio.Nursery, chunk_rows: int, waiting: WaitingBytes) -> None:
         self._nursery, self._chunk_rows = nursery, chunk_rows
         self._outboxes: PeerOutboxes[HopFrame] = PeerOutboxes(
-            network, PROTOCOL, nursery, lost=self._link_lost, undeliverable=self._undeliverable
+            network, PROTOCOL, nursery, lost=self._link_lost, undeliverable=self._undeliverable, waiting=waiting
         )
         self._sessions: dict[bytes, HopSession] = {}  # by `HopSession.key`, as below
         self._answers: dict[bytes, PeerOutbox] = {}  # the stream on which a session's asker gave its last order
@@ -166,7 +171,8 @@ class HopSender:
     async def send(self, session: HopSession, position: int, data: bytes) -> None:
         """Send outputs to the successor; to the asker at the end of the route, or if the successor is unreachable."""
         turn = session.turn
-        urgent = position >= turn.urgent_from or not turn.successor
+        is_token = position >= turn.urgent_from and len(data) <= URGENT_ROWS * session.row_bytes
+        urgent = is_token or not turn.successor
         priority = Priority.DECODE if urgent else Priority.PREFILL
         if session.key not in self._answers:
             return  # it ended while earlier frames were sent
@@ -393,6 +399,7 @@ class BlockServer:
         self._by_id: dict[bytes, HopSession] = {}  # the id that DATA frames carry; it belongs to one asker alone
         self._closed: OrderedDict[bytes, int] = OrderedDict()  # key of an ended session -> its last epoch
         self._between_steps: deque[Action] = deque()  # wait for the end of the step under way
+        self._to_truncate: set[bytes] = set()  # keys of sessions whose `_truncate` is among these
         self._unprepared = False  # a step ran since the runner last had nothing left to prepare
         self._preparing = False  # `_prepare_when_quiet` runs
         self._stepped_at = 0.0
@@ -406,6 +413,7 @@ class BlockServer:
         self.device_full = Signal()  # a step failed because the device's memory is full
         self._nursery: trio.Nursery | None = None
         self._attending: set[_InboundStream] = set()
+        self._waiting = WaitingBytes()  # outputs for askers and successors that these have not read yet
         limits = self._settings.admission
         self._frame_limit = PeerRateLimit(limits.frames_burst, limits.frames_per_s)
         self.draining = False
@@ -453,7 +461,7 @@ class BlockServer:
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                self._sender = HopSender(self._network, nursery, self._settings.batch.chunk_rows)
+                self._sender = HopSender(self._network, nursery, self._settings.batch.chunk_rows, self._waiting)
                 self._sender.width = self._runner.hidden_size if self._runner is not None else 0
                 nursery.start_soon(self._step_forever)
                 nursery.start_soon(self._close_idle)
@@ -522,7 +530,8 @@ class BlockServer:
         """Read one peer's stream to its end; the sessions that were opened on it end with it."""
         if self._nursery is None:
             return
-        attended = _InboundStream(stream, PeerOutbox(stream, self._nursery), trio.current_time())
+        answers = PeerOutbox(stream, self._nursery, waiting=self._waiting)
+        attended = _InboundStream(stream, answers, trio.current_time())
         self._attending.add(attended)
         try:
             with attended.scope:
@@ -546,28 +555,29 @@ class BlockServer:
     async def _take(self, attended: _InboundStream, message: bytes) -> None:
         frame, peer = decode(message), attended.stream.peer
         attended.heard_at = now = trio.current_time()
-        action = None
+        action, at_cost_of = None, peer
         if frame.kind == Kind.DATA:
-            action = await self._on_data(frame, peer)
+            action, at_cost_of = await self._on_data(frame, peer)
         else:
             await self._on_control(frame, peer, attended.answers)
-        delay_s = self._frame_limit.delay_s(peer, now, frame_cost(frame.kind, action))
-        if delay_s:  # nothing is lost: what the peer sends meanwhile waits in the stream's window
+        delay_s = self._frame_limit.delay_s(at_cost_of, now, frame_cost(frame.kind, action))
+        if delay_s and at_cost_of == peer:  # nothing is lost: what it sends meanwhile waits in the stream's window
             await trio.sleep(delay_s)
 
-    async def _on_data(self, frame: Frame, peer: str) -> FrameAction:
+    async def _on_data(self, frame: Frame, peer: str) -> tuple[FrameAction, str]:
         """Queue hidden states, answer them from kept outputs, or refuse them; frames that fit no session are dropped.
 
-        Only the predecessor and the asker of a session may send for it.
+        Only the predecessor and the asker of a session may send for it. Returns also who pays for it: what a hop sends
+        follows from the asker's orders, and other askers share that hop's stream.
         """
         session = self._by_id.get(frame.session)
         if session is not None and self._runner is not None and frame.width == self._runner.hidden_size:
             action = session.judge(peer, frame.epoch, frame.position, frame.rows, frame.revision)
             if action is not FrameAction.DROP:
                 await self._act_on(action, session, frame)
-                return action
+                return action, session.asker
         self._counters.dropped_frames += 1
-        return FrameAction.DROP
+        return FrameAction.DROP, peer
 
     async def _act_on(self, action: FrameAction, session: HopSession, frame: Frame) -> None:
         session.heard_at = now = trio.current_time()
@@ -604,10 +614,13 @@ class BlockServer:
         """Drop a session's tokens from the frame's position on; the cache follows before the next step."""
         self._queue.drop_rows(session.key)
         session.begin_revision(frame.revision, frame.position)
-        self._do_between_steps(partial(self._truncate, session))
+        if session.key not in self._to_truncate:  # once, however often it is cut during a step
+            self._to_truncate.add(session.key)
+            self._do_between_steps(partial(self._truncate, session))
 
     async def _truncate(self, session: HopSession) -> None:
         """Cut a session's cache to its length; a step that was under way may have added rows to it."""
+        self._to_truncate.discard(session.key)
         if self._sessions.get(session.key) is not session or self._runner is None:
             return
         try:
@@ -646,8 +659,9 @@ class BlockServer:
         elif frame.kind == Kind.PACE:
             await answers.push(control_frame(encode_pace(session.id, session.epoch, session.counters.pace)))
         elif frame.kind == Kind.GIVE:
-            session.give_to(decode_give(frame))
-            self._giver.allowed.notify()
+            grant = decode_give(frame)
+            session.give_to(grant)
+            self._giver.allowed(session, grant.peer)
         elif frame.kind == Kind.GO and frame.epoch == session.epoch and session.send_from is None:  # once an epoch
             session.send_from = frame.position
             await self._sender.resend(session, frame.position, session.length, again=True)

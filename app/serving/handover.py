@@ -16,7 +16,6 @@ import trio
 
 from app.core.errors import RecordError
 from app.core.network import FrameStream, Network, Payload, Priority
-from app.core.signal import Signal
 from app.core.span import Span
 from app.serving.hop_session import HopSession
 from app.session.cache_wire import (
@@ -91,7 +90,14 @@ class CacheGiver:
     def __init__(self, caches: SessionCaches) -> None:
         self._caches = caches
         self._giving = 0
-        self.allowed = Signal()  # an asker has named a peer
+        # (session, peer) -> set once the asker allows that peer to fetch it; nobody else is woken by an asker's order.
+        self._awaited: dict[tuple[bytes, str], trio.Event] = {}
+
+    def allowed(self, session: HopSession, peer: str) -> None:
+        """Note that a session's asker allows a peer to fetch its cache."""
+        awaited = self._awaited.get((session.id, peer))
+        if awaited is not None:
+            awaited.set()
 
     async def attend(self, stream: FrameStream) -> None:
         """Answer one request on a peer's stream."""
@@ -131,13 +137,19 @@ class CacheGiver:
     async def _allowed_session(self, peer: str, request: CacheRequest) -> HopSession | None:
         """The session, once its asker allows this peer to fetch it; None if it does not do so in time."""
 
-        def is_allowed() -> bool:
+        def allowed() -> HopSession | None:
             session = self._caches.session(request.session)
-            return session is not None and peer in session.given_to
+            return session if session is not None and peer in session.given_to else None
 
-        with trio.move_on_after(ORDER_S):
-            await self.allowed.wait_for(is_allowed)
-        return self._caches.session(request.session) if is_allowed() else None
+        if allowed() is None:
+            awaited = self._awaited.setdefault((request.session, peer), trio.Event())
+            try:
+                with trio.move_on_after(ORDER_S):
+                    await awaited.wait()
+            finally:
+                if self._awaited.get((request.session, peer)) is awaited:
+                    del self._awaited[request.session, peer]
+        return allowed()
 
     async def _give(self, stream: FrameStream, session: HopSession, request: CacheRequest, form: CacheForm) -> None:
         stop = min(request.tokens, session.given_to.get(stream.peer, 0), session.length)

@@ -72,7 +72,8 @@ class HopSession:
     """The state of one session at one hop."""
 
     __slots__ = (
-        "adapter", "asker", "counters", "dtype", "epoch", "fetching", "given_to", "heard_at", "id", "kept", "kept_from",
+        "adapter", "asker", "counters", "dtype", "epoch", "fetching", "gap_told", "given_to", "heard_at", "id", "kept",
+        "kept_from",
         "key", "length", "received", "rests_until", "revision", "row_bytes", "send_from", "turn",
     )  # fmt: skip
 
@@ -91,6 +92,7 @@ class HopSession:
         self.rests_until: float | None = None  # None: it is in use
         self.adapter: LoadedAdapter | None = None  # that `turn` names
         self.fetching = False  # its cache is on its way from another hop
+        self.gap_told = False  # the asker knows that the predecessor's rows do not follow, in this epoch
         self.given_to: dict[str, int] = {}  # peers that may fetch its cache, of so many tokens
         self.counters = SessionCounters(heard_at)
 
@@ -144,7 +146,7 @@ class HopSession:
         """Take the asker's new order; what waits for the device is forgotten, and the cache is cut where it says so."""
         assert epoch > self.epoch, "an epoch begins once"
         self.epoch, self.revision, self.turn = epoch, 0, turn
-        self.fetching = False
+        self.fetching = self.gap_told = False
         self.given_to.clear()
         if cut_to != KEEP and cut_to < self.length:
             self._drop_from(cut_to)
@@ -170,9 +172,18 @@ class HopSession:
             del self.kept[(position - self.kept_from) * self.row_bytes :]
 
     def judge(self, sender: str, epoch: int, position: int, rows: int, revision: int = 0) -> FrameAction:
-        """What to do with hidden states for [position, position + rows) that `sender` sent."""
+        """What to do with hidden states for [position, position + rows) that `sender` sent.
+
+        A gap in what another hop sends is told once an epoch: the asker has to begin another one.
+        """
         if epoch != self.epoch or sender not in (self.turn.predecessor or self.asker, self.asker):
             return FrameAction.DROP
+        action = self._judge(sender, position, rows, revision)
+        if action is FrameAction.GAP and sender != self.asker:
+            action, self.gap_told = FrameAction.DROP if self.gap_told else action, True
+        return action
+
+    def _judge(self, sender: str, position: int, rows: int, revision: int) -> FrameAction:
         if self.rests_until is not None or self.fetching:
             return FrameAction.DROP
         stop = position + rows

@@ -1,4 +1,7 @@
-"""Bounded outgoing queues: messages to a peer are sent at once if there is room, else in order as soon as there is.
+"""Bounded outgoing queues: messages to a peer are sent at once if there is room, else as soon as there is.
+
+More urgent messages go first, as on the link, and among equally urgent ones their owners take turns: one stream leads
+from a hop to the next for all askers, and a long prompt of one of them must not hold up the tokens of another.
 
 Knows streams and peers, not what the messages mean. A stream that breaks takes its unsent messages with it: the
 protocol above repeats what matters.
@@ -8,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import trio
@@ -23,8 +26,9 @@ log.addFilter(LogLimit())  # peers can cause these lines
 OPEN_TIMEOUT_S = 5.0
 UNREACHABLE_S = 30.0  # a peer that could not be reached is not dialled again for so long
 # A hop may compute a long prompt faster than its link carries it: 8192 tokens of 8192 numbers in 16 bits are 128 MiB.
-MAX_WAITING_BYTES = 128 * 2**20
-MAX_WAITING_FRAMES = 16_384
+MAX_WAITING_BYTES = 128 * 2**20  # for one peer, which may have many streams
+MAX_WAITING_FRAMES = 16_384  # on one stream
+MAX_WAITING_IN_ALL = 2**30
 MAX_DIALS = 32
 MAX_DIALS_PER_ASKER = 4
 # Beyond so many new successors of one asker, its outputs go through the asker: a dial may search the whole directory.
@@ -39,6 +43,9 @@ class Sendable(Protocol):
     def parts(self) -> tuple[bytes, ...]: ...
     @property
     def priority(self) -> Priority: ...
+    @property
+    def owner(self) -> str:
+        """The peer for whom it is sent, with which others share the stream; empty if all of it is for one."""
 
 
 class OutboundFrame(NamedTuple):
@@ -46,43 +53,139 @@ class OutboundFrame(NamedTuple):
 
     parts: tuple[bytes, ...]
     priority: Priority
+    owner: str = ""
 
 
 SendableT = TypeVar("SendableT", bound=Sendable)
 
 
-class _Backlog(Generic[SendableT]):
-    """Messages that wait to be sent, in order, and their bytes."""
+class WaitingBytes:
+    """Counts the bytes that wait for each peer, over all the streams that share it."""
 
     def __init__(self) -> None:
-        self.frames: deque[SendableT] = deque()
-        self.bytes = 0
+        self._by_peer: Counter[str] = Counter()
+        self._total = 0
+
+    def add(self, peer: str, size: int) -> None:
+        """Count bytes that wait for a peer, or, if negative, that wait no longer."""
+        self._total += size
+        self._by_peer[peer] += size
+        if not self._by_peer[peer]:
+            del self._by_peer[peer]
+
+    def is_too_much(self, peer: str) -> bool:
+        """True if too many bytes wait for this peer, or in all, and for this peer no fewer than for most."""
+        own = self._by_peer[peer]
+        is_hog = own * len(self._by_peer) >= self._total
+        return own > MAX_WAITING_BYTES or (self._total > MAX_WAITING_IN_ALL and is_hog)
+
+
+class _Backlog(Generic[SendableT]):
+    """Messages to a peer that wait to be sent, and their bytes; those of one owner and priority are in order."""
+
+    def __init__(self, peer: str, waiting: WaitingBytes) -> None:
+        self._peer, self._waiting = peer, waiting
+        # Priority -> owner -> its messages; the owner whose turn it is comes first.
+        self._queues: dict[Priority, dict[str, deque[SendableT]]] = {priority: {} for priority in sorted(Priority)}
+        self._frames = 0
+        self._bytes: Counter[str] = Counter()  # by owner
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all that waits."""
+        return self._bytes.total()
 
     @property
     def is_full(self) -> bool:
-        """True if the backlog has reached `MAX_WAITING_BYTES` or `MAX_WAITING_FRAMES`."""
-        return self.bytes > MAX_WAITING_BYTES or len(self.frames) > MAX_WAITING_FRAMES
+        """True if too many messages wait here, or too many bytes for this peer."""
+        return self._frames > MAX_WAITING_FRAMES or self._waiting.is_too_much(self._peer)
+
+    @property
+    def most(self) -> str:
+        """The owner with the most bytes."""
+        return max(self._bytes, key=self._bytes.__getitem__, default="")
+
+    def __iter__(self) -> Iterator[SendableT]:
+        for owners in self._queues.values():
+            for queue in owners.values():
+                yield from queue
 
     def append(self, frame: SendableT) -> None:
-        """Add a message at the end."""
-        self.frames.append(frame)
-        self.bytes += _size_of(frame)
+        """Add a message behind those of its owner."""
+        self._queues[frame.priority].setdefault(frame.owner, deque()).append(frame)
+        self._frames += 1
+        self._bytes[frame.owner] += _size_of(frame)
+        self._waiting.add(self._peer, _size_of(frame))
+
+    def first(self) -> SendableT | None:
+        """Return the message that is to be sent next; None if none waits."""
+        for owners in self._queues.values():
+            if owners:
+                return next(iter(owners.values()))[0]
+        return None
+
+    def overtakes(self, frame: Sendable) -> bool:
+        """True if nothing waits that is as urgent as this message."""
+        first = self.first()
+        return first is None or frame.priority < first.priority
+
+    def sent(self, frame: SendableT) -> None:
+        """Remove a message, if it is still the next of its owner, whose turn comes after that of all others then."""
+        owners = self._queues[frame.priority]
+        queue = owners.get(frame.owner)
+        if queue is None or queue[0] is not frame:
+            return  # it was dropped meanwhile
+        del owners[frame.owner]
+        queue.popleft()
+        if queue:
+            owners[frame.owner] = queue
+        self._forget(frame)
 
     def drop(self, unwanted: Callable[[Sendable], bool]) -> None:
         """Forget the messages that are not wanted any more."""
-        if any(unwanted(frame) for frame in self.frames):
-            self.frames = deque(frame for frame in self.frames if not unwanted(frame))
-            self.bytes = sum(map(_size_of, self.frames))
+        for owners in self._queues.values():
+            for owner, queue in list(owners.items()):
+                dropped = [frame for frame in queue if unwanted(frame)]
+                for frame in dropped:
+                    self._forget(frame)
+                if len(dropped) == len(queue):
+                    del owners[owner]
+                elif dropped:
+                    owners[owner] = deque(frame for frame in queue if not unwanted(frame))
+
+    def take_all(self) -> list[SendableT]:
+        """Remove all messages and return them, the most urgent first."""
+        taken = list(self)
+        self.drop(lambda frame: True)
+        return taken
+
+    def _forget(self, frame: SendableT) -> None:
+        self._frames -= 1
+        self._bytes[frame.owner] -= _size_of(frame)
+        self._waiting.add(self._peer, -_size_of(frame))
+        if not self._bytes[frame.owner]:
+            del self._bytes[frame.owner]
 
 
 class PeerOutbox:
-    """Messages to one peer over one stream; a peer that does not read loses the stream."""
+    """Messages to one peer over one stream; a peer that does not read loses the stream.
 
-    def __init__(self, stream: FrameStream, nursery: trio.Nursery) -> None:
+    If owners share it (`is_shared`), the one for whom most waits loses that instead. `waiting` counts for this and
+    other streams together.
+    """
+
+    def __init__(
+        self,
+        stream: FrameStream,
+        nursery: trio.Nursery,
+        *,
+        waiting: WaitingBytes | None = None,
+        is_shared: bool = False,
+    ) -> None:
         self.stream = stream
         self.broken = False
-        self._nursery = nursery
-        self._backlog: _Backlog[Sendable] = _Backlog()
+        self._nursery, self._is_shared = nursery, is_shared
+        self._backlog: _Backlog[Sendable] = _Backlog(stream.peer, waiting or WaitingBytes())
         self._flushing = False
         self.used_at = trio.current_time()
 
@@ -91,19 +194,34 @@ class PeerOutbox:
         if self.broken:
             return
         self.used_at = trio.current_time()
-        if not self._flushing:
-            try:
-                await self.stream.send(frame.parts, frame.priority)
-                return
-            except QueueFull:
-                self._flushing = True
-                self._nursery.start_soon(self._flush)
-            except P2PError:
-                self.broken = True
-                return
+        if self._backlog.overtakes(frame) and await self._send(frame):
+            return
+        if self.broken:
+            return
         self._backlog.append(frame)
         if self._backlog.is_full:
-            waiting = f"{self._backlog.bytes} bytes wait for it"
+            await self._make_room()
+        if not self._flushing and not self.broken:
+            self._flushing = True
+            self._nursery.start_soon(self._flush)
+
+    async def _send(self, frame: Sendable) -> bool:
+        """Send a message now; False if there is no room or the stream is broken."""
+        try:
+            await self.stream.send(frame.parts, frame.priority)
+            return True
+        except QueueFull:
+            pass
+        except P2PError:
+            self.broken = True
+        return False
+
+    async def _make_room(self) -> None:
+        owner, waiting = self._backlog.most, f"{self._backlog.bytes} bytes wait for it"
+        if self._is_shared:
+            log.warning("%s does not read: %s, what is for %s is dropped", self.stream.peer, waiting, owner)
+            self._backlog.drop(lambda frame: frame.owner == owner)
+        else:
             log.warning("%s does not read: %s, its stream is closed", self.stream.peer, waiting)
             await self.close()
 
@@ -114,31 +232,25 @@ class PeerOutbox:
     async def close(self) -> None:
         """Reset the stream and forget what waits; later messages are dropped."""
         self.broken = True
-        self._backlog = _Backlog()
+        self._forget_all()
         await self.stream.reset()
 
     async def _flush(self) -> None:
-        """Send what waits, in order, until nothing is left or the stream breaks; one task at a time."""
+        """Send what waits until nothing is left or the stream breaks; one task at a time."""
         try:
-            while self._backlog.frames and not self.broken:
-                await self.stream.wait_room(self._backlog.frames[0].priority)
-                if self._backlog.frames:  # else it was dropped meanwhile
-                    await self._send_first()
+            while not self.broken and (frame := self._backlog.first()) is not None:
+                if await self._send(frame):
+                    self._backlog.sent(frame)
+                elif not self.broken:
+                    await self.stream.wait_room(frame.priority)
         except P2PError:
             self.broken = True
         self._flushing = False
         if self.broken:
-            self._backlog = _Backlog()
+            self._forget_all()
 
-    async def _send_first(self) -> None:
-        backlog, frame = self._backlog, self._backlog.frames[0]
-        try:
-            await self.stream.send(frame.parts, frame.priority)
-        except QueueFull:
-            return
-        if backlog.frames and backlog.frames[0] is frame:
-            backlog.frames.popleft()
-            backlog.bytes -= _size_of(frame)
+    def _forget_all(self) -> None:
+        self._backlog.drop(lambda frame: True)
 
 
 class PeerOutboxes(Generic[SendableT]):
@@ -156,9 +268,11 @@ class PeerOutboxes(Generic[SendableT]):
         *,
         lost: Callable[[str], None],
         undeliverable: Callable[[str, list[SendableT]], None],
+        waiting: WaitingBytes | None = None,
     ) -> None:
         self._network, self._protocol, self._nursery = network, protocol, nursery
         self._lost, self._undeliverable = lost, undeliverable
+        self._waiting = waiting or WaitingBytes()
         self._open: dict[str, PeerOutbox] = {}
         self._opening: dict[str, _Backlog[SendableT]] = {}
         self._dials: Counter[str] = Counter()  # under way, by asker
@@ -172,7 +286,7 @@ class PeerOutboxes(Generic[SendableT]):
         if len(self._opening) >= MAX_DIALS or self._dials[asker] >= MAX_DIALS_PER_ASKER:
             return
         if self._dial_limit.take(asker, trio.current_time()):
-            self._opening[peer] = _Backlog()
+            self._opening[peer] = _Backlog(peer, self._waiting)
             self._dials[asker] += 1
             self._nursery.start_soon(self._connect, peer, asker)
 
@@ -213,14 +327,14 @@ class PeerOutboxes(Generic[SendableT]):
         except P2PError as error:
             log.warning("the next hop %s cannot be reached: %s", peer, error)
             self._unreachable[peer] = trio.current_time() + UNREACHABLE_S
-            self._undeliverable(peer, list(self._opening.pop(peer).frames))
+            self._undeliverable(peer, self._opening.pop(peer).take_all())
             return
         finally:
             self._dials[asker] -= 1
             if not self._dials[asker]:
                 del self._dials[asker]
-        outbox = self._open[peer] = PeerOutbox(stream, self._nursery)
-        for frame in self._opening.pop(peer).frames:
+        outbox = self._open[peer] = PeerOutbox(stream, self._nursery, waiting=self._waiting, is_shared=True)
+        for frame in self._opening.pop(peer).take_all():
             await outbox.push(frame)
         try:
             while True:

@@ -140,6 +140,7 @@ class HopFrame(NamedTuple):
     parts: tuple[bytes, ...]
     priority: Priority
     epoch: int
+    owner: str  # of the job
 
 
 @dataclass
@@ -801,7 +802,7 @@ class TrainingServer:
             kind, job.run, frame.epoch, one, dtype=dtype, rows=length_of(frame), width=frame.width, length=len(data)
         )
         job.sent[neighbour] += len(head) + len(data)
-        sent = HopFrame(job.run, (head, data), Priority.BULK, frame.epoch)
+        sent = HopFrame(job.run, (head, data), Priority.BULK, frame.epoch, job.ledger.owner)
         if not neighbour or not await self._outboxes.push(neighbour, sent, job.ledger.owner):
             await job.answers.push(sent)
 

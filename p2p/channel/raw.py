@@ -28,7 +28,7 @@ class RawConnection(Protocol):
 
     @property
     def remote(self) -> tuple[str, int] | None:
-        """The peer's IP address and port, or None if the connection has none."""
+        """The IP address and port at the other end of the socket, the peer's or its relay's; None if there is none."""
 
     async def read(self, n: int | None = None) -> bytes:
         """Return 1 to `n` bytes, or b"" at the end; raises `StreamClosed` if the connection is lost."""

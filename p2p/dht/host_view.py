@@ -39,7 +39,7 @@ def network_of(host: Host, peer: str) -> str | None:
     connection = host.connection(peer)
     if connection is None:
         return NOT_CONNECTED
-    ip = connection.address.ip
+    ip = connection.ip
     if ip is None or scope_of(ip) is not Scope.PUBLIC:
         return None
     return ip.packed[: 3 if ip.version == 4 else 6].hex()

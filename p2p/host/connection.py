@@ -80,13 +80,18 @@ StreamHandler = Callable[[Stream], Awaitable[None]]
 
 
 class Connection:
-    """A connection to `peer`; `address` is where it was dialled, or where it came from."""
+    """A connection to `peer`; `address` is where it was dialled, or where it came from.
+
+    `ip` is what limits are counted for: the IP address that the socket is connected to, the peer's or its relay's. The
+    host in `address` may be a name, and a relay's is whatever somebody wrote, if the relay was connected already.
+    """
 
     def __init__(self, muxed: YamuxConnection, raw: RawConnection, address: Address, *, max_streams: int) -> None:
         self.muxed = muxed
         self.raw = raw
         self.peer = muxed.peer
         self.address = address.of(muxed.peer)
+        self.ip = None if raw.remote is None else address_of(*raw.remote).ip
         self.initiated = raw.is_initiator
         self.opened_at = trio.current_time()
         self.rtt_s: float | None = None

@@ -19,6 +19,8 @@ from p2p.errors import P2PError, PeerUnreachable
 STAGGER_S = 0.15
 _RELAY_HEAD_START_S = 0.6
 MAX_ATTEMPTS = 16
+MAX_NAMES = 2  # of these with a host name: a look-up takes a thread
+MAX_RELAYED = 4  # of these through a relay, which may have to be dialled first
 
 log = logging.getLogger("shoal.p2p.dialer")
 
@@ -32,9 +34,14 @@ def order(addresses: Iterable[Address], interfaces: Sequence[Interface]) -> list
     Among the public ones IPv6 comes first if this machine has a public IPv6 address, since it needs no NAT, and last if
     it has none. Otherwise the given order is kept within each of these groups. Loopback comes first only if the peer
     seems to run on this machine (it has one of our IPs, or no other address); otherwise it comes after the public
-    addresses. At most `MAX_ATTEMPTS` addresses are returned.
+    addresses. At most `MAX_ATTEMPTS` addresses are returned, at most `MAX_NAMES` of them with a host name and at most
+    `MAX_RELAYED` through relays.
     """
     usable = [address for address in dict.fromkeys(addresses) if address.scope is not Scope.UNUSABLE and address.port]
+    relayed = [address for address in usable if address.relay is not None]
+    names = [address for address in usable if address.ip is None]
+    too_many = {*relayed[MAX_RELAYED:], *names[MAX_NAMES:]}
+    usable = [address for address in usable if address not in too_many]
     own_ips = {own.ip for own in interfaces}
     elsewhere = [address for address in usable if address.scope in (Scope.LAN, Scope.PUBLIC)]
     on_this_machine = not elsewhere or any(address.ip in own_ips for address in elsewhere)

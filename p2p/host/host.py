@@ -6,6 +6,7 @@ belong to the handlers that others register.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import logging
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 
 DIAL_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 5.0
+UNAWAITED_DIALS = 16  # each of up to 16 addresses
+ADDRESSES_OF_A_RELAY = 4  # that are dialled on the way to a peer behind it
+LOOKUPS = 16  # of host names at once
+_IPS_OF_A_NAME = 4  # that are tried, one after another
 
 Companion = Callable[[Connection], Awaitable[None]]
 RelayDial = Callable[[Address], Awaitable[Connection]]
@@ -70,8 +75,9 @@ class Host:
         self._handlers: dict[str, StreamHandler] = {}
         self._companions: list[Companion] = []
         self._connections: dict[str, list[Connection]] = {}
-        self._dials: dict[str, _Dial] = {}
+        self._dials: dict[tuple[str, bool], _Dial] = {}  # by peer, and whether it is dialled as a relay
         self._listening: list[Address] = []
+        self._lookups = trio.CapacityLimiter(LOOKUPS)
         self._nursery: trio.Nursery | None = None
         self._stopping = False
 
@@ -124,11 +130,14 @@ class Host:
         connection = await self.connect(peer)
         return await connection.open_stream(protocol)
 
-    async def connect(self, peer: str, addresses: Sequence[Address] = (), *, fresh: bool = False) -> Connection:
+    async def connect(self, peer: str, addresses: Sequence[Address] = (), *, as_relay: bool = False) -> Connection:
         """Return a connection to `peer`, dialling its known addresses and `addresses` if none is open.
 
-        With `fresh`, a relayed connection does not count as open. Concurrent callers share one dial, which continues
-        if one of them is cancelled. Raises `Refused` (denied, held off, or this node itself) or `PeerUnreachable`.
+        With `as_relay`, a relayed connection does not count as open, and few addresses are dialled, none of them
+        through another relay: of peers that are said to be behind each other, all would be dialled at once. Concurrent
+        callers share one dial. It continues if all of them are cancelled, as one of the latest `UNAWAITED_DIALS`: the
+        next caller may find a connection. Raises `Refused` (denied, held off, or this node itself) or
+        `PeerUnreachable`.
         """
         if peer == self.peer_id:
             raise Refused("a node cannot connect to itself")
@@ -137,18 +146,29 @@ class Host:
             raise Refused(f"connections to {peer} are refused: {refusal}")
         self.book.add(peer, addresses, trio.current_time())
         open_already = self.connection(peer)
-        if open_already is not None and not (fresh and open_already.relayed):
+        if open_already is not None and not (as_relay and open_already.relayed):
             return open_already
         if self._nursery is None or self._stopping:
             raise PeerUnreachable("the host is not running")
-        dial = self._dials.get(peer)
+        dial = self._dials.get((peer, as_relay))
         if dial is None:
-            dial = self._dials[peer] = _Dial()
+            dial = self._dials[peer, as_relay] = _Dial(tuple(addresses) if as_relay else None)
             self._nursery.start_soon(self._run_dial, peer, dial)
-        await dial.done.wait()
+        dial.callers += 1
+        try:
+            await dial.done.wait()
+        finally:
+            dial.callers -= 1
+            self._end_unawaited()
         if dial.connection is None:
             raise PeerUnreachable(dial.failure)
         return dial.connection
+
+    def _end_unawaited(self) -> None:
+        """End the oldest dials that nobody waits for, beyond `UNAWAITED_DIALS`."""
+        unawaited = [dial for dial in self._dials.values() if not dial.callers]
+        for dial in unawaited[: max(len(unawaited) - UNAWAITED_DIALS, 0)]:
+            dial.scope.cancel()
 
     async def disconnect(self, peer: str, *, misbehaved: bool = False) -> None:
         """Close all connections to `peer`; if it misbehaved, refuse it for a while, longer each time."""
@@ -281,21 +301,30 @@ class Host:
 
     async def _connect_socket(self, address: Address, source_port: int | None) -> trio.SocketStream:
         with trio.fail_after(_CONNECT_TIMEOUT_S):
-            if address.ip is not None:
-                if self.admission.deny.denies_ip(address.ip):
-                    raise Refused(f"{address.host} is in a denied network")
-                try:
-                    return await sockopts.connect(address.host, address.port, source_port)
-                except OSError as error:
-                    if source_port is None or error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
-                        raise
-                    return await sockopts.connect(address.host, address.port)
-            stream = await trio.open_tcp_stream(address.host, address.port)
-            if self.admission.deny.denies_ip(ipaddress.ip_address(stream.socket.getpeername()[0].split("%", 1)[0])):
-                sockopts.abort(stream.socket)
+            if address.ip is None:
+                return await self._connect_by_name(address)
+            if self.admission.deny.denies_ip(address.ip):
                 raise Refused(f"{address.host} is in a denied network")
-            sockopts.tune(stream.socket)
-            return stream
+            try:
+                return await sockopts.connect(address.host, address.port, source_port)
+            except OSError as error:
+                if source_port is None or error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+                    raise
+                return await sockopts.connect(address.host, address.port)
+
+    async def _connect_by_name(self, address: Address) -> trio.SocketStream:
+        """Connect to the first IP address of a host name that answers; denied networks are not dialled."""
+        found = [
+            ip
+            for ip in await sockopts.resolve(address.host, address.port, address.kind, self._lookups)
+            if not self.admission.deny.denies_ip(ipaddress.ip_address(ip))
+        ][:_IPS_OF_A_NAME]
+        if not found:
+            raise Refused(f"{address.host} is in a denied network")
+        for ip in found[:-1]:
+            with contextlib.suppress(OSError), trio.move_on_after(_CONNECT_TIMEOUT_S / len(found)):
+                return await sockopts.connect(ip, address.port)
+        return await sockopts.connect(found[-1], address.port)
 
     async def _establish(self, raw: RawConnection, address: Address, expected: str | None) -> Connection:
         limits = self.admission.limits
@@ -311,7 +340,7 @@ class Host:
 
     async def _keep(self, connection: Connection) -> None:
         """Register a connection, run it until it ends and unregister it; abort it if the limits are reached."""
-        ip = connection.address.ip or ipaddress.ip_address("0.0.0.0")
+        ip = connection.ip or ipaddress.ip_address("0.0.0.0")
         if self._stopping or not self.admission.opened(ip):
             connection.abort("too many connections are open")
             connection.ready.set()
@@ -332,19 +361,19 @@ class Host:
 
     async def _run_dial(self, peer: str, dial: _Dial) -> None:
         try:
-            with trio.move_on_after(DIAL_TIMEOUT_S):
-                dial.connection = await self._dial_best(peer)
+            with dial.scope, trio.move_on_after(DIAL_TIMEOUT_S):
+                dial.connection = await self._dial_best(peer, dial)
         except P2PError as error:
             dial.failure = str(error)
         except Exception as error:
             log.exception("dialling %s failed", peer)
             dial.failure = f"dialling {peer} failed: {error!r}"
         finally:
-            self._dials.pop(peer, None)
+            self._dials.pop((peer, dial.relay_at is not None), None)
             dial.failure = dial.failure or f"{peer} did not answer within {DIAL_TIMEOUT_S:.0f} s"
             dial.done.set()
 
-    async def _dial_best(self, peer: str) -> Connection:
+    async def _dial_best(self, peer: str, wanted: _Dial) -> Connection:
         async def attempt(address: Address) -> Connection:
             try:
                 connection = await self.dial(address, peer)
@@ -355,11 +384,18 @@ class Host:
             return connection
 
         attempts = dialer.order(self.book.addresses(peer), sockopts.recent_interfaces())
+        if wanted.relay_at is not None:
+            told = [address.of(peer) for address in wanted.relay_at]
+            known = [address for address in attempts if address.relay is None]
+            attempts = list(dict.fromkeys((*told, *known)))[:ADDRESSES_OF_A_RELAY]
         return await dialer.first_of(peer, attempts, attempt, lambda late: late.abort("another dial was faster"))
 
 
 @dataclass
 class _Dial:
+    relay_at: tuple[Address, ...] | None  # where the peer was said to be, if it is dialled as a relay
+    callers: int = 0  # that wait for it
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     done: trio.Event = field(default_factory=trio.Event)
     connection: Connection | None = None
     failure: str = ""

@@ -71,7 +71,7 @@ class MessageStream:
         parts, size = buffers_of(message)
         self._check_sendable()
         cost = size + MESSAGE_COST_BYTES
-        if not fits_window(self._outstanding, cost) or not self._carrier.has_room(priority):
+        if not fits_window(self._outstanding, cost, priority) or not self._carrier.has_room(priority):
             raise QueueFull(f"{self.peer} has {self._outstanding} unread bytes; slow down or drop the message")
         self._outstanding += cost
         self._lowest_priority = max(self._lowest_priority, priority)
@@ -82,7 +82,7 @@ class MessageStream:
         await trio.lowlevel.checkpoint()
         while self._failure is None and self._outstanding >= WINDOW_BYTES // 2:
             await self._writable.wait()
-        while self._failure is None and not self._carrier.has_room(max(priority, self._lowest_priority)):
+        while self._failure is None and not self._carrier.has_room(priority):
             await self._carrier.written()
         self._check_sendable()
 

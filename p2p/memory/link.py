@@ -154,9 +154,9 @@ class MemoryPipe:
         self._changed.set()
         self._changed = trio.Event()
 
-    def has_room(self, cost: int = WINDOW_BYTES) -> bool:
+    def has_room(self, cost: int = WINDOW_BYTES, priority: int = DECODE) -> bool:
         """True if a message of `cost` bytes fits the window now."""
-        return fits_window(self.outstanding_bytes, cost)
+        return fits_window(self.outstanding_bytes, cost, priority)
 
     async def changed(self) -> None:
         """Wait for the next change of this pipe."""
@@ -226,7 +226,7 @@ class MemoryStream:
         """Send one message without waiting; raises `QueueFull`, `StreamReset` or `StreamClosed`."""
         body = joined(message)
         self._check_open()
-        if not self._out.has_room(len(body) + MESSAGE_COST_BYTES):
+        if not self._out.has_room(len(body) + MESSAGE_COST_BYTES, priority):
             raise QueueFull(f"{self._peer} has not read {self._out.outstanding_bytes} bytes yet; slow down")
         self._out.put(body, priority)
         if self._out.broken:
@@ -235,7 +235,7 @@ class MemoryStream:
     async def wait_room(self, priority: int = DECODE) -> None:
         """Wait until the window has room for a message of any size; raises `StreamReset` or `StreamClosed`."""
         await trio.lowlevel.checkpoint()
-        while not self._out.broken and not self._out.has_room():
+        while not self._out.broken and not self._out.has_room(priority=priority):
             await self._out.changed()
         self._check_open()
 

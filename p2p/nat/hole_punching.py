@@ -21,11 +21,12 @@ import trio
 from p2p import sockets as sockopts
 from p2p.addresses import Address, BadAddress, Scope
 from p2p.channel.raw import SocketConnection
-from p2p.errors import P2PError, ProtocolError
+from p2p.errors import P2PError, ProtocolError, Refused
 from p2p.host.connection import Connection, Stream
 from p2p.host.host import Host
 from p2p.host.messages import address_bytes, address_from_bytes, receive_message, send_message
 from p2p.protobuf import Fields, encode
+from p2p.rate_limit import PeerRateLimit
 
 PROTOCOL = "/libp2p/dcutr"
 ATTEMPTS = 3
@@ -33,6 +34,9 @@ _ANSWER_S = 8.0
 _DIAL_S = 2.5
 _RETRY_S = 0.05
 _MAX_ADDRESSES = 6
+# A peer chooses the addresses that are dialled, up to 50 times each: so with few peers at once, and not without end.
+PUNCHES_AT_ONCE = 16
+PUNCH_AGAIN_S = 30.0  # beyond `ATTEMPTS` of one peer
 
 log = logging.getLogger("shoal.p2p.holepunch")
 
@@ -70,6 +74,7 @@ class HolePuncher:
         self._seen_at = seen_at
         self._direct = direct
         self._busy: set[str] = set()
+        self._asked = PeerRateLimit(ATTEMPTS, 1 / PUNCH_AGAIN_S)
         host.handle(PROTOCOL, self._serve)
 
     async def accompany(self, connection: Connection) -> None:
@@ -103,6 +108,8 @@ class HolePuncher:
     async def _serve(self, stream: Stream) -> None:
         if not stream.connection.relayed or not stream.connection.initiated:
             raise ProtocolError(f"{stream.peer} asked for hole punching on a connection not dialled through a relay")
+        if not self._asked.take(stream.peer, trio.current_time()):
+            raise Refused(f"{stream.peer} asks for hole punching too often")
         with trio.fail_after(_ANSWER_S):
             theirs = _addresses(await receive_message(stream, HolePunch))
             await send_message(stream, self._connect_message())
@@ -119,7 +126,7 @@ class HolePuncher:
         """Dial all addresses in parallel from the listening port, repeatedly for `_DIAL_S`; True if one succeeds."""
         deny = self._host.admission.deny
         theirs = [address for address in theirs if address.ip is not None and not deny.denies_ip(address.ip)]
-        if peer in self._busy or not theirs:
+        if peer in self._busy or len(self._busy) >= PUNCHES_AT_ONCE or not theirs:
             return False
         self._busy.add(peer)
         try:

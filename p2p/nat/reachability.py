@@ -148,8 +148,8 @@ class Reachability:
         found: dict[str, list[str]] = {}
         for peer in self._helpers():
             connection = self._host.connection(peer)
-            if connection is not None and connection.address.ip is not None:
-                found.setdefault(network_of(connection.address.ip), []).append(peer)
+            if connection is not None and connection.ip is not None:
+                found.setdefault(network_of(connection.ip), []).append(peer)
         rounds = itertools.zip_longest(*([(peer, network) for peer in peers] for network, peers in found.items()))
         return [pair for row in rounds for pair in row if pair is not None][:PEERS_ASKED]
 
@@ -167,7 +167,7 @@ class Reachability:
         address = _read_request(body)
         connection = self._host.connection(peer)
         now = trio.current_time()
-        if connection is None or connection.relayed or address.ip is None or address.ip != connection.address.ip:
+        if connection is None or connection.relayed or address.ip is None or address.ip != connection.ip:
             raise Refused("a peer is dialled back only at the IP address it comes from")
         if self._dialling >= _AT_ONCE or now - self._served_at.get(peer, float("-inf")) < _PER_PEER_S / _AT_ONCE:
             raise Refused("too many dial-back requests; ask again later")

@@ -31,13 +31,13 @@ log = logging.getLogger("shoal.p2p.relay")
 
 
 class Circuit:
-    """A stream through a relay as a raw connection, which has neither a socket nor an IP address of its own."""
+    """A stream through a relay as a raw connection, which has no socket of its own; `remote` is the relay's."""
 
     socket = None
-    remote = None
 
     def __init__(self, stream: Stream, *, is_initiator: bool) -> None:
         self.is_initiator = is_initiator
+        self.remote = stream.connection.raw.remote
         self._stream = stream
 
     async def read(self, n: int | None = None) -> bytes:
@@ -143,7 +143,7 @@ class RelayClient:
         if relay == self._host.peer_id:
             raise PeerUnreachable("a node cannot be its own relay")
         relay_address = Address(address.kind, address.host, address.port, relay)
-        connection = await self._host.connect(relay, [relay_address])
+        connection = await self._host.connect(relay, [relay_address], as_relay=True)
         stream = await connection.open_stream(HOP)
         try:
             with trio.fail_after(_ASK_TIMEOUT_S):

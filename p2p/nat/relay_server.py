@@ -205,5 +205,4 @@ class RelayServer:
 
 
 def _counted(connection: Connection) -> IPAddress | None:
-    ip = connection.address.ip
-    return None if ip is None else source_of(ip)
+    return None if connection.ip is None else source_of(connection.ip)

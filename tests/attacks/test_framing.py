@@ -9,9 +9,10 @@ import trio
 from trio.testing import MockClock
 
 from app.core.network import FrameStream
+from app.serving.block_server import ServerSettings
 from app.serving.hop_session import HopSession
-from app.session.frame import HopError, header, plain
-from app.session.wire import PROTOCOL, Kind, decode, encode_hop_error
+from app.session.frame import Frame, HopError, header, plain
+from app.session.wire import PROTOCOL, EpochOrder, Kind, decode, encode_hop_error
 from tests.app.hash_model import ROW_BYTES, WIDTH, HashRunner, greedy
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, open_swarm
 
@@ -128,3 +129,27 @@ async def test_a_hop_in_the_middle_that_withholds_its_outputs_is_blamed_itself(
 async def test_a_hop_that_denies_what_it_received_is_blamed_itself(lie: Lie, autojump_clock: MockClock) -> None:
     async with open_swarm((0, 4), (0, 4), (4, 8)) as swarm:
         assert await banned_by_lies(swarm, HashRunner(4, 8), lie) == {"liar"}
+
+
+async def test_a_hop_that_forgets_more_than_it_is_told_to_is_blamed_itself(autojump_clock: MockClock) -> None:
+    """Its predecessor keeps few outputs, so that it has to forget as much itself, again and again."""
+    async with open_swarm((4, 8)) as swarm:
+        honest = await swarm.serve("honest", HashRunner(0, 4), settings=ServerSettings(kept_bytes=0))
+        liar = await swarm.serve("liar", HashRunner(4, 8), speed=5000.0)
+        usual = liar._go_on
+
+        def forget_more(session: HopSession, frame: Frame, turn: EpochOrder) -> HopSession | HopError:
+            length = min(frame.position, session.length)
+            return usual(session, frame._replace(position=length // 2), turn)
+
+        liar._go_on = forget_more  # type: ignore[method-assign]
+        asker = await swarm.asker()
+        async with asker.reply(PROMPT, 100, max_tokens=100) as reply:
+            for count in range(100):
+                await reply.__anext__()
+                if count == 70:
+                    assert all(session.kept_from > 0 for session in honest._sessions.values())
+                    for session in list(liar._sessions.values()):
+                        await liar._sender.report_error(session, "missing", "it needs another epoch")
+        assert reply.stats.token_ids == greedy(PROMPT, 100)
+        assert {peer for peer in swarm.servers if asker.planner.book.standing(peer).score < 1} == {"liar"}

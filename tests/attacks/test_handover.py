@@ -98,6 +98,26 @@ async def test_a_request_that_comes_before_the_order_waits_for_it(autojump_clock
         nursery.cancel_scope.cancel()
 
 
+async def test_an_order_wakes_only_the_request_that_it_allows(autojump_clock: MockClock) -> None:
+    """Orders are cheap and requests wait for them: many of both must not keep a hop busy."""
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        server, _, honest = await served(fabric, nursery)
+        for number in range(20):
+            peer = fabric.node(f"waits {number}")
+            stream = await peer.open("victim", CACHE_PROTOCOL)
+            await stream.send(encode_request(REQUEST))
+        await trio.sleep(handover.ORDER_S / 2)
+        woken = server._giver._awaited
+        assert len(woken) == 20
+        await honest.send(encode_give(ID, 1, CacheGrant("somebody else", TOKENS)))
+        await honest.send(encode_give(ID, 1, CacheGrant("waits 7", TOKENS)))
+        await trio.sleep(handover.ORDER_S / 4)
+        assert {peer for _, peer in woken} == {f"waits {number}" for number in range(20) if number != 7}
+        await trio.sleep(handover.ORDER_S)
+        assert not woken
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_peer_gets_no_more_than_it_was_named_for(autojump_clock: MockClock) -> None:
     async with open_fabric() as fabric, trio.open_nursery() as nursery:
         _, _, honest = await served(fabric, nursery)

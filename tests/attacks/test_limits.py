@@ -36,12 +36,14 @@ from p2p.dht import lookup, public_directory, store
 from p2p.dht import streams as kad
 from p2p.dht import wire as dht_wire
 from p2p.discovery.known_peers import MAX_REMEMBERED, MAX_UNREACHED
-from p2p.host import heartbeat, peer_record
+from p2p.host import dialer, heartbeat, peer_record
 from p2p.host.address_book import MAX_PEERS
 from p2p.host.admission import ConnectionLimits
+from p2p.host.host import ADDRESSES_OF_A_RELAY, LOOKUPS, UNAWAITED_DIALS
 from p2p.host.pruning import ENOUGH_LINKS
 from p2p.link import link
 from p2p.link.quota import Limits
+from p2p.nat import hole_punching
 from p2p.nat.relay_server import RelayLimits
 from p2p.values import MAX_BODY_BYTES, WINDOW_BYTES
 
@@ -68,7 +70,11 @@ ROWS: dict[str, tuple[float, ...]] = {
         QUOTA.bytes / MIB,
         MAX_BODY_BYTES / MIB,
     ),
-    "waiting output of a session stream": (outbound.MAX_WAITING_BYTES / MIB, outbound.MAX_WAITING_FRAMES),
+    "waiting output of session streams": (
+        outbound.MAX_WAITING_BYTES / MIB,
+        outbound.MAX_WAITING_FRAMES,
+        outbound.MAX_WAITING_IN_ALL / 2**30,
+    ),
     "sessions at a hop": (PLACES.peer_sessions, PLACES.sessions),
     "adapters at a hop": (
         ADAPTERS.adapter_bytes / MIB,
@@ -156,6 +162,18 @@ ROWS: dict[str, tuple[float, ...]] = {
         peer_record.MAX_RECORD_BYTES / KIB,
         MAX_REMEMBERED,
         MAX_UNREACHED,
+        dialer.MAX_ATTEMPTS,
+        dialer.MAX_RELAYED,
+        ADDRESSES_OF_A_RELAY,
+        dialer.MAX_NAMES,
+        LOOKUPS,
+        UNAWAITED_DIALS,
+    ),
+    "hole punching": (
+        hole_punching.PUNCHES_AT_ONCE,
+        hole_punching.ATTEMPTS,
+        hole_punching.PUNCH_AGAIN_S,
+        hole_punching._MAX_ADDRESSES,
     ),
     "relaying": (
         RELAY.reservations,

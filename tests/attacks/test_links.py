@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
+import pytest
 import trio
 import trio.testing
 from trio.testing import MockClock
 
-from app.core.network import Priority
-from app.session.outbound import OutboundFrame, PeerOutbox
+from app.core.network import FrameStream, Priority
+from app.core.span import Span
+from app.serving.block_server import HopFrame
+from app.session.frame import SESSION_BYTES, new_session_id
+from app.session.outbound import (
+    MAX_WAITING_BYTES,
+    MAX_WAITING_IN_ALL,
+    OutboundFrame,
+    PeerOutbox,
+    PeerOutboxes,
+    WaitingBytes,
+)
+from app.session.wire import KEEP, EpochOrder, encode_turn
+from app.session.wire import PROTOCOL as SESSIONS
 from p2p.host.pruning import ENOUGH_LINKS
 from p2p.link.frames import PREFACE, WHOLE, Frame, FrameDecoder, Kind, encode
 from p2p.link.outbox import QUEUE_BYTES
 from p2p.link.streams import MessageStream
 from p2p.link.switchboard import LIVE_LANE
+from p2p.memory.fabric import LinkProfile, MemoryNode, open_fabric
 from tests.app.session_swarm import PROMPT, ask, open_swarm
 from tests.p2p.network_contract import PROTOCOL
 from tests.p2p.networks import TrioByteStream, WiredNode, wired_world
@@ -96,3 +111,136 @@ async def test_askers_that_fell_silent_do_not_use_up_the_links_of_a_hop(autojump
         await trio.sleep(HOUR_S)
         await ask(await swarm.asker("the next one"), PROMPT[:4], 2)
         assert len(swarm.fabric.nodes["n0"].links()) <= ENOUGH_LINKS + 1
+
+
+# --- one stream from hop to hop for all askers -----------------------------------------------------------------------
+
+MIB = 2**20
+SLOW = LinkProfile(bytes_per_s=MIB)
+
+
+def row_of(asker: str, name: str, size: int, priority: Priority) -> HopFrame:
+    return HopFrame(bytes(SESSION_BYTES) + asker.encode(), (name.encode(), bytes(size)), priority, 1, 0, 0)
+
+
+@asynccontextmanager
+async def hop_to_hop() -> AsyncIterator[tuple[PeerOutboxes[HopFrame], list[tuple[str, float]]]]:
+    """The streams of a hop behind a slow link, and what arrives at the other one, with the time."""
+    arrived: list[tuple[str, float]] = []
+
+    async def read(stream: FrameStream) -> None:
+        while True:
+            name = (await stream.receive()).rstrip(b"\0").decode()
+            arrived.append((name, trio.current_time()))
+
+    async with open_fabric(profile=SLOW) as fabric, trio.open_nursery() as nursery:
+        fabric.node("next").accept(PROTOCOL, read)
+        node = fabric.node("hop")
+        yield (
+            PeerOutboxes(node, PROTOCOL, nursery, lost=lambda peer: arrived.append((f"lost {peer}", 0.0)),
+                         undeliverable=lambda peer, frames: None),
+            arrived,
+        )  # fmt: skip
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("claimed", [Priority.PREFILL, Priority.DECODE])
+async def test_the_prompts_of_one_asker_do_not_hold_up_the_tokens_of_another(
+    autojump_clock: MockClock, claimed: Priority
+) -> None:
+    """100 MiB of one asker's prompts wait for a link of 1 MiB/s, as urgent as it says, when another's token comes."""
+    async with hop_to_hop() as (outboxes, arrived):
+        await outboxes.push("next", row_of("first", "first", 100, Priority.DECODE), "first")
+        await trio.sleep(1)
+        for _ in range(100):
+            await outboxes.push("next", row_of("flood", "prompt", MIB, claimed), "flood")
+        begin = trio.current_time()
+        await outboxes.push("next", row_of("honest", "token", 100, Priority.DECODE), "honest")
+        await trio.sleep(200)
+        times = {name: at - begin for name, at in reversed(arrived)}
+        assert times["token"] < (1.0 if claimed is Priority.PREFILL else 5.0)
+        assert [name for name, _ in arrived].count("prompt") == 100, "nothing is lost"
+
+
+async def test_an_asker_with_too_much_for_a_link_loses_that_and_not_the_link_of_all(autojump_clock: MockClock) -> None:
+    async with hop_to_hop() as (outboxes, arrived):
+        await outboxes.push("next", row_of("first", "first", 100, Priority.DECODE), "first")
+        await trio.sleep(1)
+        await outboxes.push("next", row_of("flood", "prompt", 4 * MIB, Priority.PREFILL), "flood")
+        await outboxes.push("next", row_of("honest", "another prompt", MIB, Priority.PREFILL), "honest")
+        for _ in range(200):
+            await outboxes.push("next", row_of("flood", "prompt", MIB, Priority.PREFILL), "flood")
+        await trio.sleep(400)
+        names = [name for name, _ in arrived]
+        assert "another prompt" in names
+        assert not any(name.startswith("lost") for name in names)
+        assert names.count("prompt") < 200
+
+
+# --- peers that do not read ------------------------------------------------------------------------------------------
+
+
+async def unread(node: MemoryNode, nursery: trio.Nursery, waiting: WaitingBytes, peer: str) -> PeerOutbox:
+    """A stream to a peer that never reads, with its window full."""
+    outbox = PeerOutbox(await node.open(peer, PROTOCOL), nursery, waiting=waiting)
+    await outbox.push(OutboundFrame((bytes(4 * MIB),), Priority.DECODE))
+    return outbox
+
+
+def total(outboxes: list[PeerOutbox]) -> int:
+    return sum(outbox._backlog.bytes for outbox in outboxes)
+
+
+async def test_a_peer_with_many_streams_has_no_more_waiting_for_it_than_one_with_one(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        node, waiting, chunk = fabric.node("hop"), WaitingBytes(), bytes(MIB)
+        for name in ("greedy", "slow"):
+            fabric.node(name).accept(PROTOCOL, sleep_on)
+        slow = await unread(node, nursery, waiting, "slow")
+        await slow.push(OutboundFrame((chunk,), Priority.DECODE))
+        greedy = [await unread(node, nursery, waiting, "greedy") for _ in range(4)]
+        for _ in range(100):
+            for outbox in greedy:
+                await outbox.push(OutboundFrame((chunk,), Priority.DECODE))
+                assert total(greedy) <= MAX_WAITING_BYTES
+        assert sum(outbox.broken for outbox in greedy) == 3
+        assert (slow.broken, total([slow])) == (False, MIB)
+        nursery.cancel_scope.cancel()
+
+
+async def test_many_peers_that_do_not_read_leave_room_for_those_that_do(autojump_clock: MockClock) -> None:
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        node, waiting, chunk = fabric.node("hop"), WaitingBytes(), bytes(MIB)
+        names = [f"greedy {number}" for number in range(16)]
+        for name in (*names, "slow"):
+            fabric.node(name).accept(PROTOCOL, sleep_on)
+        slow = await unread(node, nursery, waiting, "slow")
+        greedy = [await unread(node, nursery, waiting, name) for name in names]
+        for _ in range(100):
+            await slow.push(OutboundFrame((b"token",), Priority.DECODE))
+            for outbox in greedy:
+                await outbox.push(OutboundFrame((chunk,), Priority.DECODE))
+        assert total([slow, *greedy]) <= MAX_WAITING_IN_ALL
+        assert any(outbox.broken for outbox in greedy)
+        assert (slow.broken, total([slow])) == (False, 100 * len(b"token"))
+        nursery.cancel_scope.cancel()
+
+
+async def test_all_streams_of_a_block_server_count_together(autojump_clock: MockClock) -> None:
+    """A member opens sessions on several streams, has their outputs sent again and again, and reads none of them."""
+    async with open_swarm((0, 8)) as swarm:
+        server, member = swarm.servers["n0"], swarm.fabric.node("member")
+        for _ in range(3):
+            id, stream = new_session_id("member"), await member.open("n0", SESSIONS)
+            await stream.send(encode_turn(id, 1, KEEP, EpochOrder(Span(0, 8), "", "", 256, 0, 0)))
+            await stream.receive()
+        await trio.sleep(0.1)
+        outboxes = [attended.answers for attended in server._attending]
+        assert len(outboxes) == 3
+        assert {outbox._backlog._waiting for outbox in outboxes} == {server._waiting}
+
+
+async def sleep_on(stream: FrameStream) -> None:
+    await trio.sleep_forever()

@@ -66,10 +66,10 @@ def count_frames(swarm: SessionSwarm, name: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("frame", "cost"), [(turn_frame, 4), (question_frame, 1), (close_frame, 1), (useless_frame, 1)]
+    ("frame", "cost"), [(turn_frame, 4), (question_frame, 1), (close_frame, 1), (useless_frame, 0.25)]
 )
 async def test_a_storm_of_frames_is_read_slowly_and_honest_replies_go_on(
-    frame: Callable[[bytes, int], bytes], cost: int, autojump_clock: MockClock
+    frame: Callable[[bytes, int], bytes], cost: float, autojump_clock: MockClock
 ) -> None:
     """The member storms on several streams; the limit is for all of them together."""
     async with open_swarm() as swarm:
@@ -154,10 +154,59 @@ async def test_an_asker_makes_a_hop_dial_few_new_successors(
         (Kind.PROBE, None, 1.0),
         (Kind.READY, None, 1.0),  # not for a hop at all
         (Kind.DATA, FrameAction.COMPUTE, 0.0),
-        (Kind.DATA, FrameAction.DROP, 1.0),
+        (Kind.DATA, FrameAction.DROP, 0.25),
         (Kind.DATA, FrameAction.GAP, 4.0),
         (Kind.DATA, FrameAction.REPEAT, 4.0),
     ],
 )
 def test_frame_cost(kind: Kind, action: FrameAction | None, cost: float) -> None:
     assert frame_cost(kind, action) == cost
+
+
+async def test_a_session_that_is_cut_all_the_time_is_cut_once_after_a_step(autojump_clock: MockClock) -> None:
+    """Rows that replace each other while the device is busy leave the step loop one thing to do, and not one each."""
+    async with open_swarm((0, 8)) as swarm:
+        server, device, id = swarm.servers["n0"], swarm.devices["n0"], new_session_id("flood")
+
+        def row(revision: int) -> bytes:
+            length = ROW_BYTES
+            head = header(Kind.DATA, id, 1, 0, dtype=1, rows=1, width=WIDTH, length=length, revision=revision)
+            return head + bytes(length)
+
+        stream = await swarm.fabric.node("flood").open("n0", PROTOCOL)
+        await stream.send(encode_turn(id, 1, KEEP, EpochOrder(Span(0, 8), "", "", 16, 0, 0)))
+        await stream.receive()
+        device.seconds = 5.0
+        await stream.send(row(0))
+        await trio.sleep(1)
+        for revision in range(1, 501):
+            await stream.send(row(revision))
+        await trio.sleep(1)
+        assert server._by_id[id].revision == 500, "all were read during the step"
+        assert len(server._between_steps) <= 2, "it, and what the device prepares"
+        await trio.sleep(20)
+        assert server._by_id[id].length == 1
+        assert not server._to_truncate
+
+
+async def test_an_asker_does_not_slow_the_stream_that_others_share_between_two_hops(autojump_clock: MockClock) -> None:
+    """A hop sends rows that another one refuses, because their asker orders it so, and an honest asker's rows."""
+    async with open_swarm() as swarm:
+        await swarm.serve("n0", HashRunner(0, 4))
+        server = await swarm.serve("n1", HashRunner(4, 8), settings=ServerSettings(admission=LOW))
+        member, id = swarm.fabric.node("member"), new_session_id("member")
+        order = EpochOrder(Span(4, 8), "n0", "", 4096, 0, 0)
+        stream = await member.open("n1", PROTOCOL)
+        await stream.send(encode_turn(id, 1, KEEP, order))
+        await stream.receive()
+        hop = await swarm.fabric.nodes["n0"].open("n1", PROTOCOL)
+        for position in range(1, 700):  # position 0 is missing
+            head = header(Kind.DATA, id, 1, position, dtype=1, rows=1, width=WIDTH, length=ROW_BYTES)
+            await hop.send(head + bytes(ROW_BYTES))
+        await trio.sleep(0.1)
+        begin = trio.current_time()
+        stats = await ask(await swarm.asker(), PROMPT, 8)
+        assert (stats.token_ids, stats.recoveries) == (greedy(PROMPT, 8), 0)
+        assert trio.current_time() - begin < 2
+        assert server._frame_limit.delay_s("n0", trio.current_time(), 0.0) == 0.0
+        assert server._by_id[id].gap_told

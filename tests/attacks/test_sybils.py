@@ -97,6 +97,26 @@ def test_places_of_an_address_are_free_again_once_members_are_gone() -> None:
     assert table.present() == tuple(sorted((second, third, elsewhere)))
 
 
+def test_members_that_called_through_many_relays_count_where_they_answer() -> None:
+    """A machine could bring 128 members through each relay of the swarm otherwise, and answer for all of them."""
+    table = Table("own", TableLimits(of_source=2))
+    crowd = [identity(number) for number in range(6)]
+    for number, who in enumerate(crowd):
+        table.update(serving(who, "", 1), sender=who.peer_id, now=0.0)
+        table.seen(who.peer_id, 1.0, source=f"relay {number % 3}")
+    assert len(table.present()) == 6
+    answers = [table.seen(who.peer_id, 2.0, source=ONE_MACHINE) for who in crowd]
+    assert [change.kind for change in answers if change is not None] == ["dead"] * 4
+    assert table.present() == tuple(sorted(who.peer_id for who in crowd[:2]))
+    newcomer = identity(7)
+    table.update(serving(newcomer, "", 1), sender=newcomer.peer_id, now=3.0)
+    met = table.seen(newcomer.peer_id, 3.0, source="relay 0")
+    assert met is not None, "those that only called through the relay take no place there"
+    assert met.kind == "proven"
+    assert table.seen(newcomer.peer_id, 4.0) is None, "a contact without a link changes nothing"
+    assert newcomer.peer_id in table.present()
+
+
 # --- members that answer probes, say that they serve, and do not -----------------------------------------------------
 
 HALF = N_BLOCKS // 2

@@ -459,7 +459,7 @@ def test_a_peers_network_is_where_it_is_connected_from_and_not_what_it_claims() 
     }
     for number, name in enumerate(places):
         book.add(name, [Address("ip4", f"{number + 1}.2.3.4", 7464)], 0.0)
-    connections = {name: SimpleNamespace(address=place) for name, place in places.items()}
+    connections = {name: SimpleNamespace(ip=place.ip) for name, place in places.items()}
     view = LiveHostView(cast(Host, SimpleNamespace(book=book, connection=connections.get)), bytes, lambda peer: True)
     assert [view.network_of(peer_named(number)) for number in range(1, 5)] == ["080804", "080804", "080804", None]
     assert view.network_of(peer_named(5)) == view.network_of(peer_named(6)) == NOT_CONNECTED

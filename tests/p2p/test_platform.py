@@ -203,3 +203,18 @@ def test_a_background_process_does_not_hear_this_terminal(monkeypatch: pytest.Mo
         assert done.stdout.strip() == "True"
     monkeypatch.setattr(platform, "_windows", True)
     assert platform.apart_from_terminal() == {"creationflags": 0x208}  # a console and a group of its own
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such limit")
+def test_a_process_may_open_more_files_than_shells_allow() -> None:
+    code = """
+import resource
+from p2p.platform import allow_open_files
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+allow_open_files(512)
+allow_open_files(64)
+print(resource.getrlimit(resource.RLIMIT_NOFILE) == (512, hard))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"

@@ -14,10 +14,11 @@ import trio
 from p2p import sockets
 from p2p.addresses import Address, parse_address
 from p2p.errors import P2PError, PeerUnreachable, ProtocolError, Refused
+from p2p.host.connection import Connection
 from p2p.host.messages import address_bytes, address_from_bytes, receive_message, send_message
 from p2p.nat import relay_client
+from p2p.nat.hole_punching import ATTEMPTS, HolePunch, HolePuncher, PunchType, _addresses
 from p2p.nat.hole_punching import PROTOCOL as DCUTR
-from p2p.nat.hole_punching import HolePunch, HolePuncher, PunchType, _addresses
 from p2p.nat.reachability import Reach, Reachability
 from p2p.nat.relay_client import RelayClient, best_relay
 from p2p.nat.relay_server import RelayLimits, RelayServer
@@ -261,6 +262,7 @@ class _Open:
     def __init__(self, peer: str) -> None:
         # Whose names begin alike live in one network.
         self.peer, self.address = peer, Address("ip4", f"9.{ord(peer[0])}.9.{len(peer)}", 1, peer)
+        self.ip = self.address.ip
 
 
 async def test_a_mapped_address_is_told_once_it_is_confirmed_or_while_nobody_can_be_asked() -> None:
@@ -321,6 +323,33 @@ async def test_the_puncher_keeps_to_the_deny_list(monkeypatch: pytest.MonkeyPatc
     theirs = [parse_address(text) for text in ("/ip4/8.8.8.8/tcp/1", "/ip4/9.9.9.9/tcp/1")]
     assert not await puncher._punch(make_host().peer_id, theirs, initiator=True)
     assert set(dialled) == {"9.9.9.9"}
+
+
+async def test_a_peer_cannot_have_others_dialled_again_and_again() -> None:
+    """Who asks for hole punching names the addresses: three times at once, then every half a minute."""
+    async with behind_a_relay() as (_, hidden, relayed):
+        caller = make_network()
+        async with caller.running():
+            hidden.traversal._puncher._seen_at = list  # nobody is to be dialled here
+            caller.learn(hidden.peer_id, [str(relayed)])
+            await caller.call(hidden.peer_id, "echo", b"", timeout_s=5)
+            connection = hidden.host.connection(caller.peer_id)
+            assert connection is not None
+            answers = [await _asks_to_punch(connection) for _ in range(5)]
+            assert answers[-2:] == [False, False]
+            assert answers.count(True) <= ATTEMPTS
+
+
+async def _asks_to_punch(connection: Connection) -> bool:
+    stream = await connection.open_stream(DCUTR)
+    try:
+        await send_message(stream, HolePunch(PunchType.CONNECT, (address_bytes(parse_address("/ip4/8.8.8.8/tcp/1")),)))
+        await receive_message(stream, HolePunch)
+    except P2PError:
+        return False
+    finally:
+        await stream.reset()
+    return True
 
 
 def test_places_are_taken_at_near_relays_of_different_networks() -> None:

@@ -1,0 +1,141 @@
+"""Addresses that peers tell: forged ones do not count as theirs, and dialling them does not use a node up."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import trio
+
+from p2p.addresses import Address, parse_address
+from p2p.dht.host_view import network_of
+from p2p.errors import P2PError
+from p2p.host.host import UNAWAITED_DIALS, Host
+from p2p.identity import Identity
+from p2p.nat.relay_client import RelayClient
+from tests.p2p.nodes import make_host, make_network, until
+from tests.p2p.test_host import running
+from tests.p2p.test_relay import behind_a_relay
+
+OF_SOMEBODY_ELSE = "203.0.113.9"
+
+
+async def test_a_peer_behind_a_relay_comes_from_where_the_relay_is() -> None:
+    """A relay that is connected is not dialled again, so the address that names it can say anything."""
+    async with behind_a_relay() as (relay, hidden, relayed):
+        victim = make_network()
+        async with victim.running():
+            await victim.host.connect(relay.peer_id, relay.host.addresses)
+            victim.learn(hidden.peer_id, [str(replace(relayed, host=OF_SOMEBODY_ELSE))])
+            await victim.call(hidden.peer_id, "echo", b"", timeout_s=5)
+            connection = victim.host.connection(hidden.peer_id)
+            assert connection is not None
+            assert connection.relayed
+            assert connection.address.host == OF_SOMEBODY_ELSE
+            assert victim.source(hidden.peer_id) == victim.source(relay.peer_id) == "127.0.0.1"
+            assert network_of(victim.host, hidden.peer_id) is None, "a peer of this machine, not of a public network"
+            counted = {str(ip) for ip in victim.host.admission._connections}
+            assert counted == {"127.0.0.1"}, "or somebody else would find its places taken"
+
+
+async def test_a_host_name_is_not_where_a_peer_comes_from() -> None:
+    """Whoever has a domain has as many names as it likes for one machine."""
+    victim, peer = make_network(), make_network()
+    async with victim.running(), peer.running():
+        at = parse_address(peer.addresses()[0])
+        victim.learn(peer.peer_id, [str(Address("dns4", "localhost", at.port, peer.peer_id))])
+        await victim.host.connect(peer.peer_id)
+        connection = victim.host.connection(peer.peer_id)
+        assert connection is not None
+        assert connection.address.host == "localhost"
+        assert victim.source(peer.peer_id) == "127.0.0.1"
+
+
+async def test_peers_that_are_said_to_be_behind_each_other_are_not_all_dialled() -> None:
+    """300 peers of which each is said to be behind twelve others, and to listen where nobody answers."""
+    victim, silent = make_host(), socket.socket()
+    RelayClient(victim)
+    silent.bind(("127.0.0.1", 0))
+    silent.listen(0)  # accepts nobody: dials wait
+    port, made_up = silent.getsockname()[1], [Identity.generate().peer_id for _ in range(300)]
+    with silent:
+        async with running(victim):
+            for number, peer in enumerate(made_up):
+                others = [made_up[(number * 12 + step) % len(made_up)] for step in range(1, 13)]
+                victim.book.add(peer, [Address("ip4", "127.0.0.1", port, peer, other) for other in others], 0.0)
+            most = 0
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_dial_in_vain, victim, made_up[0], nursery.cancel_scope)
+                while not nursery.cancel_scope.cancel_called:
+                    most = max(most, len(victim._dials))
+                    await trio.sleep(0.05)
+            assert 1 < most <= 5, "itself and four relays"
+
+
+async def test_dials_that_nobody_waits_for_are_few() -> None:
+    """As in a look-up, where a node that lies names one peer after another, none of which answers."""
+    victim, silent = make_host(), socket.socket()
+    silent.bind(("127.0.0.1", 0))
+    silent.listen(0)  # accepts nobody: dials wait
+    port, made_up = silent.getsockname()[1], [Identity.generate().peer_id for _ in range(40)]
+    with silent, socket.create_connection(("127.0.0.1", port)):
+        async with running(victim), trio.open_nursery() as nursery:
+            waiting = Identity.generate().peer_id
+            victim.book.add(waiting, [Address("ip4", "127.0.0.1", port, waiting)], 0.0)
+            nursery.start_soon(victim.connect, waiting)
+            for peer in made_up:
+                victim.book.add(peer, [Address("ip4", "127.0.0.1", port, peer)], 0.0)
+                with trio.move_on_after(0.01):
+                    await victim.connect(peer)
+            await until(lambda: len(victim._dials) <= UNAWAITED_DIALS + 1)
+            left = [peer for peer, _ in victim._dials]
+            assert left == [waiting, *made_up[-UNAWAITED_DIALS:]], "the one that is waited for, and the latest"
+            nursery.cancel_scope.cancel()
+
+
+async def _dial_in_vain(host: Host, peer: str, then: trio.CancelScope) -> None:
+    with pytest.raises(P2PError):
+        await host.connect(peer)
+    then.cancel()
+
+
+@pytest.fixture
+def unanswered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
+    """The names that a server was asked for which never answers, as somebody's own can be."""
+    asked: list[bytes] = []
+    given_up = threading.Event()
+    look_up = socket.getaddrinfo
+
+    def getaddrinfo(host: bytes, port: int, family: int = 0, kind: int = 0, proto: int = 0, flags: int = 0) -> object:
+        if flags & socket.AI_NUMERICHOST or not host.endswith(b".example"):
+            return look_up(host, port, family, kind, proto, flags)
+        asked.append(host)
+        given_up.wait(60)
+        raise socket.gaierror(socket.EAI_AGAIN, os.strerror(0))
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    yield asked
+    given_up.set()
+
+
+async def test_names_that_are_never_answered_leave_threads_for_others(unanswered: list[bytes]) -> None:
+    """Whoever tells of peers at such names must not stop what else the node does in threads."""
+    victim = make_host()
+    threads = trio.to_thread.current_default_thread_limiter()
+    before, threads.total_tokens = threads.total_tokens, 8
+    try:
+        async with running(victim), trio.open_nursery() as nursery:
+            for _ in range(8):
+                peer = Identity.generate().peer_id
+                victim.book.add(peer, [Address("dns4", f"{n}.{peer}.example", 7464, peer) for n in range(16)], 0.0)
+                nursery.start_soon(_dial_in_vain, victim, peer, trio.CancelScope())
+            await until(lambda: len(unanswered) >= threads.total_tokens)
+            with trio.fail_after(5):
+                assert await trio.to_thread.run_sync(lambda: "done") == "done"
+            nursery.cancel_scope.cancel()
+    finally:
+        threads.total_tokens = before
