@@ -112,11 +112,12 @@ def train(job: Job, material: Material, plan: MachinePlan, arguments: argparse.N
     from app.config.home import Home
     from app.training import local_job
     from app.training.adapter_store import AdapterStore
-    from app.training.job_store import JobStore
+    from app.training.job_store import JobStore, require_unfinished
 
     home = Home.open(arguments.home)
     jobs, adapters = JobStore(home), AdapterStore(home)
     with jobs.hold(job.record.id), _interrupts() as interrupted:
+        job = require_unfinished(jobs.find(job.record.id))  # another command may have stopped it until now
         run = local_job.LocalRun(job, material, local_job.load_trainer(job.record, material, plan), jobs)
         view = _StepView(run.record.steps, run.progress.step, run.progress.tokens, run.progress.seconds)
         with view:
