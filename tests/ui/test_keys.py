@@ -36,7 +36,7 @@ from ui.draw.first_run_offers import choice_rows, ordered
 from ui.draw.rows import text_of
 from ui.screens.first_run import FirstRun
 from ui.screens.frame import TABS
-from ui.screens.invite import GuestList, limit_words
+from ui.screens.invite import GuestList, limit_words, nobody_new
 from ui.screens.memory_cap import cap_rows, moved
 from ui.state.follower import START_AGAIN, Follower
 from ui.state.store import ConnectionState
@@ -847,9 +847,19 @@ def test_the_keys_of_an_invite_are_in_view(size: tuple[int, int]) -> None:
         await pilot.press("i")
         await until(app, pilot, lambda: "a2b3" in text_of_screen(app))
         await until(app, pilot, lambda: "y copy" in text_of_screen(app) and "esc close" in text_of_screen(app))
-        assert "No one has joined with it yet." in text_of_screen(app)
+        known = app.store.snapshot
+        assert known is not None
+        assert nobody_new(known) in text_of_screen(app)  # who joined before the dialog was opened is counted
 
     driven(Inviting(), drive, size=size)
+
+
+def test_an_invite_without_arrivals_says_who_is_there_already() -> None:
+    """It said that nobody had joined with it, also when it was opened again after somebody had."""
+    known = replace(HEALTHY, peers=PEERS[:2])
+    assert nobody_new(known) == "2 other members now. New ones appear here."
+    gone = tuple(replace(peer, state=state) for peer, state in zip(known.peers, ("dead", "left"), strict=True))
+    assert nobody_new(replace(known, peers=gone)) == "No other member yet. New ones appear here."
 
 
 @pytest.mark.parametrize(
