@@ -76,6 +76,7 @@ class JobPlace:
 
     swarm: str  # its id
     model: str  # hash of the model
+    model_name: Callable[[], str]
     network: Network
     ends: Ends
     device: Device
@@ -198,7 +199,7 @@ class SwarmJobs:
             # Raises if nobody trains a block.
             route = await self._place.routes(material.source.config.n_blocks, wish.source.wire)(frozenset())
             wire = await self._wire(wish, route)
-            source = replace(wish.source, swarm=self._place.swarm, model=material.source.label, wire=wire)
+            source = replace(wish.source, swarm=self._place.swarm, model=self._place.model_name(), wire=wire)
             wish = replace(wish, source=source)
             job = await trio.to_thread.run_sync(start, wish, material, self._jobs, self._adapters)
             await self._begin(job, material)

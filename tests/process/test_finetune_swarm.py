@@ -70,6 +70,7 @@ def test_a_job_over_the_swarm_learns_what_one_process_learns(folder: Path, hosts
         assert 0 < forecast["step_s"] == pytest.approx(forecast["seconds"] / STEPS)
         whole = finetune(here, data, "whole", "--validation=0")
         assert (whole["status"], whole["step"], len(whole["losses"])) == ("finished", STEPS, STEPS)
+        assert whole["model_name"] == "tiny-random"
         assert whole["losses"][-1] < whole["losses"][0]
         assert job_named(here, "whole")["snapshots_s"] > 0  # known after the job, too
         alone = finetune(here, data, "alone", "--validation=0", "--local", "--model=tiny-random", "--device=cpu")

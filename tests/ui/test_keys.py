@@ -40,6 +40,7 @@ from ui.screens.invite import GuestList, limit_words, nobody_new
 from ui.screens.memory_cap import cap_rows, moved
 from ui.state.follower import START_AGAIN, Follower
 from ui.state.store import ConnectionState
+from ui.widgets.ask_box import AskBox
 from ui.widgets.footer import FooterKey, fitting
 
 NEAR = OfferView("pond#1a2b3c4d", "a llama", FitView(8, 8), 5, nearby="lan", members=2, tokens_per_s=40.0)
@@ -487,9 +488,20 @@ def test_esc_after_the_swarm_is_created_leads_to_the_dashboard() -> None:
         await until(app, pilot, lambda: first.state.step == 2)
         await settle(app, pilot)
         assert "esc look around first" in text_of_screen(app)
+        await pilot.press(*"why")
         await pilot.press("escape")
         await until(app, pilot, lambda: not first.is_attached)
         assert len(node.created) == 1
+        await pilot.press("3")
+        await until(app, pilot, lambda: app.current_mode == "chat")
+        await settle(app, pilot)
+        assert app.screen.query_one(AskBox).text == "why"  # what was typed is not lost
+        await pilot.press("1", *["backspace"] * 4)
+        await pilot.press("ctrl+o", "1")
+        await until(app, pilot, lambda: app.current_mode == "overview")
+        await pilot.press("3")
+        await until(app, pilot, lambda: app.current_mode == "chat")
+        assert app.screen.query_one(AskBox).text == ""
 
     driven(node, drive, size=(80, 24))
 
