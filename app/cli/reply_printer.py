@@ -103,8 +103,10 @@ class MarkdownPrinter:
             return growing
         if now - self._asked_at >= _ASK_EVERY_S:
             self._reason, self._asked_at = self._waits_for(), now
-        words = f"{self._reason or 'waiting for the next piece'} · {silent_s:.0f} s · Ctrl-C stops"
-        return Group(growing, Text(words, style="dim", no_wrap=True, overflow="ellipsis"))
+        words = Text(self._reason or "waiting for the next piece", style="dim", no_wrap=True, overflow="ellipsis")
+        rest = f" · {silent_s:.0f} s · Ctrl-C stops"
+        words.truncate(max(1, self._console.width - len(rest)), overflow="ellipsis")  # the way out is always shown
+        return Group(growing, words.append(rest))
 
     def _print(self, text: str) -> None:
         if not self._is_first:

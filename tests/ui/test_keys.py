@@ -704,7 +704,10 @@ def test_a_search_of_the_hub_that_fails_gives_the_words_back() -> None:
         app.store.take(EMPTY)
         await pilot.press("c")
         await until(app, pilot, lambda: "llama" in text_of_screen(app))
-        await pilot.press(*"lla", "down", "enter")
+        await until(app, pilot, lambda: "context " in text_of_screen(app))
+        await pilot.press(*"lla", "down")
+        await until(app, pilot, lambda: "context " not in text_of_screen(app))  # it is of the model, not of the search
+        await pilot.press("enter")
         await until(app, pilot, lambda: "searching the Hugging Face Hub for “lla”…" in text_of_screen(app))
         await until(app, pilot, lambda: "llama" not in text_of_screen(app))
         await pilot.press("enter")

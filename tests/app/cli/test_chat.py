@@ -246,7 +246,8 @@ def test_a_silent_reply_says_what_it_waits_for_until_it_goes_on(monkeypatch: pyt
         printer._live.refresh()
         return terminal.getvalue()[before:]
 
-    printer = MarkdownPrinter(lambda: "pike left", lambda: now[0])
+    reason = ["pike left"]
+    printer = MarkdownPrinter(lambda: reason[0], lambda: now[0])
     printer._live.auto_refresh = False
     assert "pike left" not in refreshed_at(101.9)
     assert "pike left · 2 s · Ctrl-C stops" in refreshed_at(102.0)
@@ -254,6 +255,9 @@ def test_a_silent_reply_says_what_it_waits_for_until_it_goes_on(monkeypatch: pyt
     assert "pike left" not in refreshed_at(103.0)
     shown = refreshed_at(109.0)
     assert shown.index("The sea") < shown.index("pike left · 7 s · Ctrl-C stops")
+    reason[0] = "pike left: waiting up to 60 s for another host of blocks 10:30, or for this node"
+    shown = refreshed_at(119.0)
+    assert "pike left: waiting up to 60 s for another host of blocks … · 17 s · Ctrl-C stops" in shown
     printer.write(" is wide.")
     before = len(terminal.getvalue())
     printer.end()
