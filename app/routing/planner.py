@@ -45,7 +45,7 @@ WARIEST_S = 600.0
 _REMEMBERED_WORKED = 1024
 _SEARCHES = 3  # for one route, if those found are out of date at once
 _PAUSED_HERE = "this node is paused; `shoal resume` lets it host again"
-_HOST_MORE = "wait for a member that does, `shoal invite` one, or let this node host more (`shoal config set max_vram`)"
+_HOST_MORE = "wait for a member that does, invite one (`shoal invite`), or raise this node's memory limit (max_vram)"
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ async def test_a_reply_that_fails_while_this_node_serves_other_blocks_says_what_
     async with open_swarm((0, 3)) as swarm:
         asker = await swarm.asker()
         swarm.announcements["asker"] = Announcement("asker", 1, 0, "", "serving", Span(0, 3))
-        with pytest.raises(NoRoute, match=r"nobody serves block 3 now: wait .* let this node host more"):
+        with pytest.raises(NoRoute, match=r"nobody serves block 3 now: wait .* raise this node's memory limit"):
             await waits_of(asker)
         swarm.announcements["asker"] = Announcement("asker", 1, 0, "", "client")
         with pytest.raises(NoRoute, match="nobody serves block 3 now; wait until a member hosts it"):
