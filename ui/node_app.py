@@ -38,6 +38,7 @@ class NodeApp(App[None]):
         self.door = door
         self.store = store
         self.folder = folder  # keeps conversations.db; None: keep nothing on disk
+        self.unsent = ""  # a question that was typed in the first run and not sent, for the chat's input
 
     @abstractmethod
     async def action_go(self, name: str) -> None:

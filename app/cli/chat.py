@@ -56,11 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume", action="store_true", help="continue the conversation used last, here or in the dashboard"
     )
     parser.add_argument("--local", action="store_true", help="run the whole model in this process")
-    parser.add_argument("--model", default="starter", metavar="M", help=f"with --local: {MODELS}")
+    parser.add_argument("--model", metavar="M", help=f"with --local: {MODELS} (default: starter)")
     words = "ask in this swarm, by its name or an invite, while the node goes on hosting in its own"
     parser.add_argument("--swarm", metavar="NAME", help=words)
     parser.add_argument("--adapter", metavar="NAME", help="reply with this adapter (`shoal adapters`)")
-    parser.add_argument("--device", metavar="D", help="cpu, cuda:0, … (default: the best available)")
+    parser.add_argument("--device", metavar="D", help="with --local: cpu, cuda:0, … (default: the best available)")
     parser.add_argument("--system", metavar="TEXT", help="a system message at the start")
     for name, metavar, default, words in (
         ("max_tokens", "N", 512, "the longest reply (default: 512)"),
@@ -93,11 +93,13 @@ def run_chat(arguments: argparse.Namespace) -> int:
         raise UsageError("--json answers a single prompt: give it as an argument")
     if arguments.prompt is not None and not arguments.prompt.strip():
         raise UsageError("the prompt is empty: write a question, or leave it out for a conversation")
+    _require_fitting(arguments)
     settings = {name: getattr(arguments, name) for name in SAMPLING}
     answers: LocalAnswers | SwarmAnswers
     if arguments.local:
-        model = load_model(arguments.model, arguments.device, arguments.adapter, arguments.home)
-        answers = LocalAnswers(model, arguments.model, arguments.device, settings)
+        name = arguments.model or "starter"
+        model = load_model(name, arguments.device, arguments.adapter, arguments.home)
+        answers = LocalAnswers(model, name, arguments.device, settings)
         if arguments.adapter is not None:
             answers.adapter = adapter_facts(arguments.adapter, arguments.home, model.config)
     else:
@@ -115,6 +117,17 @@ def run_chat(arguments: argparse.Namespace) -> int:
         chat.show_last()
     chat.converse()
     return 0
+
+
+def _require_fitting(arguments: argparse.Namespace) -> None:
+    """Raise `UsageError` for an option that the side that answers would ignore."""
+    if arguments.local:
+        if arguments.swarm is not None:
+            raise UsageError("--swarm asks a swarm, --local asks none: give one of them")
+        return
+    for name in ("model", "device"):
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"--{name} is for --local: a swarm replies with its own model, where its members have it")
 
 
 def reply_settings(settings: dict[str, Any]) -> ReplySettings:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from app.cli.command import Command, print_json
 from app.cli.models import progress_on_stderr
 from app.cli.parser import MODELS, number_argument
+from app.cli.progress import LiveLine
 from app.core.errors import AppError, UsageError
 from app.core.units import format_size
 from p2p.platform import stop_signals
@@ -96,7 +97,7 @@ def resume(job: Job, arguments: argparse.Namespace) -> int:
         from app.api.client import client_of
 
         client = client_of(arguments.home)
-        return _follow(client, client.post("/control/jobs/resume", {"job": job.record.id}), arguments)
+        return _follow(client, _begun(client, "/control/jobs/resume", {"job": job.record.id}), arguments)
 
     from app.config.home import cache_folder
     from app.training import local_job
@@ -111,11 +112,12 @@ def train(job: Job, material: Material, plan: MachinePlan, arguments: argparse.N
     from app.config.home import Home
     from app.training import local_job
     from app.training.adapter_store import AdapterStore
-    from app.training.job_store import JobStore
+    from app.training.job_store import JobStore, require_unfinished
 
     home = Home.open(arguments.home)
     jobs, adapters = JobStore(home), AdapterStore(home)
     with jobs.hold(job.record.id), _interrupts() as interrupted:
+        job = require_unfinished(jobs.find(job.record.id))  # another command may have stopped it until now
         run = local_job.LocalRun(job, material, local_job.load_trainer(job.record, material, plan), jobs)
         view = _StepView(run.record.steps, run.progress.step, run.progress.tokens, run.progress.seconds)
         with view:
@@ -146,9 +148,19 @@ def _over_swarm(arguments: argparse.Namespace) -> int:
     client = client_of(arguments.home)
     if arguments.dry_run:
         return _show_forecast(client.post("/control/jobs/forecast", order), as_json=arguments.json)
-    job = client.post("/control/jobs", order)
+    job = _begun(client, "/control/jobs", order)
     _warn_of_cuts(job["cut"], job["dropped"], arguments.length)
     return _follow(client, job, arguments)
+
+
+def _begun(client: Client, path: str, order: dict[str, Any]) -> Any:
+    """Have the node begin a job, or go on with one, and return it; a terminal shows that this takes a while."""
+    line = LiveLine(sys.stderr)
+    line.draw("the node reads the records and asks members to train")
+    try:
+        return client.post(path, order)
+    finally:
+        line.finish(erase=True)
 
 
 def _follow(client: Client, facts: dict[str, Any], arguments: argparse.Namespace) -> int:
@@ -328,22 +340,22 @@ class _StepView:
 
     def __init__(self, steps: int, step: int, tokens: int, seconds: float) -> None:
         self._steps, self._begun = steps, (step, tokens, seconds)
-        self._terminal = sys.stderr.isatty()
+        self._line = LiveLine(sys.stderr)
         self._drawn_at, self._line_due = float("-inf"), 0
-        self._open = False
 
     def __enter__(self) -> _StepView:
+        if self._begun[0] < self._steps:
+            self._line.draw(f"step {self._begun[0]} of {self._steps}, the next one is under way")
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._open:
-            print(file=sys.stderr)
+        self._line.finish()
 
     def show(self, progress: Progress) -> None:
         """Show the latest step if it is due."""
         step, last = progress.step, progress.step == self._steps
         now = time.monotonic()
-        if not last and (now - self._drawn_at < _REDRAW_S if self._terminal else step < self._line_due):
+        if not last and (now - self._drawn_at < _REDRAW_S if self._line.is_terminal else step < self._line_due):
             return
         self._drawn_at, self._line_due = now, step + max(1, self._steps // _LINES)
         begun, tokens, seconds = self._begun
@@ -352,9 +364,10 @@ class _StepView:
         left_s = seconds / max(1, step - begun) * (self._steps - step)
         words = f"step {step} of {self._steps}, loss {progress.losses[-1]:.3f}, {rate:.0f} tokens/s"
         words += "" if last else f", {_duration(left_s)} left"
-        print(f"\r{words}\x1b[K" if self._terminal else words, end="" if self._terminal else "\n", file=sys.stderr)
-        sys.stderr.flush()
-        self._open = self._terminal
+        if self._line.is_terminal:
+            self._line.draw(words)
+        else:
+            print(words, file=sys.stderr, flush=True)
 
 
 def _duration(seconds: float) -> str:

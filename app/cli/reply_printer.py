@@ -10,9 +10,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from app.core.terminal_text import without_controls
+from app.system.console import without_echo
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 _REFRESH_PER_S = 8
 _SILENT_S = 2.0  # without a piece before the reason is shown
 _ASK_EVERY_S = 1.0  # for the reason
-_ECHO = 2  # cells kept free at the right: a terminal shows Ctrl-C as ^C there, and a full row would wrap
 
 
 class ReplyPrinter(Protocol):
@@ -67,6 +68,8 @@ class MarkdownPrinter:
             redirect_stdout=False,
             redirect_stderr=False,
         )
+        self._terminal = ExitStack()
+        self._terminal.enter_context(without_echo())
         self._live.start()
 
     def write(self, piece: str) -> None:
@@ -82,6 +85,7 @@ class MarkdownPrinter:
         self._live.stop()
         if self._growing.strip():
             self._print(self._growing)
+        self._terminal.close()
 
     def _shown(self) -> RenderableType:
         """The growing block, and below it what the reply waits for; asked anew by rich's thread for each refresh."""
@@ -99,14 +103,16 @@ class MarkdownPrinter:
             return growing
         if now - self._asked_at >= _ASK_EVERY_S:
             self._reason, self._asked_at = self._waits_for(), now
-        words = f"{self._reason or 'waiting for the next piece'} · {silent_s:.0f} s · Ctrl-C stops"
-        return Group(growing, Text(words, style="dim", no_wrap=True, overflow="ellipsis"))
+        words = Text(self._reason or "waiting for the next piece", style="dim", no_wrap=True, overflow="ellipsis")
+        rest = f" · {silent_s:.0f} s · Ctrl-C stops"
+        words.truncate(max(1, self._console.width - len(rest)), overflow="ellipsis")  # the way out is always shown
+        return Group(growing, words.append(rest))
 
     def _print(self, text: str) -> None:
         if not self._is_first:
             self._console.print()
         self._is_first = False
-        self._console.print(rendered(text), width=max(1, self._console.width - _ECHO))
+        self._console.print(rendered(text))
 
 
 class _LastRows:
@@ -118,8 +124,7 @@ class _LastRows:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         from rich.segment import Segment
 
-        narrow = options.update(max_width=max(1, options.max_width - _ECHO))
-        rows = console.render_lines(self._inner, narrow, pad=False)
+        rows = console.render_lines(self._inner, options, pad=False)
         for row in rows[-max(1, console.height - 2) :]:
             yield from row
             yield Segment.line()

@@ -167,7 +167,8 @@ def _log(name: str, arguments: argparse.Namespace) -> int:
         return 0
     for row in rows:
         out = f", left out: {', '.join(row['left_out'])}" if row["left_out"] else ""
-        print(f"round {row['round']}: {len(row['members'])} islands, step {row['step']}, {row['tokens']} tokens{out}")
+        islands = "1 island" if len(row["members"]) == 1 else f"{len(row['members'])} islands"
+        print(f"round {row['round']}: {islands}, step {row['step']}, {row['tokens']} tokens{out}")
     if not rows:
         print(f"{job.record.name} has no finished round yet.")
     return 0

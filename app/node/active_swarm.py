@@ -356,6 +356,7 @@ class ActiveSwarm:
             place = JobPlace(
                 swarm=self.swarm.id,
                 model=self.swarm.model_hash,
+                model_name=lambda: self.model_name,
                 network=network,
                 ends=self.replies,
                 device=self.replies.device,

@@ -45,6 +45,7 @@ WARIEST_S = 600.0
 _REMEMBERED_WORKED = 1024
 _SEARCHES = 3  # for one route, if those found are out of date at once
 _PAUSED_HERE = "this node is paused; `shoal resume` lets it host again"
+_HOST_MORE = "wait for a member that does, invite one (`shoal invite`), or raise this node's memory limit (max_vram)"
 
 
 @dataclass(frozen=True)
@@ -326,6 +327,8 @@ class RoutePlanner:
                 return error
             if own is not None and own.state in ("fetching", "loading") and own.span is not None and block in own.span:
                 return NoRoute(block, ": this node is still loading it; ask again in a moment", loading_here=True)
+            if not reasons and own is not None and own.serves:
+                return NoRoute(block, f" now: {_HOST_MORE}")
             return NoRoute(block, f": {reasons[0]}") if reasons else error
         busy = all(self.bans.is_busy(peer) for peer in holders)
         return NoRoute(block, f": {'; '.join(reasons)}", who="no usable peer", busy=busy, peers=holders)

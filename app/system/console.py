@@ -10,6 +10,7 @@ import importlib
 import io
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 _STDOUT, _STDERR = -11, -12  # Windows' numbers of the standard handles
@@ -55,6 +56,33 @@ def edit_lines() -> None:
         return  # the library of macOS, which has another syntax and no such setting
     with contextlib.suppress(OSError):
         readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
+
+
+@contextlib.contextmanager
+def without_echo() -> Iterator[None]:
+    """Have the terminal of stdout not show what is typed: an Enter would move the cursor away from rows drawn again.
+
+    What is typed waits for the next `input`, and Ctrl-C works as ever. Does nothing on Windows, which shows keys only
+    when they are read, nor in the background, where a process that changes the terminal is stopped.
+    """
+    try:
+        termios: Any = importlib.import_module("termios")
+    except ImportError:
+        yield
+        return
+    terminal = before = None
+    with contextlib.suppress(OSError, termios.error):  # stdout is no terminal
+        terminal = sys.stdout.fileno()
+        if os.tcgetpgrp(terminal) == os.getpgrp():
+            before = termios.tcgetattr(terminal)
+            quiet = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+            termios.tcsetattr(terminal, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        if before is not None:
+            with contextlib.suppress(termios.error):  # the terminal was closed
+                termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
 def can_show(text: str) -> bool:

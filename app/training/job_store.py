@@ -162,12 +162,14 @@ class JobStore:
         Raises `AppError` if the job has ended.
         """
         job_id = require_unfinished(job).record.id
-        if self.is_running(job_id):
+        lock = FileLock.try_acquire(self.folder(job_id) / "lock")
+        if lock is None:
             self.wish(job_id, wish)
             return True
-        if wish == "stop":
-            self.save_progress(job_id, replace(job.progress, status="stopped"))
-            self.remove_state(job_id)
+        with lock:  # nobody begins to run it while it is stopped
+            if wish == "stop":
+                self.save_progress(job_id, replace(job.progress, status="stopped"))
+                self.remove_state(job_id)
         return False
 
     def interrupted(self, swarm: str) -> list[Job]:

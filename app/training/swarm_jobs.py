@@ -27,7 +27,7 @@ from app.planning.history import PastForecast, correction, past_forecasts, remem
 from app.routing.route import Route
 from app.training.activations import ActivationDisk
 from app.training.forecasts import SwarmForecaster, usual_step
-from app.training.job_store import MAX_LEFT_OUT, Job, JobStore, Progress, require_unfinished
+from app.training.job_store import ENDED, MAX_LEFT_OUT, Job, JobStore, Progress, require_unfinished
 from app.training.states import StateStore
 from app.training.trainer import (
     JobHooks,
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from app.training.record import JobRecord
     from engine.sources.base import ModelSource
     from engine.swarm_ends import SwarmEnds
+    from p2p.platform import FileLock
 
 log = logging.getLogger("shoal.training")
 
@@ -75,6 +76,7 @@ class JobPlace:
 
     swarm: str  # its id
     model: str  # hash of the model
+    model_name: Callable[[], str]
     network: Network
     ends: Ends
     device: Device
@@ -197,7 +199,7 @@ class SwarmJobs:
             # Raises if nobody trains a block.
             route = await self._place.routes(material.source.config.n_blocks, wish.source.wire)(frozenset())
             wire = await self._wire(wish, route)
-            source = replace(wish.source, swarm=self._place.swarm, model=material.source.label, wire=wire)
+            source = replace(wish.source, swarm=self._place.swarm, model=self._place.model_name(), wire=wire)
             wish = replace(wish, source=source)
             job = await trio.to_thread.run_sync(start, wish, material, self._jobs, self._adapters)
             await self._begin(job, material)
@@ -205,14 +207,10 @@ class SwarmJobs:
 
     async def resume(self, job_id: str) -> Job:
         """Go on with a job that was paused, or that failed."""
-        from app.training.material import require_unchanged
-
         async with self._starting:
             job = require_unfinished(self._own(self._jobs.find(job_id)))
             if job.record.id not in self.running:
-                material = await self._read(job.source, job.record)
-                require_unchanged(job, material)
-                await self._begin(job, material)
+                await self._begin(job, None)
         return job
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -252,15 +250,34 @@ class SwarmJobs:
         source, _ = await self._place.ends.training_ends()
         return await trio.to_thread.run_sync(read_material, source, self._place.model, files, terms)
 
-    async def _begin(self, job: Job, material: Material) -> None:
-        """Make a job's trainer, with the state that it goes on from, and run it in a task of its own."""
-        from app.training.material import adapter_settings, back_at
+    async def _begin(self, job: Job, material: Material | None) -> None:
+        """Run a job in a task of its own, on its own files if there is no `material`.
+
+        It is locked before all else: a wish to pause or stop it in the meantime waits for the run, or for its failure.
+        """
+        assert self._nursery is not None, "jobs need a running node"
+        job_id = job.record.id
+        lock = self._jobs.hold(job_id)
+        try:
+            job = require_unfinished(self._jobs.find(job_id))  # a command may have stopped it until now
+            await self._nursery.start(self._run_job, await self._prepared(job, material), lock)
+        except BaseException:
+            lock.release()
+            if self._jobs.wished(job_id) == "stop":
+                self._jobs.end(job, "stop")
+            raise
+
+    async def _prepared(self, job: Job, material: Material | None) -> RunningJob:
+        """Make a job's trainer, with the state that it goes on from."""
+        from app.training.material import adapter_settings, back_at, require_unchanged
         from app.training.wiring import order_of
         from engine.training.optimiser import Schedule
         from engine.training_runner import owner_ends, sums_bytes, version_of
 
+        if material is None:
+            material = await self._read(job.source, job.record)
+            require_unchanged(job, material)
         place, record, config = self._place, job.record, material.source.config
-        assert self._nursery is not None, "jobs need a running node"
         _, ends = await place.ends.training_ends()
         wire = ends.dtype if job.source.wire == AUTO else job.source.wire  # AUTO: jobs of older versions
         order = order_of(adapter_settings(record), blocks=config.n_blocks, rows=record.rows, wire=wire)
@@ -285,51 +302,59 @@ class SwarmJobs:
             running.expected_step_s, running.correction = await self._expected(record, material, route, wire)
         except AppError as error:  # nobody trains a block now: the job waits for somebody
             log.info("job %s has no forecast: %s", record.id, error)
-        await self._nursery.start(self._run_job, running)
+        return running
 
-    async def _run_job(self, running: RunningJob, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Run a job until it is finished, paused, stopped or failed, and write down which."""
+    async def _run_job(
+        self, running: RunningJob, lock: FileLock, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Run a job until it is finished, paused, stopped or failed, write down which, and release its lock."""
         record, trainer = running.job.record, running.trainer
-        with self._jobs.hold(record.id):
+        with lock:
             self.running[record.id] = running
             self._save(running)
             task_status.started()
             watch = _Watch(running, self._jobs)
             try:
-                await trainer.run(record.steps, watch.batches, watch.on_step, watch.hooks())
-                running.progress = replace(running.progress, snapshots_s=running.snapshots_s)
-                await self._leave(running)
-            except (AppError, EngineError, P2PError, OSError, trio.TooSlowError) as error:
-                log.warning("job %s failed: %s", record.id, error)
-                self._note_failure(running, str(error))
-            except Exception as error:  # torch raises errors of every kind; they must not end the node's other work
-                log.exception("job %s failed", record.id)
-                self._note_failure(running, f"{type(error).__name__} while computing: {error}")
+                try:
+                    await trainer.run(record.steps, watch.batches, watch.on_step, watch.hooks())
+                    running.progress = replace(running.progress, snapshots_s=running.snapshots_s)
+                    if running.progress.step == record.steps:
+                        await self._finish(running)
+                except (AppError, EngineError, P2PError, OSError, trio.TooSlowError) as error:
+                    log.warning("job %s failed: %s", record.id, error)
+                    self._note_failure(running, str(error))
+                except Exception as error:  # torch raises errors of every kind; they must not end the node's other work
+                    log.exception("job %s failed", record.id)
+                    self._note_failure(running, f"{type(error).__name__} while computing: {error}")
+                finally:
+                    with trio.CancelScope(shield=True):
+                        await trainer.close()
+                self._settle(running)
             finally:
                 del self.running[record.id]
-                with trio.CancelScope(shield=True):
-                    await trainer.close()
 
     def _note_failure(self, running: RunningJob, why: str) -> None:
         running.progress = replace(running.progress, status="failed", why=why[:1000])
-        self._save(running)
 
-    async def _leave(self, running: RunningJob) -> None:
-        """Store the adapter of a job whose steps are done; else write that it was paused or stopped."""
+    def _settle(self, running: RunningJob) -> None:
+        """Write how a run ended, just before its lock is released: what is wished after that finds no run."""
+        job_id, status = running.job.record.id, running.progress.status
+        if status != "finished" and self._jobs.wished(job_id) == "stop":
+            running.progress = replace(running.progress, status="stopped")
+        elif status == "running":
+            running.progress = replace(running.progress, status="paused")
+        self._save(running)
+        if running.progress.status in ENDED:
+            self._jobs.remove_state(job_id)
+
+    async def _finish(self, running: RunningJob) -> None:
+        """Store the adapter of a job whose steps are done, and how its forecast compares."""
         from app.training.material import adapter_settings
         from engine.training.peft_format import peft_files
         from engine.training_runner import adapter_of
 
-        record = running.job.record
-        if running.progress.step < record.steps:
-            stopped = self._jobs.wished(record.id) == "stop"
-            running.progress = replace(running.progress, status="stopped" if stopped else "paused")
-            if stopped:
-                self._jobs.remove_state(record.id)
-            self._save(running)
-            return
+        record, source = running.job.record, running.material.source
         states = await running.trainer.final_states()
-        source = running.material.source
 
         def save() -> None:
             adapter = adapter_of(adapter_settings(record), source.config, states, record.model)
@@ -337,8 +362,6 @@ class SwarmJobs:
 
         await trio.to_thread.run_sync(save)
         running.progress = replace(running.progress, status="finished")
-        self._jobs.remove_state(record.id)
-        self._save(running)
         await self._compare(running)
 
     async def _compare(self, running: RunningJob) -> None:

@@ -79,6 +79,13 @@ class Terminal:
         part, self._read = self.shown[self._read : end], end
         return part
 
+    @property
+    def echoes(self) -> bool:
+        """True while the terminal shows what is typed before a program reads it."""
+        import termios
+
+        return bool(termios.tcgetattr(self._master)[3] & termios.ECHO)
+
     def ended(self) -> int:
         deadline = time.monotonic() + PATIENCE_S
         while self.process.poll() is None:
@@ -145,6 +152,31 @@ def test_ctrl_c_stops_the_reply_and_twice_ends(node: Serving) -> None:
         terminal.interrupt("\r\n")
         assert terminal.ended() == 0
         assert "interrupted" not in terminal.shown
+
+
+def test_keys_typed_during_a_reply_do_not_disturb_it(node: Serving) -> None:
+    """The terminal showed them, and their Enter moved the cursor, so that rows of the reply stood there twice."""
+    with Terminal(node.place, "chat", *LONG) as terminal:
+        terminal.wait(PROMPT)
+        terminal.type("tell me all\r")
+        wait_until(lambda: has_begun(node.place), "the reply has begun")
+        assert not terminal.echoes
+        terminal.type("typed too early\r")
+        terminal.type(CTRL_C)
+        terminal.wait("Stopped. Ctrl-C again ends.")
+        terminal.wait(PROMPT)
+        assert "typed too early" not in terminal.shown
+        terminal.type("/system be brief\r")
+        terminal.wait("/system be brief")  # at the prompt keys are shown again
+        terminal.wait(PROMPT)
+        terminal.type("/set max_tokens 2\r")
+        terminal.wait(PROMPT)
+        terminal.type("hello\r")
+        terminal.wait("Cut off")
+        terminal.wait(PROMPT)
+        terminal.type(CTRL_D)
+        assert terminal.ended() == 0
+        assert terminal.echoes
 
 
 def test_ctrl_c_clears_the_line_and_ctrl_d_ends(node: Serving) -> None:

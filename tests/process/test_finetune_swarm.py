@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.api.client import client_of
+from app.core.errors import AppError
 from app.snapshot.views import TrainedView
 from tests.process.node_process import PATIENCE_S, Place, Serving, wait_until
 
@@ -67,6 +70,7 @@ def test_a_job_over_the_swarm_learns_what_one_process_learns(folder: Path, hosts
         assert 0 < forecast["step_s"] == pytest.approx(forecast["seconds"] / STEPS)
         whole = finetune(here, data, "whole", "--validation=0")
         assert (whole["status"], whole["step"], len(whole["losses"])) == ("finished", STEPS, STEPS)
+        assert whole["model_name"] == "tiny-random"
         assert whole["losses"][-1] < whole["losses"][0]
         assert job_named(here, "whole")["snapshots_s"] > 0  # known after the job, too
         alone = finetune(here, data, "alone", "--validation=0", "--local", "--model=tiny-random", "--device=cpu")
@@ -102,6 +106,27 @@ def test_a_job_goes_on_after_its_owner_died(folder: Path, hosts: list[Serving], 
         here = node.place
         wait_until(lambda: job_named(here, "again")["status"] == "finished", "the job went on by itself", 90)
         assert weights(folder, "again") == weights(folder, "whole")
+
+
+def test_a_job_that_is_stopped_while_it_is_begun_again_stays_stopped(
+    folder: Path, hosts: list[Serving], data: Path
+) -> None:
+    """It was said to be stopped, and ran on: the order came while the node still read the job's records."""
+    with owner(folder, hosts) as node:
+        node.ready()
+        here, client = node.place, client_of(node.place.home)
+        order = {"out": "halted", "data": str(data), "rank": 4, "batch": 1, "epochs": 50, "validation": 0.0}
+        job = {"job": client.post("/control/jobs", order)["job"]}
+        wait_until(lambda: job_named(here, "halted")["step"] >= 1, "a step is done")
+        client.post("/control/jobs/pause", job)
+        wait_until(lambda: job_named(here, "halted")["status"] == "paused", "the job is paused")
+        with ThreadPoolExecutor(1) as pool:
+            resumed = pool.submit(client_of(here.home).post, "/control/jobs/resume", job)
+            client.post("/control/jobs/stop", job)
+            with suppress(AppError):  # it was stopped first
+                resumed.result(PATIENCE_S)
+        wait_until(lambda: job_named(here, "halted")["status"] == "stopped", "the job is stopped")
+        assert not (here.home / "jobs" / job["job"] / "state").exists()
 
 
 def check_replies(here: Place) -> None:

@@ -36,10 +36,11 @@ from ui.draw.first_run_offers import choice_rows, ordered
 from ui.draw.rows import text_of
 from ui.screens.first_run import FirstRun
 from ui.screens.frame import TABS
-from ui.screens.invite import GuestList, limit_words
+from ui.screens.invite import GuestList, limit_words, nobody_new
 from ui.screens.memory_cap import cap_rows, moved
 from ui.state.follower import START_AGAIN, Follower
 from ui.state.store import ConnectionState
+from ui.widgets.ask_box import AskBox
 from ui.widgets.footer import FooterKey, fitting
 
 NEAR = OfferView("pond#1a2b3c4d", "a llama", FitView(8, 8), 5, nearby="lan", members=2, tokens_per_s=40.0)
@@ -487,9 +488,20 @@ def test_esc_after_the_swarm_is_created_leads_to_the_dashboard() -> None:
         await until(app, pilot, lambda: first.state.step == 2)
         await settle(app, pilot)
         assert "esc look around first" in text_of_screen(app)
+        await pilot.press(*"why")
         await pilot.press("escape")
         await until(app, pilot, lambda: not first.is_attached)
         assert len(node.created) == 1
+        await pilot.press("3")
+        await until(app, pilot, lambda: app.current_mode == "chat")
+        await settle(app, pilot)
+        assert app.screen.query_one(AskBox).text == "why"  # what was typed is not lost
+        await pilot.press("1", *["backspace"] * 4)
+        await pilot.press("ctrl+o", "1")
+        await until(app, pilot, lambda: app.current_mode == "overview")
+        await pilot.press("3")
+        await until(app, pilot, lambda: app.current_mode == "chat")
+        assert app.screen.query_one(AskBox).text == ""
 
     driven(node, drive, size=(80, 24))
 
@@ -692,7 +704,10 @@ def test_a_search_of_the_hub_that_fails_gives_the_words_back() -> None:
         app.store.take(EMPTY)
         await pilot.press("c")
         await until(app, pilot, lambda: "llama" in text_of_screen(app))
-        await pilot.press(*"lla", "down", "enter")
+        await until(app, pilot, lambda: "context " in text_of_screen(app))
+        await pilot.press(*"lla", "down")
+        await until(app, pilot, lambda: "context " not in text_of_screen(app))  # it is of the model, not of the search
+        await pilot.press("enter")
         await until(app, pilot, lambda: "searching the Hugging Face Hub for “lla”…" in text_of_screen(app))
         await until(app, pilot, lambda: "llama" not in text_of_screen(app))
         await pilot.press("enter")
@@ -847,9 +862,19 @@ def test_the_keys_of_an_invite_are_in_view(size: tuple[int, int]) -> None:
         await pilot.press("i")
         await until(app, pilot, lambda: "a2b3" in text_of_screen(app))
         await until(app, pilot, lambda: "y copy" in text_of_screen(app) and "esc close" in text_of_screen(app))
-        assert "No one has joined with it yet." in text_of_screen(app)
+        known = app.store.snapshot
+        assert known is not None
+        assert nobody_new(known) in text_of_screen(app)  # who joined before the dialog was opened is counted
 
     driven(Inviting(), drive, size=size)
+
+
+def test_an_invite_without_arrivals_says_who_is_there_already() -> None:
+    """It said that nobody had joined with it, also when it was opened again after somebody had."""
+    known = replace(HEALTHY, peers=PEERS[:2])
+    assert nobody_new(known) == "2 other members now. New ones appear here."
+    gone = tuple(replace(peer, state=state) for peer, state in zip(known.peers, ("dead", "left"), strict=True))
+    assert nobody_new(replace(known, peers=gone)) == "No other member yet. New ones appear here."
 
 
 @pytest.mark.parametrize(

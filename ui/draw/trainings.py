@@ -32,11 +32,12 @@ def training_rows(job: TrainingView, name_of: NameOf, width: int, height: int) -
 
 def training_facts(job: TrainingView, name_of: NameOf) -> list[tuple[str, str]]:
     """Everything known about a training job, as names and values."""
+    coming = "" if job.status == "finished" else f", the next one of {plural(job.every, 'step')}"
     facts = [
         ("job", job.job),
         ("name", job.name),
         ("status", f"{job.status}: {job.why}" if job.why else job.status),
-        ("round", f"{job.round}, step {job.step} of {job.steps}, the next one of {plural(job.every, 'step')}"),
+        ("round", f"{job.round}, step {job.step} of {job.steps}{coming}"),
         ("tokens", f"{job.tokens}, {known_rate(job.tokens_per_s)} tok/s in the last round"),
         ("in steps", _utilisation(job)),
         ("bytes", f"{job.bytes_per_round} in the last round, as {job.wire}"),

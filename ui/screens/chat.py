@@ -121,6 +121,7 @@ class Chat(MainScreen):
         self.sampling = Sampling.chosen(self._kept.choice("sampling"))
         known_all = self._kept.all()
         await self._open(known_all[0].id if known_all else None)
+        self._take_unsent()
         self.set_interval(0.25, self._tick)
 
     def on_unmount(self) -> None:
@@ -136,6 +137,13 @@ class Chat(MainScreen):
     def arrive(self) -> None:
         """Focus the input at once: whoever comes to the chat types, and may begin with a digit."""
         self.set_focus(self.query_one(AskBox))
+        self._take_unsent()
+
+    def _take_unsent(self) -> None:
+        """Put the question that was not sent in the first run into the input, unless something is typed there."""
+        if self.dashboard.unsent and not self._typed:
+            self._type(self.dashboard.unsent)
+            self.dashboard.unsent = ""
 
     def before_key(self, event: events.Key) -> None:
         """Focus the input if a letter is typed elsewhere: it must not be taken as a command to the node.

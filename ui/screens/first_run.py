@@ -244,8 +244,12 @@ class FirstRun(Dialog[None]):
         self.show()
 
     def action_back(self) -> None:
-        """Go back to the step before; once the node is in its swarm nothing is left to choose, and the page closes."""
+        """Go back to the step before; once the node is in its swarm nothing is left to choose, and the page closes.
+
+        A question that was typed then waits in the chat.
+        """
         if self.state.step == 2:
+            self.dashboard.unsent = self.state.typed.strip()
             self.close()
         elif not self.state.busy:
             self.state.step, self.state.problem = 0, ""

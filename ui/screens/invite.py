@@ -15,7 +15,7 @@ from app.api.client import Client
 from app.core.terminal_text import one_line, qr_code, short_peer
 from app.snapshot.views import GuestView, PeerView, Snapshot
 from ui.draw.node import now_ms
-from ui.draw.numbers import duration, rate
+from ui.draw.numbers import duration, plural, rate
 from ui.draw.rows import Row, row
 from ui.node_app import NodeApp
 from ui.state.store import Store
@@ -111,6 +111,13 @@ def request_row(guest: GuestView) -> Row:
     return row(("?", "warning"), " ", (who, "b"), " asks to join")
 
 
+def nobody_new(known: Snapshot) -> str:
+    """Words for a list without arrivals; it is empty each time the dialog is opened, whoever joined before."""
+    others = sum(peer.state not in ("dead", "left") for peer in known.peers)
+    now = f"{plural(others, 'other member')} now" if others else "No other member yet"
+    return f"{now}. New ones appear here."
+
+
 class GuestPanel(RowWidget):
     """Shows the peers that ask to join, and those that arrived since the invite was opened."""
 
@@ -129,7 +136,7 @@ class GuestPanel(RowWidget):
         refused = [note for note in self.store.notes if note.kind == "knock" and note.at_ms >= self.opened_ms]
         rows += [row(("×", "error"), f" {one_line(refused[-1].text)}")] if refused else []
         rows += [request_row(guest) for guest in known.requests]
-        return (rows or [row(("No one has joined with it yet.", "dim"))])[-height:]
+        return (rows or [row((nobody_new(known), "dim"))])[-height:]
 
 
 class InviteScreen(Dialog[None]):

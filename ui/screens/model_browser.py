@@ -141,6 +141,9 @@ class ModelBrowser(Dialog[str | None]):
     def highlighted(self, event: OptionList.OptionHighlighted) -> None:
         """Ask the node what the highlighted model needs, unless it would have to be downloaded for that."""
         name = event.option_id or ""
+        if name == _HUB and self._previewed:
+            self._previewed = ""
+            self._say("")  # what was known of the model that was highlighted before
         model = next((m for m in self._models if m.name == name), None)
         if model is None or name == self._previewed:
             return

@@ -137,6 +137,20 @@ async def test_a_reply_that_fails_while_this_node_is_paused_says_so(autojump_clo
                     pass
 
 
+async def test_a_reply_that_fails_while_this_node_serves_other_blocks_says_what_helps(
+    autojump_clock: MockClock,
+) -> None:
+    """It said to wait for a member, although more memory for the only node would do."""
+    async with open_swarm((0, 3)) as swarm:
+        asker = await swarm.asker()
+        swarm.announcements["asker"] = Announcement("asker", 1, 0, "", "serving", Span(0, 3))
+        with pytest.raises(NoRoute, match=r"nobody serves block 3 now: wait .* raise this node's memory limit"):
+            await waits_of(asker)
+        swarm.announcements["asker"] = Announcement("asker", 1, 0, "", "client")
+        with pytest.raises(NoRoute, match="nobody serves block 3 now; wait until a member hosts it"):
+            await waits_of(asker)
+
+
 def loads(swarm: SessionSwarm, span: Span) -> None:
     """Let the asker's own node announce that it loads blocks."""
     swarm.announcements["asker"] = Announcement("asker", 1, 0, "", "loading", span)

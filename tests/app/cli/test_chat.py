@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -231,26 +230,6 @@ def test_words_are_not_broken_and_markup_is_not_shown() -> None:
     assert "[red]" in shown
 
 
-def test_a_growing_reply_leaves_room_for_the_echo_of_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The terminal writes ^C behind a row; if that wrapped, the row would not be erased and stand there twice."""
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    for name, value in (("TERM", "xterm"), ("COLUMNS", "20"), ("LINES", "10"), ("NO_COLOR", "1")):
-        monkeypatch.setenv(name, value)
-    printer = MarkdownPrinter()
-    printer.write("several ordinary words that make up one paragraph")
-    printer._live.refresh()
-    printer.end()
-    rows = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue()))
-    assert "several ordinary" in {row.rstrip() for row in rows}
-    assert max(len(row) for row in rows) == 20 - len("^C")
-
-
 def test_a_silent_reply_says_what_it_waits_for_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -267,7 +246,8 @@ def test_a_silent_reply_says_what_it_waits_for_until_it_goes_on(monkeypatch: pyt
         printer._live.refresh()
         return terminal.getvalue()[before:]
 
-    printer = MarkdownPrinter(lambda: "pike left", lambda: now[0])
+    reason = ["pike left"]
+    printer = MarkdownPrinter(lambda: reason[0], lambda: now[0])
     printer._live.auto_refresh = False
     assert "pike left" not in refreshed_at(101.9)
     assert "pike left · 2 s · Ctrl-C stops" in refreshed_at(102.0)
@@ -275,6 +255,9 @@ def test_a_silent_reply_says_what_it_waits_for_until_it_goes_on(monkeypatch: pyt
     assert "pike left" not in refreshed_at(103.0)
     shown = refreshed_at(109.0)
     assert shown.index("The sea") < shown.index("pike left · 7 s · Ctrl-C stops")
+    reason[0] = "pike left: waiting up to 60 s for another host of blocks 10:30, or for this node"
+    shown = refreshed_at(119.0)
+    assert "pike left: waiting up to 60 s for another host of blocks … · 17 s · Ctrl-C stops" in shown
     printer.write(" is wide.")
     before = len(terminal.getvalue())
     printer.end()
@@ -348,6 +331,7 @@ def test_a_broken_model_is_one_line_that_names_it(
         (["--model", "tiny-random", " "], 2, "the prompt is empty"),
         (["--model", "tiny-random", "x" * 100_000], 1, "context"),
         (["--model", "tiny-random", "--device", "cuda:99", "hello"], 1, "cuda:99"),
+        (["--swarm", "pond", "hello"], 2, "--swarm asks a swarm, --local asks none"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -356,6 +340,13 @@ def test_bad_input_is_one_line(
     assert main([*LOCAL, *arguments]) == status
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+@pytest.mark.parametrize("option", ["--model", "--device"])
+def test_what_a_swarm_would_ignore_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", option, "cpu", "hello"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{option} is for --local: a swarm replies with its own model" in line
 
 
 def test_without_a_node_the_way_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,7 +95,19 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_gets_one_line_that_is_redrawn() -> None:
+@pytest.mark.parametrize(
+    ("columns", "last"),
+    [
+        (100, f"starter [{'#' * 30}] 100%  100.0 MB of 100.0 MB, 20.0 MB/s"),
+        (78, f"starter [{'#' * 29}] 100%  100.0 MB of 100.0 MB, 20.0 MB/s"),
+        (50, "starter 100%  100.0 MB of 100.0 MB, 20.0 MB/s"),
+        (42, "sta 100%  100.0 MB of 100.0 MB, 20.0 MB/s"),
+        (20, " 100%  100.0 MB of "),
+    ],
+)
+def test_a_terminal_gets_one_line_that_is_redrawn(columns: int, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line as long as the terminal is wide would wrap, and each redraw would leave a row behind."""
+    monkeypatch.setenv("COLUMNS", str(columns))
     now = [0.0]
     stream = Terminal()
     bar = ProgressBar("starter", stream, lambda: now[0])
@@ -107,7 +119,9 @@ def test_a_terminal_gets_one_line_that_is_redrawn() -> None:
     drawn = stream.getvalue()
     assert drawn.count("\n") == 1
     assert 40 <= drawn.count("\r") <= 55  # ten times a second at most, for five seconds
-    assert drawn.endswith(f"\rstarter [{'#' * 30}] 100%  100.0 MB of 100.0 MB, 20.0 MB/s\x1b[K\n")
+    rows = drawn.removesuffix("\n").split("\x1b[K")
+    assert max(len(row.removeprefix("\r")) for row in rows) < columns
+    assert rows[-2:] == [f"\r{last}", ""]
 
 
 def test_a_log_gets_a_few_lines() -> None:

@@ -66,6 +66,21 @@ def test_a_job_whose_process_was_killed_is_paused(jobs: JobStore) -> None:
     assert jobs.find(job.record.id).progress == replace(progress, status="paused")
 
 
+def test_nobody_begins_to_run_a_job_while_it_is_stopped(jobs: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = jobs.create(RECORD, SOURCE)
+    save = jobs.save_progress
+
+    def begun_meanwhile(job_id: str, progress: Progress) -> None:
+        with pytest.raises(AppError, match="is running in another process"):
+            jobs.hold(job_id)
+        save(job_id, progress)
+
+    monkeypatch.setattr(jobs, "save_progress", begun_meanwhile)
+    assert not jobs.end(job, "stop")
+    assert jobs.find(RECORD.id).progress.status == "stopped"
+    jobs.hold(RECORD.id).release()  # it is free again
+
+
 @pytest.mark.parametrize("wish", ["pause", "stop"])
 def test_a_job_that_has_ended_stays_as_it_ended(jobs: JobStore, wish: Literal["pause", "stop"]) -> None:
     jobs.create(RECORD, SOURCE)
