@@ -341,14 +341,14 @@ async def test_a_peer_cannot_have_others_dialled_again_and_again() -> None:
 
 
 async def _asks_to_punch(connection: Connection) -> bool:
-    stream = await connection.open_stream(DCUTR)
+    message = HolePunch(PunchType.CONNECT, (address_bytes(parse_address("/ip4/8.8.8.8/tcp/1")),))
     try:
-        await send_message(stream, HolePunch(PunchType.CONNECT, (address_bytes(parse_address("/ip4/8.8.8.8/tcp/1")),)))
+        stream = await connection.open_stream(DCUTR)
+        await send_message(stream, message)
         await receive_message(stream, HolePunch)
     except P2PError:
         return False
-    finally:
-        await stream.reset()
+    await stream.reset()
     return True
 
 
