@@ -103,10 +103,8 @@ class MarkdownPrinter:
             return growing
         if now - self._asked_at >= _ASK_EVERY_S:
             self._reason, self._asked_at = self._waits_for(), now
-        words = Text(self._reason or "waiting for the next piece", style="dim", no_wrap=True, overflow="ellipsis")
-        rest = f" · {silent_s:.0f} s · Ctrl-C stops"
-        words.truncate(max(1, self._console.width - len(rest)), overflow="ellipsis")  # the way out is always shown
-        return Group(growing, words.append(rest))
+        words = f"{self._reason or 'waiting for the next piece'} · {silent_s:.0f} s · Ctrl-C stops"
+        return Group(growing, Text(words, style="dim"))
 
     def _print(self, text: str) -> None:
         if not self._is_first:
@@ -125,7 +123,7 @@ class _LastRows:
         from rich.segment import Segment
 
         rows = console.render_lines(self._inner, options, pad=False)
-        for row in rows[-max(1, console.height - 2) :]:
+        for row in rows[-max(1, console.height - 3) :]:  # the reason below may take two rows
             yield from row
             yield Segment.line()
 
