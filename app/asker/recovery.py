@@ -16,16 +16,11 @@ SLOW_LINK_BYTES_PER_S = 250_000  # tokens may be under way for as long as such a
 
 
 class HopFailed(Exception):
-    """A hop cannot be used now; `blameless` if that is not its fault, or was reported already.
+    """A hop cannot be used now; `blameless` if that is not its fault, or was reported already."""
 
-    `leaves` if it only announced that, and goes on until another hop takes over.
-    """
-
-    def __init__(
-        self, peer: str, why: Reason, *, busy: bool = False, blameless: bool = False, leaves: bool = False
-    ) -> None:
+    def __init__(self, peer: str, why: Reason, *, busy: bool = False, blameless: bool = False) -> None:
         super().__init__(why.text)
-        self.peer, self.why, self.busy, self.blameless, self.leaves = peer, why, busy, blameless, leaves
+        self.peer, self.why, self.busy, self.blameless = peer, why, busy, blameless
 
 
 class HopLoss(NamedTuple):

@@ -430,7 +430,7 @@ class RouteHops:
         elif error.code in ("input", "gap") and not self._suspect_link_to(peer):
             self.trouble = HopFailed(peer, why)
             return
-        self.trouble = self.trouble or HopFailed(peer, why, blameless=True, leaves=error.code == "draining")
+        self.trouble = self.trouble or HopFailed(peer, why, blameless=True)
 
     def _cannot_adapt(self, peer: str, why: Reason) -> None:
         """Use a peer no more in this session: it cannot compute with the adapter. Other sessions are not concerned."""
@@ -992,7 +992,7 @@ class RouteSession:
         hops = self._hops
         begin = trio.current_time() if self._settled else self._begun_at
         wait_s = self._settings.new_route_s if self._settled else self._settings.first_route_s
-        self.recoveries += bool(self._settled) and hops.trouble is not None and not hops.trouble.leaves
+        self.recoveries += bool(self._settled) and hops.trouble is not None
         self._better = ()
         while True:
             await trio.sleep(self._note_failure())

@@ -207,7 +207,6 @@ async def test_a_draining_hop_hands_over_without_a_gap(autojump_clock: MockClock
         assert drained == [True]
         assert [hop.peer for hop in stats.route] == ["n0", "n4", "n2"]
         assert stats.longest_gap_s < 0.5
-        assert stats.recoveries == 0  # no hop has failed
         swarm.announcements.pop("n1")
         await no_leaks(swarm)
 
@@ -230,7 +229,6 @@ async def test_a_draining_hop_stays_until_somebody_can_take_over(autojump_clock:
         stats = await disturbed(await swarm.asker(), 5, begin, 200)
         assert drained == [True]
         assert stats.longest_gap_s < 0.5
-        assert stats.recoveries == 0
         assert [hop.peer for hop in stats.route] == ["n0", "relief"]
         await no_leaks(swarm)
 
