@@ -180,15 +180,22 @@ class GraphWriter:
         wanted = torch.get_num_threads() if self._level == _FLOAT32 else weights // WEIGHTS_PER_THREAD
         return max(1, min(wanted, torch.get_num_threads()))
 
-    def compile(self) -> Graph:
-        """Return the graph, ready to run."""
+    def compile(self, spin_us: int = 0) -> Graph:
+        """Return the graph, ready to run.
+
+        Each graph has its threads. Those that wait for work sleep, or first look for it in a loop for `spin_us`: for
+        a graph of many operations, which runs alone, that saves waking them for each. Between two runs they sleep.
+        """
         ort = runtime()
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = self._threads()
-        # Each graph has its threads, which sleep while it does not run. Those of a pool for all graphs would wait for
-        # work in a loop, and take ten times the processor's time on a busy machine.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        settings = {"intra_op.allow_spinning": "0"}
+        if spin_us:
+            settings = {"intra_op.allow_spinning": "1", "intra_op.spin_duration_us": str(spin_us)}
+            settings["force_spinning_stop"] = "1"
+        for name, value in settings.items():
+            options.add_session_config_entry(f"session.{name}", value)
         constants, names, values = b"", [], []
         for name, tensor in self._constants.items():
             described = b"".join(_field(1, size) for size in tensor.shape) + _field(2, _TYPES[tensor.dtype])

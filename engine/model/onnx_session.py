@@ -28,6 +28,7 @@ from engine.model.onnx_block import (
 from engine.model.onnx_graph import Graph, GraphWriter, Shifted, many_rows
 
 MAX_ROWS = 8  # of a step: a token, and those that a draft guessed
+SPIN_US = 50  # a sixth of a step less on two quiet cores; 200 are no faster, and slower beside other programs
 MAX_BINDINGS = 64  # places in the pool and numbers of rows whose addresses are kept
 
 
@@ -141,4 +142,4 @@ def _whole_span(
     writer.output(writer.add("Add", [down, residual]), ("N", hidden))
     for name in caches:
         writer.output(name, shape)
-    return writer.compile()
+    return writer.compile(SPIN_US)
