@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import re
 import struct
 import sys
 import time
@@ -189,11 +191,14 @@ class GraphWriter:
         ort = runtime()
         options = ort.SessionOptions()
         options.log_severity_level = 3
-        options.intra_op_num_threads = self._threads()
+        options.intra_op_num_threads = threads = self._threads()
         settings = {"intra_op.allow_spinning": "0"}
         if spin_us:
             settings = {"intra_op.allow_spinning": "1", "intra_op.spin_duration_us": str(spin_us)}
             settings["force_spinning_stop"] = "1"
+        if threads > 1 and (cores := _other_cores()):
+            chosen = (cores[index % len(cores)] + 1 for index in range(threads - 1))  # the runtime counts from 1
+            settings["intra_op_thread_affinities"] = ";".join(map(str, chosen))
         for name, value in settings.items():
             options.add_session_config_entry(f"session.{name}", value)
         constants, names, values = b"", [], []
@@ -215,6 +220,16 @@ class GraphWriter:
         model = _field(1, _IR_VERSION) + _field(7, graph) + opsets
         session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         return Graph(session, tuple(self._constants.values()))
+
+
+def _other_cores() -> list[int]:
+    """Return the cores for a graph's further threads, if this thread is bound to one; they would inherit it.
+
+    A node has OpenMP bind torch's threads to cores that `OMP_PLACES` names, this thread to the first.
+    """
+    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    named = {int(core) for core in re.findall(r"\d+", os.environ.get("OMP_PLACES", ""))}
+    return sorted(named - own) if len(own) == 1 else []
 
 
 class Shifted(NamedTuple):
