@@ -163,6 +163,14 @@ def test_windows_and_caches_in_8_bits_are_computed_by_blocks(case: str, cache: C
     assert other.step(torch.randn(1, 96), [Segment(other.open(4), 0, 1)]).isfinite().all()
 
 
+def test_a_graphs_threads_are_on_other_cores_than_a_thread_that_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda thread: {3}, raising=False)
+    monkeypatch.setenv("OMP_PLACES", "{3},{0},{12}")
+    assert onnx_graph._other_cores() == [0, 12]
+    monkeypatch.setattr("os.sched_getaffinity", lambda thread: {0, 3}, raising=False)
+    assert onnx_graph._other_cores() == []  # the system chooses
+
+
 def test_a_span_that_grew_or_shrank_is_one_graph_again(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, VARIANT["llama"], "Q8_0")
