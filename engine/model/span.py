@@ -5,6 +5,7 @@ Knows no tokens and no peers: hidden states go in, hidden states come out.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ from engine.model.triton_trials import triton_grids_work
 from engine.sources.base import ModelSource, block_part
 from engine.sources.device_reader import DeviceReader
 from engine.sources.tensors import PartReader
+
+log = logging.getLogger("shoal.engine.onnx")
 
 PREFILL_ROWS = 256  # rows of the largest step that a server runs
 BlockAdapter = Callable[[Block], Multiply]  # the products of a block with an adapter
@@ -100,7 +103,10 @@ class SpanRunner:
         """Compile all blocks as one graph for steps of a single session, where a CPU can."""
         if self.is_complete and self._cpu_graphs.covers(self.blocks) and can_join(self.config, self.blocks, self.pool):
             weights = self._cpu_graphs.weights(self.blocks)
-            self._session_graph = SessionGraph(self.config, self.blocks, weights, self.pool)
+            try:
+                self._session_graph = SessionGraph(self.config, self.blocks, weights, self.pool)
+            except Exception as error:  # the runtime of an unknown machine can raise almost any exception
+                log.warning("the blocks cannot be one graph on this machine (%s): they are computed one by one", error)
 
     def keep(self, start: int, stop: int) -> None:
         """Free all blocks but [start, stop), with their cache; sessions that use others must be closed before.

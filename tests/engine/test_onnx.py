@@ -163,6 +163,16 @@ def test_windows_and_caches_in_8_bits_are_computed_by_blocks(case: str, cache: C
     assert other.step(torch.randn(1, 96), [Segment(other.open(4), 0, 1)]).isfinite().all()
 
 
+def test_blocks_that_cannot_be_one_graph_are_computed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel for this machine")
+
+    monkeypatch.setattr("engine.model.span.SessionGraph", fails)
+    span = random_span(CONFIGS["plain"], quantisation="int4")
+    assert span._session_graph is None
+    assert span.step(torch.randn(1, 96), [Segment(span.open(4), 0, 1)]).isfinite().all()
+
+
 def test_a_graphs_threads_are_on_other_cores_than_a_thread_that_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda thread: {3}, raising=False)
     monkeypatch.setenv("OMP_PLACES", "{3},{0},{12}")
