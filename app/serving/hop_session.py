@@ -73,8 +73,7 @@ class HopSession:
 
     __slots__ = (
         "adapter", "asker", "counters", "dtype", "epoch", "fetching", "gap_told", "given_to", "heard_at", "id", "kept",
-        "kept_from",
-        "key", "length", "received", "rests_until", "revision", "row_bytes", "send_from", "turn",
+        "kept_from", "key", "length", "received", "rests_until", "revision", "row_bytes", "send_from", "turn",
     )  # fmt: skip
 
     def __init__(self, id: bytes, asker: str, epoch: int, turn: EpochOrder, heard_at: float) -> None:

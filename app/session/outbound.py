@@ -232,7 +232,7 @@ class PeerOutbox:
     async def close(self) -> None:
         """Reset the stream and forget what waits; later messages are dropped."""
         self.broken = True
-        self._forget_all()
+        self._backlog.take_all()
         await self.stream.reset()
 
     async def _flush(self) -> None:
@@ -247,10 +247,7 @@ class PeerOutbox:
             self.broken = True
         self._flushing = False
         if self.broken:
-            self._forget_all()
-
-    def _forget_all(self) -> None:
-        self._backlog.drop(lambda frame: True)
+            self._backlog.take_all()
 
 
 class PeerOutboxes(Generic[SendableT]):
