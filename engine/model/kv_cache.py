@@ -361,7 +361,7 @@ class KVPool:
         self.pages = Pages(max(budget_bytes // (per_token * PAGE_TOKENS), 0))
         self.total_tokens = self.pages.free_count * PAGE_TOKENS
         self.bytes_per_token = per_token
-        self.device = device
+        self.device = torch.empty(0, device=device).device  # with its number: tensors on "cuda" are on "cuda:0"
         self.dtype = dtype  # of the numbers that attention computes with
         self.cache = cache
         self.leases: set[KVLease] = set()
