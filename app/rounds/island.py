@@ -270,7 +270,7 @@ class Island:
         self._nursery: trio.Nursery
         self._leaving = False
         self._has_state = False
-        self._was_resumed = False  # it goes on from a state on disk, where no moments are
+        self._asked_in = 0  # the latest round in which others were asked for moments; before it, nobody has any
 
     @property
     def peer(self) -> str:
@@ -333,7 +333,7 @@ class Island:
         if states is not None:
             self.standing = replay(self.record, entries)
             await self._device.run(self._model.load, states)
-            self.log, self._was_resumed = list(entries), True
+            self.log = list(entries)
             self._heads |= {entry.hash for entry in entries}
         self._model.codec, self._model.round = self.standing.codec, self.standing.round
         found = await self._device.run(self._model.states)
@@ -369,15 +369,16 @@ class Island:
                 raise LeftOut(f"the others left this island out of {self.record.name}: {why}")
             if self._ahead is not None or self._behind():
                 await self._catch_up()
-            elif self._was_resumed and self._moments.are_lacking and (others := self._same_head(self.head)):
-                self._was_resumed, question = False, Question(others)
-                self._nursery.start_soon(self._moments.ask, question)
-                await self._moments.take(question, {})
             elif self.is_finished or self.peer not in standing.members or not self._has_state:
                 outside = self._has_state and not self.is_finished
                 self.figures.waiting = f"waits until round {standing.round} of the others is over" if outside else ""
                 with trio.move_on_after(self.timing.hello_s):
                     await self._news.wait()
+            elif standing.round > self._asked_in and self._moments.are_lacking:
+                alive = self.alive()
+                self._asked_in, question = standing.round, Question([one for one in standing.members if one in alive])
+                self._nursery.start_soon(self._moments.ask, question)
+                await self._moments.take(question, {})
             else:
                 began = trio.current_time()
                 self.figures.waiting = ""
@@ -847,7 +848,7 @@ class Island:
         if root_over(parts) != standing.root or [part.size_bytes for part in parts] != self._sizes:
             raise RecordError(f"{peer} names other parts than those of round {standing.round}")
         holders = list(dict.fromkeys([peer, *self._same_head(standing.prev)]))[:8]
-        gave, question = Counter[str](), Question(holders)
+        self._asked_in, gave, question = standing.round, Counter[str](), Question(holders)
         self._nursery.start_soon(self._moments.ask, question)
         states = await self._states.fetch(self.record.id[:16], parts, holders, gave)
         await self._device.run_later(self._model.load, states)

@@ -96,6 +96,22 @@ async def test_a_newcomer_takes_over_moments(tmp_path: Path, patient_clock: Mock
             assert len(kept) <= (0 if node is late else 2 * len(node.model.moments_bytes))
 
 
+async def test_who_had_to_wait_for_a_place_takes_over_moments(
+    tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has had each state since the first round, so that it never fetches one; with fresh moments it is left out."""
+    monkeypatch.setattr("app.rounds.log.MAX_MEMBERS_TOGETHER", 3)
+    async with open_islands(tmp_path, 0, 1, 2, 3, steps=60) as swarm:
+        await swarm.until(lambda: swarm.nodes[0].island.standing.round >= 3)
+        outside = next(node for node in swarm.nodes.values() if node.name not in swarm.nodes[0].island.standing.members)
+        assert outside.island.figures.steps == outside.island.figures.fetched == 0
+        swarm.kill(next(number for number, node in swarm.nodes.items() if node is not outside))
+        await swarm.until(lambda: outside.island.figures.steps > 0)
+        assert outside.model._model.version > outside.island.figures.steps  # others' steps are in its moments
+        await swarm.finished(*swarm.nodes)
+        assert not any(entry.doubted for entry in outside.island.log)
+
+
 async def test_wrong_moments_are_not_taken(tmp_path: Path, patient_clock: MockClock) -> None:
     def wrong(model: Any) -> None:
         honest = model.moments
