@@ -350,7 +350,7 @@ def product_tile(device: torch.device, rows: int, k_size: int, *, gated: bool) -
             return ProductTile(2, 4, min(2, most))
         return ProductTile(2, 2, 1, 3 if shared_bytes(device) > 128 << 10 else 1)
     if rows <= 8:
-        return ProductTile(1, 1, min(8 if most >= 16 else 4, most), registers=112)
+        return ProductTile(1, 1, min(8 if most >= 16 else 4, most), registers=None if torch.version.hip else 112)
     return ProductTile(1, 1, min(8 if rows <= 16 and most >= 16 else 4, most))
 
 
@@ -360,9 +360,9 @@ def overlaps(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def launch_options(device: torch.device) -> dict[str, bool]:
-    """What a kernel that is part of a chain of overlapping ones is launched with."""
-    return {"OVERLAPS": True, "launch_pdl": True} if overlaps(device) else {"OVERLAPS": False}
+def launch_options(x: Tensor) -> dict[str, bool]:
+    """What a kernel of a step with these rows is launched with; for more than eight, overlapping makes it slower."""
+    return {"OVERLAPS": True, "launch_pdl": True} if len(x) <= 8 and overlaps(x.device) else {"OVERLAPS": False}
 
 
 def shared_bytes(device: torch.device) -> int:
@@ -382,11 +382,12 @@ def multiply(
     padded = min(MOST_ROWS, max(8, triton.next_power_of_2(rows)))
     tile = product_tile(x.device, padded, grid.shape[1], gated=gated)
     per_program = TILE_ROWS * tile.width * (1 if gated else tile.tiles)
+    limits = {} if tile.registers is None else {"maxnreg": tile.registers}
     _grid_product_kernel[(triton.cdiv(rows, padded), triton.cdiv(n_out, per_program))](
         x, grid.integers, out, grid.scale, _or(grid.minimum, grid.scale), _or(bias, x), _or(residual, x), rows, n_out,
         _MASK, **_form(grid), ROWS=padded, TILES=tile.tiles, WIDTH=tile.width, SPLITS=tile.splits,
         STAGES=tile.stages, RUN=RUN, GATED=gated, BIAS=bias is not None, RESIDUAL=residual is not None,
-        num_warps=tile.width * tile.splits, maxnreg=tile.registers, **launch_options(x.device),
+        num_warps=tile.width * tile.splits, **limits, **launch_options(x),
     )  # fmt: skip
 
 

@@ -435,13 +435,13 @@ def product(x: Tensor, linear: Linear, out: Tensor, fold: Fold) -> None:
 
 
 def _normalised(x: Tensor, norm: Tensor, eps: float, *, overlaps: bool) -> Tensor:
-    out, size, options = torch.empty_like(x), x.shape[1], _launch_options(x.device, overlaps)
+    out, size, options = torch.empty_like(x), x.shape[1], _launch_options(x, overlaps)
     _norm_kernel[(x.shape[0],)](x, norm, out, eps, SIZE=size, BLOCK=triton.next_power_of_2(size), **options)
     return out
 
 
-def _launch_options(device: torch.device, overlaps: bool) -> dict[str, bool]:
-    return grid_kernels.launch_options(device) if overlaps else {"OVERLAPS": False}
+def _launch_options(x: Tensor, overlaps: bool) -> dict[str, bool]:
+    return grid_kernels.launch_options(x) if overlaps else {"OVERLAPS": False}
 
 
 class _Tile(NamedTuple):
@@ -509,7 +509,7 @@ def write(qkv: Tensor, cache: BlockCache, block: Block, config: ModelConfig, whe
         where.pages.shape[1],
         HEADS=config.n_heads, KV_HEADS=config.n_kv_heads, HALF=config.head_dim // 2, PAGE=PAGE_TOKENS,
         QK_NORM=block.k_norm is not None, INT8=cache.key_scales is not None, num_warps=1,
-        **_launch_options(qkv.device, isinstance(block.qkv, GridLinear)),
+        **_launch_options(qkv, isinstance(block.qkv, GridLinear)),
     )  # fmt: skip
 
 
@@ -526,7 +526,7 @@ def attend(
         HEADS=config.n_heads, KV_HEADS=config.n_kv_heads, HALF=config.head_dim // 2, GROUP=scratch.group,
         PAGE=PAGE_TOKENS, SPLITS=MAX_SPLITS, WINDOW=window or 0, QK_NORM=block.q_norm is not None,
         WRITTEN=written, INT8=cache.key_scales is not None, num_warps=ATTEND_WARPS,
-        **_launch_options(qkv.device, isinstance(block.qkv, GridLinear)),
+        **_launch_options(qkv, isinstance(block.qkv, GridLinear)),
     )  # fmt: skip
 
 
