@@ -5,6 +5,9 @@ an H200 about two for each weight. So integers are unpacked two at a time, and n
 exponent is the number offset + integer, which a tensor core multiplies exactly. The offset's part of the sum, and the
 minima, are a multiple of the sum of the row, and scales are applied to the sums of a group. Each warp works alone on
 its part of the columns; the tensors' dimensions repeat what a thread holds, so that no data moves between threads.
+
+These products are short, and between two of them a card would be idle. Where it can (`overlaps`), each kernel of a step
+begins before the one before it has ended, asks for its first weights, and waits only then for the input.
 """
 
 from __future__ import annotations
@@ -101,7 +104,8 @@ def _chunk_product(
     HIGH: tl.constexpr = 0x74007400 if HALF else 0x45004500  # of 16384 and 2048, whose last bit counts 16
     PLANES: tl.constexpr = (1024 if HALF else 128) + (0 if BITS == 4 else (16384 if HALF else 2048))
     OFFSET: tl.constexpr = PLANES + (0 if MINIMUM else ZERO)
-    constant = tl.full((PARTS * WARPS, TILES * 16, PART), 1.0 if MINIMUM else -OFFSET, dtype)
+    SAME: tl.constexpr = 1 if MINIMUM else TILES  # the sums of x are alike in all rows, so those of one tile do for all
+    constant = tl.full((PARTS * WARPS, SAME * 16, PART), 1.0 if MINIMUM else -OFFSET, dtype)
     sums = tl.dot(constant, _rows(x, WARPS, PART, PARTS, R, 2), input_precision="ieee")
     right = _rows(x, WARPS, PART, PARTS, R, RUN)
     left = _weights(words, mask, TILES, WARPS, PARTS, BITS, 0, LOW, NUMBER, RUN).to(dtype)
@@ -116,7 +120,7 @@ def _chunk_product(
     product = tl.reshape(part, (PARTS, WARPS, TILES, 2, 8, R, 4, 2)) * by
     if MINIMUM:
         rest = _spread(minimum, TILES, WARPS, PARTS, FACTORS) - OFFSET * by
-        product += tl.reshape(sums, (PARTS, WARPS, TILES, 2, 8, R, 4, 2)) * rest
+        product += tl.reshape(sums, (PARTS, WARPS, 1, 2, 8, R, 4, 2)) * rest
     acc += tl.sum(product, axis=0)
     return acc
 
@@ -146,13 +150,49 @@ def _chunk(split, done, CHUNKS: tl.constexpr, EVEN: tl.constexpr):
     return chunk
 
 
+@triton.jit
+def _chunk_weights(
+    words_ptr, scale_ptr, minimum_ptr, word, word_split, factor, factor_split, done,
+    CHUNKS: tl.constexpr, EVEN: tl.constexpr, FACTORS: tl.constexpr, MINIMUM: tl.constexpr,
+):  # fmt: skip
+    # Integers, scales and minima of the chunks that the warps take after `done` of them.
+    words = tl.load(words_ptr + word + _chunk(word_split, done, CHUNKS, EVEN) * 256, eviction_policy="evict_first")
+    factors = factor + _chunk(factor_split, done, CHUNKS, EVEN) * 16 * FACTORS
+    scale = tl.load(scale_ptr + factors)
+    minimum = scale
+    if MINIMUM:
+        minimum = tl.load(minimum_ptr + factors)
+    return words, scale, minimum
+
+
+@triton.jit
+def _chunk_sums(
+    acc, words, scale, minimum, x_ptr, at, column, done, mask,
+    K_SIZE: tl.constexpr, EVEN: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr,
+    PART: tl.constexpr, PARTS: tl.constexpr, FACTORS: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr,
+    R: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    # Load the rows of the same chunks, multiply, and add to the sums.
+    if EVEN:
+        x = tl.load(x_ptr + at + done * PART * PARTS)
+    else:
+        x = tl.load(x_ptr + at + done * PART * PARTS, mask=column + done * PART * PARTS < K_SIZE, other=0.0)
+    words = tl.reshape(words, (TILES, 2, WARPS, 8, 4, 4))
+    scale = tl.reshape(scale, (TILES, 2, WARPS, 8, 4, FACTORS))
+    minimum = tl.reshape(minimum, (TILES, 2, WARPS, 8, 4, FACTORS))
+    x = tl.reshape(x, (PARTS, R, WARPS, 8, 4, PART // 4))
+    return _chunk_product(
+        acc, words, scale, minimum, x, mask, BITS, ZERO, MINIMUM, PART, PARTS, FACTORS, TILES, WARPS, R, RUN
+    )
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _grid_product_kernel(
     x_ptr, words_ptr, out_ptr, scale_ptr, minimum_ptr, bias_ptr, residual_ptr, rows, n_out, mask,
     K_SIZE: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr,
     PART: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, RUN: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    RESIDUAL: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     # WIDTH * SPLITS warps: each multiplies TILES tiles with every SPLITS-th chunk of columns. With a gate, a warp's two
     # tiles are one of the gate and one of what it gates. What lies past the last row, tile or chunk is replaced by the
@@ -185,25 +225,43 @@ def _grid_product_kernel(
     column = tl.max_contiguous(column, LANE)
 
     acc = tl.zeros((WARPS, TILES, 2, 8, R, 4, 2), tl.float32)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
-        done = step * SPLITS
-        words = tl.load(words_ptr + word + _chunk(word_split, done, CHUNKS, EVEN) * 256, eviction_policy="evict_first")
-        factors = factor + _chunk(factor_split, done, CHUNKS, EVEN) * 16 * FACTORS
-        scale = tl.load(scale_ptr + factors)
-        minimum = scale
-        if MINIMUM:
-            minimum = tl.load(minimum_ptr + factors)
-        if EVEN:
-            x = tl.load(x_ptr + at + done * CHUNK)
-        else:
-            x = tl.load(x_ptr + at + done * CHUNK, mask=column + done * CHUNK < K_SIZE, other=0.0)
-        words = tl.reshape(words, (TILES, 2, WARPS, 8, 4, 4))
-        scale = tl.reshape(scale, (TILES, 2, WARPS, 8, 4, FACTORS))
-        minimum = tl.reshape(minimum, (TILES, 2, WARPS, 8, 4, FACTORS))
-        x = tl.reshape(x, (PARTS, R, WARPS, 8, 4, LANE))
-        acc = _chunk_product(
-            acc, words, scale, minimum, x, mask, BITS, ZERO, MINIMUM, PART, PARTS, FACTORS, TILES, WARPS, R, RUN
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+    if STAGES == 1:
+        # Each chunk is loaded while the one before it is multiplied, the first before the input is there.
+        words, scale, minimum = _chunk_weights(
+            words_ptr, scale_ptr, minimum_ptr, word, word_split, factor, factor_split, 0, CHUNKS, EVEN, FACTORS, MINIMUM
         )
+        if OVERLAPS:
+            tl.extra.cuda.gdc_wait()
+        for step in tl.range(0, STEPS - 1, num_stages=1):
+            done = step * SPLITS
+            next_words, next_scale, next_minimum = _chunk_weights(
+                words_ptr, scale_ptr, minimum_ptr, word, word_split, factor, factor_split, done + SPLITS,
+                CHUNKS, EVEN, FACTORS, MINIMUM,
+            )  # fmt: skip
+            acc = _chunk_sums(
+                acc, words, scale, minimum, x_ptr, at, column, done, mask,
+                K_SIZE, EVEN, BITS, ZERO, MINIMUM, PART, PARTS, FACTORS, TILES, WARPS, R, RUN,
+            )  # fmt: skip
+            words, scale, minimum = next_words, next_scale, next_minimum
+        acc = _chunk_sums(
+            acc, words, scale, minimum, x_ptr, at, column, (STEPS - 1) * SPLITS, mask,
+            K_SIZE, EVEN, BITS, ZERO, MINIMUM, PART, PARTS, FACTORS, TILES, WARPS, R, RUN,
+        )  # fmt: skip
+    else:
+        if OVERLAPS:
+            tl.extra.cuda.gdc_wait()
+        for step in tl.range(0, STEPS, num_stages=STAGES):
+            done = step * SPLITS
+            words, scale, minimum = _chunk_weights(
+                words_ptr, scale_ptr, minimum_ptr, word, word_split, factor, factor_split, done,
+                CHUNKS, EVEN, FACTORS, MINIMUM,
+            )  # fmt: skip
+            acc = _chunk_sums(
+                acc, words, scale, minimum, x_ptr, at, column, done, mask,
+                K_SIZE, EVEN, BITS, ZERO, MINIMUM, PART, PARTS, FACTORS, TILES, WARPS, R, RUN,
+            )  # fmt: skip
 
     total = tl.reshape(acc, (WIDTH, SPLITS, TILES, 2, 8, R, 4, 2))
     total = tl.sum(total, axis=1)  # (width, tiles, 2, 8, R, 4, 2)
@@ -275,7 +333,8 @@ class ProductTile(NamedTuple):
     tiles: int
     width: int
     splits: int
-    stages: int = 1  # loads under way; one passes no data through shared memory
+    stages: int = 1  # loads under way through shared memory; one: in registers, a chunk ahead
+    registers: int | None = None  # of a thread, at most; none is for the compiler to say
 
 
 @functools.cache
@@ -291,8 +350,19 @@ def product_tile(device: torch.device, rows: int, k_size: int, *, gated: bool) -
             return ProductTile(2, 4, min(2, most))
         return ProductTile(2, 2, 1, 3 if shared_bytes(device) > 128 << 10 else 1)
     if rows <= 8:
-        return ProductTile(2, 1, 16) if most >= 16 else ProductTile(1, 1, min(8, most))
+        return ProductTile(1, 1, min(8 if most >= 16 else 4, most), registers=None if torch.version.hip else 112)
     return ProductTile(1, 1, min(8 if rows <= 16 and most >= 16 else 4, most))
+
+
+@functools.cache
+def overlaps(device: torch.device) -> bool:
+    """True if kernels of a step can begin before the one before has ended: on NVIDIA's cards from Hopper on."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(x: Tensor) -> dict[str, bool]:
+    """What a kernel of a step with these rows is launched with; for more than eight, overlapping makes it slower."""
+    return {"OVERLAPS": True, "launch_pdl": True} if len(x) <= 8 and overlaps(x.device) else {"OVERLAPS": False}
 
 
 def shared_bytes(device: torch.device) -> int:
@@ -312,11 +382,12 @@ def multiply(
     padded = min(MOST_ROWS, max(8, triton.next_power_of_2(rows)))
     tile = product_tile(x.device, padded, grid.shape[1], gated=gated)
     per_program = TILE_ROWS * tile.width * (1 if gated else tile.tiles)
+    limits = {} if tile.registers is None else {"maxnreg": tile.registers}
     _grid_product_kernel[(triton.cdiv(rows, padded), triton.cdiv(n_out, per_program))](
         x, grid.integers, out, grid.scale, _or(grid.minimum, grid.scale), _or(bias, x), _or(residual, x), rows, n_out,
         _MASK, **_form(grid), ROWS=padded, TILES=tile.tiles, WIDTH=tile.width, SPLITS=tile.splits,
         STAGES=tile.stages, RUN=RUN, GATED=gated, BIAS=bias is not None, RESIDUAL=residual is not None,
-        num_warps=tile.width * tile.splits,
+        num_warps=tile.width * tile.splits, **limits, **launch_options(x),
     )  # fmt: skip
 
 

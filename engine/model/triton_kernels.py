@@ -1,8 +1,8 @@
 """Triton kernels for a decode step: products with few rows, and attention over the paged cache.
 
 A decode step reads every weight once and computes little, so memory bandwidth is the limit: norms, gates, residuals,
-rotations and cache writes are folded into the kernel that touches the data anyway. Programmatic dependent launch makes
-a step slower, so it is not used.
+rotations and cache writes are folded into the kernel that touches the data anyway. Kernels that overlap
+(`grid_kernels.overlaps`) make steps of weights in a grid faster, and those of 16 bits slower.
 
 Needs Triton and its C compiler; without them `engine.model.cuda_graphs` uses torch's own operations.
 """
@@ -48,12 +48,23 @@ def _load_weight(w_ptr, n, k, N_SIZE, K_SIZE: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _norm_kernel(x_ptr, norm_ptr, out_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _await_input():
+    # Let the kernel after this one begin, and wait until those before it have ended. What they read or wrote may be
+    # used only from here on; weights, and what was there before the step began, earlier.
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _norm_kernel(x_ptr, norm_ptr, out_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     row = tl.program_id(0)
     k = tl.arange(0, BLOCK)
+    weight = tl.load(norm_ptr + k, mask=k < SIZE, other=0.0).to(tl.float32)
+    if OVERLAPS:
+        _await_input()
     x = tl.load(x_ptr + row * SIZE + k, mask=k < SIZE, other=0.0).to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
-    x *= tl.load(norm_ptr + k, mask=k < SIZE, other=0.0).to(tl.float32)
+    x *= weight
     tl.store(out_ptr + row * SIZE + k, x.to(out_ptr.dtype.element_ty), mask=k < SIZE)
 
 
@@ -228,9 +239,11 @@ def _write_kernel(
     qkv_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, pages_ptr, position_ptr, cos_ptr, sin_ptr,
     k_norm_ptr, eps, slots, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, QK_NORM: tl.constexpr,
-    INT8: tl.constexpr,
+    INT8: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     # One program writes the new key and value of one row and one kv head.
+    if OVERLAPS:
+        _await_input()
     row, kv_head = tl.program_id(0), tl.program_id(1)
     position = tl.load(position_ptr + row)
     dims = tl.arange(0, HALF)
@@ -255,6 +268,7 @@ def _attend_kernel(
     pages_ptr, position_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps, scale, slots, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     SPLITS: tl.constexpr, WINDOW: tl.constexpr, QK_NORM: tl.constexpr, WRITTEN: tl.constexpr, INT8: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     # One program handles one row, one kv head with its group of query heads, and one part of the pages.
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -274,6 +288,8 @@ def _attend_kernel(
     qkv_row = qkv_ptr + row * (HEADS + 2 * KV_HEADS) * head_dim
     cos = tl.load(cos_ptr + row * HALF + dims)[None, :]
     sin = tl.load(sin_ptr + row * HALF + dims)[None, :]
+    if OVERLAPS:
+        _await_input()
 
     q_at = qkv_row + (kv_head * group_size + g)[:, None] * head_dim + dims[None, :]
     q_low = tl.load(q_at, mask=in_group[:, None], other=0.0).to(tl.float32)
@@ -383,7 +399,7 @@ def product(x: Tensor, linear: Linear, out: Tensor, fold: Fold) -> None:
     """Compute out (rows, n_out) = linear(norm(x)) with gate and residual as `fold` says; rows <= `MAX_ROWS`."""
     if isinstance(linear, GridLinear):
         assert isinstance(linear.grid, TiledGrid), "kernels read grids in tiles"
-        x = x if fold.norm is None else _normalised(x, fold.norm, fold.eps)
+        x = x if fold.norm is None else _normalised(x, fold.norm, fold.eps, overlaps=True)
         grid_kernels.multiply(x, linear.grid, out, linear.bias, fold.residual, gated=fold.gated)
         return
     weight = linear.quantised if isinstance(linear, Int8Linear) else linear.weight
@@ -408,7 +424,7 @@ def product(x: Tensor, linear: Linear, out: Tensor, fold: Fold) -> None:
         )  # fmt: skip
         return
     if fold.norm is not None:
-        x = _normalised(x, fold.norm, fold.eps)
+        x = _normalised(x, fold.norm, fold.eps, overlaps=False)
     tile = _product_tile(x.device, triton.next_power_of_2(max(rows, TILE_ROWS)), weight.dtype, fold.gated)
     even = n_out % tile.block_n == 0 and k_size % tile.block_k == 0
     _product_kernel[(triton.cdiv(n_out, tile.block_n),)](
@@ -418,10 +434,14 @@ def product(x: Tensor, linear: Linear, out: Tensor, fold: Fold) -> None:
     )  # fmt: skip
 
 
-def _normalised(x: Tensor, norm: Tensor, eps: float) -> Tensor:
-    out, size = torch.empty_like(x), x.shape[1]
-    _norm_kernel[(x.shape[0],)](x, norm, out, eps, SIZE=size, BLOCK=triton.next_power_of_2(size))
+def _normalised(x: Tensor, norm: Tensor, eps: float, *, overlaps: bool) -> Tensor:
+    out, size, options = torch.empty_like(x), x.shape[1], _launch_options(x, overlaps)
+    _norm_kernel[(x.shape[0],)](x, norm, out, eps, SIZE=size, BLOCK=triton.next_power_of_2(size), **options)
     return out
+
+
+def _launch_options(x: Tensor, overlaps: bool) -> dict[str, bool]:
+    return grid_kernels.launch_options(x) if overlaps else {"OVERLAPS": False}
 
 
 class _Tile(NamedTuple):
@@ -489,6 +509,7 @@ def write(qkv: Tensor, cache: BlockCache, block: Block, config: ModelConfig, whe
         where.pages.shape[1],
         HEADS=config.n_heads, KV_HEADS=config.n_kv_heads, HALF=config.head_dim // 2, PAGE=PAGE_TOKENS,
         QK_NORM=block.k_norm is not None, INT8=cache.key_scales is not None, num_warps=1,
+        **_launch_options(qkv, isinstance(block.qkv, GridLinear)),
     )  # fmt: skip
 
 
@@ -505,6 +526,7 @@ def attend(
         HEADS=config.n_heads, KV_HEADS=config.n_kv_heads, HALF=config.head_dim // 2, GROUP=scratch.group,
         PAGE=PAGE_TOKENS, SPLITS=MAX_SPLITS, WINDOW=window or 0, QK_NORM=block.q_norm is not None,
         WRITTEN=written, INT8=cache.key_scales is not None, num_warps=ATTEND_WARPS,
+        **_launch_options(qkv, isinstance(block.qkv, GridLinear)),
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ SIGNATURE = {
 CONSTANTS = {
     "K_SIZE": 4096, "GROUP": 32, "BITS": 4, "ZERO": 8, "MINIMUM": True, "PART": 32, "PARTS": 4, "ROWS": 8, "TILES": 1,
     "WIDTH": 1, "SPLITS": 4, "STAGES": 3, "RUN": grid_kernels.RUN, "GATED": False, "BIAS": False, "RESIDUAL": False,
+    "OVERLAPS": False,
 }  # fmt: skip
 
 
@@ -52,7 +53,7 @@ def attention_products(*, int8: bool) -> int:
         "pages_ptr": "*i32", "position_ptr": "*i32", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "k_norm_ptr": "*bf16",
         "eps": "fp32", "slots": "i32", "max_pages": "i32",
     }  # fmt: skip
-    constants = HEADS | {"INT8": int8}
+    constants = HEADS | {"INT8": int8, "OVERLAPS": True}
     compiled(triton_kernels._write_kernel, signature, constants, warps=1)
     signature |= {
         "out_ptr": "*bf16", "partial_ptr": "*fp32", "stats_ptr": "*fp32", "counter_ptr": "*i32", "q_norm_ptr": "*bf16",
@@ -60,6 +61,19 @@ def attention_products(*, int8: bool) -> int:
     }  # fmt: skip
     made = compiled(triton_kernels._attend_kernel, signature, constants | ATTEND)
     return int(made.asm["ptx"].count("mma.sync"))
+
+
+def overlapping() -> dict[str, int]:
+    """Compile a product that begins before its input is there; loads are those before it waits, and all."""
+    constants = CONSTANTS | {"TILES": 2, "STAGES": 1, "OVERLAPS": True}
+    made = compiled(grid_kernels._grid_product_kernel, SIGNATURE, constants, "n_out")
+    before, after = made.asm["ptx"].split("griddepcontrol.wait")
+    return {
+        "loads_before": before.count("ld.global"),
+        "loads_after": after.count("ld.global"),
+        "copies": made.asm["ttgir"].count("ttg.local_alloc %"),
+        "products": after.count("mma.sync"),
+    }
 
 
 def main() -> None:
@@ -71,6 +85,7 @@ def main() -> None:
         "copies": made.asm["ttgir"].count("ttg.local_alloc %"),
         "vectors": code.count("cp.async.cg.shared.global"),
         "products": code.count("mma.sync"),
+        "overlapping": overlapping(),
         "attention": {name: attention_products(int8=name == "int8") for name in ("own", "int8")},
     }
     sys.stdout.write(json.dumps(figures))

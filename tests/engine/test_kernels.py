@@ -242,6 +242,11 @@ def test_kernels_compile_and_weights_are_not_moved_between_threads() -> None:
     assert figures["shuffles"] <= 8  # of the sums at the end
     assert figures["copies"] == 0
     assert figures["vectors"] >= 6  # weights and rows are read 16 bytes at a time
+    overlapping = figures["overlapping"]
+    assert overlapping["loads_before"] >= 6  # weights of both tiles, before the input is waited for
+    assert overlapping["loads_after"] > overlapping["loads_before"]  # those of the next chunk, and the input
+    assert overlapping["copies"] == 0
+    assert overlapping["products"] == 2 * (4 * 2 * 2 + 4 * 2)  # weights of two tiles, and the input's sums once
     assert figures["attention"]["int8"] == figures["attention"]["own"] > 0  # over a cache of either form
 
 
