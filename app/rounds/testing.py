@@ -116,7 +116,8 @@ class ChangeTester:
     async def _tested(self, model: TryingModel, past: PastRound, test: DrawnTest) -> list[int]:
         """Return the ratios of losses with a change and without it: of what its author read, and of unseen text.
 
-        Both are 0 if that could not be measured, and the worst if the author does not show what it committed to.
+        Both are 0 if that could not be measured, and the worst if the author does not show what it committed to, or if
+        that is no change: in the round, its own share was seen by nobody else.
         """
         entry, deadline = past.entry, trio.current_time() + TEST_S
         arrival = next(one for one in entry.list.arrivals if one.peer == test.peer)
@@ -133,6 +134,9 @@ class ChangeTester:
         try:
             states = await self._states.fetch(self._record.id[:16], past.parts, ())
             losses = iter(await self._device.run_later(model.trial, states, leaves, past.standing.codec, used))
+        except TrainingError as error:
+            log.info("the change of %s in round %s is none: %s", test.peer, entry.round, error)
+            return [MOST_RATIO, MOST_RATIO]
         except (AppError, EngineError, trio.TooSlowError) as error:
             log.warning("the change of %s in round %s could not be tested: %s", test.peer, entry.round, error)
             return [0, 0]

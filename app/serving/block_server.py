@@ -78,6 +78,7 @@ from app.session.wire import (
     KNOWS_ADAPTERS,
     KNOWS_REVISIONS,
     PROTOCOL,
+    CacheGrant,
     EpochOrder,
     HopPace,
     Kind,
@@ -90,6 +91,7 @@ from app.session.wire import (
 from engine.errors import CacheFull, DeviceFull, EngineError, NotFinite, SessionError
 from p2p.errors import P2PError
 from p2p.rate_limit import PeerRateLimit
+from p2p.supervise import guarded
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -224,7 +226,7 @@ class HopSender:
             await self._answers[session.key].push(relayed)
 
     def _undeliverable(self, peer: str, frames: list[HopFrame]) -> None:
-        self._nursery.start_soon(self._relay_all, frames)
+        self._nursery.start_soon(guarded, "relaying outputs", self._relay_all, frames)
 
     async def _relay_all(self, frames: list[HopFrame]) -> None:
         for frame in frames:
@@ -233,7 +235,7 @@ class HopSender:
                 await self._relay(session, frame)
 
     def _link_lost(self, peer: str) -> None:
-        self._nursery.start_soon(self._report_lost_link, peer)
+        self._nursery.start_soon(guarded, "reporting a lost link", self._report_lost_link, peer)
 
     async def _report_lost_link(self, peer: str) -> None:
         for session in list(self._sessions.values()):
@@ -681,7 +683,8 @@ class BlockServer:
             self._do_between_steps(on_turn)  # a new session is refused
         else:
             self._awaited[session_key(peer, frame.session)] += 1
-            self._nursery.start_soon(self._load_adapter, key, turn.adapter, runner, frame, on_turn, answers)
+            load = partial(self._load_adapter, key, turn.adapter, runner, frame, on_turn, answers)
+            self._nursery.start_soon(guarded, "loading an adapter", load)
 
     def _may_await_adapter(self, turn: EpochOrder, peer: str, runner: BlockRunner) -> bool:
         """True if an order may wait for its adapter: at most as many as sessions, of this peer and in all."""
@@ -751,8 +754,11 @@ class BlockServer:
             return
         is_new, session = session is None, opened
         self._sender.begin(session, answers)
-        if is_new and self._taker.reserve(session):
-            self._start_fetch(session, answers)
+        if is_new and session.kept:
+            await self._evict_kept_outputs()  # they were copied, and orders come faster than steps
+        source = self._taker.reserve(session) if is_new else None
+        if source is not None:
+            self._start_fetch(session, source, answers)
         else:
             await self._begin(session, answers)
 
@@ -860,6 +866,7 @@ class BlockServer:
         elif session.rests_until is None:
             self._queue.drop(session.key)
             self._sender.end(session)
+            self._stop_fetch(session)
             session.heard_at = now = trio.current_time()
             session.rest(now + min(frame.rows, self._settings.rest_s))
             self._runner.resize(session.key, session.length)
@@ -977,22 +984,25 @@ class BlockServer:
             raise SessionError("the session is over")
         return self._runner
 
-    def _start_fetch(self, session: HopSession, answers: PeerOutbox) -> None:
+    def _start_fetch(self, session: HopSession, source: CacheGrant, answers: PeerOutbox) -> None:
         assert self._nursery is not None, "orders are carried out while the server runs"
         session.fetching = True
         scope = self._fetches[session.key] = trio.CancelScope()
-        self._nursery.start_soon(self._fetch, session, answers, scope)
+        fetch = partial(self._fetch, session, source, answers, scope)
+        self._nursery.start_soon(guarded, "taking a session's cache over", fetch)
 
     def _stop_fetch(self, session: HopSession) -> None:
         scope = self._fetches.pop(session.key, None)
         if scope is not None:
             scope.cancel()
 
-    async def _fetch(self, session: HopSession, answers: PeerOutbox, scope: trio.CancelScope) -> None:
+    async def _fetch(
+        self, session: HopSession, source: CacheGrant, answers: PeerOutbox, scope: trio.CancelScope
+    ) -> None:
         """Take a new session's cache from another hop, then begin its epoch with what is here."""
         read_tokens_per_s = self._counters.prompt_tokens_per_s.value or self._prompt_tokens_per_s
         with scope:
-            is_sound = await self._taker.take(session, read_tokens_per_s or UNMEASURED_TOKENS_PER_S)
+            is_sound = await self._taker.take(session, source, read_tokens_per_s or UNMEASURED_TOKENS_PER_S)
             await self._between_steps_result(partial(self._fetched, session, answers, is_sound))
 
     async def _fetched(self, session: HopSession, answers: PeerOutbox, is_sound: bool) -> None:
@@ -1003,7 +1013,8 @@ class BlockServer:
         if not is_sound:
             session.took_nothing()
             await self._truncate(session)
-        await self._begin(session, answers)
+        if self._sessions.get(session.key) is session:  # its cache could be cut
+            await self._begin(session, answers)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from app.session.cache_wire import (
     encode_chunk,
     encode_request,
 )
+from app.session.wire import CacheGrant
 from engine.errors import EngineError
 from p2p.errors import P2PError, QueueFull
 from p2p.rate_limit import LogLimit, PeerRateLimit
@@ -188,25 +189,25 @@ class CacheTaker:
         self._taking: Counter[str] = Counter()  # by asker
         self._dial_limit = PeerRateLimit(DIALS_BURST, DIALS_PER_S)
 
-    def reserve(self, session: HopSession) -> bool:
-        """True if a session's order names a cache elsewhere and few enough others are fetched now; then `take` it."""
+    def reserve(self, session: HopSession) -> CacheGrant | None:
+        """Return the cache elsewhere that a session's order names, if few enough others are fetched now; `take` it."""
         source = session.turn.cache
         if source is None or source.tokens < session.length + MIN_TOKENS or source.peer == self._network.peer_id:
-            return False
+            return None
         if self._taking.total() >= MAX_TAKEN or self._taking[session.asker] >= MAX_TAKEN_PER_ASKER:
-            return False
+            return None
         if not self._dial_limit.take(session.asker, trio.current_time()):
-            return False
+            return None
         self._taking[session.asker] += 1
-        return True
+        return source
 
-    async def take(self, session: HopSession, read_tokens_per_s: float) -> bool:
+    async def take(self, session: HopSession, source: CacheGrant, read_tokens_per_s: float) -> bool:
         """Fetch as much of a session's cache as arrives in order, in time, and faster than it would be read.
 
-        False if the source sent something wrong: nothing of what it sent should be used then.
+        `source` is what `reserve` returned; the session may have another order by now. False if the source sent
+        something wrong: nothing of what it sent should be used then.
         """
-        source, begin, before = session.turn.cache, trio.current_time(), session.length
-        assert source is not None, "`reserve` was asked before"
+        begin, before = trio.current_time(), session.length
         reading_s = (source.tokens - before) / read_tokens_per_s
         why = "it took too long"
         try:

@@ -139,7 +139,7 @@ class HopSession:
 
     def rest(self, until: float) -> None:
         """Accept nothing more; the cache stays until then at most."""
-        self.rests_until, self.received = until, self.length
+        self.rests_until, self.received, self.fetching = until, self.length, False
 
     def begin_epoch(self, epoch: int, cut_to: int, turn: EpochOrder) -> None:
         """Take the asker's new order; what waits for the device is forgotten, and the cache is cut where it says so."""
@@ -264,5 +264,11 @@ def resting_to_end(sessions: Iterable[HopSession]) -> HopSession | None:
 
 
 def first_to_evict(sessions: list[HopSession]) -> HopSession:
-    """The session whose kept outputs are dropped first: of those that keep some, the one silent for longest."""
-    return min((s for s in sessions if s.kept), key=lambda s: (s.heard_at, s.id))
+    """The session whose kept outputs are dropped first: of the asker with the most of them, the one silent for longest.
+
+    An asker that opens many sessions so loses its own outputs, and not those of others.
+    """
+    held: Counter[str] = Counter()
+    for session in sessions:
+        held[session.asker] += len(session.kept)
+    return min((s for s in sessions if s.kept), key=lambda s: (-held[s.asker], s.heard_at, s.id))

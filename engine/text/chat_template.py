@@ -57,6 +57,7 @@ _STRUCTURAL_FILTERS = _LIST_FILTERS | {
 }  # fmt: skip
 _ESCAPED_CHARS = 12  # the most that a filter writes for one character (`urlencode`)
 _ESCAPING_FILTERS = ("e", "escape", "forceescape", "urlencode", "urlize", "wordwrap", "xmlattr")
+_SPLITTING_FILTERS = ("title", "truncate", "wordcount")  # which may make a list of a text's words
 _LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
 
@@ -144,14 +145,20 @@ class _Budget:
             raise _Exhausted("too much memory")
 
     def _on_call(self, frame: Any, event: str, argument: Any) -> Any:
-        # Only lines of compiled templates and macros are counted; the functions that they call are short.
+        # Only lines of compiled templates and macros are counted. Filters of long lists make many calls within a line.
+        self._check_time()
         return self._on_line if frame.f_code.co_filename == "<template>" else None
 
     def _on_line(self, frame: Any, event: str, argument: Any) -> Any:
         self._steps -= 1
-        if self._steps < 0 or time.monotonic() > self._deadline:  # one line may take long: each checks the time
-            raise _Exhausted("too many steps or too much time")
+        if self._steps < 0:
+            raise _Exhausted("too many steps")
+        self._check_time()  # one line may take long
         return self._on_line
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise _Exhausted("too much time")
 
 
 _running: ContextVar[_Budget | None] = ContextVar("_running", default=None)
@@ -451,6 +458,8 @@ def _bound_filter(name: str, value: Any, args: Sequence[Any]) -> None:
         length += (1 + sum(_Sandbox.text(value).count(mark) for mark in _LINE_BREAKS)) * (width + extra)
     elif name in _ESCAPING_FILTERS:
         length *= _ESCAPED_CHARS + extra
+    elif name in _SPLITTING_FILTERS:
+        length *= _CHARS_PER_ELEMENT
     elif name == "pprint":
         length *= length  # each element on its own line, indented by the keys before it
     return _bound(length + extra)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import trio
 
@@ -36,11 +36,21 @@ class RelayLimits:
     reservations_per_address: int = 16  # of peers that come from one address
     reservation_s: float = 3600.0
     circuits: int = 32
-    circuits_per_peer: int = 4
+    circuits_per_peer: int = 4  # that it asks for
     circuits_per_address: int = 8  # that peers of one address ask for
+    circuits_to_peer: int = 16
+    circuits_to_peer_per_address: int = 4  # so that one address cannot keep all others from a peer
     circuit_s: float = 1800.0
     circuit_bytes: int = 256 << 20
     bytes_per_s: float = 4 << 20  # all circuits together
+
+
+class _Circuit(NamedTuple):
+    """Who asked for a circuit, from which address, and to whom it leads."""
+
+    peer: str
+    address: IPAddress | None
+    target: str
 
 
 class RelayServer:
@@ -50,8 +60,7 @@ class RelayServer:
         self._host = host
         self._limits = limits or RelayLimits()
         self._reserved: dict[str, float] = {}  # peer -> expiry, trio's clock
-        self._circuits: Counter[str] = Counter()
-        self._circuits_from: Counter[IPAddress | None] = Counter()
+        self._circuits: list[_Circuit] = []
         self._budget_at = 0.0
         self.enabled = False
         self.carried_bytes = 0
@@ -75,7 +84,7 @@ class RelayServer:
     @property
     def served(self) -> frozenset[str]:
         """Peers whose connections must stay open, because they have a reservation or a circuit."""
-        return frozenset(self._reserved) | frozenset(self._circuits)
+        return frozenset(self._reserved).union(*((circuit.peer, circuit.target) for circuit in self._circuits))
 
     async def _serve(self, stream: Stream) -> None:
         with trio.fail_after(_ASK_TIMEOUT_S):
@@ -112,14 +121,11 @@ class RelayServer:
         if target not in self._reserved or connection is None or connection.relayed:
             await self._answer(stream, Status.NO_RESERVATION)
             return
-        busy = max(self._circuits[stream.peer], self._circuits[target]) >= self._limits.circuits_per_peer
-        source = _counted(stream.connection)
-        busy = busy or self._circuits_from[source] >= self._limits.circuits_per_address
-        if busy or self._circuits_from.total() >= self._limits.circuits:
+        circuit = _Circuit(stream.peer, _counted(stream.connection), target)
+        if not self._has_room(circuit):
             await self._answer(stream, Status.RESOURCE_LIMIT_EXCEEDED)
             return
-        self._circuits.update((stream.peer, target))
-        self._circuits_from[source] += 1
+        self._circuits.append(circuit)
         try:
             onward = await self._open_onward(connection.open_stream(STOP), stream.peer)
             if onward is None:
@@ -129,8 +135,7 @@ class RelayServer:
             log.info("relaying between %s and %s", stream.peer, target)
             await self._relay(stream, onward)
         finally:
-            self._circuits = self._circuits - Counter((stream.peer, target))
-            self._circuits_from = self._circuits_from - Counter((source,))
+            self._circuits.remove(circuit)
 
     async def _open_onward(self, opening: object, source: str) -> Stream | None:
         onward: Stream | None = None
@@ -182,6 +187,19 @@ class RelayServer:
         self._budget_at = max(self._budget_at, now - 0.25) + count / self._limits.bytes_per_s
         if self._budget_at > now:
             await trio.sleep(self._budget_at - now)
+
+    def _has_room(self, circuit: _Circuit) -> bool:
+        """True if one more circuit like this one is within the limits."""
+        limits = self._limits
+        of_address = [one for one in self._circuits if one.address == circuit.address]
+        to_target = [one for one in self._circuits if one.target == circuit.target]
+        return (
+            len(self._circuits) < limits.circuits
+            and sum(one.peer == circuit.peer for one in self._circuits) < limits.circuits_per_peer
+            and len(of_address) < limits.circuits_per_address
+            and len(to_target) < limits.circuits_to_peer
+            and sum(one.target == circuit.target for one in of_address) < limits.circuits_to_peer_per_address
+        )
 
     def _has_place(self, connection: Connection) -> bool:
         """True if a place is free for a new peer, and peers from its address do not have too many already."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import trio
 from trio.testing import MockClock
@@ -14,7 +16,7 @@ from app.serving.hop_session import MAX_RECEIVERS
 from app.session.cache_wire import HANDOVER_S, CacheRequest, decode_answer, decode_chunk, encode_request
 from app.session.cache_wire import PROTOCOL as CACHE_PROTOCOL
 from app.session.frame import new_session_id, plain
-from app.session.wire import KEEP, PROTOCOL, CacheGrant, EpochOrder, Kind, encode_give, encode_turn
+from app.session.wire import KEEP, PROTOCOL, CacheGrant, EpochOrder, Kind, Prefix, encode_give, encode_turn
 from p2p.errors import P2PError
 from p2p.memory.fabric import MemoryFabric, MemoryStream, open_fabric
 from tests.app.hash_model import ROW_BYTES, WIDTH, HashRunner, InlineDevice
@@ -36,6 +38,11 @@ async def served(fabric: MemoryFabric, nursery: trio.Nursery) -> tuple[BlockServ
     await stream.send(zeros(ID, 1, 0, TOKENS, WIDTH))
     await next_frame(stream, Kind.DATA)
     return server, runner, stream
+
+
+async def mute(stream: FrameStream) -> None:
+    """Never answer."""
+    await trio.sleep_forever()
 
 
 async def fetched(fabric: MemoryFabric, name: str, request: CacheRequest = REQUEST) -> int:
@@ -221,4 +228,47 @@ async def test_rows_that_come_before_the_cache_are_dropped(autojump_clock: MockC
         await honest.send(encode_give(ID, 2, CacheGrant("next", TOKENS)))
         assert (await next_frame(stream, Kind.READY)).position == TOKENS
         assert not runner.batches
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_order_that_follows_at_once_ends_the_fetch_of_a_cache(autojump_clock: MockClock) -> None:
+    """Both orders wait for the end of a step: the second is carried out before the first has begun to fetch."""
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        fabric.node("decoy")
+        await nursery.start(BlockServer(fabric.node("victim"), HashRunner(0, 4), InlineDevice(1.0)).run)
+        attacker = await fabric.node("attacker").open("victim", PROTOCOL)
+        busy, id = new_session_id("attacker"), new_session_id("attacker")
+        order = EpochOrder(Span(0, 4), "", "", 200, 0, 0)
+        await attacker.send(encode_turn(busy, 1, KEEP, order))
+        await next_frame(attacker, Kind.READY)
+        await attacker.send(zeros(busy, 1, 0, 1, WIDTH))
+        await trio.sleep(0.2)  # in the middle of the step
+        await attacker.send(encode_turn(id, 1, KEEP, replace(order, cache=CacheGrant("decoy", 200))))
+        await attacker.send(encode_turn(id, 2, KEEP, order))
+        assert (await next_frame(attacker, Kind.READY)).epoch == 2
+        await attacker.send(plain(Kind.PROBE, id, 2))
+        assert (await next_frame(attacker, Kind.STATE)).epoch == 2
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("seconds", [0, 600])
+async def test_a_session_that_is_closed_while_its_cache_is_fetched_ends_the_fetch(
+    autojump_clock: MockClock, seconds: int
+) -> None:
+    """It begins with another session's cache, and is to fetch more of it from a peer that does not answer."""
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        server, _, stream = await served(fabric, nursery)
+        fabric.node("decoy").accept(CACHE_PROTOCOL, mute)
+        order = EpochOrder(Span(0, 4), "", "", 200, 0, 0, prefix=Prefix(ID, 10, False), cache=CacheGrant("decoy", 200))
+        id = new_session_id("honest")
+        await stream.send(encode_turn(id, 1, KEEP, order))
+        await trio.sleep(0.1)
+        assert server._fetches
+        await stream.send(plain(Kind.CLOSE, id, 1, rows=seconds))
+        await trio.sleep(0.1)
+        assert not server._fetches
+        await trio.sleep(HANDOVER_S)
+        assert not server._taker._taking
+        await stream.send(plain(Kind.PROBE, ID, 1))
+        assert (await next_frame(stream, Kind.STATE)).position == TOKENS
         nursery.cancel_scope.cancel()

@@ -180,6 +180,8 @@ ROWS: dict[str, tuple[float, ...]] = {
         RELAY.reservations_per_address,
         RELAY.circuits,
         RELAY.circuits_per_address,
+        RELAY.circuits_to_peer,
+        RELAY.circuits_to_peer_per_address,
         RELAY.circuit_bytes / MIB,
         RELAY.circuit_s / 60,
         RELAY.bytes_per_s / MIB,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from engine.config import Rope
 from engine.errors import EngineError, SourceError
 from engine.model.rope import RotaryTable
 from engine.sources.base import TokenizerSpec
+from engine.text import chat_template
 from engine.text.chat_template import MAX_SECONDS, ChatError, ChatTemplate
 from tests.app.tiny_source import CONFIG
 
@@ -71,6 +73,17 @@ def test_a_template_that_writes_out_nested_lists_is_stopped_before_it_takes_memo
     assert facts["cause"] != MemoryError.__name__
     assert facts["grown_mib"] < GROWTH_MIB
     assert facts["seconds"] < 2 * MAX_SECONDS
+
+
+@pytest.mark.parametrize("expression", ["(['a'] * 1000000) | groupby(0) | list", "('a ' * 8000000) | title"])
+def test_a_filter_of_a_template_keeps_to_its_time_too(monkeypatch: pytest.MonkeyPatch, expression: str) -> None:
+    """These took 25 and 40 s, most of it within one line of the template."""
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
+    template = ChatTemplate(TokenizerSpec("{}", f"{{{{ ({expression}) | length }}}}", None, None, {}, False))
+    begun_at = time.process_time()
+    with pytest.raises(SourceError, match="exceeds a limit"):
+        template.render([{"role": "user", "content": "hi"}])
+    assert time.process_time() - begun_at < 5
 
 
 # --- M-7: manifests --------------------------------------------------------------------------------------------------

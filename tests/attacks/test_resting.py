@@ -62,10 +62,10 @@ def data(id: bytes, epoch: int, position: int) -> bytes:
 
 
 @asynccontextmanager
-async def open_hop(kv_tokens: int = 1 << 20) -> AsyncIterator[Hop]:
+async def open_hop(kv_tokens: int = 1 << 20, settings: ServerSettings | None = None) -> AsyncIterator[Hop]:
     async with open_fabric() as fabric, trio.open_nursery() as nursery:
         runner = HashRunner(0, 4, kv_tokens=kv_tokens)
-        server = BlockServer(fabric.node("victim"), runner, InlineDevice(), ServerSettings())
+        server = BlockServer(fabric.node("victim"), runner, InlineDevice(), settings or ServerSettings())
         await nursery.start(server.run)
         yield Hop(server, runner, fabric)
         nursery.cancel_scope.cancel()
@@ -155,3 +155,23 @@ async def test_a_session_in_use_may_be_taken_over_by_its_asker_alone_while_its_t
         assert ready.position in (0, 40)
         await trio.sleep(1)
         assert (hop.server.sessions, hop.server.queued_rows) == (1, 0)
+
+
+async def test_copies_of_a_session_keep_no_more_outputs_than_all_sessions_may(autojump_clock: MockClock) -> None:
+    """Each begins with another session's tokens, of which outputs are kept, and computes nothing."""
+    kept_bytes = 10 * len(TOKENS) * 4 * WIDTH
+    turn = replace(TURN, send_from=None)
+    async with open_hop(settings=ServerSettings(kept_bytes=kept_bytes)) as hop:
+        ids = {asker: new_session_id(asker) for asker in ("honest", "attacker")}
+        for asker, id in ids.items():
+            await hop.open(asker, id, turn)
+            await hop.send(asker, data(id, 1, 0))
+        await trio.sleep(1)
+        for _ in range(40):
+            copy = new_session_id("attacker")
+            ready = await hop.open("attacker", copy, replace(turn, prefix=Prefix(ids["attacker"], len(TOKENS), False)))
+            assert ready.position == len(TOKENS)
+            await hop.send("attacker", plain(Kind.CLOSE, copy, 1, rows=600))
+            sessions = hop.server._sessions.values()
+            assert sum(len(session.kept) for session in sessions) <= kept_bytes
+        assert [len(session.kept) for session in sessions if session.asker == "honest"] == [kept_bytes // 10]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import math
 from collections.abc import AsyncIterator
@@ -16,7 +17,7 @@ from p2p.addresses import Address, parse_address
 from p2p.errors import P2PError, PeerUnreachable, ProtocolError, Refused
 from p2p.host.connection import Connection
 from p2p.host.messages import address_bytes, address_from_bytes, receive_message, send_message
-from p2p.nat import relay_client
+from p2p.nat import relay_client, relay_server
 from p2p.nat.hole_punching import ATTEMPTS, HolePunch, HolePuncher, PunchType, _addresses
 from p2p.nat.hole_punching import PROTOCOL as DCUTR
 from p2p.nat.reachability import Reach, Reachability
@@ -142,6 +143,29 @@ async def test_one_address_takes_neither_all_places_nor_all_circuits() -> None:
         await callers[0].disconnect(relay.peer_id)
         await until(lambda: not server.served - {host.peer_id for host in hosts})
         await callers[1].dial(ways[1], hosts[1].peer_id)
+
+
+async def test_one_address_does_not_keep_others_from_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Circuits may be idle, and each identity has some of them: a stranger with two would reach a peer alone."""
+    relay, hidden, other = make_host(), make_host(), make_host()
+    strangers = [make_host() for _ in range(3)]
+    server, client = RelayServer(relay), RelayClient(hidden)
+    server.enable()
+    for caller in (other, *strangers):
+        RelayClient(caller)
+    elsewhere = ipaddress.ip_address("192.0.2.1")
+    counted = relay_server._counted
+    monkeypatch.setattr(relay_server, "_counted", lambda one: elsewhere if one.peer == other.peer_id else counted(one))
+    async with running(relay, hidden, other, *strangers):
+        connection = await hidden.connect(relay.peer_id, relay.addresses)
+        client.heard_of(relay.peer_id, connection.address)
+        await client._reserve(relay.peer_id)
+        way = relay.addresses[0].through(hidden.peer_id)
+        for number in range(4):
+            await strangers[number % 2].dial(way, hidden.peer_id)
+        with pytest.raises(Refused, match="RESOURCE_LIMIT"):
+            await strangers[2].dial(way, hidden.peer_id)
+        await other.dial(way, hidden.peer_id)
 
 
 async def test_relays_that_are_gone_make_way_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

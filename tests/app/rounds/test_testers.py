@@ -16,6 +16,7 @@ from trio.testing import MockClock
 
 from app.core.errors import RecordError
 from app.rounds import testers
+from app.rounds.decisions import leading_order, share_ranges
 from app.rounds.island import LeftOut
 from app.rounds.log import follow, make_entry, replay
 from app.rounds.testers import (
@@ -219,3 +220,34 @@ async def test_who_does_not_show_its_change_is_doubted(
         liar.island._settle = settle  # type: ignore[method-assign, assignment]
         await swarm.until(lambda: liar.failure is not None, within_s=2000)
         assert isinstance(liar.failure, LeftOut)
+
+
+async def test_who_commits_to_what_is_no_change_is_doubted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient_clock: MockClock
+) -> None:
+    """Of the share that it merges itself, nobody but testers sees its leaves: they are one byte too short."""
+    monkeypatch.setattr(testers, "ROUNDS_A_TEST", 1)
+    right: dict[bytes, bytes] = {}  # by the leaf that was sent
+
+    def shorten(model: Any) -> None:
+        honest_change, honest_merge = model.change, model.merge
+
+        def change() -> list[bytes]:
+            leaves, standing = list(honest_change()), liar.island.standing
+            members = leading_order(swarm.record.id, standing.round, standing.members)
+            if liar.name in members:
+                for at in share_ranges(len(leaves), len(members))[members.index(liar.name)]:
+                    right[leaves[at][:-1]] = leaves[at]
+                    leaves[at] = leaves[at][:-1]
+            return leaves
+
+        def merge(rows: Any, first: int, weights: Any) -> Any:
+            return honest_merge([[right.get(leaf, leaf) for leaf in row] for row in rows], first, weights)
+
+        model.change, model.merge = change, merge
+
+    async with open_islands(tmp_path, 0, 1, 2, steps=400) as swarm:
+        liar, island = swarm.add(3, change=shorten), swarm.nodes[0].island
+        await swarm.until(lambda: any(entry.doubted for entry in island.log), within_s=2000)
+        assert island.log[-1].doubted.keys() == {liar.name}
+        assert "makes the loss" in island.log[-1].doubted[liar.name]
