@@ -116,8 +116,16 @@ class HopFrame(NamedTuple):
 class HopSender:
     """Sends outputs to successors, or through the asker where one cannot be reached, and errors to askers."""
 
-    def __init__(self, network: Network, nursery: trio.Nursery, chunk_rows: int, waiting: WaitingBytes) -> None:
-        self._nursery, self._chunk_rows = nursery, chunk_rows
+    def __init__(
+        self,
+        network: Network,
+        nursery: trio.Nursery,
+        chunk_rows: int,
+        waiting: WaitingBytes,
+        copied: Callable[[str, int], None],
+    ) -> None:
+        """`copied` is called with an asker and a number of bytes whenever kept outputs are copied for it."""
+        self._nursery, self._chunk_rows, self._copied = nursery, chunk_rows, copied
         self._outboxes: PeerOutboxes[HopFrame] = PeerOutboxes(
             network, PROTOCOL, nursery, lost=self._link_lost, undeliverable=self._undeliverable, waiting=waiting
         )
@@ -168,6 +176,7 @@ class HopSender:
                 if must:
                     await self.report_error(session, "missing", f"outputs at {first} are no longer kept")
                 return
+            self._copied(session.asker, len(data))
             await self.send(session, first, data)
 
     async def send(self, session: HopSession, position: int, data: bytes) -> None:
@@ -463,7 +472,8 @@ class BlockServer:
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                self._sender = HopSender(self._network, nursery, self._settings.batch.chunk_rows, self._waiting)
+                chunk_rows = self._settings.batch.chunk_rows
+                self._sender = HopSender(self._network, nursery, chunk_rows, self._waiting, self._copied)
                 self._sender.width = self._runner.hidden_size if self._runner is not None else 0
                 nursery.start_soon(self._step_forever)
                 nursery.start_soon(self._close_idle)
@@ -565,6 +575,15 @@ class BlockServer:
         delay_s = self._frame_limit.delay_s(at_cost_of, now, frame_cost(frame.kind, action))
         if delay_s and at_cost_of == peer:  # nothing is lost: what it sends meanwhile waits in the stream's window
             await trio.sleep(delay_s)
+
+    def _copied(self, asker: str, size: int) -> None:
+        """Count kept outputs that were copied for an asker as frames: a short order may have many of them sent again.
+
+        It is read more slowly then, as in `_take`; this node itself never is.
+        """
+        if asker != self._network.peer_id:
+            cost = size / self._settings.admission.copied_bytes
+            self._frame_limit.delay_s(asker, trio.current_time(), cost)
 
     async def _on_data(self, frame: Frame, peer: str) -> tuple[FrameAction, str]:
         """Queue hidden states, answer them from kept outputs, or refuse them; frames that fit no session are dropped.
@@ -851,6 +870,7 @@ class BlockServer:
                 ends = True
         if source is not None:
             session.begin_with(source, length)
+            self._copied(session.asker, len(session.kept))
             if ends:
                 self._end(source, source.epoch)
 

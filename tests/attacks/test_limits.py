@@ -83,7 +83,11 @@ ROWS: dict[str, tuple[float, ...]] = {
         ADAPTERS.loading,
         ADAPTERS.fetch_s,
     ),
-    "session frames of one peer that have nothing computed": (PLACES.frames_burst, PLACES.frames_per_s),
+    "session frames of one peer that have nothing computed": (
+        PLACES.frames_burst,
+        PLACES.frames_per_s,
+        PLACES.copied_bytes / KIB,
+    ),
     "dials that askers make a hop try": (
         outbound.MAX_DIALS_PER_ASKER,
         outbound.MAX_DIALS,

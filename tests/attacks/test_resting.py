@@ -6,10 +6,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import pytest
 import trio
 from trio.testing import MockClock
 
 from app.core.span import Span
+from app.serving.admission import AdmissionLimits
 from app.serving.block_server import BlockServer, ServerSettings
 from app.session.frame import Frame, header, new_session_id, plain
 from app.session.wire import KEEP, PROTOCOL, EpochOrder, Kind, Prefix, encode_turn
@@ -175,3 +177,32 @@ async def test_copies_of_a_session_keep_no_more_outputs_than_all_sessions_may(au
             sessions = hop.server._sessions.values()
             assert sum(len(session.kept) for session in sessions) <= kept_bytes
         assert [len(session.kept) for session in sessions if session.asker == "honest"] == [kept_bytes // 10]
+
+
+@pytest.mark.parametrize("copied", ["sent again", "to another session"])
+async def test_orders_for_which_many_outputs_are_copied_are_read_more_slowly(
+    autojump_clock: MockClock, copied: str
+) -> None:
+    """An order of 250 bytes may have 128 MiB copied, which takes a tenth of a second in which nobody is served."""
+    admission = AdmissionLimits(copied_bytes=1)  # so that those of this small session cost as much as of a large one
+    turn, kept_bytes, orders = replace(TURN, send_from=None), len(TOKENS) * 4 * WIDTH, 100
+    async with open_hop(settings=ServerSettings(admission=admission)) as hop:
+        id = new_session_id("attacker")
+        await hop.open("attacker", id, turn)
+        await hop.send("attacker", data(id, 1, 0))
+        await trio.sleep(1)
+        (session,) = hop.server._sessions.values()
+        for number in range(orders):
+            if copied == "sent again":
+                await hop.send("attacker", encode_turn(id, 2 + number, KEEP, replace(turn, send_from=0)))
+            else:
+                copy = new_session_id("attacker")
+                order = replace(turn, prefix=Prefix(id, len(TOKENS), False))
+                await hop.send("attacker", encode_turn(copy, 1, KEEP, order), plain(Kind.CLOSE, copy, 1))
+        seconds = 10
+        await trio.sleep(seconds)
+        most = (admission.frames_burst + (seconds + 1) * admission.frames_per_s) / kept_bytes + 1
+        carried_out = session.epoch - 1 if copied == "sent again" else hop.server.stats.opened - 1
+        assert 0 < carried_out <= most < orders
+        ready = await hop.open("honest", new_session_id("honest"))
+        assert ready.position == 0
