@@ -97,6 +97,9 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 
+LOOK_BYTES = 256  # to look at a waiting frame takes as long as to copy so many bytes
+
+
 class HopFrame(NamedTuple):
     """A DATA or RELAY frame, with what is needed to send its body another way."""
 
@@ -124,7 +127,10 @@ class HopSender:
         waiting: WaitingBytes,
         copied: Callable[[str, int], None],
     ) -> None:
-        """`copied` is called with an asker and a number of bytes whenever kept outputs are copied for it."""
+        """`copied` is called with an asker and a number of bytes whenever kept outputs are copied for it.
+
+        Waiting frames that an order has looked at count as `LOOK_BYTES` each.
+        """
         self._nursery, self._chunk_rows, self._copied = nursery, chunk_rows, copied
         self._outboxes: PeerOutboxes[HopFrame] = PeerOutboxes(
             network, PROTOCOL, nursery, lost=self._link_lost, undeliverable=self._undeliverable, waiting=waiting
@@ -138,7 +144,7 @@ class HopSender:
         """A session, or a new epoch of one, was ordered on this stream."""
         before = self._answers.get(session.key)
         if before is not None and before is not answers:
-            before.drop(_of_session(session))  # an asker that moves must not leave copies behind
+            self._looked_at(session, before.drop(_of_session(session)))  # an asker that moves must leave no copies
         if self._successors.get(session.key, "") != session.turn.successor:
             self._drop_for_successor(session)  # nor one that names another successor
         self._sessions[session.key], self._answers[session.key] = session, answers
@@ -222,11 +228,15 @@ class HopSender:
         return HopFrame(session.key, (head, data), priority, session.epoch, session.revision, position)
 
     def _drop_waiting(self, session: HopSession) -> None:
-        self._answers[session.key].drop(_of_session(session))
+        self._looked_at(session, self._answers[session.key].drop(_of_session(session)))
         self._drop_for_successor(session)
 
     def _drop_for_successor(self, session: HopSession) -> None:
-        self._outboxes.drop(self._successors.get(session.key, ""), _of_session(session))
+        successor = self._successors.get(session.key, "")
+        self._looked_at(session, self._outboxes.drop(successor, _of_session(session)))
+
+    def _looked_at(self, session: HopSession, frames: int) -> None:
+        self._copied(session.asker, frames * LOOK_BYTES)
 
     async def _relay(self, session: HopSession, frame: HopFrame) -> None:
         """Send a successor's frame through the asker, unless the session is in another epoch or revision by now."""

@@ -141,8 +141,9 @@ class _Backlog(Generic[SendableT]):
             owners[frame.owner] = queue
         self._forget(frame)
 
-    def drop(self, unwanted: Callable[[Sendable], bool]) -> None:
-        """Forget the messages that are not wanted any more."""
+    def drop(self, unwanted: Callable[[Sendable], bool]) -> int:
+        """Forget the messages that are not wanted any more; returns how many were looked at."""
+        looked_at = self._frames
         for owners in self._queues.values():
             for owner, queue in list(owners.items()):
                 dropped = [frame for frame in queue if unwanted(frame)]
@@ -152,6 +153,7 @@ class _Backlog(Generic[SendableT]):
                     del owners[owner]
                 elif dropped:
                     owners[owner] = deque(frame for frame in queue if not unwanted(frame))
+        return looked_at
 
     def take_all(self) -> list[SendableT]:
         """Remove all messages and return them, the most urgent first."""
@@ -225,9 +227,9 @@ class PeerOutbox:
             log.warning("%s does not read: %s, its stream is closed", self.stream.peer, waiting)
             await self.close()
 
-    def drop(self, unwanted: Callable[[Sendable], bool]) -> None:
-        """Forget the queued messages that are not wanted any more."""
-        self._backlog.drop(unwanted)
+    def drop(self, unwanted: Callable[[Sendable], bool]) -> int:
+        """Forget the queued messages that are not wanted any more; returns how many were looked at."""
+        return self._backlog.drop(unwanted)
 
     async def close(self) -> None:
         """Reset the stream and forget what waits; later messages are dropped."""
@@ -300,12 +302,11 @@ class PeerOutboxes(Generic[SendableT]):
         waiting.append(frame)
         return True
 
-    def drop(self, peer: str, unwanted: Callable[[Sendable], bool]) -> None:
-        """Forget queued messages to a peer that are not wanted any more."""
+    def drop(self, peer: str, unwanted: Callable[[Sendable], bool]) -> int:
+        """Forget queued messages to a peer that are not wanted any more; returns how many were looked at."""
         if peer in self._open:
-            self._open[peer].drop(unwanted)
-        elif peer in self._opening:
-            self._opening[peer].drop(unwanted)
+            return self._open[peer].drop(unwanted)
+        return self._opening[peer].drop(unwanted) if peer in self._opening else 0
 
     async def close_idle(self, needed: Collection[str], used_before: float) -> None:
         """Close the streams to peers that are not needed and were last used before this time."""

@@ -18,7 +18,7 @@ from app.rounds import grid, island, statements, traces
 from app.serving import handover
 from app.serving.adapters import AdapterLimits
 from app.serving.admission import AdmissionLimits
-from app.serving.block_server import IDLE_STREAM_S, ServerSettings
+from app.serving.block_server import IDLE_STREAM_S, LOOK_BYTES, ServerSettings
 from app.serving.hop_session import MAX_RECEIVERS
 from app.session import cache_wire, outbound
 from app.swarm import certificates, invitations
@@ -87,6 +87,7 @@ ROWS: dict[str, tuple[float, ...]] = {
         PLACES.frames_burst,
         PLACES.frames_per_s,
         PLACES.copied_bytes / KIB,
+        PLACES.copied_bytes / LOOK_BYTES,
     ),
     "dials that askers make a hop try": (
         outbound.MAX_DIALS_PER_ASKER,

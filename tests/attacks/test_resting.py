@@ -12,12 +12,12 @@ from trio.testing import MockClock
 
 from app.core.span import Span
 from app.serving.admission import AdmissionLimits
-from app.serving.block_server import BlockServer, ServerSettings
+from app.serving.block_server import LOOK_BYTES, BlockServer, ServerSettings
 from app.session.frame import Frame, header, new_session_id, plain
 from app.session.wire import KEEP, PROTOCOL, EpochOrder, Kind, Prefix, encode_turn
 from p2p.memory.fabric import MemoryFabric, MemoryStream, open_fabric
 from tests.app.hash_model import WIDTH, HashEnds, HashRunner, InlineDevice
-from tests.attacks.test_sessions import F32, next_frame
+from tests.attacks.test_sessions import F32, next_frame, zeros
 
 TURN = EpochOrder(Span(0, 4), "", "", 64, 0, 0)
 TOKENS = list(range(40))
@@ -27,7 +27,7 @@ class Hop:
     """A block server, and the streams of those who ask it."""
 
     def __init__(self, server: BlockServer, runner: HashRunner, fabric: MemoryFabric) -> None:
-        self.server, self.runner, self._fabric = server, runner, fabric
+        self.server, self.runner, self.fabric = server, runner, fabric
         self._streams: dict[str, MemoryStream] = {}
 
     async def send(self, asker: str, *messages: bytes) -> None:
@@ -52,7 +52,7 @@ class Hop:
 
     async def _stream(self, asker: str) -> MemoryStream:
         if asker not in self._streams:
-            self._streams[asker] = await self._fabric.node(asker).open("victim", PROTOCOL)
+            self._streams[asker] = await self.fabric.node(asker).open("victim", PROTOCOL)
         return self._streams[asker]
 
 
@@ -206,3 +206,23 @@ async def test_orders_for_which_many_outputs_are_copied_are_read_more_slowly(
         assert 0 < carried_out <= most < orders
         ready = await hop.open("honest", new_session_id("honest"))
         assert ready.position == 0
+
+
+async def test_orders_that_have_many_waiting_frames_looked_at_are_read_more_slowly(autojump_clock: MockClock) -> None:
+    """What waits of a session is dropped before it is sent again, and is found among what waits of all others."""
+    admission, waiting = AdmissionLimits(copied_bytes=LOOK_BYTES), 200
+    turn = replace(TURN, successor="silent", tokens=waiting, send_from=0)
+    async with open_hop(settings=ServerSettings(admission=admission)) as hop:
+        hop.fabric.node("silent")
+        hop.fabric.freeze("silent")
+        id = new_session_id("attacker")
+        await hop.open("attacker", id, turn)
+        for position in range(waiting):
+            await hop.send("attacker", zeros(id, 1, position, 1, WIDTH))
+        await trio.sleep(1)
+        other, orders, began = new_session_id("attacker"), 40, trio.current_time()
+        for epoch in range(1, orders + 1):
+            ready = await hop.open("attacker", other, turn, epoch)
+        assert ready.epoch == orders
+        spent = orders * waiting - admission.frames_burst
+        assert trio.current_time() - began >= spent / admission.frames_per_s - 1
