@@ -29,6 +29,7 @@ UNREACHABLE_S = 30.0  # a peer that could not be reached is not dialled again fo
 MAX_WAITING_BYTES = 128 * 2**20  # for one peer, which may have many streams
 MAX_WAITING_FRAMES = 16_384  # on one stream
 MAX_WAITING_IN_ALL = 2**30
+FRAME_COST_BYTES = 512  # of memory that a waiting frame takes besides its own bytes
 MAX_DIALS = 32
 MAX_DIALS_PER_ASKER = 4
 # Beyond so many new successors of one asker, its outputs go through the asker: a dial may search the whole directory.
@@ -60,7 +61,7 @@ SendableT = TypeVar("SendableT", bound=Sendable)
 
 
 class WaitingBytes:
-    """Counts the bytes that wait for each peer, over all the streams that share it."""
+    """Counts the memory of what waits for each peer, in bytes, over all the streams that share it."""
 
     def __init__(self) -> None:
         self._by_peer: Counter[str] = Counter()
@@ -345,4 +346,4 @@ class PeerOutboxes(Generic[SendableT]):
 
 
 def _size_of(frame: Sendable) -> int:
-    return sum(len(part) for part in frame.parts)
+    return sum(len(part) for part in frame.parts) + FRAME_COST_BYTES

@@ -70,10 +70,11 @@ ROWS: dict[str, tuple[float, ...]] = {
         QUOTA.bytes / MIB,
         MAX_BODY_BYTES / MIB,
     ),
-    "waiting output of session streams": (
+    "waiting output of session streams, and as much of training streams": (
         outbound.MAX_WAITING_BYTES / MIB,
         outbound.MAX_WAITING_FRAMES,
         outbound.MAX_WAITING_IN_ALL / 2**30,
+        outbound.FRAME_COST_BYTES,
     ),
     "sessions at a hop": (PLACES.peer_sessions, PLACES.sessions),
     "adapters at a hop": (
@@ -230,7 +231,7 @@ ROWS: dict[str, tuple[float, ...]] = {
         activations.LEAST_BYTES / KIB,
         activations.FREE_BYTES / 2**30,
         trainer.MAX_QUEUED_BYTES / MIB,
-        trainer._FRAME_COST_BYTES,
+        outbound.FRAME_COST_BYTES,
         trainer.Patience().stuck_s,
     ),
     "schemas and grammars of requests": (
