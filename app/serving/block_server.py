@@ -879,8 +879,9 @@ class BlockServer:
                     raise
                 ends = True
         if source is not None:
-            session.begin_with(source, length)
-            self._copied(session.asker, len(session.kept))
+            asker = session.asker
+            copies = asker == self._network.peer_id or self._frame_limit.has_token(asker, trio.current_time())
+            self._copied(asker, session.begin_with(source, length, ends=ends, copies=copies))
             if ends:
                 self._end(source, source.epoch)
 

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-import pytest
 import trio
 from trio.testing import MockClock
 
@@ -179,33 +178,44 @@ async def test_copies_of_a_session_keep_no_more_outputs_than_all_sessions_may(au
         assert [len(session.kept) for session in sessions if session.asker == "honest"] == [kept_bytes // 10]
 
 
-@pytest.mark.parametrize("copied", ["sent again", "to another session"])
-async def test_orders_for_which_many_outputs_are_copied_are_read_more_slowly(
-    autojump_clock: MockClock, copied: str
-) -> None:
+# So that the outputs of a small session cost as much as those of a large one.
+COSTLY = AdmissionLimits(copied_bytes=1)
+KEPT_BYTES = len(TOKENS) * 4 * WIDTH
+
+
+async def test_orders_for_which_many_outputs_are_sent_again_are_read_more_slowly(autojump_clock: MockClock) -> None:
     """An order of 250 bytes may have 128 MiB copied, which takes a tenth of a second in which nobody is served."""
-    admission = AdmissionLimits(copied_bytes=1)  # so that those of this small session cost as much as of a large one
-    turn, kept_bytes, orders = replace(TURN, send_from=None), len(TOKENS) * 4 * WIDTH, 100
-    async with open_hop(settings=ServerSettings(admission=admission)) as hop:
+    turn, orders, seconds = replace(TURN, send_from=None), 100, 10
+    async with open_hop(settings=ServerSettings(admission=COSTLY)) as hop:
         id = new_session_id("attacker")
         await hop.open("attacker", id, turn)
         await hop.send("attacker", data(id, 1, 0))
         await trio.sleep(1)
-        (session,) = hop.server._sessions.values()
         for number in range(orders):
-            if copied == "sent again":
-                await hop.send("attacker", encode_turn(id, 2 + number, KEEP, replace(turn, send_from=0)))
-            else:
-                copy = new_session_id("attacker")
-                order = replace(turn, prefix=Prefix(id, len(TOKENS), False))
-                await hop.send("attacker", encode_turn(copy, 1, KEEP, order), plain(Kind.CLOSE, copy, 1))
-        seconds = 10
+            await hop.send("attacker", encode_turn(id, 2 + number, KEEP, replace(turn, send_from=0)))
         await trio.sleep(seconds)
-        most = (admission.frames_burst + (seconds + 1) * admission.frames_per_s) / kept_bytes + 1
-        carried_out = session.epoch - 1 if copied == "sent again" else hop.server.stats.opened - 1
-        assert 0 < carried_out <= most < orders
+        (session,) = hop.server._sessions.values()
+        most = (COSTLY.frames_burst + (seconds + 1) * COSTLY.frames_per_s) / KEPT_BYTES + 1
+        assert 1 < session.epoch <= 1 + most < orders
         ready = await hop.open("honest", new_session_id("honest"))
         assert ready.position == 0
+
+
+async def test_outputs_are_copied_to_another_session_as_long_as_its_asker_is_not_slowed_for_it(
+    autojump_clock: MockClock,
+) -> None:
+    turn, orders = replace(TURN, send_from=None), 50
+    async with open_hop(settings=ServerSettings(admission=COSTLY)) as hop:
+        id, began = new_session_id("attacker"), trio.current_time()
+        await hop.open("attacker", id, turn)
+        await hop.send("attacker", data(id, 1, 0))
+        await trio.sleep(1)
+        order = replace(turn, prefix=Prefix(id, len(TOKENS), False))
+        for _ in range(orders):
+            assert (await hop.open("attacker", new_session_id("attacker"), order)).position == len(TOKENS)
+        seconds = trio.current_time() - began
+        copies = sum(bool(session.kept) for session in hop.server._sessions.values()) - 1
+        assert 0 < copies <= (COSTLY.frames_burst + seconds * COSTLY.frames_per_s) / KEPT_BYTES + 1 < orders
 
 
 async def test_orders_that_have_many_waiting_frames_looked_at_are_read_more_slowly(autojump_clock: MockClock) -> None:
