@@ -98,7 +98,7 @@ class KVLease:
     first_slot: int | None = 0
     # Pages reserved by `open`: a truncated session keeps them for later tokens.
     promised: int = 0
-    _numbers: np.ndarray | None = None  # `pages` as an array, made when it is needed
+    _numbers: tuple[list[int], np.ndarray] | None = None  # `pages`, and the same as an array
 
     @property
     def capacity(self) -> int:
@@ -227,14 +227,14 @@ class KVLease:
                     kept.index_fill_(2, slots, 0)
 
     def numbers(self) -> np.ndarray:
-        """Return the pages as an array."""
-        numbers = self._numbers  # another thread may change the lease
-        if numbers is None:
-            numbers = self._numbers = np.array(self.pages, dtype=np.int64)
-        return numbers
+        """Return the pages as an array, made once; another thread may change the lease meanwhile."""
+        pages, made = self.pages, self._numbers
+        if made is None or made[0] is not pages:
+            made = self._numbers = pages, np.array(pages, dtype=np.int64)
+        return made[1]
 
     def _set_pages(self, pages: list[int]) -> None:
-        self.pages, self._numbers = pages, None
+        self.pages = pages
         one_run = all(b == a + 1 for a, b in pairwise(pages))
         self.first_slot = (pages[0] * PAGE_TOKENS if pages else 0) if one_run else None
 
