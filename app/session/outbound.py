@@ -10,6 +10,7 @@ protocol above repeats what matters.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -65,7 +66,23 @@ class WaitingBytes:
 
     def __init__(self) -> None:
         self._by_peer: Counter[str] = Counter()
+        self._outboxes: weakref.WeakSet[PeerOutbox] = weakref.WeakSet()
         self._total = 0
+
+    def count(self, outbox: PeerOutbox) -> None:
+        """Let an outbox be among those that may have to make room."""
+        self._outboxes.add(outbox)
+
+    def to_relieve(self) -> PeerOutbox | None:
+        """Return the fullest outbox of the peer for which most waits, if too many bytes wait in all.
+
+        Not that of whoever comes next: peers that read nothing must not cost others their streams.
+        """
+        if self._total <= MAX_WAITING_IN_ALL:
+            return None
+        peer = max(self._by_peer, key=self._by_peer.__getitem__)
+        fullest = max((one for one in self._outboxes if one.stream.peer == peer), key=_waiting_in, default=None)
+        return fullest if fullest is not None and _waiting_in(fullest) else None
 
     def add(self, peer: str, size: int) -> None:
         """Count bytes that wait for a peer, or, if negative, that wait no longer."""
@@ -188,7 +205,9 @@ class PeerOutbox:
         self.stream = stream
         self.broken = False
         self._nursery, self._is_shared = nursery, is_shared
-        self._backlog: _Backlog[Sendable] = _Backlog(stream.peer, waiting or WaitingBytes())
+        self._waiting = waiting or WaitingBytes()
+        self._waiting.count(self)
+        self._backlog: _Backlog[Sendable] = _Backlog(stream.peer, self._waiting)
         self._flushing = False
         self.used_at = trio.current_time()
 
@@ -202,7 +221,10 @@ class PeerOutbox:
         if self.broken:
             return
         self._backlog.append(frame)
-        if self._backlog.is_full:
+        fullest = self._waiting.to_relieve()
+        if fullest is not None:
+            await fullest._make_room()
+        if self._backlog.is_full and not self.broken:
             await self._make_room()
         if not self._flushing and not self.broken:
             self._flushing = True
@@ -343,6 +365,10 @@ class PeerOutboxes(Generic[SendableT]):
             if self._open.get(peer) is outbox:  # else it was closed as idle
                 del self._open[peer]
                 self._lost(peer)
+
+
+def _waiting_in(outbox: PeerOutbox) -> int:
+    return outbox._backlog.bytes
 
 
 def _size_of(frame: Sendable) -> int:

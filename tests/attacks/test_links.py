@@ -230,6 +230,31 @@ async def test_many_peers_that_do_not_read_leave_room_for_those_that_do(autojump
         nursery.cancel_scope.cancel()
 
 
+async def test_too_much_in_all_costs_the_peer_with_most_its_stream_and_not_whoever_comes_next(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """Some hold just what one may, and many hold next to nothing, so that anybody has more than most."""
+    monkeypatch.setattr(outbound, "MAX_WAITING_BYTES", 2 * MIB)
+    monkeypatch.setattr(outbound, "MAX_WAITING_IN_ALL", 7 * MIB)
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        node, waiting = fabric.node("hop"), WaitingBytes()
+        names = [*(f"greedy {number}" for number in range(4)), *(f"idle {number}" for number in range(30)), "slow"]
+        for name in names:
+            fabric.node(name).accept(PROTOCOL, sleep_on)
+        *greedy_and_idle, slow = [await unread(node, nursery, waiting, name) for name in names]
+        greedy, idle = greedy_and_idle[:4], greedy_and_idle[4:]
+        for one in idle:
+            await one.push(OutboundFrame((b"token",), Priority.DECODE))
+        for one in greedy:
+            await one.push(OutboundFrame((bytes(7 * MIB // 4 - 10_000),), Priority.DECODE))
+        assert not any(one.broken for one in greedy)
+        for _ in range(10):
+            await slow.push(OutboundFrame((bytes(MIB // 8),), Priority.DECODE))
+        assert not any(one.broken for one in (*idle, slow))
+        assert sum(one.broken for one in greedy) == 1
+        nursery.cancel_scope.cancel()
+
+
 async def test_frames_that_are_nearly_empty_count_with_the_memory_that_they_take(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
