@@ -37,6 +37,7 @@ class AdmissionLimits:
     # recoveries cost a few hundred.
     frames_burst: float = 4000.0
     frames_per_s: float = 1000.0
+    copied_bytes: int = 128 * 1024  # of kept outputs: to send so many again costs as much as a control frame
 
 
 _ORDER_COST = 4.0  # begins an epoch, or has outputs sent again

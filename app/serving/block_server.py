@@ -97,6 +97,9 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 
+LOOK_BYTES = 256  # to look at a waiting frame takes as long as to copy so many bytes
+
+
 class HopFrame(NamedTuple):
     """A DATA or RELAY frame, with what is needed to send its body another way."""
 
@@ -116,8 +119,19 @@ class HopFrame(NamedTuple):
 class HopSender:
     """Sends outputs to successors, or through the asker where one cannot be reached, and errors to askers."""
 
-    def __init__(self, network: Network, nursery: trio.Nursery, chunk_rows: int, waiting: WaitingBytes) -> None:
-        self._nursery, self._chunk_rows = nursery, chunk_rows
+    def __init__(
+        self,
+        network: Network,
+        nursery: trio.Nursery,
+        chunk_rows: int,
+        waiting: WaitingBytes,
+        copied: Callable[[str, int], None],
+    ) -> None:
+        """`copied` is called with an asker and a number of bytes whenever kept outputs are copied for it.
+
+        Waiting frames that an order has looked at count as `LOOK_BYTES` each.
+        """
+        self._nursery, self._chunk_rows, self._copied = nursery, chunk_rows, copied
         self._outboxes: PeerOutboxes[HopFrame] = PeerOutboxes(
             network, PROTOCOL, nursery, lost=self._link_lost, undeliverable=self._undeliverable, waiting=waiting
         )
@@ -130,7 +144,7 @@ class HopSender:
         """A session, or a new epoch of one, was ordered on this stream."""
         before = self._answers.get(session.key)
         if before is not None and before is not answers:
-            before.drop(_of_session(session))  # an asker that moves must not leave copies behind
+            self._looked_at(session, before.drop(_of_session(session)))  # an asker that moves must leave no copies
         if self._successors.get(session.key, "") != session.turn.successor:
             self._drop_for_successor(session)  # nor one that names another successor
         self._sessions[session.key], self._answers[session.key] = session, answers
@@ -168,6 +182,7 @@ class HopSender:
                 if must:
                     await self.report_error(session, "missing", f"outputs at {first} are no longer kept")
                 return
+            self._copied(session.asker, len(data))
             await self.send(session, first, data)
 
     async def send(self, session: HopSession, position: int, data: bytes) -> None:
@@ -213,11 +228,15 @@ class HopSender:
         return HopFrame(session.key, (head, data), priority, session.epoch, session.revision, position)
 
     def _drop_waiting(self, session: HopSession) -> None:
-        self._answers[session.key].drop(_of_session(session))
+        self._looked_at(session, self._answers[session.key].drop(_of_session(session)))
         self._drop_for_successor(session)
 
     def _drop_for_successor(self, session: HopSession) -> None:
-        self._outboxes.drop(self._successors.get(session.key, ""), _of_session(session))
+        successor = self._successors.get(session.key, "")
+        self._looked_at(session, self._outboxes.drop(successor, _of_session(session)))
+
+    def _looked_at(self, session: HopSession, frames: int) -> None:
+        self._copied(session.asker, frames * LOOK_BYTES)
 
     async def _relay(self, session: HopSession, frame: HopFrame) -> None:
         """Send a successor's frame through the asker, unless the session is in another epoch or revision by now."""
@@ -463,7 +482,8 @@ class BlockServer:
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                self._sender = HopSender(self._network, nursery, self._settings.batch.chunk_rows, self._waiting)
+                chunk_rows = self._settings.batch.chunk_rows
+                self._sender = HopSender(self._network, nursery, chunk_rows, self._waiting, self._copied)
                 self._sender.width = self._runner.hidden_size if self._runner is not None else 0
                 nursery.start_soon(self._step_forever)
                 nursery.start_soon(self._close_idle)
@@ -565,6 +585,15 @@ class BlockServer:
         delay_s = self._frame_limit.delay_s(at_cost_of, now, frame_cost(frame.kind, action))
         if delay_s and at_cost_of == peer:  # nothing is lost: what it sends meanwhile waits in the stream's window
             await trio.sleep(delay_s)
+
+    def _copied(self, asker: str, size: int) -> None:
+        """Count kept outputs that were copied for an asker as frames: a short order may have many of them sent again.
+
+        It is read more slowly then, as in `_take`; this node itself never is.
+        """
+        if asker != self._network.peer_id:
+            cost = size / self._settings.admission.copied_bytes
+            self._frame_limit.delay_s(asker, trio.current_time(), cost)
 
     async def _on_data(self, frame: Frame, peer: str) -> tuple[FrameAction, str]:
         """Queue hidden states, answer them from kept outputs, or refuse them; frames that fit no session are dropped.
@@ -850,7 +879,9 @@ class BlockServer:
                     raise
                 ends = True
         if source is not None:
-            session.begin_with(source, length)
+            asker = session.asker
+            copies = asker == self._network.peer_id or self._frame_limit.has_token(asker, trio.current_time())
+            self._copied(asker, session.begin_with(source, length, ends=ends, copies=copies))
             if ends:
                 self._end(source, source.epoch)
 

@@ -111,14 +111,23 @@ class HopSession:
             return 0
         return min(turn.prefix.tokens, self.length, turn.tokens)
 
-    def begin_with(self, source: HopSession, length: int) -> None:
-        """Begin with the first `length` tokens of another session, as the cache does; outputs kept there are copied."""
+    def begin_with(self, source: HopSession, length: int, *, ends: bool, copies: bool) -> int:
+        """Begin with the first `length` tokens of another session, as the cache does; returns how many bytes it copied.
+
+        Outputs kept there are taken over if the other session `ends`, or else copied if this one `copies` them.
+        """
         assert not self.received, "a session begins once"
         self.received = self.length = length
         self.kept_from, self.row_bytes, self.dtype = length, source.row_bytes, source.dtype
-        if source.kept_from < length:
-            self.kept_from = source.kept_from
-            self.kept += source.kept_rows(source.kept_from, length) or b""
+        if source.kept_from >= length or not (ends or copies):
+            return 0
+        self.kept_from = source.kept_from
+        if ends:
+            self.kept, source.kept = source.kept, bytearray()
+            self._drop_from(length)
+            return 0
+        self.kept += source.kept_rows(source.kept_from, length) or b""
+        return len(self.kept)
 
     def took(self, rows: int) -> None:
         """Count `rows` more tokens, whose cache came from another hop; their outputs are not kept here."""

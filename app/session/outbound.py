@@ -10,6 +10,7 @@ protocol above repeats what matters.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -29,6 +30,7 @@ UNREACHABLE_S = 30.0  # a peer that could not be reached is not dialled again fo
 MAX_WAITING_BYTES = 128 * 2**20  # for one peer, which may have many streams
 MAX_WAITING_FRAMES = 16_384  # on one stream
 MAX_WAITING_IN_ALL = 2**30
+FRAME_COST_BYTES = 512  # of memory that a waiting frame takes besides its own bytes
 MAX_DIALS = 32
 MAX_DIALS_PER_ASKER = 4
 # Beyond so many new successors of one asker, its outputs go through the asker: a dial may search the whole directory.
@@ -60,11 +62,27 @@ SendableT = TypeVar("SendableT", bound=Sendable)
 
 
 class WaitingBytes:
-    """Counts the bytes that wait for each peer, over all the streams that share it."""
+    """Counts the memory of what waits for each peer, in bytes, over all the streams that share it."""
 
     def __init__(self) -> None:
         self._by_peer: Counter[str] = Counter()
+        self._outboxes: weakref.WeakSet[PeerOutbox] = weakref.WeakSet()
         self._total = 0
+
+    def count(self, outbox: PeerOutbox) -> None:
+        """Let an outbox be among those that may have to make room."""
+        self._outboxes.add(outbox)
+
+    def to_relieve(self) -> PeerOutbox | None:
+        """Return the fullest outbox of the peer for which most waits, if too many bytes wait in all.
+
+        Not that of whoever comes next: peers that read nothing must not cost others their streams.
+        """
+        if self._total <= MAX_WAITING_IN_ALL:
+            return None
+        peer = max(self._by_peer, key=self._by_peer.__getitem__)
+        fullest = max((one for one in self._outboxes if one.stream.peer == peer), key=_waiting_in, default=None)
+        return fullest if fullest is not None and _waiting_in(fullest) else None
 
     def add(self, peer: str, size: int) -> None:
         """Count bytes that wait for a peer, or, if negative, that wait no longer."""
@@ -141,8 +159,9 @@ class _Backlog(Generic[SendableT]):
             owners[frame.owner] = queue
         self._forget(frame)
 
-    def drop(self, unwanted: Callable[[Sendable], bool]) -> None:
-        """Forget the messages that are not wanted any more."""
+    def drop(self, unwanted: Callable[[Sendable], bool]) -> int:
+        """Forget the messages that are not wanted any more; returns how many were looked at."""
+        looked_at = self._frames
         for owners in self._queues.values():
             for owner, queue in list(owners.items()):
                 dropped = [frame for frame in queue if unwanted(frame)]
@@ -152,6 +171,7 @@ class _Backlog(Generic[SendableT]):
                     del owners[owner]
                 elif dropped:
                     owners[owner] = deque(frame for frame in queue if not unwanted(frame))
+        return looked_at
 
     def take_all(self) -> list[SendableT]:
         """Remove all messages and return them, the most urgent first."""
@@ -185,7 +205,9 @@ class PeerOutbox:
         self.stream = stream
         self.broken = False
         self._nursery, self._is_shared = nursery, is_shared
-        self._backlog: _Backlog[Sendable] = _Backlog(stream.peer, waiting or WaitingBytes())
+        self._waiting = waiting or WaitingBytes()
+        self._waiting.count(self)
+        self._backlog: _Backlog[Sendable] = _Backlog(stream.peer, self._waiting)
         self._flushing = False
         self.used_at = trio.current_time()
 
@@ -199,7 +221,10 @@ class PeerOutbox:
         if self.broken:
             return
         self._backlog.append(frame)
-        if self._backlog.is_full:
+        fullest = self._waiting.to_relieve()
+        if fullest is not None:
+            await fullest._make_room()
+        if self._backlog.is_full and not self.broken:
             await self._make_room()
         if not self._flushing and not self.broken:
             self._flushing = True
@@ -225,9 +250,9 @@ class PeerOutbox:
             log.warning("%s does not read: %s, its stream is closed", self.stream.peer, waiting)
             await self.close()
 
-    def drop(self, unwanted: Callable[[Sendable], bool]) -> None:
-        """Forget the queued messages that are not wanted any more."""
-        self._backlog.drop(unwanted)
+    def drop(self, unwanted: Callable[[Sendable], bool]) -> int:
+        """Forget the queued messages that are not wanted any more; returns how many were looked at."""
+        return self._backlog.drop(unwanted)
 
     async def close(self) -> None:
         """Reset the stream and forget what waits; later messages are dropped."""
@@ -300,12 +325,11 @@ class PeerOutboxes(Generic[SendableT]):
         waiting.append(frame)
         return True
 
-    def drop(self, peer: str, unwanted: Callable[[Sendable], bool]) -> None:
-        """Forget queued messages to a peer that are not wanted any more."""
+    def drop(self, peer: str, unwanted: Callable[[Sendable], bool]) -> int:
+        """Forget queued messages to a peer that are not wanted any more; returns how many were looked at."""
         if peer in self._open:
-            self._open[peer].drop(unwanted)
-        elif peer in self._opening:
-            self._opening[peer].drop(unwanted)
+            return self._open[peer].drop(unwanted)
+        return self._opening[peer].drop(unwanted) if peer in self._opening else 0
 
     async def close_idle(self, needed: Collection[str], used_before: float) -> None:
         """Close the streams to peers that are not needed and were last used before this time."""
@@ -343,5 +367,9 @@ class PeerOutboxes(Generic[SendableT]):
                 self._lost(peer)
 
 
+def _waiting_in(outbox: PeerOutbox) -> int:
+    return outbox._backlog.bytes
+
+
 def _size_of(frame: Sendable) -> int:
-    return sum(len(part) for part in frame.parts)
+    return sum(len(part) for part in frame.parts) + FRAME_COST_BYTES

@@ -32,7 +32,7 @@ from app.session.frame import (
     plain,
     root_mean_square,
 )
-from app.session.outbound import OutboundFrame, PeerOutbox, PeerOutboxes
+from app.session.outbound import OutboundFrame, PeerOutbox, PeerOutboxes, WaitingBytes
 from app.training.activations import ActivationDisk, Activations, Boundary, NoBase
 from app.training.ledger import JobLedger, PassVerdict, UsualSize
 from app.training.states import StateStore
@@ -277,6 +277,7 @@ class TrainingServer:
         self._ended: dict[bytes, int] = {}  # run -> epoch: an old OPEN must not bring a job back
         self._nursery: trio.Nursery
         self._outboxes: PeerOutboxes[HopFrame]
+        self._waiting = WaitingBytes()  # frames for owners and neighbours, and answers to strangers
         self._working = 0  # tasks of jobs
         self._ended_one = Signal()
         self.dropped = 0  # frames of no job, or not understood
@@ -303,7 +304,12 @@ class TrainingServer:
         """Serve until cancelled."""
         async with trio.open_nursery() as self._nursery:
             self._outboxes = PeerOutboxes(
-                self._network, PROTOCOL, self._nursery, lost=self._link_lost, undeliverable=self._undeliverable
+                self._network,
+                PROTOCOL,
+                self._nursery,
+                lost=self._link_lost,
+                undeliverable=self._undeliverable,
+                waiting=self._waiting,
             )
             self._network.accept(PROTOCOL, self.attend)
             self._network.serve(ROOM, self._on_room)
@@ -328,7 +334,7 @@ class TrainingServer:
 
     async def attend(self, stream: FrameStream) -> None:
         """Read one peer's stream; a frame that is not understood costs the peer its stream."""
-        answers = PeerOutbox(stream, self._nursery)
+        answers = PeerOutbox(stream, self._nursery, waiting=self._waiting)
         try:
             while True:
                 with trio.fail_after(2 * IDLE_S):

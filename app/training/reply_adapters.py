@@ -156,6 +156,9 @@ class AdapterFetcher:
 
     async def _fetch(self, asker: str, parts: Sequence[StatePart]) -> list[bytes]:
         run = secrets.token_bytes(RUN_BYTES)
+        if asker != self._states.peer_id:
+            async with self._states.apart() as states:
+                return await states.fetch(run, parts, [asker])
         try:
             return await self._states.fetch(run, parts, [asker])
         finally:

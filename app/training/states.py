@@ -6,9 +6,12 @@ go with it. The adapters of replies travel in the same way (`app.training.reply_
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +44,31 @@ class StateStore:
         in_thread: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
     ) -> None:
         shutil.rmtree(folder, ignore_errors=True)  # what a killed node has left
-        self._network, self._in_thread = network, in_thread
+        self._network, self._in_thread, self._folder = network, in_thread, folder
         self._parts = PartSet(folder, (), "a training job")
         self._server = ChunkServer(self._parts, is_member, methods=METHODS)
         self._runs: dict[bytes, set[bytes]] = {}  # root -> runs that need it
         self._changing: set[bytes] = set()  # roots that are downloaded or removed now
         self._changed = Signal()
         self._is_member = is_member
+
+    @asynccontextmanager
+    async def apart(self) -> AsyncIterator[StateStore]:
+        """An empty store while the context is open, for states whose hashes and sizes a stranger names.
+
+        Here they could be those of a job, which would then have another size, or wait for a download without end.
+        """
+        folder = self._folder / "apart" / secrets.token_hex(8)
+        try:
+            yield StateStore(self._network, folder, self._is_member, self._in_thread)
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
+
+    @property
+    def peer_id(self) -> str:
+        """This node's peer id."""
+        return self._network.peer_id
 
     def serve(self) -> None:
         """Answer requests of members for the states that are here."""

@@ -41,7 +41,7 @@ from app.session.frame import (
     root_mean_square,
 )
 from app.session.loop_stream import loop_streams
-from app.session.outbound import OutboundFrame, PeerOutbox
+from app.session.outbound import FRAME_COST_BYTES, OutboundFrame, PeerOutbox
 from app.training.activations import ActivationDisk, Activations, Boundary, NoBase
 from app.training.audits import Answer, AuditLots, AuditVerdict, Caution, Suspect, judge
 from app.training.ledger import UsualSize
@@ -90,7 +90,6 @@ T = TypeVar("T")
 
 MAX_REJECTED = 3  # frames of one hop that must not be computed with, in one epoch
 MAX_QUEUED_BYTES = 2**26  # of one hop's frames that wait here; then its stream is not read
-_FRAME_COST_BYTES = 512  # of memory that a frame takes besides its bytes
 MAX_FAILURES = 12  # epochs in a row without a step
 MAX_SUSPECTED = 3  # times that a hop may have stopped the job, before it is not asked again
 
@@ -1331,7 +1330,7 @@ class _HopGroup:
 
 def _cost(frame: Frame) -> int:
     """Bytes of memory that a frame takes while it waits."""
-    return frame_bytes(frame) + _FRAME_COST_BYTES
+    return frame_bytes(frame) + FRAME_COST_BYTES
 
 
 def _control(message: bytes) -> OutboundFrame:

@@ -18,7 +18,7 @@ from app.rounds import grid, island, statements, traces
 from app.serving import handover
 from app.serving.adapters import AdapterLimits
 from app.serving.admission import AdmissionLimits
-from app.serving.block_server import IDLE_STREAM_S, ServerSettings
+from app.serving.block_server import IDLE_STREAM_S, LOOK_BYTES, ServerSettings
 from app.serving.hop_session import MAX_RECEIVERS
 from app.session import cache_wire, outbound
 from app.swarm import certificates, invitations
@@ -70,10 +70,11 @@ ROWS: dict[str, tuple[float, ...]] = {
         QUOTA.bytes / MIB,
         MAX_BODY_BYTES / MIB,
     ),
-    "waiting output of session streams": (
+    "waiting output of session streams, and as much of training streams": (
         outbound.MAX_WAITING_BYTES / MIB,
         outbound.MAX_WAITING_FRAMES,
         outbound.MAX_WAITING_IN_ALL / 2**30,
+        outbound.FRAME_COST_BYTES,
     ),
     "sessions at a hop": (PLACES.peer_sessions, PLACES.sessions),
     "adapters at a hop": (
@@ -83,7 +84,12 @@ ROWS: dict[str, tuple[float, ...]] = {
         ADAPTERS.loading,
         ADAPTERS.fetch_s,
     ),
-    "session frames of one peer that have nothing computed": (PLACES.frames_burst, PLACES.frames_per_s),
+    "session frames of one peer that have nothing computed": (
+        PLACES.frames_burst,
+        PLACES.frames_per_s,
+        PLACES.copied_bytes / KIB,
+        PLACES.copied_bytes / LOOK_BYTES,
+    ),
     "dials that askers make a hop try": (
         outbound.MAX_DIALS_PER_ASKER,
         outbound.MAX_DIALS,
@@ -225,7 +231,7 @@ ROWS: dict[str, tuple[float, ...]] = {
         activations.LEAST_BYTES / KIB,
         activations.FREE_BYTES / 2**30,
         trainer.MAX_QUEUED_BYTES / MIB,
-        trainer._FRAME_COST_BYTES,
+        outbound.FRAME_COST_BYTES,
         trainer.Patience().stuck_s,
     ),
     "schemas and grammars of requests": (

@@ -13,8 +13,10 @@ from trio.testing import MockClock
 from app.core.network import FrameStream, Priority
 from app.core.span import Span
 from app.serving.block_server import HopFrame
+from app.session import outbound
 from app.session.frame import SESSION_BYTES, new_session_id
 from app.session.outbound import (
+    FRAME_COST_BYTES,
     MAX_WAITING_BYTES,
     MAX_WAITING_IN_ALL,
     OutboundFrame,
@@ -206,7 +208,7 @@ async def test_a_peer_with_many_streams_has_no_more_waiting_for_it_than_one_with
                 await outbox.push(OutboundFrame((chunk,), Priority.DECODE))
                 assert total(greedy) <= MAX_WAITING_BYTES
         assert sum(outbox.broken for outbox in greedy) == 3
-        assert (slow.broken, total([slow])) == (False, MIB)
+        assert (slow.broken, total([slow])) == (False, MIB + FRAME_COST_BYTES)
         nursery.cancel_scope.cancel()
 
 
@@ -224,7 +226,49 @@ async def test_many_peers_that_do_not_read_leave_room_for_those_that_do(autojump
                 await outbox.push(OutboundFrame((chunk,), Priority.DECODE))
         assert total([slow, *greedy]) <= MAX_WAITING_IN_ALL
         assert any(outbox.broken for outbox in greedy)
-        assert (slow.broken, total([slow])) == (False, 100 * len(b"token"))
+        assert (slow.broken, total([slow])) == (False, 100 * (len(b"token") + FRAME_COST_BYTES))
+        nursery.cancel_scope.cancel()
+
+
+async def test_too_much_in_all_costs_the_peer_with_most_its_stream_and_not_whoever_comes_next(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """Some hold just what one may, and many hold next to nothing, so that anybody has more than most."""
+    monkeypatch.setattr(outbound, "MAX_WAITING_BYTES", 2 * MIB)
+    monkeypatch.setattr(outbound, "MAX_WAITING_IN_ALL", 7 * MIB)
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        node, waiting = fabric.node("hop"), WaitingBytes()
+        names = [*(f"greedy {number}" for number in range(4)), *(f"idle {number}" for number in range(30)), "slow"]
+        for name in names:
+            fabric.node(name).accept(PROTOCOL, sleep_on)
+        *greedy_and_idle, slow = [await unread(node, nursery, waiting, name) for name in names]
+        greedy, idle = greedy_and_idle[:4], greedy_and_idle[4:]
+        for one in idle:
+            await one.push(OutboundFrame((b"token",), Priority.DECODE))
+        for one in greedy:
+            await one.push(OutboundFrame((bytes(7 * MIB // 4 - 10_000),), Priority.DECODE))
+        assert not any(one.broken for one in greedy)
+        for _ in range(10):
+            await slow.push(OutboundFrame((bytes(MIB // 8),), Priority.DECODE))
+        assert not any(one.broken for one in (*idle, slow))
+        assert sum(one.broken for one in greedy) == 1
+        nursery.cancel_scope.cancel()
+
+
+async def test_frames_that_are_nearly_empty_count_with_the_memory_that_they_take(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """Answers of 40 bytes on 64 streams took ten times the memory that was counted."""
+    monkeypatch.setattr(outbound, "MAX_WAITING_BYTES", MIB)
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        node, waiting = fabric.node("hop"), WaitingBytes()
+        fabric.node("greedy").accept(PROTOCOL, sleep_on)
+        greedy = [await unread(node, nursery, waiting, "greedy") for _ in range(4)]
+        for _ in range(1000):
+            for one in greedy:
+                await one.push(OutboundFrame((bytes(40),), Priority.CONTROL))
+        frames = sum(one._backlog._frames for one in greedy)
+        assert 0 < frames <= MIB // FRAME_COST_BYTES
         nursery.cancel_scope.cancel()
 
 

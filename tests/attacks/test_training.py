@@ -15,7 +15,7 @@ import trio.testing
 from app.core.network import FrameStream, Priority
 from app.core.span import Span
 from app.session.frame import HopError, decode_hop_error, new_session_id, plain, with_json
-from app.session.outbound import OutboundFrame
+from app.session.outbound import OutboundFrame, PeerOutbox
 from app.training import hop, progress, trainer
 from app.training.hop import HopJob, TrainingTerms
 from app.training.states import StateStore
@@ -47,6 +47,28 @@ ORDER = JobOrder(Span(0, 8), "", "", 4, 8.0, ("q", "v"), 0.0, 3, 0.0, 64, 2, "f3
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     return open_tiny(tmp_path_factory.mktemp("model"))
+
+
+async def test_what_waits_for_one_peer_counts_over_all_its_streams(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger that asks for the state of jobs and does not read the answers had a limit for each of 64 streams."""
+    made: list[PeerOutbox] = []
+
+    class Noted(PeerOutbox):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(hop, "PeerOutbox", Noted)
+    async with open_job_swarm(source, tmp_path, (0, 8)) as swarm:
+        stranger = swarm.fabric.node("stranger")
+        for _ in range(3):
+            stream = await stranger.open("n0", PROTOCOL)
+            await stream.send(plain(Kind.PROBE, new_session_id("stranger"), 0))
+            assert decode(await stream.receive()).kind == Kind.STATE
+        assert [outbox.stream.peer for outbox in made] == ["stranger"] * 3
+        assert {outbox._backlog._waiting for outbox in made} == {swarm.nodes["n0"].server._waiting}
 
 
 async def opened(swarm: JobSwarm, name: str, order: JobOrder = ORDER) -> tuple[FrameStream, bytes]:

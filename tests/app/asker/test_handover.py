@@ -456,7 +456,7 @@ async def test_hops_that_know_nothing_of_it_work_as_before(
 async def test_a_new_hop_that_ignores_the_order_reads_again(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CacheTaker, "reserve", lambda self, session: False)
+    monkeypatch.setattr(CacheTaker, "reserve", lambda self, session: None)
     async with open_swarm(*PAIRS) as swarm:
         prefer_first_three(swarm)
         stats = await leaving_reply(swarm, "n1")

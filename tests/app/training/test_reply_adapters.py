@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import trio
+import trio.testing
 from trio.testing import MockClock
 
 from app.asker.asker import Asker
@@ -313,3 +314,40 @@ def test_an_index_is_checked(adapter: Adapter) -> None:
     assert adapter_ref(replace(adapter, settings=replace(adapter.settings, alpha=5.0))) != ref
     raw = b'{"alpha":2.0,"rank":4,"roots":["' + b"ab" * 32 + b'"],"size":64,"targets":["q"],"v":1}'
     assert decode_index(raw).encoded() == raw
+
+
+async def test_an_asker_cannot_spoil_a_state_that_a_job_fetches(tiny: ModelSource, tmp_path: Path) -> None:
+    """It asks for an adapter with the same hash, of another size, and while it gives nothing the job has its state."""
+    data = bytes(1000)
+    async with adapter_swarm(tiny, tmp_path) as swarm, trio.open_nursery() as nursery:
+        states, holder = swarm.states("hop"), swarm.states("holder")
+        swarm.fabric.node("evil")
+        part = await holder.keep(b"run", data)
+        give, honest, asked, may_give = METHODS.chunk, holder._server._on_chunk, trio.Event(), trio.Event()
+
+        async def give_later(peer: str, body: bytes) -> Any:
+            asked.set()
+            await may_give.wait()
+            return await honest(peer, body)
+
+        async def ask(size_bytes: int) -> None:
+            with suppress(WeightsError, trio.TooSlowError):
+                await AdapterFetcher(states).index("evil", AdapterRef(part.root, size_bytes))
+
+        swarm.fabric.nodes["holder"].serve(give, give_later)
+        nursery.start_soon(ask, part.size_bytes)
+        await trio.testing.wait_all_tasks_blocked()
+        with trio.fail_after(20):
+            async with trio.open_nursery() as fetching:
+                got: list[bytes] = []
+
+                async def fetch() -> None:
+                    got.extend(await states.fetch(b"job", [part], ["holder"]))
+
+                fetching.start_soon(fetch)
+                await asked.wait()
+                nursery.start_soon(ask, 9)
+                await trio.testing.wait_all_tasks_blocked()
+                may_give.set()
+        assert got == [data]
+        nursery.cancel_scope.cancel()
