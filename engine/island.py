@@ -10,6 +10,7 @@ half of the leaves, the same for all islands: so none waits twice, and the other
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,13 +84,14 @@ class _Shared:
     momentum: Tensor
 
 
-class RoundModel:
+class RoundModel(ABC):
     """What an island has between two rounds and shares in them; where its own weights are is left to others."""
 
     def __init__(self, config: ModelConfig, vectors: Mapping[str, Tensor], terms: IslandTerms) -> None:
         self.config, self.terms = config, terms
         self.codec: Codec = terms.codec  # of the current round; all its changes are in it
         self.round = 0  # number of the current round
+        self._momentum_kept = 1.0  # the share of the momentum that the current round begins with
         values = joined(config, vectors)
         self._shared = _Shared(values, torch.zeros_like(values))
         self._residual = torch.zeros_like(values)  # what rounding kept back from the changes sent so far
@@ -99,13 +101,13 @@ class RoundModel:
         self._next_change: _Encoded | None = None  # that leads to the next state
         self._past: _Encoded | None = None  # the merged change of the last round; the bytes are the caller's own
 
+    @abstractmethod
     def _own(self) -> Tensor:
         """The island's own weights, joined."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _go_on_from(self, values: Tensor) -> None:
         """Replace the island's own weights by those that all islands have; moments stay."""
-        raise NotImplementedError
 
     @property
     def leaves(self) -> int:
@@ -123,6 +125,16 @@ class RoundModel:
         return encoded_bytes(LEAF, "f32")
 
     # Rounds
+
+    def begin_round(self, number: int, codec: Codec, steps: range, last_steps: range) -> None:
+        """Let the next steps be those of a round: its number, the format of its changes, its steps and the last one's.
+
+        Momentum is as large as the changes before it. A round of fewer steps, or of smaller ones, makes smaller
+        changes, and keeps as much less of the momentum: otherwise it would carry the weights past their aim.
+        """
+        self.round, self.codec = number, codec
+        now, last = (math.fsum(map(self.terms.schedule.at, some)) for some in (steps, last_steps))
+        self._momentum_kept = round(min(1.0, now / last), 6) if last > 0 else 1.0  # the same on every machine
 
     def change(self) -> list[bytes]:
         """Return the leaves of what this island has changed since the last round; raises `NotFinite`."""
@@ -185,7 +197,8 @@ class RoundModel:
             raise TrainingError(f"{len(leaves)} leaves are not the {self.leaves} of a change")
         found = _Encoded(leaves, self.codec)
         change = self._joined(found, 0, self.leaves)
-        values, momentum = nesterov_step(self._shared.values, self._shared.momentum, change, self.terms.outer)
+        kept = self._shared.momentum * self._momentum_kept
+        values, momentum = nesterov_step(self._shared.values, kept, change, self.terms.outer)
         self._next, self._next_change = _Shared(values, momentum), found
         return self._packed(self._next)
 

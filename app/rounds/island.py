@@ -120,9 +120,7 @@ class RoundTiming:
 class IslandMath(MergingModel, Protocol):
     """An island's model in rounds; `engine.island.RoundModel` has it."""
 
-    codec: Any  # of the current round
-    round: int
-
+    def begin_round(self, number: int, codec: Any, steps: range, last_steps: range) -> None: ...
     def change(self) -> list[bytes]: ...
     def advance(self, leaves: Sequence[bytes]) -> list[bytes]: ...
     def commit(self, *, counted: bool) -> None: ...
@@ -335,7 +333,7 @@ class Island:
             await self._device.run(self._model.load, states)
             self.log = list(entries)
             self._heads |= {entry.hash for entry in entries}
-        self._model.codec, self._model.round = self.standing.codec, self.standing.round
+        self._model.begin_round(self.standing.round, self.standing.codec, self.standing.steps, self.standing.last_steps)
         found = await self._device.run(self._model.states)
         root, parts = await self._in_thread(hashed, found)
         self._sizes = [part.size_bytes for part in parts]
@@ -745,7 +743,7 @@ class Island:
         self._wait_s = max(self._arrived_at.values(), default=0.0) - self._arrived_at.get(self.peer, 0.0)
         self.figures.paces = self._paces()
         self.standing, self.log = standing, entries
-        self._model.codec, self._model.round = standing.codec, standing.round
+        self._model.begin_round(standing.round, standing.codec, standing.steps, standing.last_steps)
         self._heads = {GENESIS, *(entry.hash for entry in entries)}
         self._arrivals.clear()
         self._arrived_at.clear()

@@ -105,6 +105,17 @@ class Standing:
     doubts: tuple[tuple[str, ...], ...] = ()  # of the last rounds
     left_out: Mapping[str, str] | None = None
     tests: tuple[DrawnTest, ...] = ()  # of changes of the last round, which the next round's results tell of
+    last_every: int = 0  # steps of the last round; 0: there was none
+
+    @property
+    def steps(self) -> range:
+        """The steps of the next round."""
+        return range(self.step, self.step + self.every)
+
+    @property
+    def last_steps(self) -> range:
+        """The steps of the last round."""
+        return range(self.step - self.last_every, self.step)
 
     @property
     def banned(self) -> Mapping[str, str]:
@@ -225,7 +236,7 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
     doubts_now = (*standing.doubts, tuple(sorted(doubts)))[-2:]
     return Standing(
         entry.round + 1, entry.hash, entry.next, entry.every, codec, step, start, tokens, entry.root, doubts_now,
-        left_out, drawn_tests(entry.root, entry.list.members, doubts.keys() - left_out.keys()),
+        left_out, drawn_tests(entry.root, entry.list.members, doubts.keys() - left_out.keys()), standing.every,
     )  # fmt: skip
 
 

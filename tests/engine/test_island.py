@@ -71,6 +71,35 @@ def test_a_round_after_every_step_is_synchronous_training() -> None:
     assert float((ours - theirs).abs().max()) <= 1e-4
 
 
+@pytest.mark.parametrize(
+    ("decays", "steps", "last", "kept"),
+    [
+        (False, range(10, 20), range(10), 1.0),
+        (False, range(10, 15), range(10), 0.5),  # fewer steps
+        (False, range(10, 40), range(10), 1.0),
+        (False, range(10), range(0), 1.0),  # the first round
+        (True, range(10, 20), range(10), 0.246061),  # smaller steps, by half a cosine
+        (True, range(20, 20), range(10, 20), 0.0),
+    ],
+)
+def test_a_round_of_fewer_or_smaller_steps_keeps_less_momentum(
+    decays: bool, steps: range, last: range, kept: float
+) -> None:
+    island = made(replace(TERMS, schedule=Schedule(1e-2, 20 if decays else 10**9)))
+    island.step(sequences(1), 0)
+    merge_all([island])
+    before, momentum = unpacked(CONFIG, island.states())
+    assert bool(momentum.any())
+    island.begin_round(1, "f32", steps, last)
+    leaves = island.change()
+    change = torch.cat([decode(leaf, len(leaf) // 4, "f32") for leaf in leaves])
+    island.advance(leaves)
+    island.commit(counted=True)
+    after, left = unpacked(CONFIG, island.states())
+    assert torch.allclose(left, 0.9 * kept * momentum + change, atol=1e-7)
+    assert torch.allclose(after, before - 0.7 * (change + 0.9 * left), atol=1e-7)
+
+
 def test_what_rounding_keeps_back_is_sent_later() -> None:
     island = made()
     island.step(sequences(1), 0)
