@@ -13,6 +13,7 @@ from textual.widgets import Input
 
 from app.core.errors import AppError
 from app.core.reasons import Reason
+from app.snapshot.codec import to_json
 from app.snapshot.views import (
     CourtesyView,
     DeviceView,
@@ -195,6 +196,33 @@ def test_a_pause_that_takes_nothing_away_is_not_asked_about() -> None:
         app.store.take(replace(HEALTHY, active_sessions=()))
         await pilot.press("p")
         await until(app, pilot, lambda: node.asked == ["/control/pause"])
+
+    driven(node, drive)
+
+
+class RulingNode(ScriptedNode):
+    """A node that a rule keeps paused, whatever the user asks."""
+
+    def post(self, path: str, body: dict[str, Any], *, timeout_s: float = 1.0) -> Any:
+        super().post(path, body)
+        rules = (
+            RuleView("pause_heat", "too hot"),
+            RuleView("pause_busy", "another program uses the device", True, True),
+        )
+        return to_json(CourtesyView(True, "rule", rules=rules))
+
+
+def test_resuming_against_a_pause_rule_names_the_rule() -> None:
+    """It said that hosting resumes, and nothing happened."""
+    node = RulingNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(replace(HEALTHY, state="paused", courtesy=CourtesyView(True, "rule")))
+        await settle(app, pilot)
+        await pilot.press("p")
+        said = "still paused by a rule: another program uses the device; the state line says how to turn it off"
+        await until(app, pilot, lambda: app.said == [said])
+        assert node.asked == ["/control/resume"]
 
     driven(node, drive)
 
