@@ -179,13 +179,13 @@ def _read_words(figures: Mapping[str, Any]) -> str:
 
 
 def recovery_words(figures: dict[str, Any]) -> str:
-    """Number of hops that failed during a reply, and the longest pause; empty if none failed."""
+    """Number of hops that left a reply or failed, and the longest pause; empty if none did."""
     times = int(figures.get("recoveries") or 0)
     if not times:
         return ""
     gap = figures.get("longest_gap_s")
     pause = f" · longest pause {gap:.1f} s" if gap else ""
-    return f"▼ {plural(times, 'hop')} failed; the reply continued{pause}"
+    return f"▼ {plural(times, 'hop')} left or failed; the reply continued{pause}"
 
 
 def error_words(error: str, code: str = "") -> str:
