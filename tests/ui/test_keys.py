@@ -534,6 +534,25 @@ def test_esc_after_the_swarm_is_created_leads_to_the_dashboard() -> None:
     driven(node, drive, size=(80, 24))
 
 
+def test_what_was_typed_in_a_first_run_over_the_chat_waits_there() -> None:
+    """It was lost until another tab was visited."""
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        await until(app, pilot, lambda: app.current_mode == "chat")
+        first = FirstRun(app.store)
+        await app.push_screen(first)
+        await until(app, pilot, lambda: "Begin with the small starter model" in text_of_screen(app))
+        await pilot.press("enter", "enter")
+        await until(app, pilot, lambda: first.state.step == 2)
+        await pilot.press(*"why", "escape")
+        await until(app, pilot, lambda: not first.is_attached)
+        await until(app, pilot, lambda: app.screen.query_one(AskBox).text == "why")
+
+    driven(node, drive, size=(80, 24))
+
+
 def test_a_long_problem_of_the_first_run_is_read_to_its_end() -> None:
     problem = "this node is already a member of home#1a2b3c4d: leave it first, or choose another name for the swarm"
     state = FirstState(problem=problem)
