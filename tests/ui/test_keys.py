@@ -712,10 +712,14 @@ def test_models_of_a_folder_and_of_the_hub_are_listed(is_by_mouse: bool) -> None
         app.store.take(EMPTY)
         await pilot.press("c")
         await until(app, pilot, lambda: "llama" in text_of_screen(app))
-        await pilot.press(*"/big", "enter")
+        await pilot.press(*"/big")
+        await until(app, pilot, lambda: "⏎ lists this folder" in text_of_screen(app))
+        assert "Hugging Face" not in text_of_screen(app)  # it offered to search the Hub for a path
+        await pilot.press("enter")
         await until(app, pilot, lambda: "/control/models?folder=/big" in node.asked)
         await pilot.press(*["backspace"] * 4, *"qwen")
         await until(app, pilot, lambda: "search the Hugging Face Hub for “qwen”" in text_of_screen(app))
+        await until(app, pilot, lambda: "lists this folder" not in text_of_screen(app))
         if is_by_mouse:
             await pilot.click("#found", offset=(2, 0))
         else:
