@@ -94,9 +94,15 @@ def _when_sure(app: NodeApp, words: str, warning: str, yes: str, then: Callable[
 
 
 def resume(app: NodeApp) -> None:
-    """Host again."""
-    words = "hosting resumes, unless a pause rule applies"
-    app.ask(lambda client: client.post("/control/resume", {}), lambda _: app.say(words))
+    """Host again; says so if a pause rule keeps the node paused, which only its setting or its cause can end."""
+
+    def done(courtesy: dict[str, Any]) -> None:
+        rules = courtesy.get("rules", ()) if courtesy.get("paused") else ()
+        rule = next((one_line(rule["label"]) for rule in rules if rule["applies"]), "")
+        words = f"still paused by a rule: {rule}; the state line says how to turn it off"
+        app.say(words if rule else "hosting resumes")
+
+    app.ask(lambda client: client.post("/control/resume", {}), done)
 
 
 def drain(app: NodeApp) -> None:

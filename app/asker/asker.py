@@ -157,7 +157,10 @@ class Asker:
             async with trio.open_nursery() as nursery:
                 self._links = HopLinks(self._network, nursery, self._own_server)
                 task_status.started(scope)
-                await trio.sleep_forever()
+                try:
+                    await trio.sleep_forever()
+                finally:
+                    self._links.is_closed = True
 
     @asynccontextmanager
     async def reply(

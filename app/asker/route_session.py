@@ -74,6 +74,7 @@ from p2p.supervise import guarded
 log = logging.getLogger("shoal.asker")
 log.addFilter(LogLimit())  # hops can cause these lines
 
+LEFT = "this node has left the swarm; ask again once it is in one"
 IDLE_LINK_S = 60.0  # a stream without sessions for so long is closed
 
 
@@ -126,6 +127,7 @@ class HopLinks:
         self._network, self._nursery, self._own_server = network, nursery, own_server
         self._links: dict[str, HopLink] = {}
         self._opening: dict[str, trio.Lock] = {}
+        self.is_closed = False  # this node leaves the swarm: nothing can be opened or begun any more
         nursery.start_soon(self._close_idle)
 
     @property
@@ -143,7 +145,11 @@ class HopLinks:
             async with lock:
                 link = self._links.get(peer)
                 if link is None or link.outbox.broken:
-                    link = self._links[peer] = HopLink(await self._open(peer, timeout_s), self._nursery)
+                    stream = await self._open(peer, timeout_s)
+                    if self.is_closed:
+                        await stream.reset()
+                        raise P2PError(LEFT)
+                    link = self._links[peer] = HopLink(stream, self._nursery)
                     self._nursery.start_soon(link.read)
                 return link
         finally:
@@ -163,12 +169,13 @@ class HopLinks:
 
     def prepare(self, peer: str, *, timeout_s: float) -> None:
         """Start to open a link that may be needed later."""
-        if not self.is_open(peer):
+        if not self.is_open(peer) and not self.is_closed:
             self._nursery.start_soon(self._prepare, peer, timeout_s)
 
     def in_background(self, what: str, task: Callable[[], Awaitable[None]]) -> None:
         """Run a task that no session waits for; if it fails, that is only logged."""
-        self._nursery.start_soon(guarded, what, task)
+        if not self.is_closed:
+            self._nursery.start_soon(guarded, what, task)
 
     async def _close_idle(self) -> None:
         """Close streams that no session has used for a while: an open stream keeps its link from being pruned."""
@@ -188,6 +195,8 @@ class HopLinks:
             log.info("%s cannot be reached for a better route: %s", peer, error)
 
     async def _open(self, peer: str, timeout_s: float) -> FrameStream:
+        if self.is_closed:
+            raise P2PError(LEFT)
         if peer == self._network.peer_id and self._own_server is not None:
             here, there = loop_streams(peer)
             self._nursery.start_soon(self._attend, self._own_server, there)
@@ -556,7 +565,9 @@ class RouteHops:
                 await self._heard.wait()
 
     async def reach(self, route: Route) -> None:
-        """Open the links that a route needs; raises `HopFailed`."""
+        """Open the links that a route needs; raises `HopFailed`, or `SessionLost` if this node has left the swarm."""
+        if self._links.is_closed:
+            raise SessionLost(LEFT)
         self.route = route
         failures: list[HopFailed] = []
 

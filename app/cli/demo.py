@@ -106,11 +106,14 @@ def perform(swarm: DemoSwarm, asker: int, prompt: str, max_tokens: int, output: 
         route = piece.get("route", route)
         if count == kill_at:
             others = [numbers[hop["peer"]] for hop in route if numbers[hop["peer"]] != asker]
-            victim, route_before = others[0], route
-            swarm.node(victim).kill()
-            output.killed(victim, count)
+            if others:
+                victim, route_before = others[0], route
+                swarm.node(victim).kill()
+                output.killed(victim, count)
     output.end_reply()
     done = piece["done"]
+    if victim is None:
+        output.say(f"No node was killed: node {asker} replied alone.")
     output.say("Asking again without a kill, for comparison ...")
     again = next(piece["done"] for piece in swarm.ask(asker, prompt, max_tokens) if "done" in piece)
     return DemoResult(

@@ -198,11 +198,12 @@ def _cover(a: Place, b: Place, blocks: int) -> bool:
 def memory_for(model: str, share: float) -> tuple[int, int]:
     """Return a memory limit with which a node hosts this share of a model's blocks, and the number of its blocks."""
     from app.config.home import cache_folder
-    from engine.hosting import HostingWish, plan_hosting
+    from engine.hosting import HostingWish, plan_hosting, source_bytes, source_kind
     from engine.sources.opening import open_source
 
-    config = open_source(model, cache_folder()).config
-    budget = plan_hosting(config, "F32", HostingWish("cpu")).budget
+    source = open_source(model, cache_folder())
+    config = source.config
+    budget = plan_hosting(config, source_kind(source), HostingWish("cpu"), source_bytes(source)).budget
     if not budget.blocks:
         raise DemoFailed(f"this machine has no room for the model: {budget.reason}")
     wanted = -(-config.n_blocks * share // 1)

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from app.cli.command import Command, print_json
 from app.cli.parser import duration_argument
+from app.core.reasons import NEXT_STEPS
 
 if TYPE_CHECKING:
     from app.api.client import Client
 
 _STOP_S = 60.0
 _POLL_S = 0.1
+_SILENT_S = 1.0
+_WAITING = "waiting until the node's sessions have ended or moved to another member"
 _NOT_YET_PAUSED = ("draining", "loading", "joining", "fetching", "serving")
 
 
@@ -39,12 +42,12 @@ def run_resume(arguments: argparse.Namespace) -> int:
     """Host again, and say so if a courtesy rule still keeps the node paused."""
     from app.api.client import client_of
 
-    client = client_of(arguments.home)
-    courtesy = client.post("/control/resume", {})
+    courtesy = client_of(arguments.home).post("/control/resume", {})
+    rule = next((rule for rule in courtesy["rules"] if courtesy["paused"] and rule["applies"]), None)
     if arguments.json:
         print_json(courtesy)
-    elif courtesy["paused"]:
-        print(f"still paused by a courtesy rule: {client.get('/control/status')['reason']}")
+    elif rule is not None:
+        print(f"still paused by a rule ({rule['label']}): {NEXT_STEPS[rule['code']]}")
     else:
         print("resumed")
     return 0
@@ -69,11 +72,26 @@ def stop_node(home: Path) -> None:
     from p2p.platform import is_locked
 
     client_of(home).post("/control/stop", {})
-    deadline = time.monotonic() + _STOP_S
+    deadline, notice = time.monotonic() + _STOP_S, _Notice()
     while is_locked(Home(home).lock_file):
+        notice.tell()
         if time.monotonic() > deadline:
             raise AppError(f"the node is still draining after {_STOP_S:.0f} s: look at its log, or kill the process")
         time.sleep(0.05)
+
+
+class _Notice:
+    """Says once what a command waits for, if that takes longer than a moment and somebody watches."""
+
+    def __init__(self) -> None:
+        self._due_at: float | None = time.monotonic() + _SILENT_S
+
+    def tell(self) -> None:
+        """Say it if it is due."""
+        if self._due_at is not None and time.monotonic() >= self._due_at:
+            self._due_at = None
+            if sys.stderr.isatty():
+                print(f"shoal: {_WAITING}", file=sys.stderr, flush=True)
 
 
 def warn_sole_holder(home: Path) -> None:
@@ -108,7 +126,9 @@ def _pause_and_wait(arguments: argparse.Namespace, path: str, body: dict[str, An
 
 def _wait_paused(client: Client) -> dict[str, Any]:
     """Wait until the node hosts nothing, or was resumed meanwhile; return its state and reason."""
+    notice = _Notice()
     while True:
+        notice.tell()
         snapshot = client.snapshot()
         if snapshot.state not in _NOT_YET_PAUSED or not snapshot.courtesy.paused:
             return {"state": snapshot.state, "reason": snapshot.reason}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ HELD_SEQUENCES = 32  # that `shoal train` validates with after a round, `app.rou
 _MAX_FILE_BYTES = 4 * 2**20
 _MORE_HELPS = 1.1  # more machines must be this much faster to be worth it
 _BAR = 40
+_BUSY = 0.2  # share of the processor, from which on other programs make a measurement worthless
 _ASSUMED_RTT_S = 0.02  # between copies of this machine in a sweep
 
 
@@ -242,17 +244,29 @@ def model_shape(name: str | None, snapshot: Snapshot | None) -> ModelConfig:
 
 
 def this_machine(home: Path, snapshot: Snapshot | None, config: ModelConfig) -> MachineSpec:
-    """Measure this machine with blocks of a model's shape; what a running node holds here counts as free."""
+    """Measure this machine with blocks of a model's shape; what a running node holds here counts as free.
+
+    Takes seconds, so a terminal is told; so is everybody of other programs that slow a processor down meanwhile.
+    """
     import os
 
     from app.config.file import load_config
     from app.config.home import Home
     from app.joining.offers import look_at_machine
+    from engine.device.sensors import ProcessorShare
 
     settings = load_config(Home(home).config_file, os.environ).settings
+    if sys.stderr.isatty():
+        print("shoal: measuring this machine", file=sys.stderr, flush=True)
+    processor = ProcessorShare()
     machine = look_at_machine(settings.chosen_device, settings.max_vram, config)
+    others = processor.others_share()
     hardware = None if snapshot is None else snapshot.hardware
-    return machine.spec(0 if hardware is None else hardware.weights_bytes + hardware.cache_bytes)
+    spec = machine.spec(0 if hardware is None else hardware.weights_bytes + hardware.cache_bytes)
+    if spec.kind == "cpu" and others >= _BUSY:
+        text = f"other programs used {others:.0%} of the processor while it was measured: without them it is faster"
+        print(f"shoal: {text}", file=sys.stderr)
+    return spec
 
 
 # --- a sweep ---------------------------------------------------------------------------------------------------------

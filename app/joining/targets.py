@@ -45,8 +45,9 @@ def _invited(known: SavedSwarms, invite: Invite) -> SavedSwarm:
     swarm = SavedSwarm.from_invite(invite, now_ms=wall_ms())
     old = next((one for one in known.swarms if one.id == swarm.id), None)
     if old is not None and (old.secret, old.creator) != (swarm.secret, swarm.creator):
+        how = "as a public swarm" if old.secret is None else "with another secret"
         raise AppError(
-            f"{old} is saved on this node with another secret: if this invite is the right one, "
+            f"{old} is saved on this node {how}: if this invite is the right one, "
             f"remove the saved one first with `shoal leave {old}`",
             code="other_secret",
         )

@@ -49,6 +49,7 @@ from app.node.upkeep import Upkeep
 from app.node.views import NodeViews
 from app.node.visits import Visits
 from app.routing.trust import TrustBook
+from app.serving.block_server import DRAIN_S
 from app.snapshot.codec import to_json
 from app.snapshot.recording import RecentFrames
 from app.snapshot.views import (
@@ -94,6 +95,14 @@ NO_SWARM = because("no_swarm", "not in a swarm")
 
 NO_SWARM_TEXT = "this node has not joined a swarm yet: join one with `shoal join`, or wait until it has joined"
 log = logging.getLogger("shoal.node")
+
+
+def leaving_words(open_sessions: int) -> str:
+    """Say what a node that ends waits for: the sessions that use its blocks, for `DRAIN_S` seconds at most."""
+    if not open_sessions:
+        return "leaving the swarm"
+    sessions = "1 session ends or moves" if open_sessions == 1 else f"{open_sessions} sessions end or move"
+    return f"leaving: {sessions} to another member first, within {DRAIN_S:.0f} s; Ctrl-C again ends at once"
 
 
 class Node:
@@ -214,7 +223,10 @@ class Node:
 
     async def _shut_down(self, api: ApiSupervisor) -> None:
         """Leave the swarm while the API still reports it, then end the event streams, then the API."""
+        before = self.snapshot()
         self._say("draining", because("leaving", "leaving the swarm"))
+        if self._was_ready:
+            self._on_step(leaving_words(before.sessions if before.start is not None else 0))
         self._network_owner.close()
         await self._visits.end()
         await self._network_closed.wait()

@@ -44,7 +44,7 @@ WARY_S = 10.0  # peers that never worked are avoided for so long after one of th
 WARIEST_S = 600.0
 _REMEMBERED_WORKED = 1024
 _SEARCHES = 3  # for one route, if those found are out of date at once
-_PAUSED_HERE = "this node is paused; `shoal resume` lets it host again"
+_PAUSED_HERE = "this node is paused; `shoal status` says why, and what lets it host again"
 _HOST_MORE = "wait for a member that does, invite one (`shoal invite`), or raise this node's memory limit (max_vram)"
 
 

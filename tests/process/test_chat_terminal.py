@@ -296,3 +296,35 @@ def test_a_node_in_a_terminal_says_what_it_does_until_it_is_ready(tmp_path: Path
         terminal.wait("ready serving ")
         terminal.type(CTRL_C)
         assert terminal.ended() == 0
+
+
+def test_whoever_ends_or_pauses_a_node_is_told_for_what_it_waits(tmp_path: Path) -> None:
+    """Ctrl-C, `shoal stop` and `shoal pause` were silent for up to half a minute while a session ended."""
+    place = Place(tmp_path / "home", tmp_path / "cache")
+    assert place.shoal("create", "pond", "--model", "tiny-random").status == 0
+    flags = ["--discovery=invite", "--listen=/ip4/127.0.0.1/tcp/0", "--api-port=0", "--max-vram=1GB"]
+    with Terminal(place, "serve", *flags) as node:
+        node.wait("ready serving ")
+        with Terminal(place, "chat", *LONG) as chat:
+            chat.wait(PROMPT)
+            chat.type("tell me all\r")
+            wait_until(lambda: has_begun(place), "the reply has begun")
+            with Terminal(place, "pause") as pause:
+                pause.wait("shoal: waiting until the node's sessions have ended or moved to another member")
+                chat.type(CTRL_C)
+                pause.wait("paused by hand; `shoal resume` hosts again")
+                assert pause.ended() == 0
+            chat.wait(PROMPT)
+            assert place.shoal("resume").out == "resumed\n"
+            wait_until(lambda: client_of(place.home).snapshot().state == "serving", "it hosts again")
+            chat.type("tell me more\r")
+            wait_until(lambda: has_begun(place), "the reply has begun")
+            with Terminal(place, "stop") as stop:
+                stop.wait("shoal: waiting until the node's sessions have ended")
+                node.wait(
+                    "shoal: leaving: 1 session ends or moves to another member first, within 30 s; Ctrl-C again ends"
+                )
+                node.type(CTRL_C)
+                assert node.ended() == 0
+                stop.wait("stopped")
+        assert "Traceback" not in node.shown

@@ -8,7 +8,12 @@ import pytest
 
 from app.cli.demo import DemoOutput
 from app.cli.demo_swarm import Place as DemoPlace
-from app.cli.demo_swarm import choose_asker
+from app.cli.demo_swarm import choose_asker, memory_for
+from engine import hosting
+from engine.hosting import HostingWish, plan_hosting, source_bytes, source_kind
+from engine.sources.opening import open_source
+from tests.engine.gguf_models import write_gguf
+from tests.engine.models import VARIANT
 from tests.process.node_process import Place
 
 
@@ -26,6 +31,16 @@ def places(*spans: tuple[int, int]) -> list[DemoPlace]:
 )
 def test_the_asker_can_spare_either_of_the_others(spans: tuple[tuple[int, int], ...], asker: int) -> None:
     assert choose_asker(places(*spans), 30) == asker
+
+
+def test_a_node_has_no_room_for_a_whole_model_of_few_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each node held all of the starter model, so that no other one was on the route, and none could be killed."""
+    monkeypatch.setattr(hosting, "computes_grids", lambda kind: True)
+    write_gguf(tmp_path / "model.gguf", VARIANT["llama"], "Q4_0")
+    source = open_source(str(tmp_path / "model.gguf"), tmp_path)
+    memory_bytes, blocks = memory_for(str(tmp_path / "model.gguf"), 0.5)
+    wish = HostingWish("cpu", memory_bytes)
+    assert plan_hosting(source.config, source_kind(source), wish, source_bytes(source)).blocks == -(-blocks // 2)
 
 
 def test_the_map_is_plain_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

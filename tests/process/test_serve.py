@@ -219,6 +219,17 @@ def test_settings_of_a_running_node(guest: Serving) -> None:
     assert (deny.status, "192.0.2.0/24,198.51.100.7/32" in deny.out) == (0, True)
 
 
+def test_resume_names_the_rule_that_keeps_a_node_paused(founder: Serving) -> None:
+    here = founder.place
+    assert here.shoal("config", "set", "pause_times", "mon-sun 00:00-24:00").status == 0
+    wait_until(lambda: client(founder).snapshot().courtesy.paused, "the rule pauses it")
+    said = 'still paused by a rule (by timetable): `shoal config set pause_times ""` turns this rule off\n'
+    assert here.shoal("resume").out == said
+    assert here.shoal("config", "unset", "pause_times").status == 0
+    wait_until(lambda: not client(founder).snapshot().courtesy.paused, "the rule is off")
+    assert here.shoal("resume").out == "resumed\n"
+
+
 def test_a_second_node_in_the_same_home_is_refused(guest: Serving) -> None:
     second = guest.place.shoal("serve")
     assert second.status == 1

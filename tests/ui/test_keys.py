@@ -13,6 +13,7 @@ from textual.widgets import Input
 
 from app.core.errors import AppError
 from app.core.reasons import Reason
+from app.snapshot.codec import to_json
 from app.snapshot.views import (
     CourtesyView,
     DeviceView,
@@ -195,6 +196,33 @@ def test_a_pause_that_takes_nothing_away_is_not_asked_about() -> None:
         app.store.take(replace(HEALTHY, active_sessions=()))
         await pilot.press("p")
         await until(app, pilot, lambda: node.asked == ["/control/pause"])
+
+    driven(node, drive)
+
+
+class RulingNode(ScriptedNode):
+    """A node that a rule keeps paused, whatever the user asks."""
+
+    def post(self, path: str, body: dict[str, Any], *, timeout_s: float = 1.0) -> Any:
+        super().post(path, body)
+        rules = (
+            RuleView("pause_heat", "too hot"),
+            RuleView("pause_busy", "another program uses the device", True, True),
+        )
+        return to_json(CourtesyView(True, "rule", rules=rules))
+
+
+def test_resuming_against_a_pause_rule_names_the_rule() -> None:
+    """It said that hosting resumes, and nothing happened."""
+    node = RulingNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(replace(HEALTHY, state="paused", courtesy=CourtesyView(True, "rule")))
+        await settle(app, pilot)
+        await pilot.press("p")
+        said = "still paused by a rule: another program uses the device; the state line says how to turn it off"
+        await until(app, pilot, lambda: app.said == [said])
+        assert node.asked == ["/control/resume"]
 
     driven(node, drive)
 
@@ -506,6 +534,25 @@ def test_esc_after_the_swarm_is_created_leads_to_the_dashboard() -> None:
     driven(node, drive, size=(80, 24))
 
 
+def test_what_was_typed_in_a_first_run_over_the_chat_waits_there() -> None:
+    """It was lost until another tab was visited."""
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        await until(app, pilot, lambda: app.current_mode == "chat")
+        first = FirstRun(app.store)
+        await app.push_screen(first)
+        await until(app, pilot, lambda: "Begin with the small starter model" in text_of_screen(app))
+        await pilot.press("enter", "enter")
+        await until(app, pilot, lambda: first.state.step == 2)
+        await pilot.press(*"why", "escape")
+        await until(app, pilot, lambda: not first.is_attached)
+        await until(app, pilot, lambda: app.screen.query_one(AskBox).text == "why")
+
+    driven(node, drive, size=(80, 24))
+
+
 def test_a_long_problem_of_the_first_run_is_read_to_its_end() -> None:
     problem = "this node is already a member of home#1a2b3c4d: leave it first, or choose another name for the swarm"
     state = FirstState(problem=problem)
@@ -665,10 +712,14 @@ def test_models_of_a_folder_and_of_the_hub_are_listed(is_by_mouse: bool) -> None
         app.store.take(EMPTY)
         await pilot.press("c")
         await until(app, pilot, lambda: "llama" in text_of_screen(app))
-        await pilot.press(*"/big", "enter")
+        await pilot.press(*"/big")
+        await until(app, pilot, lambda: "⏎ lists this folder" in text_of_screen(app))
+        assert "Hugging Face" not in text_of_screen(app)  # it offered to search the Hub for a path
+        await pilot.press("enter")
         await until(app, pilot, lambda: "/control/models?folder=/big" in node.asked)
         await pilot.press(*["backspace"] * 4, *"qwen")
         await until(app, pilot, lambda: "search the Hugging Face Hub for “qwen”" in text_of_screen(app))
+        await until(app, pilot, lambda: "lists this folder" not in text_of_screen(app))
         if is_by_mouse:
             await pilot.click("#found", offset=(2, 0))
         else:

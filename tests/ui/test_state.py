@@ -16,9 +16,10 @@ import pytest
 from app.api.client import Client, Event, Hangup
 from app.asker.route_session import SessionSettings
 from app.core.errors import NotRunning
+from app.core.reasons import because
 from app.core.terminal_text import without_controls
 from app.snapshot.codec import to_json
-from app.snapshot.views import SessionView, Snapshot
+from app.snapshot.views import CourtesyView, SessionView, Snapshot
 from tests.ui.fixed import HEALTHY, ME, PEERS, Clock
 from ui.draw.reply import NEW_ROUTE_S, Hole, done_words, hole_in, live_rows, lost_hops, prompt_of, readers_words
 from ui.draw.rows import text_of
@@ -313,7 +314,7 @@ def test_a_reply_that_waits_says_for_what() -> None:
     assert "^p" not in live_words(progress, 13.0, Hole(12, 13))
     loading = Hole(0, 30, is_loading=True)
     assert "waiting for blocks 0:30, which this node loads now · 3 s" in live_words(progress, 13.0, loading)
-    assert "^p Resume hosting" in live_words(progress, 13.0, Hole(12, 13, is_paused=True))
+    assert "^p Resume hosting" in live_words(progress, 13.0, Hole(12, 13, resume="^p Resume hosting"))
     progress.take({"waiting": {"text": "nobody serves block 12 now"}}, 11.0)
     assert "nobody serves block 12 now · 2 s" in live_words(progress, 12.0)
     progress.take({"waiting": {"text": "\x1b[2Jblock 13"}}, 11.0)
@@ -330,7 +331,7 @@ def test_a_reply_whose_host_left_says_who_how_long_and_what_can_be_done() -> Non
     words = live_words(progress, 50.0, Hole(0, 8, ("tern",)))
     assert words.startswith(" ◌ tern left: waiting up to 60 s for another host of blocks 0:8 · 30 s\n")
     assert "^p Memory cap" in words
-    assert "^p Resume hosting" in live_words(progress, 50.0, Hole(0, 8, ("tern",), is_paused=True))
+    assert "^p Resume hosting" in live_words(progress, 50.0, Hole(0, 8, ("tern",), resume="^p Resume hosting"))
     loading = live_words(progress, 50.0, Hole(0, 8, ("tern",), is_loading=True))
     assert loading == " ◌ tern left: waiting up to 60 s for blocks 0:8: this node is loading · 30 s"
 
@@ -348,7 +349,11 @@ def test_a_hole_names_the_hops_that_left_it() -> None:
     assert hole_in(known, coverage_of(known), (), str) == Hole(79, 80)
     assert hole(replace(known, stop=80)) is None
     assert hole(replace(known, state="loading")) == Hole(40, 80, (gone.peer,), is_loading=True)
-    assert hole(replace(known, state="paused")) == Hole(40, 80, (gone.peer,), is_paused=True)
+    paused = hole(replace(known, state="paused", courtesy=CourtesyView(True, "hand")))
+    assert paused == Hole(40, 80, (gone.peer,), resume="^p Resume hosting: then this node may host them")
+    rule = because("pause_busy", "another program uses the device")
+    paused = hole(replace(known, state="paused", courtesy=CourtesyView(True, "rule"), why=rule))
+    assert paused == Hole(40, 80, (gone.peer,), resume="`shoal config set pause_busy 0` turns this rule off")
     assert hole(None) is None
 
 

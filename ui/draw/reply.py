@@ -28,8 +28,8 @@ def prompt_of(snapshot: Snapshot | None) -> tuple[int, int] | None:
 
 _SILENT_S = 2.0  # without a token before the line says what the reply waits for
 NEW_ROUTE_S = 60.0  # the asker's `new_route_s`: a reply that has begun waits that long for another host
-_ADVICE = "^p Memory cap: a higher one may let this node host them · esc stops"
-_ADVICE_PAUSED = "^p Resume hosting: then this node may host them · esc stops"
+_ADVICE = "^p Memory cap: a higher one may let this node host them"
+_ADVICE_PAUSED = "^p Resume hosting: then this node may host them"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Hole:
     stop: int
     left: tuple[str, ...] = ()  # names of the reply's hops that served them
     is_loading: bool = False  # this node fetches or loads blocks now
-    is_paused: bool = False  # this node hosts nothing because it is paused
+    resume: str = ""  # what ends the pause of this node; empty if it is not paused
 
     @property
     def label(self) -> str:
@@ -58,7 +58,16 @@ def hole_in(
     serving = {peer.peer for peer in holders_in(snapshot)}
     left = [hop["peer"] for hop in route if hop["start"] < stop and hop["stop"] > start and hop["peer"] not in serving]
     names = tuple(one_line(name_of(str(peer))) for peer in dict.fromkeys(left) if peer != snapshot.peer_id)
-    return Hole(start, stop, names, snapshot.state in ("fetching", "loading"), snapshot.state == "paused")
+    return Hole(start, stop, names, snapshot.state in ("fetching", "loading"), _resume_words(snapshot))
+
+
+def _resume_words(snapshot: Snapshot) -> str:
+    """What ends the pause of this node, which is not the same for a rule as for a pause by hand; empty if it hosts."""
+    if snapshot.state != "paused":
+        return ""
+    if snapshot.courtesy.by == "rule" and snapshot.why is not None:
+        return one_line(snapshot.why.next_step)
+    return _ADVICE_PAUSED
 
 
 def waiting_words(progress: ReplyProgress, hole: Hole | None) -> str:
@@ -85,9 +94,9 @@ def live_rows(
     if is_silent and not has_begun and (words := waiting_words(progress, hole)):
         since_s = silent_s if progress.tokens else waited
         line = row(" ", ("◌", "warning"), (f" {words}", "warning"), (f" · {duration(since_s)}", "dim"))
-        if hole is None or hole.is_loading or not (progress.tokens or hole.is_paused):
+        if hole is None or hole.is_loading or not (progress.tokens or hole.resume):
             return [line]
-        return [line, row("   ", (_ADVICE_PAUSED if hole.is_paused else _ADVICE, "secondary"))]
+        return [line, row("   ", (f"{hole.resume or _ADVICE} · esc stops", "secondary"))]
     if progress.tokens == 0:
         read = "waiting for the first token"
         if prompt is not None:
@@ -170,13 +179,13 @@ def _read_words(figures: Mapping[str, Any]) -> str:
 
 
 def recovery_words(figures: dict[str, Any]) -> str:
-    """Number of hops that failed during a reply, and the longest pause; empty if none failed."""
+    """Number of hops that left a reply or failed, and the longest pause; empty if none did."""
     times = int(figures.get("recoveries") or 0)
     if not times:
         return ""
     gap = figures.get("longest_gap_s")
     pause = f" · longest pause {gap:.1f} s" if gap else ""
-    return f"▼ {plural(times, 'hop')} failed; the reply continued{pause}"
+    return f"▼ {plural(times, 'hop')} left or failed; the reply continued{pause}"
 
 
 def error_words(error: str, code: str = "") -> str:

@@ -139,6 +139,12 @@ class Chat(MainScreen):
         self.set_focus(self.query_one(AskBox))
         self._take_unsent()
 
+    def on_screen_resume(self) -> None:
+        """Redraw, and take what was typed in a first run that covered this tab."""
+        super().on_screen_resume()
+        if self.is_mounted:
+            self._take_unsent()
+
     def _take_unsent(self) -> None:
         """Put the question that was not sent in the first run into the input, unless something is typed there."""
         if self.dashboard.unsent and not self._typed:

@@ -110,7 +110,7 @@ class ModelBrowser(Dialog[str | None]):
         wanted = "" if self._folder else self._typed
         shown = [m for m in self._models if wanted.casefold() in f"{m.title} {m.name}".casefold()]
         options = [Option(self._row(model), id=model.name) for model in shown]
-        if wanted:
+        if wanted and not self._is_path(wanted):
             options.append(Option(Content(f"search the Hugging Face Hub for “{one_line(wanted)}”"), id=_HUB))
         found = self.query_one(OptionList)
         found.clear_options()
@@ -133,6 +133,9 @@ class ModelBrowser(Dialog[str | None]):
             self._load("")
         else:
             self._show()
+            if self._is_path(self._typed):
+                self._previewed = self._typed
+                self._say("⏎ takes this file" if self._typed.endswith(".gguf") else "⏎ lists this folder")
 
     def _is_path(self, text: str) -> bool:
         return text.startswith(("/", "~", ".")) or text[1:3] in (":\\", ":/")

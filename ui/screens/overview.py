@@ -163,7 +163,7 @@ class SessionsPanel(Panel):
 
     HELP = (
         "Replies being generated through this node: yours in gold, the others by the name of the asker. An amber ↻2 "
-        "means that two hops failed and the reply continued."
+        "means that two hops left or failed, and the reply continued."
     )
 
     def title(self) -> Row:

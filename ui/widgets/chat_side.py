@@ -260,7 +260,7 @@ class BranchPicker(Dialog[int | None]):
     def _words(self, branch: Branch) -> Content:
         mark = "▌" if branch.is_shown else " "
         when = day_or_time(branch.at_ms, now_ms())
-        words = shorten(one_line(branch.words), _BRANCH_CELLS) or "(empty)"
+        words = shorten(one_line(branch.words), _BRANCH_CELLS) or "(no text: failed or stopped)"
         return Content.assemble((mark, "$mine"), words, (f"  {when}", "$dim"))
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:

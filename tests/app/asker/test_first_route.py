@@ -132,7 +132,7 @@ async def test_a_reply_that_fails_while_this_node_is_paused_says_so(autojump_clo
             else:
                 swarm.announcements.pop("n0")
             swarm.kill("n0")
-            with pytest.raises(NoRoute, match="this node is paused; `shoal resume` lets it host again"):
+            with pytest.raises(NoRoute, match="this node is paused; `shoal status` says why"):
                 async for _ in reply:
                     pass
 

@@ -11,6 +11,7 @@ from trio.testing import MockClock
 
 from app.asker.asker import Asker
 from app.asker.reply import ReplyStats
+from app.asker.route_session import SessionLost
 from app.core.network import FrameStream
 from app.core.span import Span
 from app.routing.route import NoRoute
@@ -380,3 +381,15 @@ async def test_a_newcomer_that_works_is_soon_used_by_all(autojump_clock: MockClo
                 nursery.start_soon(chat)
         assert routes == [["new"]] * 4
         await no_leaks(swarm)
+
+
+async def test_a_reply_ends_in_words_if_its_node_leaves_the_swarm(autojump_clock: MockClock) -> None:
+    """It ended in trio's `RuntimeError` that a nursery is closed, with its traceback in the node's terminal."""
+    async with open_swarm((0, 8)) as swarm, trio.open_nursery() as nursery:
+        asker = await swarm.asker(nursery=nursery)
+        async with asker.reply(PROMPT, 40, max_tokens=40) as reply:
+            await reply.__anext__()
+            nursery.cancel_scope.cancel()
+            with trio.CancelScope(shield=True), pytest.raises(SessionLost, match="this node has left the swarm"):
+                async for _ in reply:
+                    pass

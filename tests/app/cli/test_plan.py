@@ -114,6 +114,19 @@ def test_without_a_node_this_machine_is_measured_alone(capsys: pytest.CaptureFix
     assert found["machines"] == ["here"]
 
 
+@pytest.mark.parametrize(("busy_s", "said"), [(9.0, "shoal: other programs used 80% of the processor"), (2.0, "")])
+def test_a_measurement_beside_other_programs_says_so(
+    busy_s: float, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The speed of a busy machine was forecast as if it were an idle one's, 28 times too low."""
+    seconds = iter([(0.0, 0.0, 0.0), (10.0, busy_s, 1.0)])
+    monkeypatch.setattr("engine.device.sensors.machine_cpu_seconds", lambda: next(seconds))
+    assert app.cli.main(["plan", "chat", "--model", "tiny-random"]) == 0
+    heard = capsys.readouterr()
+    assert "tokens/s" in heard.out
+    assert (heard.err.startswith(said), bool(heard.err)) == (True, bool(said))
+
+
 MODEL = "0123456789abcdef" * 4
 LAGOON = OfferView(f"lagoon#{MODEL[:8]}", "starter", members=3, tokens_per_s=400.0, alone_tokens_per_s=20.0)
 

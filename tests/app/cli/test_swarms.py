@@ -119,6 +119,14 @@ def test_another_secret_does_not_undo_the_known_one(tmp_path: Path, capsys: pyte
     assert active.secret == right.secret
 
 
+def test_a_private_swarm_of_the_name_of_a_saved_public_one_is_not_said_to_have_another_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shoal(tmp_path, "join", str(an_invite(secret=None))) == 0
+    assert shoal(tmp_path, "join", str(an_invite(secret=new_secret()))) == 1
+    assert "is saved on this node as a public swarm" in capsys.readouterr().err
+
+
 def test_whoever_has_an_invite_to_an_older_private_swarm_has_its_secret(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
