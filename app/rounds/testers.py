@@ -17,6 +17,7 @@ TESTERS = 3  # of one change
 MOST_TESTED = 2  # changes of one round
 MOST_SEQUENCES = 16  # of what a member read, with which its change is tested
 HARM_READ, HARM_UNSEEN = 1050, 1200  # thousandths of the loss before, above which a change does harm
+LEAST_LOSS = 1.0  # by which a loss before is measured
 RATIO_UNITS, MOST_RATIO = 1000, 10**6  # of a loss that is as before in a result's `tested`; of the worst
 # Thousandths by which a gradient may be off: those of honest islands were off by 70 at most, with weights of 16 bits
 # against 32; that of another text by about 1000.
@@ -77,8 +78,11 @@ def step_error(before: float, after: float, claimed: Sequence[float], found: Seq
 
 
 def loss_ratio(before: float, after: float) -> int:
-    """Return a loss in thousandths of the one before, as a result names it; never 0, which says that none was taken."""
-    ratio = after / before if before > 0 else math.inf
+    """Return a loss in thousandths of the one before, as a result names it; never 0, which says that none was taken.
+
+    What it grows or shrinks by is measured by one nat at least: below that, chance alone makes large shares.
+    """
+    ratio = 1 + (after - before) / max(before, LEAST_LOSS) if before > 0 else math.inf
     return max(1, min(MOST_RATIO, round(RATIO_UNITS * ratio))) if math.isfinite(ratio) else MOST_RATIO
 
 

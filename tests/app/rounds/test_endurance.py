@@ -250,8 +250,10 @@ async def check_churn(folder: Path, *, islands: int, seconds: float, churn_s: fl
     rng = random.Random(islands)
     speeds = [0.4 * 10 ** rng.random() for _ in range(islands)]
     lesson = Lesson(SMALL, drawn_model(SMALL, 1), Text())
-    # Of a batch of one, 16 tokens, honest changes are so unlike each other that some are taken for lies.
-    steps: dict[str, Any] = {"every": 10, "least_every": 10, "most_every": 10, "steps": 10**6, "batch": 8}
+    # With larger steps, or of fewer tokens, honest changes are so unlike each other that some are taken for lies.
+    steps: dict[str, Any] = {
+        "every": 10, "least_every": 10, "most_every": 10, "steps": 10**6, "batch": 4, "rate": 3e-3,
+    }  # fmt: skip
     async with open_islands(folder, lesson=lesson, timing=UNHURRIED, grid=True, **steps) as swarm:
         for number, step_s in enumerate(speeds):
             swarm.add(number, step_s=step_s)

@@ -124,7 +124,7 @@ def test_each_test_has_its_own_ratios() -> None:
     ("before", "after", "ratio"),
     [
         (2.0, 1.0, 500), (2.0, 2.0, 1000), (2.0, math.nan, MOST_RATIO), (2.0, math.inf, MOST_RATIO),
-        (0.0, 1.0, MOST_RATIO), (1.0, 1e9, MOST_RATIO), (1.0, 0.0, 1),
+        (0.0, 1.0, MOST_RATIO), (1.0, 1e9, MOST_RATIO), (1.0, 0.0, 1), (0.1, 0.2, 1100), (0.2, 0.1, 900),
     ],
 )  # fmt: skip
 def test_losses_as_thousandths(before: float, after: float, ratio: int) -> None:
@@ -195,7 +195,7 @@ async def test_honest_changes_pass_every_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient_clock: MockClock
 ) -> None:
     monkeypatch.setattr(testers, "ROUNDS_A_TEST", 1)
-    async with open_islands(tmp_path, 0, 1, 2, 3, steps=40) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, 3, steps=40, rate=3e-3) as swarm:
         await swarm.finished(0, 1, 2, 3)
         log = swarm.nodes[0].island.log
         told = [one.tested for entry in log for one in entry.results if one.tested]
