@@ -95,6 +95,7 @@ from p2p.identity import Identity
 log = logging.getLogger("shoal.rounds")
 T = TypeVar("T")
 
+OUTSIDE_LONG = 3  # rounds of the others, after which an island without moments takes theirs over
 KEPT_ATTEMPTS = 4  # whose merged leaves are kept for members that are late
 MAX_PEERS = 256
 _LISTS_MORE = 2  # lists of one leader in a round, beyond one for each member that it may have to leave out
@@ -268,7 +269,8 @@ class Island:
         self._nursery: trio.Nursery
         self._leaving = False
         self._has_state = False
-        self._asked_in = 0  # the latest round in which others were asked for moments; before it, nobody has any
+        self._asked_in = 0  # the latest round in which others were asked for moments
+        self._outside_from = 0  # the first round without this island, since it last took part
 
     @property
     def peer(self) -> str:
@@ -369,16 +371,17 @@ class Island:
                 await self._catch_up()
             elif self.is_finished or self.peer not in standing.members or not self._has_state:
                 outside = self._has_state and not self.is_finished
+                self._outside_from = self._outside_from or standing.round
                 self.figures.waiting = f"waits until round {standing.round} of the others is over" if outside else ""
                 with trio.move_on_after(self.timing.hello_s):
                     await self._news.wait()
-            elif standing.round > self._asked_in and self._moments.are_lacking:
+            elif standing.round - max(self._asked_in, self._outside_from) >= OUTSIDE_LONG and self._moments.are_lacking:
                 alive = self.alive()
                 self._asked_in, question = standing.round, Question([one for one in standing.members if one in alive])
                 self._nursery.start_soon(self._moments.ask, question)
                 await self._moments.take(question, {})
             else:
-                began = trio.current_time()
+                began, self._outside_from = trio.current_time(), 0
                 self.figures.waiting = ""
                 trained = await self._train(standing)
                 if self._own is not None:
