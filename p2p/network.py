@@ -345,7 +345,13 @@ class Libp2pNetwork:
     async def _open_lane(self, peer: str, lane: str) -> Stream:
         if not self._book.addresses(peer) and self.host.connection(peer) is None and self._directory is not None:
             await self._directory.find_peer(peer)
-        return _prioritised(lane, await self.host.open_stream(peer, lane))
+        stream = await self.host.open_stream(peer, lane)
+        best = self.host.connection(peer)
+        if stream.connection.relayed and best is not None and not best.relayed:
+            # A direct connection came up meanwhile: links that exist have moved to it, and this one would not.
+            await stream.reset()
+            stream = await best.open_stream(lane)
+        return _prioritised(lane, stream)
 
     async def _attend(self, lane: str, stream: Stream) -> None:
         _prioritised(lane, stream)

@@ -67,12 +67,11 @@ class HolePunch:
 
 
 class HolePuncher:
-    """Punches holes for the relayed connections of a host, and calls `direct(peer)` on success."""
+    """Punches holes for the relayed connections of a host."""
 
-    def __init__(self, host: Host, seen_at: Callable[[], Sequence[Address]], direct: Callable[[str], None]) -> None:
+    def __init__(self, host: Host, seen_at: Callable[[], Sequence[Address]]) -> None:
         self._host = host
         self._seen_at = seen_at
-        self._direct = direct
         self._busy: set[str] = set()
         self._asked = PeerRateLimit(ATTEMPTS, 1 / PUNCH_AGAIN_S)
         host.handle(PROTOCOL, self._serve)
@@ -138,7 +137,6 @@ class HolePuncher:
             self._busy.discard(peer)
         if self._has_direct(peer):
             log.info("direct connection to %s after hole punching", peer)
-            self._direct(peer)
             return True
         return False
 

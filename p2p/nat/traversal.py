@@ -1,7 +1,7 @@
 """Combines the NAT modules of one host: port mapping, the reachability probe, both sides of relaying, hole punching.
 
 A node that the probe verifies relays for others (unless configured otherwise); one that is not reachable uses relays.
-After a successful hole punch the relayed connection is closed.
+Once a direct connection exists, by hole punching or otherwise, relayed connections to its peer are closed.
 
 An address whose port a router forwards is told to others once a peer outside has confirmed it, and before that only
 while there is no such peer to ask: otherwise two nodes behind such routers would never meet through the directory.
@@ -49,8 +49,9 @@ class Traversal:
         self.mapper: PortMapper | None = None  # of the first uplink, while `run` runs, if a port is to be mapped
         self._mapped: dict[int, Address] = {}  # by uplink
         self._map_port = map_port
-        self._puncher = HolePuncher(host, self.reachability.seen_at, self._on_direct)
+        self._puncher = HolePuncher(host, self.reachability.seen_at)
         host.accompany(self._puncher.accompany)
+        host.accompany(self._leave_relay)
         if relay:
             self.server.enable()
 
@@ -151,14 +152,14 @@ class Traversal:
         if self.say_hello is not None:
             self._start(self.say_hello)
 
-    def _on_direct(self, peer: str) -> None:
-        self.renew_link(peer)
-        self._start(self._leave_relay, peer)
-
-    async def _leave_relay(self, peer: str) -> None:
+    async def _leave_relay(self, connection: Connection) -> None:
+        """Beside a direct connection: move links to it, then close the relayed connections to the same peer."""
+        if connection.relayed or not self._relayed_to(connection.peer):
+            return
+        self.renew_link(connection.peer)
         await trio.sleep(RELAY_GRACE_S)  # for links to move, or calls to finish with a peer that cannot move them
-        best = self._host.connection(peer)
-        if best is not None and not best.relayed:
-            for connection in self._host.connections():
-                if connection.peer == peer and connection.relayed:
-                    await connection.close("a direct connection replaced it")
+        for relayed in self._relayed_to(connection.peer):
+            await relayed.close("a direct connection replaced it")
+
+    def _relayed_to(self, peer: str) -> list[Connection]:
+        return [connection for connection in self._host.connections_to(peer) if connection.relayed]

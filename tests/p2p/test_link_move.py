@@ -7,6 +7,7 @@ import trio
 import trio.testing
 
 from p2p.errors import P2PError, PeerUnreachable
+from p2p.host.connection import Stream
 from p2p.link.byte_stream import ByteStream
 from p2p.link.frames import PREFACE, Frame, Kind, encode
 from p2p.link.streams import MessageStream
@@ -192,10 +193,33 @@ async def test_a_relayed_link_becomes_direct_in_the_middle_of_a_stream() -> None
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(number, stream, 400)
                 await caller.host.dial(hidden.host.addresses[0], hidden.peer_id)
-                caller.traversal._on_direct(hidden.peer_id)
                 await until(lambda: not is_relayed(link.stream))
             assert caller._board.links_to(hidden.peer_id) == [link]
             await relay.stop()
             await until(lambda: not any(c.relayed for c in caller.host.connections()))
             with trio.fail_after(20):
                 await number(stream, 50)
+
+
+async def test_a_link_that_was_being_opened_while_a_direct_connection_came_up_is_direct(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such a link missed the move, and broke with the relayed connection half a minute later."""
+    async with behind_a_relay() as (_, hidden, relayed):
+        hidden.accept("echo", send_back)
+        caller = make_network()
+        async with caller.running():
+            caller.learn(hidden.peer_id, [str(relayed)])
+            open_stream = caller.host.open_stream
+
+            async def open_slowly(peer: str, protocol: str) -> Stream:
+                stream = await open_stream(peer, protocol)
+                assert is_relayed(stream)
+                await caller.host.dial(hidden.host.addresses[0], hidden.peer_id)
+                return stream
+
+            monkeypatch.setattr(caller.host, "open_stream", open_slowly)
+            stream = await caller.open(hidden.peer_id, "echo")
+            [link] = caller._board.links_to(hidden.peer_id)
+            assert not is_relayed(link.stream)
+            await number(stream, 10)

@@ -343,7 +343,7 @@ async def test_the_puncher_keeps_to_the_deny_list(monkeypatch: pytest.MonkeyPatc
         raise OSError("refused")
 
     monkeypatch.setattr(sockets, "connect", connect)
-    puncher = HolePuncher(make_host(deny=("8.8.0.0/16",)), list, lambda peer: None)
+    puncher = HolePuncher(make_host(deny=("8.8.0.0/16",)), list)
     theirs = [parse_address(text) for text in ("/ip4/8.8.8.8/tcp/1", "/ip4/9.9.9.9/tcp/1")]
     assert not await puncher._punch(make_host().peer_id, theirs, initiator=True)
     assert set(dialled) == {"9.9.9.9"}
