@@ -5,6 +5,7 @@ A few blocks of random weights say what a model of their shape would reach befor
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,14 +15,17 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from engine.budget import block_bytes, block_weights, kv_bytes_per_token, unquantised
+from engine.budget import Precision, block_bytes, block_weights, ends_bytes, kv_bytes_per_token, unquantised
 from engine.config import ModelConfig
 from engine.errors import CacheFull
 from engine.model.block import build_block
 from engine.model.hosted_span import HostedSpan, SessionLease, SessionRows
+from engine.model.onnx_graph import GridProduct
 from engine.model.span import SpanOptions, SpanRunner
 from engine.sources.base import block_part
-from engine.sources.grid import Grid
+from engine.sources.grid import GRID_KINDS, Grid, decode_grid, quantise
+from engine.sources.layout import KIND_SIZES, PACKED_GROUPS
+from engine.stored_form import StoredForm
 from engine.training.parameters import part_weights, views
 
 _DRAWN_BYTES = 128 << 20  # of weights, more than a cache holds
@@ -83,22 +87,34 @@ def _step(span: HostedSpan, work: list[SessionRows]) -> float:
 class ShapeSpeed:
     """Speeds of a device with blocks of one shape."""
 
+    precision: Precision  # of the weights that were measured
     reading_bytes_per_s: float  # of weights and cache, for one token
     flops_per_s: float  # for a prompt
     few_rows_flops_per_s: float  # for eight replies at once
+    head_bytes_per_s: float = 0.0  # of the output matrix, for one token; 0: not measured
 
 
-def measure_shape(config: ModelConfig, device: str, dtype: torch.dtype, free_bytes: int) -> ShapeSpeed | None:
-    """Measure blocks of random weights with a model's shape; None if the free memory is too small for two of them."""
-    precision = unquantised(dtype.itemsize)
+def measure_shape(
+    config: ModelConfig, device: str, dtype: torch.dtype, free_bytes: int, form: StoredForm | None = None
+) -> ShapeSpeed | None:
+    """Measure blocks of drawn weights with a model's shape; None if the free memory is too small for two of them.
+
+    With `form`, they are in the grids of the model's files, and so is an output matrix; only on a CPU.
+    """
+    precision = unquantised(dtype.itemsize) if form is None else form.precision
     each, kv_bytes = block_bytes(config, precision), kv_bytes_per_token(config, precision)
     blocks = min(config.n_blocks, max(2, -(-_DRAWN_BYTES // each)))
     cache_bytes = 2 * (_SESSIONS + 1) * (_CONTEXT + 2 * _STEPS) * blocks * kv_bytes
     if 2 * blocks * each + cache_bytes > free_bytes:
         return None
-    options = SpanOptions(torch.device(device), dtype, kv_bytes=cache_bytes)
+    options = SpanOptions(torch.device(device), dtype, "none" if form is None else "stored", kv_bytes=cache_bytes)
     drawn = _DrawnBlock(config)
-    span = SpanRunner(config, 0, [build_block(index, drawn, options) for index in range(blocks)], options)
+    built = []
+    for index in range(blocks):
+        if form is not None:  # types may change from block to block, as in files that keep some blocks finer
+            drawn.kinds = form.blocks[index * config.n_blocks // blocks]
+        built.append(build_block(index, drawn, options))
+    span = SpanRunner(config, 0, built, options)
     hosted, context = HostedSpan([span]), min(_CONTEXT, config.context_length - _STEPS - 2)
     # The fastest step of each kind: what else runs on the machine now says nothing about later.
     prefill_s, single_s = _seconds(hosted, 1, context, _STEPS)
@@ -106,19 +122,46 @@ def measure_shape(config: ModelConfig, device: str, dtype: torch.dtype, free_byt
     flops = blocks * 2 * block_weights(config)
     attended = blocks * 4 * config.n_heads * config.head_dim  # for each token of the context
     return ShapeSpeed(
+        precision,
         reading_bytes_per_s=blocks * (each + context * kv_bytes) / min(single_s),
         flops_per_s=context * (flops + attended * context / 2) / prefill_s,
         few_rows_flops_per_s=_SESSIONS * (flops + attended * context) / min(eight_s),
+        head_bytes_per_s=0.0 if form is None else _head_bytes_per_s(config, form),
     )
 
 
+def _head_bytes_per_s(config: ModelConfig, form: StoredForm) -> float:
+    """Bytes that the output matrix has as numbers, by the seconds that its product in the file's grid takes."""
+    if form.head not in GRID_KINDS:
+        return 0.0
+    rows = min(config.vocab_size, max(1024, _DRAWN_BYTES // config.hidden_size))
+    product = GridProduct(_drawn_grid(form.head, (rows, config.hidden_size)))
+    row, times = torch.zeros(1, config.hidden_size), []
+    with torch.inference_mode():
+        for _ in range(_STEPS):
+            begin = time.perf_counter()
+            product(row)
+            times.append(time.perf_counter() - begin)
+    head_s = min(times) * config.vocab_size / rows
+    return ends_bytes(config, form.precision, embedding=False, head=True) / head_s
+
+
+def _drawn_grid(kind: str, shape: tuple[int, ...]) -> Grid:
+    """Return a matrix in the grid of a type; which numbers it has does not change the time of a product."""
+    if kind in PACKED_GROUPS:
+        return quantise(torch.zeros(shape))
+    elements, size = KIND_SIZES[kind]
+    return decode_grid(torch.zeros(math.prod(shape) // elements * size, dtype=torch.uint8), kind, shape)
+
+
 class _DrawnBlock:
-    """Random weights of one block, read like those of a file."""
+    """Random weights of one block, read like those of a file; `kinds` are the types that it has there, by role."""
 
     def __init__(self, config: ModelConfig) -> None:
         part = block_part(0)
         drawn = torch.rand(part_weights(config, part)) * 0.04 - 0.02
         self._tensors = views(config, part, drawn)
+        self.kinds: Mapping[str, str] = {}
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -129,4 +172,5 @@ class _DrawnBlock:
             out.copy_(self._tensors[role])
 
     def grid(self, role: str) -> Grid | None:
-        return None
+        kind = self.kinds.get(role)
+        return _drawn_grid(kind, self.shapes[role]) if kind in GRID_KINDS else None

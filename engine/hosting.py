@@ -10,9 +10,9 @@ import dataclasses
 import gc
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from engine.device.dtypes import pick_dtype
 from engine.device.kinds import kind_named, kind_of
 from engine.device.probe import Device, chosen_devices, probe_devices
 from engine.errors import DeviceFull
-from engine.model.block import FUSED, Quantisation, WeightOptions, build_block
+from engine.model.block import Quantisation, WeightOptions, build_block
 from engine.model.grid_tiles import padded_share
 from engine.model.hosted_span import HostedSpan
 from engine.model.linear import cpu_products
@@ -44,7 +44,7 @@ from engine.model.span import LoadProgress, SpanOptions, SpanRunner, load_span
 from engine.model.triton_trials import triton_grids_work
 from engine.session_runner import SessionRunner
 from engine.sources.base import ModelSource, block_part
-from engine.sources.grid import Grid, block_grid_bytes, quantise
+from engine.sources.grid import Grid, quantise
 from engine.sources.layout import expected_shapes
 
 log = logging.getLogger("shoal.device")
@@ -225,33 +225,6 @@ def plan_hosting(config: ModelConfig, kind: str, wish: HostingWish, grid_bytes: 
     smaller: tuple[Quantisation, ...] = ("stored", "int8") if stored else ("int8",)
     others = [plan(quantisation) for quantisation in smaller if quantisation != first.quantisation]
     return next((other for other in others if other.blocks >= wish.wanted_blocks), first)
-
-
-class StoredTensor(Protocol):
-    """A tensor as a file or a manifest describes it."""
-
-    @property
-    def role(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-def stored_bytes(blocks: Iterable[Sequence[StoredTensor]]) -> float | None:
-    """Bytes of a weight in the grid of its file, in the block where they are most; None for files of plain numbers."""
-    held = []
-    for tensors in blocks:
-        described = {tensor.role: (tensor.kind, tensor.shape) for tensor in tensors}
-        held.append(block_grid_bytes([described[role] for role in roles] for roles in FUSED.values()))
-    if not any(held):
-        return None
-    return max(4.0 if each is None else each for each in held)
-
-
-def source_bytes(source: ModelSource) -> float | None:
-    """Return `stored_bytes` of a model's files."""
-    return stored_bytes(source.parts[block_part(index)] for index in range(source.config.n_blocks))
 
 
 def source_kind(source: ModelSource) -> str:

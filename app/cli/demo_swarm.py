@@ -198,8 +198,9 @@ def _cover(a: Place, b: Place, blocks: int) -> bool:
 def memory_for(model: str, share: float) -> tuple[int, int]:
     """Return a memory limit with which a node hosts this share of a model's blocks, and the number of its blocks."""
     from app.config.home import cache_folder
-    from engine.hosting import HostingWish, plan_hosting, source_bytes, source_kind
+    from engine.hosting import HostingWish, plan_hosting, source_kind
     from engine.sources.opening import open_source
+    from engine.stored_form import source_bytes
 
     source = open_source(model, cache_folder())
     config = source.config

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from app.planning.training_step import StepTask
     from app.snapshot.views import OfferView, Snapshot
     from engine.config import ModelConfig
+    from engine.stored_form import StoredForm, StoredTensor
 
 TASKS = ("chat", "finetune", "train")
 WIRES = ("f32", "bf16", "int8", "int4", "sparse")
@@ -99,13 +100,13 @@ def forecast(arguments: argparse.Namespace) -> Forecast:
 
     task: str = arguments.task
     if arguments.machines is not None:
-        return forecast_fleet(arguments, task, fleet_of_files(arguments), model_shape(arguments.model, None))
+        return forecast_fleet(arguments, task, fleet_of_files(arguments), planned_model(arguments.model, None).config)
     client = running_client(arguments.home)
     snapshot = None if client is None else client.snapshot()
     if arguments.swarm is not None and (snapshot is None or arguments.swarm != snapshot.swarm):
         return forecast_other(arguments)
-    config = model_shape(arguments.model, snapshot)
-    here = this_machine(arguments.home, snapshot, config)
+    model = planned_model(arguments.model, snapshot)
+    config, here = model.config, this_machine(arguments.home, snapshot, model, task)
     if task != "chat" or client is None or snapshot is None or snapshot.swarm is None or arguments.model is not None:
         return forecast_fleet(arguments, task, fleet_of_one(here, task, snapshot), config)
     if (arguments.streams or 1) > 1:
@@ -221,8 +222,22 @@ def _text_of(name: str) -> str:
         raise PlanError(f"{name} is not text in UTF-8") from error
 
 
-def model_shape(name: str | None, snapshot: Snapshot | None) -> ModelConfig:
-    """Return the shape of a model on this machine, by default of the node's model, else the starter's."""
+@dataclass(frozen=True)
+class PlannedModel:
+    """The model of a forecast."""
+
+    config: ModelConfig
+    tensors_of: Callable[[str], Sequence[StoredTensor]]  # of a part, as its files hold them
+
+    def form(self) -> StoredForm | None:
+        """Return how its files hold the weights; imports torch."""
+        from engine.stored_form import stored_form
+
+        return stored_form(self.config, self.tensors_of)
+
+
+def planned_model(name: str | None, snapshot: Snapshot | None) -> PlannedModel:
+    """Return a model on this machine, by default the node's, else the starter."""
     from app.config.home import cache_folder
     from app.planning.machines import PlanError
     from app.weights.manifest_store import ManifestStore
@@ -233,20 +248,22 @@ def model_shape(name: str | None, snapshot: Snapshot | None) -> ModelConfig:
     if name is None and snapshot is not None and snapshot.manifest is not None:
         name = snapshot.manifest
     if name is None or name == starter.NAME:
-        return starter.SHAPE
+        return PlannedModel(starter.SHAPE, starter.tensors_of)
     if re.fullmatch(r"[0-9a-f]{8,64}", name) and not Path(name).exists():
         found = [manifest for known in store.hashes() if known.startswith(name) and (manifest := store.load(known))]
         if len(found) != 1:
             what = "several manifests" if found else "no manifest"
             raise PlanError(f"{what} of model {name[:8]} on this machine: `shoal join` its swarm fetches it")
-        return found[0].config
-    return open_source(name, cache_folder()).config
+        return PlannedModel(found[0].config, lambda part: found[0].by_name[part].tensors)
+    source = open_source(name, cache_folder())
+    return PlannedModel(source.config, lambda part: source.parts[part])
 
 
-def this_machine(home: Path, snapshot: Snapshot | None, config: ModelConfig) -> MachineSpec:
+def this_machine(home: Path, snapshot: Snapshot | None, model: PlannedModel, task: str) -> MachineSpec:
     """Measure this machine with blocks of a model's shape; what a running node holds here counts as free.
 
-    Takes seconds, so a terminal is told; so is everybody of other programs that slow a processor down meanwhile.
+    For chat the blocks are as this machine would host them, in the grids of the model's files or not. Takes seconds, so
+    a terminal is told; so is everybody of other programs that slow a processor down meanwhile.
     """
     import os
 
@@ -259,7 +276,8 @@ def this_machine(home: Path, snapshot: Snapshot | None, config: ModelConfig) -> 
     if sys.stderr.isatty():
         print("shoal: measuring this machine", file=sys.stderr, flush=True)
     processor = ProcessorShare()
-    machine = look_at_machine(settings.chosen_device, settings.max_vram, config)
+    form = model.form() if task == "chat" else None
+    machine = look_at_machine(settings.chosen_device, settings.max_vram, model.config, form)
     others = processor.others_share()
     hardware = None if snapshot is None else snapshot.hardware
     spec = machine.spec(0 if hardware is None else hardware.weights_bytes + hardware.cache_bytes)
@@ -308,7 +326,7 @@ def sweep_fleets(arguments: argparse.Namespace) -> tuple[range, Callable[[int], 
     first, last = int(match[1]), int(match[2])
     if not 1 <= first <= last:
         raise UsageError(f"{arguments.machines} is not a range of machines: write 1:64 for one to sixty-four")
-    here = this_machine(arguments.home, None, model_shape(arguments.model, None))
+    here = this_machine(arguments.home, None, planned_model(arguments.model, None), arguments.swept)
     alike = (replace(here, name=f"here-{n}", rtt_s=_ASSUMED_RTT_S) for n in range(1, last))
     said = f"links of {_ASSUMED_RTT_S * 1000:.0f} ms and 100 Mbit/s between machines like this one"
     return range(first, last + 1), Fleet(here, (here, *alike), assumed=(said,)).first
@@ -318,7 +336,7 @@ def sweep_rows(
     arguments: argparse.Namespace, sizes: range, fleet_of_size: Callable[[int], Fleet]
 ) -> list[dict[str, Any]]:
     """Forecast swarms of growing size: each twice as large as the one before, and the largest."""
-    config = model_shape(arguments.model, None)
+    config = planned_model(arguments.model, None).config
     counts, count = [], sizes.start
     while count < sizes.stop - 1:
         counts.append(count)

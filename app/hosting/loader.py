@@ -46,7 +46,8 @@ class BlockLoader:
 
     async def plan(self, wish: HostingWish) -> HostingPlan:
         """Return the devices, and how many blocks fit on them; raises `engine.errors.DeviceError`."""
-        from engine.hosting import plan_hosting, stored_bytes
+        from engine.hosting import plan_hosting
+        from engine.stored_form import stored_bytes
 
         manifest = self._weights.manifest
         largest = max(manifest.block(0).tensors, key=lambda tensor: tensor.size_bytes)

@@ -16,6 +16,7 @@ from app.snapshot.views import ModelView, OfferView
 from engine.sources import hub, starter
 from engine.sources.base import ModelSource
 from engine.sources.opening import list_cached, open_source
+from engine.stored_form import source_form, starter_form
 
 _USUAL_FOLDERS = ("~/models", "~/Models", "~/.lmstudio/models", "~/.cache/lm-studio/models", "~/.cache/huggingface/hub")
 _DEPTH = 5  # of folders below those
@@ -53,10 +54,11 @@ def preview_model(machine: Machine, cache: Path, model: str) -> OfferView:
     The starter model is not downloaded for that.
     """
     if model == starter.NAME and not starter.starter_file(cache).exists():
-        fit = machine.fit(starter.SHAPE)
+        fit = machine.keeping(starter_form()).fit(starter.SHAPE)
         size, context = starter.FILE_BYTES, starter.SHAPE.context_length
         return OfferView(model, starter.LABEL, fit, starter.WHEEL_BYTES, size_bytes=size, context_length=context)
     source = open_source(model, cache)
+    machine = machine.keeping(source_form(source))
     return OfferView(
         model,
         source.label or shape_words(source.config),

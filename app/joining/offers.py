@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from app.manifest.manifest import Manifest
     from engine.config import ModelConfig
     from engine.device.probe import Device
+    from engine.stored_form import StoredForm
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,16 @@ class Machine:
     flops_per_s: float
     block_floor_s: float = 0.0  # least time per block, however small it is
     few_rows_flops_per_s: float = 0.0  # 0: not measured
+    head_bytes_per_s: float = 0.0  # 0: as blocks
+    grid_gain: float = 0.0  # how many times as fast weights of 4 bits are; 0: they are not kept in few bits
+
+    def keeping(self, form: StoredForm | None) -> Machine:
+        """Return the machine with its speed for a model whose files hold weights in this form."""
+        if form is None or not self.grid_gain:
+            return self
+        precision, bits = form.precision, 8 if form.weight_bytes >= 1 else 4
+        weight_s = bits / 4 * self.precision.weight_bytes / self.reading_bytes_per_s / self.grid_gain
+        return replace(self, precision=precision, reading_bytes_per_s=precision.weight_bytes / weight_s)
 
     def view(self) -> DeviceView:
         """Return the device as the dashboard shows it."""
@@ -62,6 +73,8 @@ class Machine:
             block_floor_s=self.block_floor_s,
             rtt_s=0.0,
             number_bytes=self.precision.compute_bytes,
+            weight_bytes=self.precision.weight_bytes,
+            head_bytes_per_s=self.head_bytes_per_s,
             used_bytes=device.total_bytes - free,
             cap_bytes=self.cap_bytes,
         )
@@ -82,27 +95,37 @@ class Machine:
         return 1 / (HOP_S + config.n_blocks * block_s + head_time_s(config, spec, rows=1))
 
 
-def look_at_machine(device_name: str | None, cap_bytes: int | None, config: ModelConfig | None = None) -> Machine:
+def look_at_machine(
+    device_name: str | None, cap_bytes: int | None, config: ModelConfig | None = None, form: StoredForm | None = None
+) -> Machine:
     """Find the first device that would be used and measure its speed; with blocks of a model's shape if one is given.
 
-    Without a shape it is measured once per process.
+    With `form`, they are in the grids of the model's files if the device would keep them so, as for replies. Without a
+    shape it is measured once per process.
     """
+    import torch
+
     from engine.benchmark import measure_shape
     from engine.device.dtypes import pick_dtype
     from engine.device.probe import chosen_devices, probe_devices
     from engine.device.read_speed import block_floor_s, multiplying_flops_per_s, reading_bytes_per_s
+    from engine.model.onnx_graph import grid_gain, grids_pay
 
     device = chosen_devices(device_name, probe_devices())[0]
-    dtype = pick_dtype(device.id)
-    speed = None if config is None else measure_shape(config, device.id, dtype, device.free_bytes)
+    in_grids = device.kind == "cpu" and grids_pay()
+    form = form if in_grids else None
+    dtype = pick_dtype(device.id) if form is None else torch.float32
+    speed = None if config is None else measure_shape(config, device.id, dtype, device.free_bytes, form)
     return Machine(
         device,
-        unquantised(dtype.itemsize),
+        speed.precision if speed else unquantised(dtype.itemsize),
         cap_bytes,
         speed.reading_bytes_per_s if speed else reading_bytes_per_s(device.id, dtype),
         speed.flops_per_s if speed else multiplying_flops_per_s(device.id, dtype),
         0.0 if speed else block_floor_s(device.id, dtype),
         speed.few_rows_flops_per_s if speed else 0.0,
+        speed.head_bytes_per_s if speed else 0.0,
+        0.0 if speed or not in_grids else grid_gain(),
     )
 
 
@@ -111,9 +134,10 @@ def look_around(
 ) -> ProspectsView:
     """Return all choices with their estimates: the starter model, nearby swarms, saved swarms. Reads the disk."""
     from engine.sources import starter
+    from engine.stored_form import starter_form
 
     to_fetch = 0 if starter.starter_file(cache).exists() else starter.WHEEL_BYTES
-    offers = [_offer(machine, starter.NAME, starter.LABEL, starter.SHAPE, to_fetch)]
+    offers = [_offer(machine.keeping(starter_form()), starter.NAME, starter.LABEL, starter.SHAPE, to_fetch)]
     store = ManifestStore(cache)
     nearby_ids = {swarm.record.id for swarm in nearby}
     offers += [_nearby_offer(machine, store, swarm) for swarm in nearby]
@@ -140,7 +164,7 @@ def _swarm_offer(
     held = Library(store.cache, manifest).held()
     missing = sum(part.size_bytes for part in manifest.parts if part.name not in held)
     name = name or model_name(store.source(manifest.hash)) or shape_words(manifest.config)
-    offer = _offer(machine, target, name, manifest.config, missing)
+    offer = _offer(machine.keeping(manifest_form(manifest)), target, name, manifest.config, missing)
     return replace(offer, size_bytes=manifest.size_bytes, context_length=manifest.config.context_length)
 
 
@@ -161,7 +185,7 @@ def _nearby_offer(machine: Machine, store: ManifestStore, swarm: NearbySwarm) ->
     offer = _swarm_offer(machine, store, str(swarm.record), swarm.manifest, swarm.record.model_name)
     token_s = swarm.expectation.token_s
     if token_s is not None and swarm.manifest is not None:
-        token_s += machine.head_s(swarm.manifest.config)
+        token_s += machine.keeping(manifest_form(swarm.manifest)).head_s(swarm.manifest.config)
     return replace(
         offer,
         nearby=swarm.link,
@@ -169,6 +193,13 @@ def _nearby_offer(machine: Machine, store: ManifestStore, swarm: NearbySwarm) ->
         tokens_per_s=None if token_s is None else 1 / token_s,
         missing_block=swarm.expectation.missing_block,
     )
+
+
+def manifest_form(manifest: Manifest) -> StoredForm | None:
+    """Return the form in which a manifest's files hold the weights."""
+    from engine.stored_form import stored_form
+
+    return stored_form(manifest.config, lambda part: manifest.by_name[part].tensors)
 
 
 def shape_words(config: ModelConfig) -> str:

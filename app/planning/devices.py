@@ -47,7 +47,7 @@ def head_time_s(config: ModelConfig, machine: MachineSpec, *, rows: int) -> floa
     """Seconds of the head for `rows` tokens; the machine that asks runs it, whoever hosts the blocks."""
     read = ends_bytes(config, machine.precision, embedding=False, head=True)
     flops = rows * 2 * config.vocab_size * config.hidden_size
-    return max(read / machine.reading_bytes_per_s, flops / flops_at(machine, rows))
+    return max(read / (machine.head_bytes_per_s or machine.reading_bytes_per_s), flops / flops_at(machine, rows))
 
 
 def passes_of(machine: MachineSpec, *, all_weights: bool, recomputed: bool) -> float:

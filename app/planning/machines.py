@@ -19,6 +19,8 @@
     down_bytes_per_s = "12.5MB"
     busy = 0.0                     # share of the time that others use it
     number_bytes = 2               # of a weight as it computes with it; default: 4 for a CPU, 2 for a GPU
+    weight_bytes = 0.6             # of a weight in memory, if it is kept in fewer bits; default: number_bytes
+    head_bytes_per_s = "900GB"     # speed at which it reads the output matrix; default: reading_bytes_per_s
     used_bytes = 0                 # memory that other programs use, besides what is free
     cap_bytes = "8GB"              # the owner's limit
 
@@ -46,7 +48,7 @@ from engine.budget import BFLOAT16, FLOAT32, Precision, unquantised
 MOST = 1e18  # no machine has more of anything
 MAX_MACHINES = 4096
 _SPEEDS = ("up_bytes_per_s", "down_bytes_per_s")
-_SIZES = ("memory_bytes", "used_bytes", "cap_bytes", "reading_bytes_per_s", *_SPEEDS)
+_SIZES = ("memory_bytes", "used_bytes", "cap_bytes", "reading_bytes_per_s", "head_bytes_per_s", *_SPEEDS)
 _WORDS = ("island", "host")
 _WHOLE = ("memory_bytes", "used_bytes", "cap_bytes", "number_bytes")
 _REQUIRED = ("memory_bytes", "reading_bytes_per_s", "flops_per_s")
@@ -74,6 +76,8 @@ class MachineSpec:
     busy: float = 0.0
     island: str = ""
     number_bytes: int = 0  # of a weight as it computes with it; 0: as usual for its kind
+    weight_bytes: float = 0.0  # of a weight in memory; 0: `number_bytes`
+    head_bytes_per_s: float = 0.0  # speed at which it reads the output matrix; 0: as it reads blocks
     host: str = ""  # whose cores it shares with other machines of that host; empty: it has its own
     used_bytes: int = 0  # memory of the device that other programs use, besides `memory_bytes`
     cap_bytes: int | None = None  # the owner's limit
@@ -96,9 +100,9 @@ class MachineSpec:
     @property
     def precision(self) -> Precision:
         """Precision that this machine computes with."""
-        if self.number_bytes:
-            return unquantised(self.number_bytes)
-        return FLOAT32 if self.kind == "cpu" else BFLOAT16
+        usual = FLOAT32 if self.kind == "cpu" else BFLOAT16
+        found = unquantised(self.number_bytes) if self.number_bytes else usual
+        return replace(found, weight_bytes=self.weight_bytes) if self.weight_bytes else found
 
     @property
     def bytes_per_s(self) -> float:

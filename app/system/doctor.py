@@ -174,7 +174,8 @@ def examine_machine(
     How much of a model fits is what a node with this cap and these settings would host (`plan_hosting`).
     """
     from engine.device.dtypes import dtype_times, name_of, pick_dtype
-    from engine.hosting import HostingWish, computes_grids, plan_hosting, source_bytes, source_kind
+    from engine.hosting import HostingWish, computes_grids, plan_hosting, source_kind
+    from engine.stored_form import source_bytes
 
     for device in devices:
         yield check_device(device)

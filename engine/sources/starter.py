@@ -15,19 +15,22 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.config import ModelConfig, Rope
 from engine.errors import SourceError
-from engine.sources.base import ModelSource
+from engine.sources.base import EMBEDDING_PART, ModelSource
 from engine.sources.cache import disk_full, free_bytes, models_dir, publish, staging
 from engine.sources.files import unreadable
 from engine.sources.gguf import open_gguf
+from engine.sources.layout import expected_shapes
 
 NAME = "starter"
 LABEL = "SmolLM2-135M-Instruct"
 SHAPE = ModelConfig(
     "llama", 30, 576, 9, 3, 64, 1536, 49152, 8192, 1e-5, Rope(100_000.0), tied_embeddings=True, eos_ids=(2, 0), bos_id=1
-)  # known before the download
+)  # known before the download, as are the types of its matrices
+BLOCK_KIND, HEAD_KIND = "Q4_1", "Q8_0"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FILE_BYTES = 98_362_432
@@ -38,6 +41,21 @@ _CHUNK = 1 << 20
 _POLL_S = 0.1
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+
+class KnownTensor(NamedTuple):
+    """A matrix of the starter model, known before its download."""
+
+    role: str
+    kind: str
+    shape: tuple[int, ...]
+
+
+def tensors_of(part: str) -> tuple[KnownTensor, ...]:
+    """Return the matrices of a part, whether the model is in the cache or not."""
+    kind = HEAD_KIND if part == EMBEDDING_PART else BLOCK_KIND
+    shapes = expected_shapes(SHAPE, part).items()
+    return tuple(KnownTensor(role, kind, shape) for role, shape in shapes if len(shape) == 2)
 
 
 def starter_file(cache_dir: Path) -> Path:

@@ -45,6 +45,7 @@ from app.rounds.founding import HELD_MOST
 from engine.config import ModelConfig
 from engine.sources.hf_config import parse_config
 from engine.sources.starter import SHAPE
+from engine.stored_form import StoredForm, starter_form
 from tests.app.planning.staged import CAP, staged_cases
 from tests.bench.finetune import BATCH, LENGTH, RANK, added_bytes, write_facts
 from tests.bench.handover import prompt_of
@@ -83,9 +84,9 @@ def facts_of(place: Place, *arguments: str) -> Any:
     return answer.facts
 
 
-def this_machine(config: ModelConfig = SHAPE) -> MachineSpec:
-    """This machine as `shoal plan` measures it."""
-    return look_at_machine("cpu", None, config).spec()
+def this_machine(config: ModelConfig = SHAPE, form: StoredForm | None = None) -> MachineSpec:
+    """This machine as `shoal plan` measures it; with `form` for replies."""
+    return look_at_machine("cpu", None, config, form).spec()
 
 
 class Bench:
@@ -259,7 +260,7 @@ class Bench:
         stories = [f"Tell a very long story about {animal}." for animal in ANIMALS]
 
         def forecast() -> float:
-            here, peers = this_machine(), swarm.client.snapshot().peers
+            here, peers = this_machine(form=starter_form()), swarm.client.snapshot().peers
             memory = 1 + here.total_bytes - here.free_bytes
             asks = replace(here, name="asker", memory_bytes=memory, cap_bytes=1, host="this")
             nodes = [
@@ -323,7 +324,7 @@ def island_config() -> ModelConfig:
 def machine_table(machine: MachineSpec) -> str:
     """A machine as `--machines` reads it."""
     fields = ("memory_bytes", "reading_bytes_per_s", "flops_per_s", "few_rows_flops_per_s", "rtt_s", "cap_bytes")
-    numbers = [f"{name} = {getattr(machine, name)}" for name in fields]
+    numbers = [f"{name} = {getattr(machine, name)}" for name in (*fields, "weight_bytes", "head_bytes_per_s")]
     links = ["up_bytes_per_s = 1e9", "down_bytes_per_s = 1e9"]
     words = [f'name = "{machine.name}"', f'kind = "{machine.kind}"', f'host = "{machine.host}"']
     return "\n".join(["[[machine]]", *words, *numbers, *links, ""])

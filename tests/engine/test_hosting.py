@@ -24,13 +24,13 @@ from engine.hosting import (
     load_blocks,
     measured_host,
     plan_hosting,
-    stored_bytes,
 )
 from engine.model.hosted_span import HostedSpan, SessionLease, SessionRows
 from engine.model.kv_cache import KVPool
 from engine.session_runner import SessionRunner
 from engine.sources.base import ModelSource, TensorEntry
 from engine.sources.opening import open_source
+from engine.stored_form import stored_bytes
 from engine.swarm_ends import load_swarm_ends
 from engine.text.reply import ReplySettings
 from engine.text.sampler import Sampling

@@ -262,8 +262,8 @@ def test_a_runtime_that_fails_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("no kernel for this machine")
 
     monkeypatch.setattr(onnx_graph, "product_graph", fails)
-    onnx_graph.grids_pay.cache_clear()
+    onnx_graph.grid_gain.cache_clear()
     try:
         assert not onnx_graph.grids_pay()
     finally:
-        onnx_graph.grids_pay.cache_clear()
+        onnx_graph.grid_gain.cache_clear()

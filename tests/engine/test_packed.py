@@ -15,7 +15,6 @@ from app.manifest.manifest import Manifest
 from app.weights.library import Library, remember_source, span_parts
 from app.weights.manifest_store import ManifestStore
 from engine.errors import SourceError
-from engine.hosting import source_bytes
 from engine.model.kv_cache import Segment
 from engine.model.linear import GridLinear
 from engine.model.span import SpanOptions, load_span
@@ -23,6 +22,7 @@ from engine.sources.base import block_part
 from engine.sources.huggingface import open_folder
 from engine.sources.layout import byte_length
 from engine.sources.tensors import PartReader, load_part
+from engine.stored_form import source_bytes
 from tests.app.weights.models import empty_library
 from tests.app.weights.test_library import copy_part
 from tests.engine.models import VARIANT, Variant

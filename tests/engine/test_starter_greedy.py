@@ -13,6 +13,7 @@ from engine.errors import SourceError
 from engine.local_model import LocalModel, load_local, local_options
 from engine.sources.opening import open_source
 from engine.sources.starter import starter_file
+from engine.stored_form import source_form, starter_form
 from engine.text.reply import ReplySettings
 from engine.text.sampler import Sampling
 
@@ -34,6 +35,14 @@ def model() -> LocalModel:
     except SourceError as error:
         pytest.skip(f"the starter model cannot be had: {error}")
     return load_local(source, local_options(source, torch.device("cpu"), torch.float32, 1 << 34))
+
+
+def test_its_form_is_known_before_its_download(model: LocalModel) -> None:
+    known, found = starter_form(), source_form(open_source("starter", cache_folder()))
+    assert found is not None
+    assert (found.head, found.weight_bytes) == (known.head, known.weight_bytes)
+    for theirs, ours in zip(found.blocks, known.blocks, strict=True):
+        assert {role: theirs[role] for role in ours} == ours
 
 
 @pytest.fixture(scope="module")

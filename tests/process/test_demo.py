@@ -10,8 +10,9 @@ from app.cli.demo import DemoOutput
 from app.cli.demo_swarm import Place as DemoPlace
 from app.cli.demo_swarm import choose_asker, memory_for
 from engine import hosting
-from engine.hosting import HostingWish, plan_hosting, source_bytes, source_kind
+from engine.hosting import HostingWish, plan_hosting, source_kind
 from engine.sources.opening import open_source
+from engine.stored_form import source_bytes
 from tests.engine.gguf_models import write_gguf
 from tests.engine.models import VARIANT
 from tests.process.node_process import Place

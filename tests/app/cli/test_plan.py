@@ -18,7 +18,7 @@ from app.planning.machines import MachineSpec
 from app.rounds.founding import HELD_MOST
 from app.snapshot.codec import to_json
 from app.snapshot.views import OfferView, PeerView, Snapshot
-from engine.sources.starter import SHAPE
+from engine.sources.starter import SHAPE, tensors_of
 
 ROOT = Path(__file__).resolve().parents[3]
 MACHINES = """
@@ -100,7 +100,7 @@ def test_growing_swarms(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_machines_like_this_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(plan, "this_machine", lambda home, snapshot, config: HERE)
+    monkeypatch.setattr(plan, "this_machine", lambda home, snapshot, model, task: HERE)
     assert app.cli.main(["plan", "sweep", "--machines", "2:5", "--task", "train", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["machines"] for row in found["sizes"]] == [2, 4, 5]
@@ -166,8 +166,8 @@ def node(monkeypatch: pytest.MonkeyPatch) -> RunningNode:
     known = RunningNode(LAGOON, replace(LAGOON, target="other#ffffffff", tokens_per_s=900.0))
     monkeypatch.setattr("app.api.client.running_client", lambda home: known)
     monkeypatch.setattr("app.api.client.client_of", lambda home: known)
-    monkeypatch.setattr(plan, "this_machine", lambda home, snapshot, config: HERE)
-    monkeypatch.setattr(plan, "model_shape", lambda name, snapshot: SHAPE)
+    monkeypatch.setattr(plan, "this_machine", lambda home, snapshot, model, task: HERE)
+    monkeypatch.setattr(plan, "planned_model", lambda name, snapshot: plan.PlannedModel(SHAPE, tensors_of))
     return known
 
 

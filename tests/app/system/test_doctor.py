@@ -23,8 +23,9 @@ from app.system.doctor import (
 from engine.budget import BFLOAT16, fit
 from engine.config import ModelConfig, Rope
 from engine.device.probe import Device
-from engine.hosting import HostingWish, plan_hosting, source_bytes, source_kind
+from engine.hosting import HostingWish, plan_hosting, source_kind
 from engine.sources.opening import open_source
+from engine.stored_form import source_bytes
 
 GB = 10**9
 CARD = Device("cuda:0", "cuda", "Card of Test", 24 * GB, 20 * GB, 55.0, 80.2, 0.07, GB)
