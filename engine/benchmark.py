@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -103,7 +103,8 @@ def measure_shape(
     """
     precision = unquantised(dtype.itemsize) if form is None else form.precision
     each, kv_bytes = block_bytes(config, precision), kv_bytes_per_token(config, precision)
-    blocks = min(config.n_blocks, max(2, -(-_DRAWN_BYTES // each)))
+    read = each if form is None else int(block_weights(config) * form.weight_bytes)  # the rest is packed for batches
+    blocks = min(config.n_blocks, max(2, -(-_DRAWN_BYTES // read)))
     cache_bytes = 2 * (_SESSIONS + 1) * (_CONTEXT + 2 * _STEPS) * blocks * kv_bytes
     if 2 * blocks * each + cache_bytes > free_bytes:
         return None
@@ -116,42 +117,52 @@ def measure_shape(
         built.append(build_block(index, drawn, options))
     span = SpanRunner(config, 0, built, options)
     hosted, context = HostedSpan([span]), min(_CONTEXT, config.context_length - _STEPS - 2)
-    # The fastest step of each kind: what else runs on the machine now says nothing about later.
     prefill_s, single_s = _seconds(hosted, 1, context, _STEPS)
     eight_s = _seconds(hosted, _SESSIONS, context, _STEPS)[1]
     flops = blocks * 2 * block_weights(config)
     attended = blocks * 4 * config.n_heads * config.head_dim  # for each token of the context
     return ShapeSpeed(
         precision,
-        reading_bytes_per_s=blocks * (each + context * kv_bytes) / min(single_s),
+        reading_bytes_per_s=blocks * (each + context * kv_bytes) / median(single_s),
         flops_per_s=context * (flops + attended * context / 2) / prefill_s,
-        few_rows_flops_per_s=_SESSIONS * (flops + attended * context) / min(eight_s),
-        head_bytes_per_s=0.0 if form is None else _head_bytes_per_s(config, form),
+        few_rows_flops_per_s=_SESSIONS * (flops + attended * context) / median(eight_s),
+        head_bytes_per_s=0.0 if form is None else _head_bytes_per_s(hosted, form),
     )
 
 
-def _head_bytes_per_s(config: ModelConfig, form: StoredForm) -> float:
-    """Bytes that the output matrix has as numbers, by the seconds that its product in the file's grid takes."""
+def _head_bytes_per_s(span: HostedSpan, form: StoredForm) -> float:
+    """Bytes that the output matrix has as numbers, by the seconds until a token is chosen with it in the file's grid.
+
+    A step of the blocks before each product leaves none of the matrix in the processor's cache, as in a reply.
+    """
     if form.head not in GRID_KINDS:
         return 0.0
+    config = span.config
     rows = min(config.vocab_size, max(1024, _DRAWN_BYTES // config.hidden_size))
     product = GridProduct(_drawn_grid(form.head, (rows, config.hidden_size)))
-    row, times = torch.zeros(1, config.hidden_size), []
-    with torch.inference_mode():
-        for _ in range(_STEPS):
+    row, times, lease = torch.zeros(1, config.hidden_size), [], span.open(_STEPS + 1)
+    try:
+        for _ in range(_STEPS + 1):
+            _step(span, [SessionRows(lease, lease.length, 1)])
             begin = time.perf_counter()
-            product(row)
+            with torch.inference_mode():
+                product(row).argmax().item()
             times.append(time.perf_counter() - begin)
-    head_s = min(times) * config.vocab_size / rows
+    finally:
+        lease.close()
+    head_s = median(times[1:]) * config.vocab_size / rows
     return ends_bytes(config, form.precision, embedding=False, head=True) / head_s
 
 
 def _drawn_grid(kind: str, shape: tuple[int, ...]) -> Grid:
-    """Return a matrix in the grid of a type; which numbers it has does not change the time of a product."""
+    """Return a random matrix in the grid of a type; products with zeros would be faster."""
     if kind in PACKED_GROUPS:
-        return quantise(torch.zeros(shape))
+        return quantise(torch.rand(shape) * 0.04 - 0.02)
     elements, size = KIND_SIZES[kind]
-    return decode_grid(torch.zeros(math.prod(shape) // elements * size, dtype=torch.uint8), kind, shape)
+    grid = decode_grid(torch.zeros(math.prod(shape) // elements * size, dtype=torch.uint8), kind, shape)
+    eight = torch.randint(1 << 62, (-(-grid.quantised.numel() // 8),))  # at a time: bytes alone would take a second
+    integers = eight.view(torch.uint8)[: grid.quantised.numel()].view_as(grid.quantised)
+    return replace(grid, quantised=integers, scale=torch.rand_like(grid.scale) * 0.002)
 
 
 class _DrawnBlock:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.joining.nearby import NearbySwarm
-from app.planning.devices import block_time_s, head_time_s
+from app.planning.devices import block_time_s, ends_time_s
 from app.planning.machines import MachineSpec
 from app.planning.replies import ReplyTask
 from app.routing.cost import HOP_S
@@ -85,14 +85,14 @@ class Machine:
         return FitView(fits.budget.blocks, config.n_blocks, fits.lacking_bytes, fits.too_large)
 
     def head_s(self, config: ModelConfig) -> float:
-        """Seconds that the head takes per token; the asker always runs it, whoever hosts the blocks."""
-        return head_time_s(config, self.spec(), rows=1)
+        """Seconds until a token is chosen from its hidden states; the asker does that, whoever hosts the blocks."""
+        return ends_time_s(config, self.spec(), rows=1)
 
     def alone_tokens_per_s(self, config: ModelConfig) -> float:
         """Tokens per second if this machine hosts all blocks, whether they fit now or not."""
         spec = self.spec()
         block_s = block_time_s(config, spec, rows=1, context=ReplyTask().context, sessions=1)
-        return 1 / (HOP_S + config.n_blocks * block_s + head_time_s(config, spec, rows=1))
+        return 1 / (HOP_S + config.n_blocks * block_s + ends_time_s(config, spec, rows=1))
 
 
 def look_at_machine(

@@ -16,6 +16,8 @@ PASSES_ON_CPU = PASSES | {(False, False): 2.3, (False, True): 3.5}
 HEAD_PASSES = {False: 2.0, True: 3.0}
 # Rows from which on a product reaches the machine's full speed, and up to which it has that of few rows.
 MANY_ROWS, FEW_ROWS = 128, 8
+# Of a token besides the head's product, measured on CPUs: to choose it, turn it into text, and pass both on.
+CHOOSING_ON_CPU_S = 0.0015
 OPTIMISER_BYTES = 28  # a weight, in float32: itself, two moments and its gradient are read, all but the last written
 
 
@@ -48,6 +50,11 @@ def head_time_s(config: ModelConfig, machine: MachineSpec, *, rows: int) -> floa
     read = ends_bytes(config, machine.precision, embedding=False, head=True)
     flops = rows * 2 * config.vocab_size * config.hidden_size
     return max(read / (machine.head_bytes_per_s or machine.reading_bytes_per_s), flops / flops_at(machine, rows))
+
+
+def ends_time_s(config: ModelConfig, machine: MachineSpec, *, rows: int) -> float:
+    """Seconds of the head and of choosing the next tokens of `rows` replies; the machine that asks does both."""
+    return head_time_s(config, machine, rows=rows) + (CHOOSING_ON_CPU_S if machine.kind == "cpu" else 0.0)
 
 
 def passes_of(machine: MachineSpec, *, all_weights: bool, recomputed: bool) -> float:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from app.core.span import Span
 from app.planning.cover import StageCandidate, cheapest_cover
-from app.planning.devices import block_time_s, head_time_s, slowest_host_s
+from app.planning.devices import block_time_s, ends_time_s, slowest_host_s
 from app.planning.machines import Fleet, MachineSpec
 from app.planning.memory import held_for_replies
 from app.routing.cost import (
@@ -156,14 +156,14 @@ def replies_over(fleet: Fleet, config: ModelConfig, task: ReplyTask) -> ReplySpe
     )
     request = RouteRequest(Span(0, config.n_blocks), task.prompt_tokens + task.reply_tokens)
     parts = token_parts(route, members, request, fleet.link_s, known)
-    parts["head"] = head_time_s(config, fleet.here, rows=1)
+    parts["head"] = ends_time_s(config, fleet.here, rows=1)
 
     def stage_s(hop: Hop, rows: int, sessions: int, context: int) -> float:
         machine = machines[hop.peer]
         return len(hop.span) * block_time_s(config, machine, rows=rows, context=context, sessions=sessions)
 
     stages = [(machines[hop.peer], stage_s(hop, task.streams, task.streams, task.context)) for hop in route]
-    heads_s = head_time_s(config, fleet.here, rows=task.streams)
+    heads_s = ends_time_s(config, fleet.here, rows=task.streams)
     rate = task.streams / max(sum(parts.values()), slowest_host_s([*stages, (fleet.here, heads_s)]))
     rows = min(CHUNK_ROWS, task.prompt_tokens)
     used = {hop.peer: machines[hop.peer] for hop in route} | {fleet.here.name: fleet.here}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from app.core.span import Span
-from app.planning.devices import head_time_s
+from app.planning.devices import ends_time_s
 from app.planning.forecast import Forecast, Terms, conclude_replies, forecast_replies, straggling_hops
 from app.planning.machines import Fleet, MachineSpec
 from app.planning.memory import held_for_replies
@@ -73,7 +73,7 @@ def forecast_running(
     except NoRoute as error:
         said = f"no swarm: this machine alone is forecast ({error})"
         return forecast_replies(replace(alone, assumed=(said,)), config, task, terms)
-    head_s = head_time_s(config, here, rows=1)
+    head_s = ends_time_s(config, here, rows=1)
     if latest.ends_s is not None:
         head_s = latest.ends_s + (latest.host_s or 0.0)  # and what else this node does for a token
     rates = {peer.peer: peer.down_bytes_per_s for peer in snapshot.peers if peer.down_bytes_per_s is not None}
