@@ -15,6 +15,8 @@ The policy:
 5. Rarely, and only where their routes begin, few sessions wait up to a whole trip of a token for many, so
    that they stay in step from then on (`_until_long_wait_ends`).
 6. Sessions of one asker arrive in a burst; a step waits for its end (`_burst_ends_at`).
+7. On a card, a chunk waits a moment for this node's own replies to choose their next tokens (`_until_chosen`): the
+   head's pass would stand behind it, and they would wait for this chunk and, coming too late for a step, the next one.
 
 A session that is alone never waits.
 """
@@ -35,6 +37,7 @@ BULK_STRETCH = 2.0  # a chunk takes at most so many times as long as the steps o
 LEAST_BULK_ROWS = 64  # a chunk of fewer rows reads the weights for too little
 WRITING_S = 1.0  # a reply that got its last token so long ago is still written
 BURST_GAP_S = 0.001  # requests of one burst arrive within this of each other
+CHOOSING_S = 0.002  # a reply of this node itself has chosen its next token on the card by then
 STEPS_SHARED = 2.0  # sessions batched once tend to stay in step, so a saving counts for two steps
 _SMOOTHING = 0.25
 _TREND_MEMORY = 0.98
@@ -55,6 +58,7 @@ class QueuedTokens:
     arrived_at: float
     first: bool = False  # this hop is the first of the session's route
     revision: int = 0
+    shares_device: bool = False  # a reply of this node itself, over this hop alone, whose head is on the same card
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class _ReturningSession:
     left_at: float
     due_at: float
     first: bool
+    shares_device: bool
 
 
 class BatchQueue:
@@ -157,7 +162,7 @@ class BatchQueue:
                 continue  # the rest of its rows is here
             average = self._round_s.get(work.session)
             due_at = now + average.value if average else float("inf")
-            self._returning[work.session] = _ReturningSession(work.peer, now, due_at, work.first)
+            self._returning[work.session] = _ReturningSession(work.peer, now, due_at, work.first, work.shares_device)
 
     def take(self, now: float) -> list[QueuedTokens] | float | None:
         """Return the next step's work, or the time to ask again, or None if nothing waits."""
@@ -171,8 +176,16 @@ class BatchQueue:
                 return wait_until
             self._bulk_next = some_bulk
             return self._pick(urgent, min(self._limits.urgent_rows, self._row_limit(urgent)), in_shares=True)
+        chosen_at = self._until_chosen(now)
+        if chosen_at is not None:
+            return chosen_at
         self._bulk_next = False
         return self._pick([q[0] for q in self._queues.values() if not q[0].urgent], self._bulk_rows(bool(urgent), now))
+
+    def _until_chosen(self, now: float) -> float | None:
+        """Return the time until which a chunk waits for replies that choose their next tokens; None: start it now."""
+        ends = (one.left_at + CHOOSING_S for one in self._returning.values() if one.shares_device)
+        return max((end for end in ends if now < end), default=None)
 
     def _bulk_rows(self, replies_wait: bool, now: float) -> int:
         """Rows of the next chunk: fewer while replies are written, which all wait for its end.

@@ -631,6 +631,7 @@ class BlockServer:
                 urgent=frame.rows <= URGENT_ROWS and frame.position >= session.turn.urgent_from,
                 arrived_at=now,
                 first=not session.turn.predecessor,
+                shares_device=self._settings.stays_awake and self._is_at_home(session),
             )
             self._queue.put(queued)
             self._work.notify()
@@ -640,6 +641,11 @@ class BlockServer:
             await self._sender.report_error(
                 session, "gap", f"tokens at {frame.position} do not follow {session.received}"
             )
+
+    def _is_at_home(self, session: HopSession) -> bool:
+        """True if a session is of this node's own asker, and no other hop takes part in it."""
+        turn = session.turn
+        return session.asker == self._network.peer_id and not turn.predecessor and not turn.successor
 
     def _cut(self, session: HopSession, frame: Frame) -> None:
         """Drop a session's tokens from the frame's position on; the cache follows before the next step."""

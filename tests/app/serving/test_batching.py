@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.serving.admission import AdmissionLimits, HopLoad, why_busy
-from app.serving.batching import BURST_GAP_S, BatchLimits, BatchQueue, QueuedTokens
+from app.serving.batching import BURST_GAP_S, CHOOSING_S, BatchLimits, BatchQueue, QueuedTokens
 
 LIMITS = BatchLimits(chunk_rows=16, urgent_rows=8)
 
@@ -58,6 +59,41 @@ def test_urgent_goes_first_and_bulk_gets_every_second_step_in_chunks() -> None:
         [("chat", 0, 1)], [("long", 0, 16)], [("chat", 1, 1)], [("long", 16, 16)],
         [("chat", 2, 1)], [("long", 32, 8)], [("chat", 3, 1)],
     ]  # fmt: skip
+
+
+def test_a_chunk_waits_until_replies_here_have_chosen_their_tokens() -> None:
+    queue = BatchQueue(LIMITS)
+    chat, other = (replace(waiting(name), shares_device=True) for name in ("chat", "other"))
+    for work in (chat, other, waiting("far"), waiting("long", 40)):
+        queue.put(work)
+    step = queue.take(0.0)
+    assert isinstance(step, list)
+    assert len(step) == 3
+    queue.done(step, 0.005, 1.0)
+    assert queue.take(1.0) == 1.0 + CHOOSING_S
+    queue.put(replace(chat, position=1, arrived_at=1.0005))
+    assert queue.take(1.0005) == 1.0 + CHOOSING_S
+    queue.put(replace(other, position=1, arrived_at=1.001))
+    assert take(queue, 1.001) == [("long", 0, 16)]
+    assert take(queue, 1.001) == [("chat", 1, 1), ("other", 1, 1)]
+
+
+def test_a_chunk_does_not_wait_long_for_a_reply_that_ended_or_is_far() -> None:
+    queue = BatchQueue(LIMITS)
+    chat = replace(waiting("chat"), shares_device=True)
+    for work in (chat, waiting("long", 40)):
+        queue.put(work)
+    step = queue.take(0.0)
+    assert isinstance(step, list)
+    queue.done(step, 0.005, 1.0)
+    assert queue.take(1.001) == 1.0 + CHOOSING_S
+    assert take(queue, 1.0 + CHOOSING_S) == [("long", 0, 16)]
+    queue.put(replace(chat, position=1, arrived_at=1.004))
+    step = queue.take(1.004)
+    assert isinstance(step, list)
+    queue.done(step, 0.005, 1.01)
+    queue.drop(b"chat")
+    assert take(queue, 1.01) == [("long", 16, 16)]
 
 
 def reading_beside_writing(bulk_s: Callable[[int], float], step_s: float = 0.01, writing: bool = True) -> list[int]:
