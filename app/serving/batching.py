@@ -180,17 +180,19 @@ class BatchQueue:
         if chosen_at is not None:
             return chosen_at
         self._bulk_next = False
-        return self._pick([q[0] for q in self._queues.values() if not q[0].urgent], self._bulk_rows(bool(urgent), now))
+        bulk = [queue[0] for queue in self._queues.values() if not queue[0].urgent]
+        return self._pick(bulk, self._bulk_rows(sum(work.rows for work in bulk), bool(urgent), now))
 
     def _until_chosen(self, now: float) -> float | None:
         """Return the time until which a chunk waits for replies that choose their next tokens; None: start it now."""
         ends = (one.left_at + CHOOSING_S for one in self._returning.values() if one.shares_device)
         return max((end for end in ends if now < end), default=None)
 
-    def _bulk_rows(self, replies_wait: bool, now: float) -> int:
+    def _bulk_rows(self, waiting: int, replies_wait: bool, now: float) -> int:
         """Rows of the next chunk: fewer while replies are written, which all wait for its end.
 
         But enough that its rows take as long as what a chunk of any size takes: fewer would make prompts much slower.
+        The rows that wait are then divided evenly: a large chunk and a small rest would be longer at the most.
         """
         most = self._limits.chunk_rows
         if not replies_wait and all(one.left_at + WRITING_S < now for one in self._returning.values()):
@@ -202,7 +204,7 @@ class BatchQueue:
             return most
         fixed_s = max(fixed_s, 0.0)
         rows = max((BULK_STRETCH * self._step_s.value - fixed_s) / row_s, fixed_s / row_s, LEAST_BULK_ROWS)
-        return int(min(rows, most))
+        return min(most, max(LEAST_BULK_ROWS, even_part(waiting, int(min(rows, most)))))
 
     def _row_limit(self, urgent: list[QueuedTokens]) -> int:
         """Rows of a step such that guesses of some sessions do not make it much longer for the others."""
@@ -312,6 +314,11 @@ class BatchQueue:
         if not queue:
             del self._queues[work.session]
         return work
+
+
+def even_part(rows: int, most: int) -> int:
+    """Return the rows of one of as few equal parts as possible, each of at most `most` rows."""
+    return -(-rows // -(-rows // most))
 
 
 def fair_share(rows: Sequence[int], room: int) -> int:

@@ -1175,6 +1175,7 @@ class BlockServer:
         """Run a step in the device's thread or, where the device can, start it here and look until it is done."""
         started = runner.launch(work) if self._settings.stays_awake else None
         if started is None:
+            self._awake_until = 0.0  # an event loop that stays awake takes the interpreter from the device's thread
             return await self._device.run(runner.step, work)
         outputs = await result_of(started)
         self._keep_awake()

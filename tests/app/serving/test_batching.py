@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.serving.admission import AdmissionLimits, HopLoad, why_busy
-from app.serving.batching import BURST_GAP_S, CHOOSING_S, BatchLimits, BatchQueue, QueuedTokens
+from app.serving.batching import BURST_GAP_S, CHOOSING_S, BatchLimits, BatchQueue, QueuedTokens, even_part
 
 LIMITS = BatchLimits(chunk_rows=16, urgent_rows=8)
 
@@ -94,6 +94,13 @@ def test_a_chunk_does_not_wait_long_for_a_reply_that_ended_or_is_far() -> None:
     queue.done(step, 0.005, 1.01)
     queue.drop(b"chat")
     assert take(queue, 1.01) == [("long", 16, 16)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "part"), [(256, 190, 128), (256, 256, 256), (256, 300, 256), (257, 128, 86), (1, 5, 1)]
+)
+def test_rows_are_divided_evenly(rows: int, most: int, part: int) -> None:
+    assert even_part(rows, most) == part
 
 
 def reading_beside_writing(bulk_s: Callable[[int], float], step_s: float = 0.01, writing: bool = True) -> list[int]:

@@ -5,15 +5,17 @@ On the real clock: a loop that stays awake never lets an autojump clock jump.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pytest
 import trio
 
 from app.core.compute import StepWork
+from app.serving import block_server
 from app.serving.block_server import BlockServer, ServerSettings
 from engine.errors import DeviceFull, SessionError
-from tests.app.hash_model import HashRunner, Launched, greedy
+from tests.app.hash_model import HashRunner, Launched, Output, greedy
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, no_leaks, open_swarm
 
 AWAKE = ServerSettings(stays_awake=True)
@@ -79,6 +81,38 @@ async def test_a_launch_that_fails_costs_its_session_alone_and_the_reply_ends(er
         stats = await ask(asker, PROMPT, 20)
         assert stats.token_ids == greedy(PROMPT, 20)
         assert stats.recoveries == 1
+
+
+class Reading(Launching):
+    """Notes whether the event loop goes to sleep during its steps of several tokens, which a thread computes."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        super().__init__(start, stop)
+        self.server: BlockServer | None = None
+        self.slept: list[bool] = []
+
+    def step(self, work: Sequence[StepWork]) -> list[Output]:
+        if any(item.rows > 1 for item in work) and self.server is not None:
+            deadline = time.monotonic() + 5.0
+            while self.server._awake and time.monotonic() < deadline:
+                time.sleep(0.0001)
+            self.slept.append(not self.server._awake)
+        return super().step(work)
+
+
+async def test_the_loop_sleeps_while_a_thread_computes_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that stayed awake took the interpreter from that thread: chunks of 50 rows took 12 ms on a card."""
+    monkeypatch.setattr(block_server, "AWAKE_S", 60.0)
+    async with open_swarm(delay_s=0.0) as swarm:
+        runner = Reading(0, 8)
+        runner.server = await swarm.serve("n0", runner, settings=AWAKE)
+        asker = await swarm.asker(guesser=lambda prompt, cost: None)
+        for _ in range(2):
+            assert (await ask(asker, PROMPT, 5)).token_ids == greedy(PROMPT, 5)
+            assert runner.server._awake
+        assert len(runner.slept) >= 2
+        assert all(runner.slept)
+        runner.server._awake_until = 0.0
 
 
 async def test_without_leave_nothing_is_launched() -> None:
