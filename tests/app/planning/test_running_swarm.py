@@ -14,6 +14,7 @@ from app.planning.machines import Fleet, MachineSpec
 from app.planning.replies import ReplyTask
 from app.planning.running_swarm import (
     CROWDED_PASSES,
+    GRID_PASSES,
     MeasuredMembers,
     forecast_running,
     members_of,
@@ -226,6 +227,15 @@ def test_nodes_of_one_machine_wait_longer_for_their_threads() -> None:
         for host in ("10.0.0.1", "10.0.0.2")
     }
     assert blocks_s["10.0.0.1"] == pytest.approx(CROWDED_PASSES * blocks_s["10.0.0.2"], rel=0.01)
+
+
+def test_prompts_of_few_bits_are_slower_than_passes_on_a_cpu_only() -> None:
+    def seconds(quantisation: str, device: str) -> float:
+        both = member("left", 0, 15, 400.0, device), member("right", 15, 30, 400.0, device)
+        return trained(*(replace(one, quantisation=quantisation) for one in both))
+
+    assert seconds("stored", "cpu") == pytest.approx(GRID_PASSES * seconds("none", "cpu"), rel=0.1)
+    assert seconds("stored", "cuda:0") == seconds("none", "cuda:0")
 
 
 def test_a_step_of_many_rows_is_computed_again() -> None:
