@@ -30,7 +30,6 @@ from engine.training.parameters import part_weights, views
 
 _DRAWN_BYTES = 128 << 20  # of weights, more than a cache holds
 _CONTEXT, _SESSIONS, _STEPS = 128, 8, 8
-_PREFILLS, _PREFILLS_S = 9, 1.0  # prompts that are timed for a shape, and the seconds after which none is begun
 
 
 @dataclass(frozen=True)
@@ -73,18 +72,6 @@ def _seconds(span: HostedSpan, sessions: int, context: int, steps: int) -> tuple
     finally:
         for lease in leases:
             lease.close()
-
-
-def _prefill_seconds(span: HostedSpan, context: int) -> float:
-    """Return the median time of a prefill: of several, since short ones are disturbed by all that runs beside them."""
-    lease, times, begin = span.open(context), list[float](), time.perf_counter()
-    try:
-        while len(times) < 3 or (len(times) <= _PREFILLS and time.perf_counter() - begin < _PREFILLS_S):
-            lease.truncate(0)
-            times.append(_step(span, [SessionRows(lease, 0, context)]))
-    finally:
-        lease.close()
-    return median(times[1:])  # the first includes building kernels and graphs
 
 
 def _step(span: HostedSpan, work: list[SessionRows]) -> float:
@@ -130,7 +117,7 @@ def measure_shape(
         built.append(build_block(index, drawn, options))
     span = SpanRunner(config, 0, built, options)
     hosted, context = HostedSpan([span]), min(_CONTEXT, config.context_length - _STEPS - 2)
-    prefill_s, single_s = _prefill_seconds(hosted, context), _seconds(hosted, 1, context, _STEPS)[1]
+    prefill_s, single_s = _seconds(hosted, 1, context, _STEPS)
     eight_s = _seconds(hosted, _SESSIONS, context, _STEPS)[1]
     flops = blocks * 2 * block_weights(config)
     attended = blocks * 4 * config.n_heads * config.head_dim  # for each token of the context

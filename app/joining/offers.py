@@ -116,7 +116,7 @@ def look_at_machine(
     form = form if in_grids else None
     dtype = pick_dtype(device.id) if form is None else torch.float32
     speed = None if config is None else measure_shape(config, device.id, dtype, device.free_bytes, form)
-    return Machine(
+    machine = Machine(
         device,
         speed.precision if speed else unquantised(dtype.itemsize),
         cap_bytes,
@@ -127,6 +127,7 @@ def look_at_machine(
         speed.head_bytes_per_s if speed else 0.0,
         0.0 if speed or not in_grids else grid_gain(),
     )
+    return machine.keeping(form)  # a no-op if it was measured so
 
 
 def look_around(

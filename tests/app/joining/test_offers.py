@@ -18,6 +18,7 @@ from app.swarm.saved import SavedSwarm
 from engine.budget import FLOAT32, Precision, block_bytes
 from engine.device.probe import Device
 from engine.sources import starter
+from engine.stored_form import starter_form
 from tests.app.swarms import CREATOR
 from tests.app.tiny_source import tiny_source
 
@@ -58,6 +59,23 @@ def test_alone_a_token_takes_what_the_planner_says() -> None:
     read = 30 * block_bytes(starter.SHAPE, FLOAT32) + 4 * 576 * (49152 + 1)
     assert here.alone_tokens_per_s(starter.SHAPE) == pytest.approx(10 * GB / read, rel=0.1)  # and the cache
     assert machine(16 * GB, GB // 10).alone_tokens_per_s(starter.SHAPE) > 0  # what does not fit now has a speed too
+
+
+def test_weights_of_few_bits_are_faster_and_smaller_where_they_are_kept() -> None:
+    numbers = replace(machine(16 * GB, 12 * GB), block_floor_s=0.0)
+    keeps = replace(numbers, grid_gain=4.0)
+    assert numbers.keeping(starter_form()) == numbers
+    assert keeps.keeping(None) == keeps
+    few = keeps.keeping(starter_form())
+    assert few.alone_tokens_per_s(starter.SHAPE) == pytest.approx(
+        3.3 * numbers.alone_tokens_per_s(starter.SHAPE), rel=0.2
+    )
+    eight = keeps.keeping(replace(starter_form(), weight_bytes=1.0625))
+    assert few.alone_tokens_per_s(starter.SHAPE) > 1.4 * eight.alone_tokens_per_s(starter.SHAPE)
+    assert few.spec().precision == starter_form().precision
+    small = Device("cpu", "cpu", "small", 6 * GB // 5, 6 * GB // 5)
+    held = [replace(one, device=small).fit(starter.SHAPE).blocks for one in (numbers, few)]
+    assert held[0] < held[1]
 
 
 def test_nothing_is_invented_of_a_swarm_whose_manifest_is_not_here(tmp_path: Path) -> None:
