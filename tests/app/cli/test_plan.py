@@ -13,8 +13,10 @@ import pytest
 
 import app.cli
 from app.cli import plan
-from app.planning.forecast import WIRES
-from app.planning.machines import MachineSpec
+from app.planning.forecast import WIRES, Terms, forecast_replies
+from app.planning.machines import Fleet, MachineSpec
+from app.planning.replies import ReplyTask
+from app.planning.verdicts import Verdict, at_least, at_most, memory_verdict
 from app.rounds.founding import HELD_MOST
 from app.snapshot.codec import to_json
 from app.snapshot.views import OfferView, PeerView, Snapshot
@@ -76,6 +78,32 @@ def test_a_forecast_over_a_file(task: str, capsys: pytest.CaptureFixture[str]) -
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1].endswith(str(found["why"]))
     assert any(line.split() == ["limit", found["limit"]] for line in printed)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "words"),
+    [
+        (at_most("compute", 1.0, 0.5), "compute 100% of the time is spent computing: faster machines"),
+        (at_most("latency", 0.743, 0.5), "latency 74% of the time is spent on links: "),
+        (
+            at_most("stragglers", 2.346, 1.5),
+            "stragglers the slowest takes 2.35 times as long as usual, 1.5 is accepted: ",
+        ),
+        (memory_verdict(20, 32), "memory 62% of the model's blocks fit, all have to: "),
+        (at_most("poisoning", 0.1, 0.05), "poisoning 10% probable, 5% is accepted: "),
+        (at_most("bandwidth", 400.0, 50.0), "bandwidth 400, at most 50 is good: "),
+        (at_most("cost", 1.5, 1.0), "cost 1.5 times the price of renting: "),
+        (at_most("unlike_data", 0.1, 0.03), "unlike_data 10% worse on one's own data, 3% is accepted: "),
+        (at_least("provenance", 0.5, 1.0), "provenance 50% of the text has a source and a licence: "),
+    ],
+)
+def test_a_limit_says_what_its_numbers_mean(verdict: Verdict, words: str) -> None:
+    assert verdict.passed is False
+    machine = replace(HERE, name="here")
+    terms = Terms(64)
+    found = forecast_replies(Fleet(machine, (machine,)), SHAPE, ReplyTask(), terms)
+    lines = plan.forecast_lines(replace(found, verdicts=(verdict,)), terms)
+    assert any(" ".join(line.split()).startswith(words) for line in lines), lines
 
 
 def test_options_change_the_forecast(capsys: pytest.CaptureFixture[str]) -> None:
