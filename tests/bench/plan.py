@@ -27,7 +27,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -166,7 +166,8 @@ class Bench:
         (folder / "words.txt").write_text("The shoal swims, and every fish of it learns from all the others. " * 4000)
         places = [Place(folder / name, folder / "cache") for name in ("one", "two")]
         assert places[0].shoal("create", "home", "--model", "tiny-random").status == 0
-        machine = this_machine(island_config())
+        # Steps of this small model are short, so that its measurements differ: the middle one of three.
+        machine = sorted((this_machine(island_config()) for _ in range(3)), key=lambda one: one.flops_per_s)[1]
         ports = [free_port() for _ in places]
         flags = (f"--data={folder / 'words.txt'}", f"--shape={folder / 'shape.json'}", *ISLAND_FLAGS)
         with ExitStack() as stack:
@@ -187,7 +188,7 @@ class Bench:
             together: dict[int, int] = {}
             taken, stolen = StolenTime(), dict[int, float]()  # by round, as for the rates
             deadline = time.monotonic() + PATIENCE_S
-            while sum(number in rates for number in together) < ROUNDS:
+            while not enough([stolen[number] for number in together if number in rates]):
                 assert time.monotonic() < deadline, "they make no rounds together"
                 time.sleep(1.0)
                 (facts,) = client.get("/control/train")
@@ -198,13 +199,13 @@ class Bench:
                     taken, stolen[facts["round"] - 1] = StolenTime(), taken.share
                     if len(rates) > ROUNDS:  # the command takes seconds, in which a short round could pass unseen
                         together = self._together(places[0])
-        pairs = []
-        for number, steps in together.items():
-            if number in rates:
-                pairs.append((self._round_rate(machine, steps), rates[number]))
-                self.notes["turns"].setdefault("round_20mbit", []).append((*pairs[-1], stolen[number], steps))
-        pairs.sort(key=lambda pair: pair[0] / pair[1])
-        return {"round_20mbit": pairs[len(pairs) // 2]}
+        turns = [
+            (self._round_rate(machine, steps), rates[number], stolen[number], steps)
+            for number, steps in together.items()
+            if number in rates
+        ]
+        self.notes["turns"]["round_20mbit"] = turns
+        return {"round_20mbit": median_turn([turn[:3] for turn in turns])}
 
     def memory(self) -> Pairs:
         """Memory that fine-tuning takes at its fullest, the model included."""
@@ -227,14 +228,12 @@ class Bench:
     def _by_turns(self, name: str, forecast: Callable[[], float], measure: Callable[[], float]) -> tuple[float, float]:
         """Forecast and measure by turns; return the turn with the median ratio, of those that were left alone most."""
         turns: list[tuple[float, float, float]] = []
-        while sum(stolen <= MOST_STOLEN for *_, stolen in turns) < ROUNDS and len(turns) < MOST_TURNS:
+        while not enough([stolen for *_, stolen in turns]):
             taken = StolenTime()
             turns.append((forecast(), measure(), taken.share))
         self.notes["turns"][name] = turns
         print(f"  {name}: {turns}", file=sys.stderr, flush=True)
-        counted = sorted(turns, key=lambda turn: turn[2])[:ROUNDS]
-        counted.sort(key=lambda turn: turn[0] / turn[1])
-        return counted[len(counted) // 2][:2]
+        return median_turn(turns)
 
     def _planned(self, name: str, figure: str, place: Place, *asked: str) -> float:
         """One figure of a forecast by `shoal plan`; its parts are noted."""
@@ -314,6 +313,18 @@ class Bench:
         assert found is not None
         self.notes["round_parts"] = dict(found.parts)
         return found.tokens_per_s
+
+
+def enough(stolen: list[float]) -> bool:
+    """True if enough turns were left alone, or too many were made, by the share of the cores that each lost."""
+    return sum(share <= MOST_STOLEN for share in stolen) >= ROUNDS or len(stolen) >= MOST_TURNS
+
+
+def median_turn(turns: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Forecast and measurement of the turn with the median ratio, of those that were left alone most."""
+    counted = sorted(turns, key=lambda turn: turn[2])[:ROUNDS]
+    counted.sort(key=lambda turn: turn[0] / turn[1])
+    return counted[len(counted) // 2][:2]
 
 
 def island_config() -> ModelConfig:
