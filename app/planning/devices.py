@@ -12,6 +12,9 @@ from engine.config import ModelConfig
 PASSES = {(False, False): 2.0, (False, True): 3.0, (True, False): 3.0, (True, True): 4.0}
 # The same as measured on CPUs for adapters; all weights were not measured there.
 PASSES_ON_CPU = PASSES | {(False, False): 2.3, (False, True): 3.5}
+# Passes consist of many small products, at each of which a process waits for its threads. Where another node's threads
+# have the cores they wait longer: three nodes on one machine took 1.2 to 1.4 times as long as one, two islands 1.3.
+CROWDED_PASSES = 1.25
 # The same for the head, whose logits are never kept: forward and the gradient of its input, then that of its weights.
 HEAD_PASSES = {False: 2.0, True: 3.0}
 # Rows from which on a product reaches the machine's full speed, and up to which it has that of few rows.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from app.core.span import Span
-from app.planning.devices import ends_time_s
+from app.planning.devices import CROWDED_PASSES, ends_time_s
 from app.planning.forecast import Forecast, Terms, conclude_replies, forecast_replies, straggling_hops
 from app.planning.machines import Fleet, MachineSpec
 from app.planning.memory import held_for_replies
@@ -37,9 +37,6 @@ from engine.config import ModelConfig
 
 _PLENTY = 2**31 - 1  # the room in a member's cache is not in the snapshot, nor its memory for jobs
 KEPT_BYTES = 2**30  # as the setting `train_memory` has it unless a member's user changes it
-# Passes of training consist of many small products, at each of which a process waits for its threads. Where another
-# node's threads have the cores they wait longer: three nodes on one machine took 1.2 to 1.4 times as long as one.
-CROWDED_PASSES = 1.25
 # A CPU with weights of few bits takes longer for a row of a prompt than a training pass takes by it, because that
 # multiplies with converted numbers: three nodes took 0.68 to 0.83 of the time that follows from their prompts.
 GRID_PASSES = 0.75

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from app.planning.cover import Cover, Share, StageCandidate, fastest_pipeline, fill_seconds, slowest_seconds
-from app.planning.devices import optimiser_s, passes_of, slowest_host_s, trained_block_s, trained_head_s
+from app.planning.devices import CROWDED_PASSES, optimiser_s, passes_of, slowest_host_s, trained_block_s, trained_head_s
 from app.planning.machines import Fleet, MachineSpec
 from app.planning.memory import TrainingMemory, held_for_training
 from engine.budget import adapter_weights, block_weights, ends_bytes, unquantised
@@ -53,10 +53,11 @@ class StepTime:
         """Seconds of the whole step."""
         return sum(self.parts.values())
 
-    def slowed(self, times: int) -> StepTime:
+    def slowed(self, crowd: int) -> StepTime:
         """Return the step on cores that it shares with so many steps in all."""
+        times = crowd * (CROWDED_PASSES if crowd > 1 else 1.0)
         parts = {name: part_s if name == "links" else times * part_s for name, part_s in self.parts.items()}
-        return replace(self, parts=parts, stage_s=times * self.stage_s, crowd=times)
+        return replace(self, parts=parts, stage_s=times * self.stage_s, crowd=crowd)
 
 
 def step_time(fleet: Fleet, config: ModelConfig, task: StepTask) -> StepTime | None:

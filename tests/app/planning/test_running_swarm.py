@@ -8,12 +8,11 @@ import pytest
 
 from app.core.reasons import because
 from app.core.span import Span
-from app.planning.devices import PASSES_ON_CPU, trained_head_s
+from app.planning.devices import CROWDED_PASSES, PASSES_ON_CPU, trained_head_s
 from app.planning.forecast import Terms, forecast_replies
 from app.planning.machines import Fleet, MachineSpec
 from app.planning.replies import ReplyTask
 from app.planning.running_swarm import (
-    CROWDED_PASSES,
     GRID_PASSES,
     MeasuredMembers,
     forecast_running,
