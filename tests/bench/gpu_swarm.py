@@ -6,8 +6,8 @@ Three nodes of `--cap` GB share a random model of Llama-8B's shape in bf16, then
 them up but their own start, so that the first figures are those of a first user. With `--mixed`, streams come and
 go for so many seconds, with prompts of 10 to 6000 tokens and some of them cancelled, on the node alone.
 
-Needs 17 GB of disk. Three processes take turns on the card, which costs each hop about half a millisecond that nodes on
-cards of their own would not pay.
+Needs 17 GB of disk. Three processes take turns on the card; a hop takes about half a millisecond longer than its blocks
+alone, and NVIDIA's MPS, with which they need not take turns, does not change that.
 """
 
 from __future__ import annotations
