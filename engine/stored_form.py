@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.budget import Precision, grid_weights
+from engine.budget import FLOAT32, Precision, grid_weights
 from engine.config import ModelConfig
 from engine.model.block import FUSED
 from engine.sources import starter
 from engine.sources.base import EMBEDDING_PART, HEAD_PART, ModelSource, block_part
 from engine.sources.grid import block_grid_bytes
-
-_FLOAT32_BYTES = 4
 
 
 class StoredTensor(Protocol):
@@ -38,7 +36,7 @@ class StoredForm:
     @property
     def precision(self) -> Precision:
         """Precision of a CPU that keeps the weights in their grids."""
-        return grid_weights(self.weight_bytes, _FLOAT32_BYTES, on_cpu=True)
+        return grid_weights(self.weight_bytes, FLOAT32.compute_bytes, on_cpu=True)
 
 
 def stored_form(config: ModelConfig, tensors_of: Callable[[str], Sequence[StoredTensor]]) -> StoredForm | None:

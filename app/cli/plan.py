@@ -35,15 +35,15 @@ _MORE_HELPS = 1.1  # more machines must be this much faster to be worth it
 _BAR = 40
 # What the numbers of a limit mean, where it is reached.
 _FAILED = {
-    "memory": "{value:%} of the model's blocks fit, all have to",
+    "memory": "{share} of the model's blocks fit, all have to",
     "bandwidth": "{value}, at most {threshold} is good",
     "stragglers": "the slowest takes {value} times as long as usual, {threshold} is accepted",
     "cost": "{value} times the price of renting",
-    "poisoning": "{value:%} probable, {threshold:%} is accepted",
-    "unlike_data": "{value:%} worse on one's own data, {threshold:%} is accepted",
-    "provenance": "{value:%} of the text has a source and a licence",
-    "latency": "{value:%} of the time is spent on links",
-    "compute": "{value:%} of the time is spent computing",
+    "poisoning": "{share} probable, {accepted} is accepted",
+    "unlike_data": "{share} worse on one's own data, {accepted} is accepted",
+    "provenance": "{share} of the text has a source and a licence",
+    "latency": "{share} of the time is spent on links",
+    "compute": "{share} of the time is spent computing",
 }
 _BUSY = 0.2  # share of the processor, from which on other programs make a measurement worthless
 _ASSUMED_RTT_S = 0.02  # between copies of this machine in a sweep
@@ -425,7 +425,10 @@ def forecast_lines(found: Forecast, terms: Terms) -> list[str]:
     lines.append(f"  alone        {alone}")
     for verdict in found.verdicts:
         if verdict.passed is False:
-            said = _FAILED[verdict.name].format(value=_Figure(verdict.value), threshold=_Figure(verdict.threshold))
+            value, threshold = verdict.value or 0.0, verdict.threshold
+            said = _FAILED[verdict.name].format(
+                value=_figure(value), threshold=_figure(threshold), share=f"{value:.0%}", accepted=f"{threshold:.0%}"
+            )
             lines.append(f"  {verdict.name:<12} {said}: {verdict.change}")
     lines += [f"  limit        {found.limit}"]
     if found.correction is not None:
@@ -438,16 +441,6 @@ def forecast_lines(found: Forecast, terms: Terms) -> list[str]:
         "not_at_all": "Do not do it",
     }[found.advice]
     return [*lines, f"{words}: {found.why}"]
-
-
-class _Figure:
-    """A number of a limit: with three digits, or as a percentage."""
-
-    def __init__(self, value: float | None) -> None:
-        self._value = value
-
-    def __format__(self, form: str) -> str:
-        return f"{self._value or 0.0:.0%}" if form == "%" else _figure(self._value)
 
 
 def _figure(value: float | None) -> str:

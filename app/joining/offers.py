@@ -112,7 +112,7 @@ def look_at_machine(
     from engine.model.onnx_graph import grid_gain, grids_pay
 
     device = chosen_devices(device_name, probe_devices())[0]
-    in_grids = device.kind == "cpu" and grids_pay()
+    in_grids = device.kind == "cpu" and (config is None or form is not None) and grids_pay()
     form = form if in_grids else None
     dtype = pick_dtype(device.id) if form is None else torch.float32
     speed = None if config is None else measure_shape(config, device.id, dtype, device.free_bytes, form)
