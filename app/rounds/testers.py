@@ -17,6 +17,9 @@ TESTERS = 3  # of one change
 MOST_TESTED = 2  # changes of one round
 MOST_SEQUENCES = 16  # of what a member read, with which its change is tested
 HARM_READ, HARM_UNSEEN = 1050, 1200  # thousandths of the loss before, above which a change does harm
+# The same for unseen text if the change lowers the loss on what its author read: that comes from training, and the few
+# unseen sequences of a small job alone were up to 1.2 times as bad with honest changes.
+HARM_UNSEEN_TRAINED = 1500
 LEAST_LOSS = 1.0  # by which a loss before is measured
 RATIO_UNITS, MOST_RATIO = 1000, 10**6  # of a loss that is as before in a result's `tested`; of the worst
 # Thousandths by which a gradient may be off: those of honest islands were off by 70 at most, with weights of 16 bits
@@ -95,9 +98,11 @@ def harmful(tests: Sequence[DrawnTest], told: Mapping[str, Sequence[int]]) -> di
     why = {}
     for at, test in enumerate(tests):
         pairs = [told[peer][2 * at : 2 * at + 2] for peer in test.testers if len(told.get(peer, ())) == 2 * len(tests)]
-        for side, (most, text) in enumerate(((HARM_READ, "text that it read"), (HARM_UNSEEN, "unseen text"))):
-            ratio = _agreed(test, [pair[side] for pair in pairs])
-            if ratio is not None and ratio > most:
+        read, unseen = (_agreed(test, [pair[side] for pair in pairs]) for side in (0, 1))
+        is_trained = read is not None and read < RATIO_UNITS
+        most = HARM_UNSEEN_TRAINED if is_trained else HARM_UNSEEN
+        for ratio, limit, text in ((read, HARM_READ, "text that it read"), (unseen, most, "unseen text")):
+            if ratio is not None and ratio > limit:
                 times = ratio / RATIO_UNITS
                 why[test.peer] = f"its change of the last round makes the loss on {text} {times:.2f} times as large"
     return why

@@ -103,8 +103,8 @@ WORSE = (HARM_READ + 1, 0)
         (THREE, {"a": WORSE}, False),
         (THREE, {"a": WORSE, "b": (0, 0), "c": (0, 0)}, False),
         (THREE, {"a": (HARM_READ, 0), "b": (HARM_READ, 0)}, False),
-        (THREE, {"a": (900, HARM_UNSEEN + 1), "b": (900, HARM_UNSEEN + 1)}, True),
-        (THREE, {"a": (900, HARM_UNSEEN), "b": (900, HARM_UNSEEN)}, False),
+        (THREE, {"a": (1000, HARM_UNSEEN + 1), "b": (1000, HARM_UNSEEN + 1)}, True),
+        (THREE, {"a": (1000, HARM_UNSEEN), "b": (1000, HARM_UNSEEN)}, False),
         (THREE, {"x": WORSE, "y": WORSE, "z": WORSE}, False),  # who was not drawn has no say
         (THREE, {"a": (*WORSE, 0, 0), "b": (*WORSE, 0, 0)}, False),  # about another number of tests
         ((DrawnTest("liar", ("a", "b")),), {"a": WORSE, "b": WORSE}, True),
@@ -113,6 +113,19 @@ WORSE = (HARM_READ + 1, 0)
 )
 def test_most_testers_have_to_agree(tests: Sequence[DrawnTest], told: dict[str, tuple[int, ...]], found: bool) -> None:
     assert (harmful(tests, told).keys() == {"liar"}) is found
+
+
+@pytest.mark.parametrize(
+    ("read", "unseen", "is_found"),
+    [
+        (950, 1400, False), (950, 1501, True), (999, 1201, False), (1000, 1201, True), (1051, 900, True),
+        (0, 1201, True), (0, 1200, False),
+    ],
+)  # fmt: skip
+def test_a_change_that_comes_from_training_may_do_more_to_unseen_text(read: int, unseen: int, is_found: bool) -> None:
+    """A few unseen sequences tell little: honest changes of a small job were left out for them."""
+    tests = (DrawnTest("one", ("a", "b", "c")),)
+    assert bool(harmful(tests, dict.fromkeys("abc", (read, unseen)))) is is_found
 
 
 def test_each_test_has_its_own_ratios() -> None:
