@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.model.grid_tiles import TILE_ROWS, TiledGrid
+from engine.model.grid_tiles import TILE_ROWS, TiledGrid, TileForm
 
 MOST_ROWS = 32  # of one program; more rows take several
 _MASK = 0x000F000F  # the lowest four bits of both halves of a word
@@ -337,19 +337,38 @@ class ProductTile(NamedTuple):
     registers: int | None = None  # of a thread, at most; none is for the compiler to say
 
 
+class Product(NamedTuple):
+    """A product of a decode step of at most `FEW_ROWS` rows, as far as its speed depends on it."""
+
+    dtype: torch.dtype
+    form: TileForm
+    has_minimum: bool
+    shape: tuple[int, int]
+    gated: bool
+
+
+FEW_ROWS = 8
+chosen_tiles: dict[Product, ProductTile] = {}  # the fastest on this machine's card, as `engine.model.tile_choice` finds
+
+
+def product_of(x: Tensor, grid: TiledGrid, *, gated: bool) -> Product:
+    """Return what the tile of a product with these rows is chosen by."""
+    return Product(x.dtype, grid.form, grid.minimum is not None, grid.shape, gated)
+
+
 @functools.cache
 def product_tile(device: torch.device, rows: int, k_size: int, *, gated: bool) -> ProductTile:
-    """Return the tile of a product for at most `rows` rows.
+    """Return the tile of a product for at most `rows` rows, if none was chosen by measurement.
 
-    The fastest of `tests.bench.fourbit_cuda --tiles` for Llama-8B's shapes on an H200: many warps share long sums, and
-    more rows need registers for their own sums.
+    The fastest for Llama-8B's shapes on an H200: many warps share long sums, and more rows need registers for their
+    own sums.
     """
     most = triton.next_power_of_2(max(1, k_size // 512))
     if gated:
-        if rows <= 8:
+        if rows <= FEW_ROWS:
             return ProductTile(2, 4, min(2, most))
         return ProductTile(2, 2, 1, 3 if shared_bytes(device) > 128 << 10 else 1)
-    if rows <= 8:
+    if rows <= FEW_ROWS:
         return ProductTile(1, 1, min(8 if most >= 16 else 4, most), registers=None if torch.version.hip else 112)
     return ProductTile(1, 1, min(8 if rows <= 16 and most >= 16 else 4, most))
 
@@ -362,7 +381,7 @@ def overlaps(device: torch.device) -> bool:
 
 def launch_options(x: Tensor) -> dict[str, bool]:
     """What a kernel of a step with these rows is launched with; for more than eight, overlapping makes it slower."""
-    return {"OVERLAPS": True, "launch_pdl": True} if len(x) <= 8 and overlaps(x.device) else {"OVERLAPS": False}
+    return {"OVERLAPS": True, "launch_pdl": True} if len(x) <= FEW_ROWS and overlaps(x.device) else {"OVERLAPS": False}
 
 
 def shared_bytes(device: torch.device) -> int:
@@ -374,13 +393,22 @@ def shared_bytes(device: torch.device) -> int:
 
 
 def multiply(
-    x: Tensor, grid: TiledGrid, out: Tensor, bias: Tensor | None, residual: Tensor | None, *, gated: bool
+    x: Tensor,
+    grid: TiledGrid,
+    out: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    gated: bool,
+    tile: ProductTile | None = None,
 ) -> None:
     """Compute out (rows, n_out) = x Wᵀ with bias, gate and residual; with a gate, n_out is half the rows of W."""
     rows, n_out = out.shape
     assert n_out % TILE_ROWS == 0, "a tile has rows of the gate, or of what it gates"
-    padded = min(MOST_ROWS, max(8, triton.next_power_of_2(rows)))
-    tile = product_tile(x.device, padded, grid.shape[1], gated=gated)
+    padded = min(MOST_ROWS, max(FEW_ROWS, triton.next_power_of_2(rows)))
+    if tile is None and padded == FEW_ROWS:
+        tile = chosen_tiles.get(product_of(x, grid, gated=gated))
+    tile = tile or product_tile(x.device, padded, grid.shape[1], gated=gated)
     per_program = TILE_ROWS * tile.width * (1 if gated else tile.tiles)
     limits = {} if tile.registers is None else {"maxnreg": tile.registers}
     _grid_product_kernel[(triton.cdiv(rows, padded), triton.cdiv(n_out, per_program))](

@@ -18,7 +18,7 @@ from engine.device.kinds import kind_of
 from engine.errors import EngineError, SessionError
 from engine.model.attention import Plans, StepPlan, attend_cached, write_cache
 from engine.model.block import Attend, Block, Multiply, WeightOptions, block_forward, build_block
-from engine.model.cuda_graphs import MAX_AHEAD, DecodeGraphs, SpanParts, StepUnderWay
+from engine.model.cuda_graphs import MAX_AHEAD, DecodeGraphs, SpanParts, StepUnderWay, on_device
 from engine.model.grid_tiles import TiledGrid
 from engine.model.kv_cache import BlockCache, KVLease, KVPool, Segment
 from engine.model.linear import GridLinear
@@ -136,6 +136,8 @@ class SpanRunner:
         """
         if self._graphs is None:
             return
+        if self._graphs.fused:
+            self._choose_tiles()
         self._prompt_graphs.add(self.blocks)
         tokens = min(self.config.context_length, self.pool.free_tokens)
         chunk = min(PREFILL_ROWS, tokens)
@@ -147,6 +149,14 @@ class SpanRunner:
                 self._run(x, [Segment(lease, lease.length, count)], slice(0, len(self.blocks)))
             lease.close()
         self._graphs.capture(slice(0, len(self.blocks)))
+
+    def _choose_tiles(self) -> None:
+        """Find the fastest tiles for weights in a grid; blocks of a file may differ in their formats."""
+        if any(isinstance(linear, GridLinear) for block in self.blocks for linear in block.linears):
+            from engine.model.tile_choice import choose_tiles  # imports Triton
+
+            with on_device(self.options.device):
+                choose_tiles(self.blocks, self.options.dtype)
 
     @torch.inference_mode()
     def capture_pending(self) -> bool:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from engine.model import grid_kernels
 from engine.model import triton_kernels as kernels
 from engine.model.cuda_graphs import captured
+from engine.model.grid_kernels import ProductTile
 from engine.model.grid_tiles import TiledGrid, tiled
 from engine.model.kv_cache import Segment
 from engine.model.linear import GridLinear
@@ -101,24 +101,15 @@ def span_figures(blocks: int, context: int, count: int, prefix: str, quantisatio
     return figures
 
 
-@contextmanager
-def _tile(tile: grid_kernels.ProductTile) -> Iterator[None]:
-    before = grid_kernels.product_tile
-    setattr(grid_kernels, "product_tile", lambda *_, **__: tile)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(grid_kernels, "product_tile", before)  # noqa: B010
-
-
-def _rate(grids: list[TiledGrid], rows: int, n_out: int, *, gated: bool) -> float:
+def _rate(grids: list[TiledGrid], rows: int, tile: ProductTile, *, gated: bool) -> float:
     """GB of weights a second, over matrices that do not fit into the cache together."""
+    n_out = grids[0].shape[0]
     x = torch.randn(rows, grids[0].shape[1], device="cuda", dtype=torch.bfloat16)
     out = torch.empty(rows, n_out // 2 if gated else n_out, device="cuda", dtype=torch.bfloat16)
 
     def all_of_them() -> None:
         for grid in grids:
-            multiply(grid, x, out, gated=gated)
+            grid_kernels.multiply(x, grid, out, None, None, gated=gated, tile=tile)
 
     graph = captured(all_of_them, torch.device("cuda"), None)
     return sum(grid.nbytes for grid in grids) / 1e6 / by_events(graph.replay, 10, 3)
@@ -133,16 +124,12 @@ def tiles() -> dict[str, dict[str, float]]:
             warps = ((1, 4), (1, 8), (1, 16), (2, 2), (2, 4), (4, 2))
             choices = [(n, *shape, depth) for n in ((2,) if gated else (1, 2)) for shape in warps for depth in (1, 3)]
             rates = {
-                str(choice): _tried(partial(_rate_of, grids, rows, choice, n_out, gated=gated)) for choice in choices
+                str(choice): _tried(partial(_rate, grids, rows, ProductTile(*choice), gated=gated))
+                for choice in choices
             }
             best = sorted(rates, key=rates.__getitem__, reverse=True)[:6]
             found[f"{shape}_rows{rows}"] = {tile: round(rates[tile], 1) for tile in best}
     return found
-
-
-def _rate_of(grids: list[TiledGrid], rows: int, choice: tuple[int, ...], n_out: int, *, gated: bool) -> float:
-    with _tile(grid_kernels.ProductTile(*choice)):
-        return _rate(grids, rows, n_out, gated=gated)
 
 
 def _tried(rate: Callable[[], float]) -> float:

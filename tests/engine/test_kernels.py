@@ -24,6 +24,7 @@ from engine.model.grid_tiles import tiled  # noqa: E402
 from engine.model.kv_cache import PAGE_TOKENS, BlockCache, Segment, page_table  # noqa: E402
 from engine.model.linear import GridLinear  # noqa: E402
 from engine.model.span import SpanRunner  # noqa: E402
+from engine.model.tile_choice import GATED_TILES, PLAIN_TILES, WORTH, choose_tiles, fastest  # noqa: E402
 from engine.model.triton_trials import grids_are_right, int8_cache_is_right  # noqa: E402
 from engine.sources.grid import Grid, quantise  # noqa: E402
 from tests.engine.random_spans import CASES, random_span, small_config  # noqa: E402
@@ -218,13 +219,104 @@ def test_rows_of_16_bits_give_the_same_product(kind: str, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("tile", [(1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1), (2, 2, 1)])
-def test_any_tile_gives_the_same_product(tile: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_tile_gives_the_same_product(tile: tuple[int, int, int]) -> None:
     grid = tiled(KINDS["4 bits, minima"]).to(torch.device(DEVICE))
-    monkeypatch.setattr(grid_kernels, "product_tile", lambda *_, **__: grid_kernels.ProductTile(*tile))
     x, out = torch.randn(3, 96, device=DEVICE), torch.empty(3, 96, device=DEVICE)
-    kernels.product(x, GridLinear(grid), out, kernels.Fold())
+    grid_kernels.multiply(x, grid, out, None, None, gated=False, tile=grid_kernels.ProductTile(*tile))
     expected = x @ grid.dense(torch.float32).t()
     assert (out - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+class _FakeTimer:
+    """Runs each tile, and says that it took what the test wants; the tiles come in the order of the module's table."""
+
+    def __init__(self, *seconds: float, fails_at: int = -1) -> None:
+        self._seconds, self._fails_at, self.runs = seconds, fails_at, 0
+
+    def __call__(self, run: Any, device: torch.device) -> float:
+        self.runs += 1
+        if self.runs - 1 == self._fails_at:
+            raise RuntimeError("out of resource: shared memory")
+        run()
+        return self._seconds[self.runs - 1] if self.runs <= len(self._seconds) else 1.0
+
+
+def _wide() -> Any:
+    """A matrix whose rows are long enough for every tile of the table."""
+    generator = torch.Generator().manual_seed(0)
+    return tiled(quantise(torch.randn(32, 8192, generator=generator))).to(torch.device(DEVICE))
+
+
+def _span_in_tiles() -> SpanRunner:
+    """Blocks as they are built for CUDA."""
+    span = random_span(small_config(hidden_size=64, intermediate_size=96), DEVICE, quantisation="int4")
+    for block in span.blocks:
+        for linear in block.linears:
+            assert isinstance(linear, GridLinear)
+            linear.grid = tiled(linear.grid) if isinstance(linear.grid, Grid) else linear.grid
+    return span
+
+
+@pytest.mark.parametrize(
+    ("seconds", "place"), [((1.0, 2.0, 0.9), 1), ((1.0, 0.98, 0.99), None), ((1.0, WORTH, 1.0), None)]
+)
+def test_the_fastest_tile_is_taken_if_it_is_worth_it(seconds: tuple[float, ...], place: int | None) -> None:
+    grid, timer = _wide(), _FakeTimer(*seconds)
+    x = torch.randn(1, 8192, device=DEVICE, dtype=torch.float16)
+    usual = grid_kernels.product_tile(x.device, grid_kernels.FEW_ROWS, 8192, gated=False)
+    expected = usual if place is None else grid_kernels.ProductTile(*PLAIN_TILES[place])
+    assert fastest(x, grid, timer, gated=False) == expected
+    assert timer.runs == 1 + len(PLAIN_TILES)
+
+
+def test_a_tile_that_fails_or_has_another_result_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, timer = _wide(), _FakeTimer(1.0, 0.1, 0.2, 0.9, fails_at=1)
+    x = torch.randn(1, 8192, device=DEVICE, dtype=torch.float16)
+    real, wrong = grid_kernels.multiply, grid_kernels.ProductTile(*GATED_TILES[1])
+
+    def multiply(x: Any, grid: Any, out: torch.Tensor, *rest: Any, **options: Any) -> None:
+        real(x, grid, out, *rest, **options)
+        if options["tile"] == wrong:
+            out.mul_(1.1)
+
+    monkeypatch.setattr(grid_kernels, "multiply", multiply)
+    assert fastest(x, grid, timer, gated=True) == grid_kernels.ProductTile(*GATED_TILES[2])
+
+
+def test_tiles_are_measured_once_and_then_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid_kernels, "chosen_tiles", {})
+    blocks = _span_in_tiles().blocks
+    file, timer = tmp_path / "kernels" / "tiles.json", _FakeTimer()
+    choose_tiles(blocks, torch.float16, timer, file)
+    chosen, runs = dict(grid_kernels.chosen_tiles), timer.runs
+    assert runs
+    assert file.is_file()
+    choose_tiles(blocks, torch.float16, timer, file)  # they are known
+    grid_kernels.chosen_tiles.clear()
+    choose_tiles(blocks, torch.float16, timer, file)  # a later start
+    assert timer.runs == runs
+    assert grid_kernels.chosen_tiles == chosen
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"NAME": [0, 1, 1, 1, null]}', '{"NAME": "tile"}', '{"NAME": [64]}'])
+def test_damaged_tiles_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    monkeypatch.setattr(grid_kernels, "chosen_tiles", {})
+    blocks, file, timer = _span_in_tiles().blocks, tmp_path / "tiles.json", _FakeTimer()
+    choose_tiles(blocks, torch.float16, timer, file)
+    runs, first = timer.runs, next(iter(json.loads(file.read_text())))
+    file.write_text(damage.replace("NAME", first))
+    grid_kernels.chosen_tiles.clear()
+    choose_tiles(blocks, torch.float16, timer, file)
+    assert timer.runs > runs
+    assert json.loads(file.read_text())[first]
+
+
+def test_tiles_that_cannot_be_written_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid_kernels, "chosen_tiles", {})
+    (tmp_path / "file").write_text("")
+    blocks = _span_in_tiles().blocks
+    choose_tiles(blocks, torch.float16, _FakeTimer(), tmp_path / "file" / "tiles.json")
+    assert grid_kernels.chosen_tiles
 
 
 def test_kernels_compile_and_weights_are_not_moved_between_threads() -> None:
@@ -276,9 +368,5 @@ def test_a_captured_step_of_four_bits_equals_an_ordinary_one(
     monkeypatch.setattr("engine.model.onnx_block.runtime", lambda: None)  # which would round the rows
     monkeypatch.setattr("engine.model.linear.runtime", lambda: None)
     torch.manual_seed(0)
-    span = random_span(small_config(hidden_size=64, intermediate_size=96), DEVICE, quantisation="int4")
-    for block in span.blocks:  # as they are built for CUDA
-        for linear in (block.qkv, block.o, block.gate_up, block.down):
-            assert isinstance(linear, GridLinear)
-            linear.grid = tiled(linear.grid) if isinstance(linear.grid, Grid) else linear.grid
+    span = _span_in_tiles()
     assert_same("fused", span, _sessions(span, lengths, [1] * len(lengths)))
