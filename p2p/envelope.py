@@ -3,17 +3,19 @@
 The meaning of a payload is left to the `Rule` of its domain (`app.swarm` defines them). Integers are big-endian:
 
     2   b"sE"
-    1   major version, 1
+    1   major version: 1, or 2 if the payload is longer than 65,535 bytes
     1   length of the domain, 1 to 64
     n   domain, ASCII: the kind of statement, so that one kind is never accepted as another
     32  the signer's Ed25519 public key (its peer id is derived from it)
     8   sequence: the signer's wall clock in milliseconds, never decreasing
     8   expiry: milliseconds since 1970; 2**63 - 1 means never
-    2   length of the payload
+    2   length of the payload; 4 bytes in version 2
     n   payload
     64  signature over b"shoal envelope\\0" and all of the above
 
-Clocks of two nodes may differ by `CLOCK_TOLERANCE_MS`. Whatever the bytes are, only `EnvelopeError` is raised.
+Payloads of version 2 are accepted only in a domain whose `Rule` allows so many bytes; anywhere else such an envelope is
+refused by its size. Clocks of two nodes may differ by `CLOCK_TOLERANCE_MS`. Whatever the bytes are, only
+`EnvelopeError` is raised.
 """
 
 from __future__ import annotations
@@ -26,19 +28,26 @@ from typing import Generic, TypeVar
 from p2p.errors import EnvelopeError
 from p2p.identity import KEY_BYTES, SIGNATURE_BYTES, Identity, is_signed, peer_id_of
 
-VERSION = 1
+VERSION, LONG_VERSION = 1, 2
 CLOCK_TOLERANCE_MS = 10 * 60 * 1000
 NEVER = 2**63 - 1
-MAX_PAYLOAD_BYTES = 2**16 - 1
+MAX_PAYLOAD_BYTES = 2**16 - 1  # of version 1, and of every domain whose rule allows no more
 MAX_DOMAIN_BYTES = 64
 
 _MAGIC = b"sE"
 _CONTEXT = b"shoal envelope\0"
-_MIDDLE = struct.Struct(f">{KEY_BYTES}sQQH")
-_OVERHEAD = 4 + _MIDDLE.size + SIGNATURE_BYTES
-MAX_ENVELOPE_BYTES = _OVERHEAD + MAX_DOMAIN_BYTES + MAX_PAYLOAD_BYTES
+_MIDDLE, _LONG_MIDDLE = struct.Struct(f">{KEY_BYTES}sQQH"), struct.Struct(f">{KEY_BYTES}sQQI")
 
 T = TypeVar("T")
+
+
+def envelope_bytes(domain_bytes: int, payload_bytes: int) -> int:
+    """Return the size of an envelope with a domain and a payload of these lengths."""
+    middle = _MIDDLE if payload_bytes <= MAX_PAYLOAD_BYTES else _LONG_MIDDLE
+    return 4 + domain_bytes + middle.size + payload_bytes + SIGNATURE_BYTES
+
+
+MAX_ENVELOPE_BYTES = envelope_bytes(MAX_DOMAIN_BYTES, MAX_PAYLOAD_BYTES)
 
 
 @dataclass(frozen=True)
@@ -71,46 +80,69 @@ class Rule(Generic[T]):
     max_lifetime_ms: int | None = None  # None: any lifetime, also `NEVER`
 
 
-def seal(identity: Identity, domain: str, payload: bytes, *, sequence: int, expires_at_ms: int) -> bytes:
+def seal(
+    identity: Identity,
+    domain: str,
+    payload: bytes,
+    *,
+    sequence: int,
+    expires_at_ms: int,
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+) -> bytes:
     """Return the signed bytes of a statement; the same values always give the same bytes.
 
     Raises `EnvelopeError` for a payload that is too large, and for an expiry that is not after `sequence`.
     """
-    if len(payload) > MAX_PAYLOAD_BYTES:
-        raise EnvelopeError(f"a payload of {len(payload)} bytes is too large; the bound is {MAX_PAYLOAD_BYTES}")
+    if len(payload) > max_payload_bytes:
+        raise EnvelopeError(f"a payload of {len(payload)} bytes is too large; the bound is {max_payload_bytes}")
     if not 0 <= sequence < expires_at_ms <= NEVER:
         raise EnvelopeError(f"a statement made at {sequence} cannot expire at {expires_at_ms}")
     name = domain.encode("ascii")
     assert 0 < len(name) <= MAX_DOMAIN_BYTES, "domains are constants of this program"
-    head = _MAGIC + bytes((VERSION, len(name))) + name
-    body = head + _MIDDLE.pack(identity.public_key, sequence, expires_at_ms, len(payload)) + payload
+    version, middle = (VERSION, _MIDDLE) if len(payload) <= MAX_PAYLOAD_BYTES else (LONG_VERSION, _LONG_MIDDLE)
+    head = _MAGIC + bytes((version, len(name))) + name
+    body = head + middle.pack(identity.public_key, sequence, expires_at_ms, len(payload)) + payload
     return body + identity.sign(_CONTEXT + body)
 
 
-def parse(raw: bytes) -> Envelope:
-    """Split an envelope into its fields, or raise `EnvelopeError`; verifies neither signature nor times."""
-    if len(raw) > MAX_ENVELOPE_BYTES:
-        raise EnvelopeError(f"an envelope of {len(raw)} bytes is too large; the bound is {MAX_ENVELOPE_BYTES}")
+def domain_of(raw: bytes) -> str:
+    """Return the domain that an envelope names, however long it is; raises `EnvelopeError`. Verifies nothing else."""
     if len(raw) < 4 or raw[:2] != _MAGIC:
         raise EnvelopeError("these bytes are not an envelope")
-    if raw[2] != VERSION:
-        raise EnvelopeError(f"envelope version {raw[2]} is not understood; this Shoal reads version {VERSION}")
-    middle = 4 + raw[3]
-    start = middle + _MIDDLE.size
-    if not 0 < raw[3] <= MAX_DOMAIN_BYTES or len(raw) < start + SIGNATURE_BYTES:
+    if raw[2] not in (VERSION, LONG_VERSION):
+        known = f"versions {VERSION} and {LONG_VERSION}"
+        raise EnvelopeError(f"envelope version {raw[2]} is not understood; this Shoal reads {known}")
+    domain = raw[4 : 4 + raw[3]]
+    if not 0 < raw[3] <= MAX_DOMAIN_BYTES or len(domain) < raw[3]:
         raise EnvelopeError("the envelope is cut off")
-    domain = raw[4:middle]
     if not domain.isascii():
         raise EnvelopeError("the envelope's domain is not ASCII")
-    public_key, sequence, expires_at_ms, length = _MIDDLE.unpack_from(raw, middle)
+    return domain.decode()
+
+
+def parse(raw: bytes, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Envelope:
+    """Split an envelope into its fields, or raise `EnvelopeError`; verifies neither signature nor times."""
+    most = envelope_bytes(MAX_DOMAIN_BYTES, max_payload_bytes)
+    if len(raw) > most:
+        raise EnvelopeError(f"an envelope of {len(raw)} bytes is too large; the bound is {most}")
+    domain = domain_of(raw)
+    at, middle = 4 + raw[3], _MIDDLE if raw[2] == VERSION else _LONG_MIDDLE
+    start = at + middle.size
+    if len(raw) < start + SIGNATURE_BYTES:
+        raise EnvelopeError("the envelope is cut off")
+    public_key, sequence, expires_at_ms, length = middle.unpack_from(raw, at)
     if len(raw) != start + length + SIGNATURE_BYTES:
         raise EnvelopeError("the envelope is longer or shorter than the length in its header")
-    return Envelope(domain.decode(), public_key, sequence, expires_at_ms, raw[start : start + length], raw)
+    if length > max_payload_bytes:
+        raise EnvelopeError(f"a payload of {length} bytes is too large; the bound is {max_payload_bytes}")
+    if raw[2] == LONG_VERSION and length <= MAX_PAYLOAD_BYTES:  # the same values always give the same bytes
+        raise EnvelopeError(f"a payload of {length} bytes is not one of version {LONG_VERSION}")
+    return Envelope(domain, public_key, sequence, expires_at_ms, raw[start : start + length], raw)
 
 
 def open_envelope(raw: bytes, rule: Rule[T], *, now_ms: int, peer: str | None = None) -> tuple[Envelope, T]:
     """Parse and verify an envelope, or raise `EnvelopeError`; `peer`, if given, must be its signer."""
-    envelope = parse(raw)
+    envelope = parse(raw, max(MAX_PAYLOAD_BYTES, rule.max_payload_bytes))
     return envelope, verify(envelope, rule, now_ms=now_ms, peer=peer)
 
 

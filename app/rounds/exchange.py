@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import trio
@@ -101,6 +102,7 @@ class ExchangeAttempt:
     """One attempt at a round as it is seen here; served to the other members."""
 
     members: MemberList
+    is_grid: bool = False  # as the job's record says
     of_row: dict[int, bytes] = field(default_factory=dict)  # leaves merged of the changes of the own row, in a grid
     merged: dict[int, bytes] = field(default_factory=dict)  # leaves by number
     shares: dict[str, MergedShare] = field(default_factory=dict)  # by the member that signed it
@@ -111,6 +113,11 @@ class ExchangeAttempt:
     is_superseded: bool = False  # the one who leads has made another list
     changed: Signal = field(default_factory=Signal)
     bytes_in: int = 0
+
+    @cached_property
+    def grid(self) -> Grid:
+        """Who merges with whom in this attempt."""
+        return grid_of(self.members, is_grid=self.is_grid)
 
     def fail(self, failed: Mapping[str, str]) -> ExchangeFailed:
         """Remember who failed, and tell those who wait for the share that is merged here."""
@@ -131,17 +138,16 @@ class Exchange:
         model: MergingModel,
         job: bytes,
         *,
-        is_grid: bool,
         wall_ms: Callable[[], int],
         in_thread: Callable[..., Awaitable[Any]],
     ) -> None:
         self._network, self._identity, self._device, self._model = network, identity, device, model
-        self._job, self._is_grid, self._wall_ms, self._in_thread = job, is_grid, wall_ms, in_thread
+        self._job, self._wall_ms, self._in_thread = job, wall_ms, in_thread
         self._passed_over: dict[str, int] = {}  # members that did not pass a share on, and the round to ask again
 
     async def run(self, attempt: ExchangeAttempt, own: OwnChange, deadline: float) -> list[bytes]:
         """Return all merged leaves, the same bytes for all members; raises `ExchangeFailed`."""
-        grid, me = grid_of(attempt.members, is_grid=self._is_grid), self._network.peer_id
+        grid, me = attempt.grid, self._network.peer_id
         weights = merge_weights({arrival.peer: arrival.tokens for arrival in attempt.members.arrivals})
         shares, is_grid = grid.shares(self._model.leaves), len(grid.rows) > 1
         # Stages end before the next ones: who waits for another hears that it failed, and does not take it for the one
@@ -371,15 +377,20 @@ class Exchange:
 
     async def _signed_by(self, peer: str, attempt: ExchangeAttempt, deadline: float) -> MergedShare:
         """Return a member's word for the share that it merges, once it has; raises `RecordError` if it gives none."""
-        for share in await self._signed_shares(peer, attempt, deadline):
+        for share in await self._signed_shares(peer, attempt, deadline, of=peer):
             if share.peer == peer:
                 return share
         raise RecordError("it does not sign the share that it merged")
 
-    async def _signed_shares(self, peer: str, attempt: ExchangeAttempt, deadline: float) -> list[MergedShare]:
+    async def _signed_shares(
+        self, peer: str, attempt: ExchangeAttempt, deadline: float, of: str | None = None
+    ) -> list[MergedShare]:
+        """Return what a peer shows of what members signed for their shares: of all, or `of` one of them."""
+        where = {"list": attempt.members.hash.hex(), **({} if of is None else {"of": of})}
         size = MAX_MEMBERS * MAX_ARRIVAL_BYTES  # a share is bounded like an arrival
-        raw = await self._ask(peer, wire.SIGNED, {"list": attempt.members.hash.hex()}, deadline, attempt, size)
-        shares = [read_share(one, self._wall_ms()) for one in wire.unpack(raw, MAX_MEMBERS)]
+        raw = await self._ask(peer, wire.SIGNED, where, deadline, attempt, size)
+        raws, now_ms = wire.unpack(raw, MAX_MEMBERS), self._wall_ms()
+        shares: list[MergedShare] = await self._in_thread(lambda: [read_share(one, now_ms) for one in raws])
         if any((share.job, share.list) != (self._job, attempt.members.hash) for share in shares):
             raise RecordError("it sends what was signed for another list")
         return shares

@@ -22,7 +22,7 @@ from app.manifest.importing import hash_source
 from app.planning.training_step import StepTask
 from app.rounds.island import hashed
 from app.rounds.record import MAX_EVERY, TrainingRecord
-from app.rounds.statements import MAX_SOURCE_CHARS
+from app.rounds.statements import MAX_MEMBERS, MAX_SOURCE_CHARS
 from app.rounds.steps import PipelineTerms
 from app.rounds.traces import most_trace_bytes
 from app.training.dataset import Document, order, read_records
@@ -146,7 +146,7 @@ def prepare(
         optimiser=wish.optimizer, rate=wish.rate, warm_up=wish.steps // 20, weight_decay=WEIGHT_DECAY, clip=CLIP,
         wire=wish.wire, merging="clip", outer_rate=0.7, outer_momentum=0.9, seed=wish.seed,
         created_ms=wall_ms(), own_data=wish.own_data, significance=wish.significance,
-        recompute=not wish.own_data, grid=True,
+        recompute=not wish.own_data, grid=True, islands=MAX_MEMBERS,
     )  # fmt: skip
     return Founded(record, texts, vectors, budget, sequences)
 

@@ -9,8 +9,8 @@ Moshpit SGD, and a round has two stages:
 
 Then everybody takes the shares that were merged at last: one of another row from the member of its own row that merges
 the same numbers, which takes it for the whole row. This moves as many bytes as if all exchanged with all, in the mean
-2(n-1)/n of a change for each of n members, but between fewer pairs (6 of 15 others for 16 members); and of r rows no
-more than 2(r-1)/n of a change for a member cross from row to row.
+2(n-1)/n of a change for each of n members, but between fewer pairs (6 of 15 others for 16 members, 14 of 63 for 64);
+and of r rows no more than 2(r-1)/n of a change for a member cross from row to row.
 
 Who is in a row is drawn from the hash of the last round, but members on one local network are put together if they are
 at least four: so they merge among themselves first, and one change of theirs goes on over the slow links. Eight members
@@ -30,8 +30,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from app.rounds.decisions import share_ranges
 from app.rounds.statements import MemberList
@@ -39,28 +40,26 @@ from app.rounds.statements import MemberList
 MOST_TOGETHER = 8  # members that merge without a grid, and members of a row
 LEAST_TOGETHER = 4  # members of a row: of fewer, the middle of the others' changes may be a liar's
 
+Rows = tuple[tuple[str, ...], ...]
+
 
 @dataclass(frozen=True)
 class Grid:
     """The rows of a round, members in the order of its list; one row is a round in which all merge with all."""
 
-    rows: tuple[tuple[str, ...], ...]
+    rows: Rows
 
     def row_of(self, peer: str) -> tuple[str, ...]:
         """The row of a member; empty for one that is none."""
         return next((row for row in self.rows if peer in row), ())
 
-    def row_shares(self, leaves: int) -> dict[str, range]:
+    def row_shares(self, leaves: int) -> Mapping[str, range]:
         """The leaves that each member merges of its row's changes."""
-        return {
-            peer: share for row in self.rows for peer, share in zip(row, share_ranges(leaves, len(row)), strict=True)
-        }
+        return _row_shares(self.rows, leaves)
 
-    def shares(self, leaves: int) -> dict[str, range]:
+    def shares(self, leaves: int) -> Mapping[str, range]:
         """The leaves that each member merges at last, for all: as far as sizes of rows allow, of its row's share."""
-        places = {peer: (2 * at + 1) / len(row) for row in self.rows for at, peer in enumerate(row)}
-        ordered = sorted(places, key=places.__getitem__)  # equal ones stay in the order of rows
-        return dict(zip(ordered, share_ranges(leaves, len(ordered)), strict=True))
+        return _shares(self.rows, leaves)
 
     def sources(self, peer: str, leaves: int) -> list[dict[str, range]]:
         """From whom a member takes which leaves of what each row has merged; itself among them."""
@@ -94,7 +93,7 @@ def grid_of(members: MemberList, *, is_grid: bool) -> Grid:
     return Grid(rows_of(networks, members.prev))
 
 
-def rows_of(networks: dict[str, int | None], seed: bytes) -> tuple[tuple[str, ...], ...]:
+def rows_of(networks: dict[str, int | None], seed: bytes) -> Rows:
     """Return the rows of a round for members that name their networks; each row is in the members' order."""
     order = list(networks)
     lot = sorted(order, key=lambda peer: hashlib.sha256(seed + peer.encode()).digest())
@@ -123,6 +122,18 @@ def network_of(me: str, near: Collection[str], expected: Sequence[str]) -> int |
     """
     found = [at for at, peer in enumerate(expected) if peer == me or peer in near]
     return found[0] if len(found) > 1 else None
+
+
+@lru_cache(maxsize=8)  # every request of an exchange needs them
+def _row_shares(rows: Rows, leaves: int) -> Mapping[str, range]:
+    return {peer: share for row in rows for peer, share in zip(row, share_ranges(leaves, len(row)), strict=True)}
+
+
+@lru_cache(maxsize=8)
+def _shares(rows: Rows, leaves: int) -> Mapping[str, range]:
+    places = {peer: (2 * at + 1) / len(row) for row in rows for at, peer in enumerate(row)}
+    ordered = sorted(places, key=places.__getitem__)  # equal ones stay in the order of rows
+    return dict(zip(ordered, share_ranges(leaves, len(ordered)), strict=True))
 
 
 def _divided(group: Sequence[str], wanted: int) -> list[Sequence[str]]:

@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import trio
@@ -42,13 +43,15 @@ from app.rounds.decisions import (
     to_leave_out,
 )
 from app.rounds.exchange import Exchange, ExchangeAttempt, ExchangeFailed, MergingModel, OwnChange, hashes_of
-from app.rounds.grid import grid_of, network_of
+from app.rounds.grid import network_of
 from app.rounds.log import (
     ENTRY,
+    MAX_ENTRY_BYTES,
     RoundEntry,
     Standing,
     beginning,
     check_arrivals,
+    check_counts,
     follow,
     is_better,
     make_entry,
@@ -69,7 +72,6 @@ from app.rounds.statements import (
     MemberList,
     OwnData,
     Result,
-    check_counts,
     raws_in,
     read_arrival,
     read_data,
@@ -88,9 +90,9 @@ from app.routing.route import Route
 from app.training.states import StateStore, part_of
 from app.training.wire import StatePart
 from engine.errors import EngineError
-from p2p.envelope import parse
+from p2p.envelope import MAX_PAYLOAD_BYTES, domain_of, parse
 from p2p.errors import EnvelopeError, P2PError, RemoteError
-from p2p.identity import Identity
+from p2p.identity import PEER_ID_CHARS, Identity
 
 log = logging.getLogger("shoal.rounds")
 T = TypeVar("T")
@@ -101,6 +103,7 @@ MAX_PEERS = 256
 _LISTS_MORE = 2  # lists of one leader in a round, beyond one for each member that it may have to leave out
 _LONGEST_DISREGARD = 7  # doublings
 _BRIEFLY_S = 0.5
+_NAMED = 4  # members that a round waits for, in words
 _SAID_TRIES = 4
 _OVERHEADS = 4  # rounds of which the longest overhead counts, among them some in which another island led
 
@@ -234,9 +237,7 @@ class Island:
         self._steps = steps
         self._in_thread, self._verifying = in_thread, trio.Lock()
         self._turns: dict[str, trio.Lock] = {}  # of peers whose statements are being read
-        self._exchange = Exchange(
-            network, identity, device, model, record.id, is_grid=record.grid, wall_ms=wall_ms, in_thread=in_thread
-        )
+        self._exchange = Exchange(network, identity, device, model, record.id, wall_ms=wall_ms, in_thread=in_thread)
         self._moments = MomentsExchange(network, record.id, steps.whole, device, states)
         self._tester = ChangeTester(record, steps.whole, text, device, states, self._exchange, network.peer_id)
         self.standing: Standing = beginning(record)
@@ -255,7 +256,8 @@ class Island:
         self._wait_s = 0.0  # for the last one to arrive in the last round
         self._own: OwnChange | None = None
         self._tested: OwnChange | None = None  # of the last round, for those who were drawn to test it
-        self._lists: list[MemberList] = []  # of the current round that name this island
+        self._lists: dict[str, MemberList] = {}  # the latest of each leader in this round, if it names this island
+        self._lists_of = Counter[str]()  # how many each leader has made
         self._first_list_at: dict[str, float] = {}  # by its leader
         self._tried: set[str] = set()  # members of exchanges of this round in which this island took part
         self._attempts: dict[bytes, ExchangeAttempt] = {}  # by the hash of the list
@@ -521,7 +523,9 @@ class Island:
 
     def _best_list(self, done: set[bytes]) -> MemberList | None:
         """The list to follow: of the latest attempt, by the one who comes first in the order of leading."""
-        open_lists = [one for one in self._lists if one.hash not in done and one.leader not in self._failed_here]
+        open_lists = [
+            one for one in self._lists.values() if one.hash not in done and one.leader not in self._failed_here
+        ]
         order = leading_order(self.record.id, self.standing.round, (one.leader for one in open_lists))
         return min(open_lists, key=lambda one: (-one.attempt, order.index(one.leader)), default=None)
 
@@ -548,7 +552,9 @@ class Island:
                 break
             arrivals = [self._arrivals[peer] for peer in order]
             number = min(attempt, MAX_ATTEMPTS)
-            members = sign_list(self._identity, self.record.id, number, arrivals, self._wall_ms())
+            members = await self._in_thread(
+                sign_list, self._identity, self.record.id, number, arrivals, self._wall_ms()
+            )
             done.add(members.hash)
             attempt += 1
             if missing := await self._offer(members) - out - arrived:
@@ -566,7 +572,8 @@ class Island:
                 break
             self.figures.repeated += 1
             roots = {peer: result.root for peer, result in results.items()}
-            circles = grid_of(members, is_grid=self.record.grid).circles(self._model.leaves)
+            grid = self._attempts[members.hash].grid
+            circles = await self._in_thread(grid.circles, self._model.leaves)
             wrong = {*silent} or await self._two_faced(members, roots)
             wrong = wrong or to_leave_out(order, accusations, roots, circles)
             if self.peer in wrong or not wrong:  # others cannot work with this island: let the next one lead
@@ -579,7 +586,7 @@ class Island:
     async def _offer(self, members: MemberList) -> set[str]:
         """Tell all members of a list; return those who arrived, as some of them know, and are not in it."""
         unanswered = {*members.members} - {self.peer}
-        self._results[members.hash] = {}
+        self._results = {members.hash: {}}  # those of earlier lists are of no use any more
 
         async def offer(peer: str) -> None:
             await self._say(peer, members.raw)
@@ -616,7 +623,10 @@ class Island:
             return True
         until = self._arrived_at[self.peer] + self.timing.quorum_s
         missing = sorted({*standing.members} - {*order})
-        self.figures.waiting = f"waits for {', '.join(missing)}, for {until - trio.current_time():.0f} s at most"
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        self.figures.waiting = (
+            f"waits for {', '.join(missing[:_NAMED])}{more}, for {until - trio.current_time():.0f} s at most"
+        )
         return trio.current_time() >= until
 
     async def _gather(self, members: MemberList, own: Result) -> dict[str, Result] | None:
@@ -625,7 +635,7 @@ class Island:
         results[self.peer] = own
         with trio.move_on_after(self.timing.lead_s):
             while not expected <= results.keys() and self._ahead is None:
-                if any(self._comes_before(one, members) for one in self._lists):
+                if any(self._comes_before(one, members) for one in self._lists.values()):
                     return None
                 await self._news.wait()
         return {peer: result for peer, result in results.items() if peer in expected}
@@ -650,10 +660,10 @@ class Island:
         codec = standing.codec
         if len(members.members) > 1:
             codec = next_codec(codec, step_s, overhead_s, least=record.least_every, known=record.codecs)
-        entry = make_entry(
-            self._identity, record, standing, members, results.values(), every=every, codec=codec,
+        entry = await self._in_thread(partial(
+            make_entry, self._identity, record, standing, members, results.values(), every=every, codec=codec,
             present=present, now_ms=self._wall_ms(),
-        )  # fmt: skip
+        ))  # fmt: skip
         for peer in {*standing.members, *self.alive()} - {self.peer}:  # first, so that all settle at the same time
             self._nursery.start_soon(self._say, peer, entry.raw)
         await self._adopt(entry)
@@ -673,7 +683,7 @@ class Island:
         began = trio.current_time()
         self._tester.stop()
         self._tried |= {*members.members}
-        attempt = self._attempts[members.hash] = ExchangeAttempt(members)
+        attempt = self._attempts[members.hash] = ExchangeAttempt(members, self.record.grid)
         while len(self._attempts) > KEPT_ATTEMPTS:
             del self._attempts[next(iter(self._attempts))]
         self._news.notify()
@@ -705,7 +715,7 @@ class Island:
         if found is None or (found.list_hash, found.root) != (entry.list.hash, entry.root):
             self._candidate = None
             leaves, found = await self._result_of(entry)
-            attempt = self._attempts[entry.list.hash] = ExchangeAttempt(entry.list)
+            attempt = self._attempts[entry.list.hash] = ExchangeAttempt(entry.list, self.record.grid)
             attempt.merged = dict(enumerate(leaves))
         await self._device.run_later(lambda: self._model.commit(counted=counted))
         self._rests = self._rests_after(entry.list)
@@ -752,6 +762,7 @@ class Island:
         self._arrived_at.clear()
         self._results.clear()
         self._lists.clear()
+        self._lists_of.clear()
         self._first_list_at.clear()
         self._tried.clear()
         self._failed_here.clear()
@@ -888,6 +899,7 @@ class Island:
             for entry in found:
                 standing = follow(self.record, standing, entry)
                 entries.append(entry)
+                await trio.lowlevel.checkpoint()  # a millisecond each with many members
             if len(found) < wire.RUN_ENTRIES:
                 return entries, standing
 
@@ -947,12 +959,12 @@ class Island:
 
     async def _say(self, peer: str, raw: bytes) -> None:
         """Tell a peer a signed statement; what it answers may be the entry of a round that is over."""
+        # A fifth: whoever leads waits for `lead_s`, in which two lost answers must not cost a member its place. An
+        # entry of many members goes to all of them over one link, which takes longer; nobody waits for the answer.
+        timeout_s = self.timing.lead_s / (5 if len(raw) <= MAX_PAYLOAD_BYTES else 1)
         for attempt in range(_SAID_TRIES):
             try:
-                # a fifth: whoever leads waits for `lead_s`, in which two lost answers must not cost a member its place
-                answer = await self._network.call(
-                    peer, wire.SAY, self.record.id + raw, timeout_s=self.timing.lead_s / 5
-                )
+                answer = await self._network.call(peer, wire.SAY, self.record.id + raw, timeout_s=timeout_s)
                 if answer:
                     await self._note_answer(peer, answer)
                 return
@@ -1064,12 +1076,13 @@ class Island:
             return canonical(self._own_hello())
         if method == wire.LOG:
             first = fields.integer("round", 0, MAX_ROUNDS)
-            count = fields.integer("count", 1, wire.RUN_ENTRIES)
+            count = fields.integer("count", 1, wire.MOST_RUN_ENTRIES)
             return wire.pack(entry.raw for entry in self.log[first : first + count])
         if method == wire.PARTS:
             wanted, kept = fields.integer("round", 0, MAX_ROUNDS), self.checkpoint
-            with trio.move_on_after(wire.WAIT_S):  # it may be just being written
-                await kept.changed.wait_for(lambda: wanted != self.standing.round or wanted == kept.round)
+            if self._has_state:
+                with trio.move_on_after(wire.WAIT_S):  # it may be just being written
+                    await kept.changed.wait_for(lambda: wanted != self.standing.round or wanted == kept.round)
             if not self._has_state or wanted != kept.round:
                 raise RemoteError(f"the state here is that of round {kept.round}", wire.NOT_YET)
             return canonical({"parts": [[part.root.hex(), part.size_bytes] for part in kept.parts]})
@@ -1080,7 +1093,9 @@ class Island:
     async def _on_statement(self, peer: str, raw: bytes) -> bytes:
         domain = _domain(raw)
         if domain == ENTRY:
-            self._note_entry(await self._verified(peer, read_entry, raw))
+            # with 64 members it has 130 signatures: nobody else has these verified
+            if _signer_of_entry(raw) in self.standing.members:
+                self._note_entry(await self._verified(peer, read_entry, raw))
             return b""
         reader: Any = {ARRIVAL: read_arrival, LIST: read_list, RESULT: read_result}.get(domain)
         if reader is None:
@@ -1094,7 +1109,7 @@ class Island:
         if said.round != self.standing.round:
             return b""
         if isinstance(said, Result):
-            check_counts(said, len(self.standing.members))
+            check_counts(self.record, len(self.standing.members), said)
             if said.list in self._results and peer in self.standing.members:
                 self._results[said.list][peer] = said
                 self._news.notify()
@@ -1114,8 +1129,7 @@ class Island:
             raise RecordError("a member list names two who committed to the same change")
         if self._own is None or all(one.raw != self._own.arrival.raw for one in members.arrivals):
             return b""
-        before = [one for one in self._lists if one.leader == members.leader]
-        if len(before) >= len(self.standing.members) + _LISTS_MORE:
+        if self._lists_of[members.leader] >= len(self.standing.members) + _LISTS_MORE:
             return b""
         same = [one for one in self._attempts.values() if one.members.round == members.round]
         for attempt in same:
@@ -1126,7 +1140,10 @@ class Island:
         for attempt in same:
             if self._comes_before(members, attempt.members):
                 attempt.is_superseded = True  # others attend the same one of two lists, else both would wait in vain
-        self._lists.append(members)
+        self._lists_of[members.leader] += 1
+        before = self._lists.get(members.leader)
+        if before is None or before.attempt <= members.attempt:
+            self._lists[members.leader] = members
         self._news.notify()
         return b""
 
@@ -1153,11 +1170,12 @@ class Island:
         attempt = self._attempts.get(key)
         if attempt is None:
             raise RemoteError("this list is not known here", wire.NOT_YET)
-        members, grid = attempt.members.members, grid_of(attempt.members, is_grid=self.record.grid)
+        members, grid = attempt.members.members, attempt.grid
         if method == wire.SIGNED:
             if self.peer in members:
                 await self._merged(attempt, attempt.merged, grid.shares(self._model.leaves)[self.peer][:1], until)
-            return wire.pack(share.raw for share in attempt.shares.values())
+            of = fields.optional_text("of", 2 * PEER_ID_CHARS)
+            return wire.pack(share.raw for peer, share in attempt.shares.items() if of in (None, peer))
         is_whole = method in (wire.HASHES, wire.TRACES)
         first = 0 if is_whole else fields.integer("first", 0, wire.MAX_LEAVES)
         count = 0 if is_whole else fields.integer("count", 1, wire.RUN_LEAVES)
@@ -1244,7 +1262,15 @@ def _is_within(share: range | None, first: int, count: int) -> bool:
 
 def _domain(raw: bytes) -> str:
     try:
-        return parse(raw).domain
+        return domain_of(raw)
+    except EnvelopeError as error:
+        raise RecordError(str(error)) from error
+
+
+def _signer_of_entry(raw: bytes) -> str:
+    """The peer that an entry names as its signer; its signature is not verified."""
+    try:
+        return parse(raw, MAX_ENTRY_BYTES).peer
     except EnvelopeError as error:
         raise RecordError(str(error)) from error
 

@@ -14,6 +14,8 @@ An entry is canonical JSON in an envelope of the domain `shoal/round/entry`:
     step               steps of an island in all rounds so far
     start              position at which the next round begins to read
     tokens             counted in all rounds so far
+
+An entry of a job whose record names `islands` has up to `MAX_ENTRY_BYTES`; that of an older job must fit into 64 KiB.
 """
 
 from __future__ import annotations
@@ -40,14 +42,21 @@ from app.rounds.grid import grid_of
 from app.rounds.reading import next_start
 from app.rounds.record import MAX_EVERY, MAX_STEPS, TrainingRecord
 from app.rounds.statements import (
+    FIELDS_BYTES,
     GENESIS,
+    LIST,
+    MAX_COUNTED_BYTES,
     MAX_MEMBERS,
-    MAX_MEMBERS_TOGETHER,
     MAX_ROUNDS,
     MAX_TOKENS,
+    MAX_WHY_CHARS,
+    RESULT,
+    TEXT_BYTES,
     Arrival,
     MemberList,
     Result,
+    base64_bytes,
+    list_bytes,
     opened,
     raws_in,
     read_list,
@@ -55,12 +64,25 @@ from app.rounds.statements import (
     reasons_in,
     signed,
     texts_of,
+    verified_once,
 )
 from app.rounds.testers import DrawnTest, drawn_tests, harmful, miscomputed
+from p2p.envelope import MAX_PAYLOAD_BYTES, envelope_bytes
 from p2p.identity import PEER_ID_CHARS, Identity
 
 ENTRY = "shoal/round/entry"
-MAX_LEFT_OUT = 16  # that an entry can name
+MAX_LEFT_OUT = 16  # that an entry of an older job can name, see `most_left_out`
+
+
+def entry_bytes(members: int, left_out: int, result_bytes: int) -> int:
+    """Return how long the payload of an entry is at most, with results of so many bytes and all that can be doubted."""
+    list_raw = envelope_bytes(len(LIST), list_bytes(members))
+    named = PEER_ID_CHARS + TEXT_BYTES
+    reasons = (members + left_out) * (named + MAX_WHY_CHARS + TEXT_BYTES)  # the reasons of this module are ASCII
+    return FIELDS_BYTES + base64_bytes(list_raw) + members * (base64_bytes(result_bytes) + named) + reasons
+
+
+MAX_ENTRY_BYTES = entry_bytes(MAX_MEMBERS, MAX_MEMBERS, envelope_bytes(len(RESULT), MAX_COUNTED_BYTES))
 
 
 @dataclass(frozen=True)
@@ -129,9 +151,20 @@ def beginning(record: TrainingRecord) -> Standing:
     return Standing(0, GENESIS, (record.founder,), every, record.codecs[0], 0, 0, 0, bytes.fromhex(record.start))
 
 
-def most_members(record: TrainingRecord) -> int:
-    """Return how many members a round of a job has at most."""
-    return MAX_MEMBERS if record.grid else MAX_MEMBERS_TOGETHER
+def most_left_out(record: TrainingRecord) -> int:
+    """Return how many an entry of a job can name that take no more part."""
+    return record.most_members if record.islands else MAX_LEFT_OUT
+
+
+def most_entry_bytes(record: TrainingRecord) -> int:
+    """Return how long the payload of an entry of a job may be."""
+    return MAX_ENTRY_BYTES if record.islands else MAX_PAYLOAD_BYTES
+
+
+def check_counts(record: TrainingRecord, members: int, result: Result) -> None:
+    """Raise `RecordError` for a result with which the entry of a round of so many members may become too long."""
+    if result.root and entry_bytes(members, most_left_out(record), len(result.raw)) > most_entry_bytes(record):
+        raise RecordError(f"a result of {len(result.raw)} bytes is too long for a round of {members} members")
 
 
 def make_entry(
@@ -147,13 +180,14 @@ def make_entry(
     now_ms: int,
 ) -> RoundEntry:
     """Sign the entry of a round in which all members ended with the same root; `present` may take part in the next."""
-    ordered = sorted(results, key=lambda result: members.members.index(result.peer))
+    places = {peer: place for place, peer in enumerate(members.members)}
+    ordered = sorted(results, key=lambda result: places[result.peer])
     doubts = _doubts(record, standing, members, ordered)
-    left_out = _left_out(standing, doubts)
+    left_out = _left_out(record, standing, doubts)
     step = standing.step + standing.every
     # those who took part first, then others who were expected, then newcomers
     peers = dict.fromkeys((*members.members, *sorted({*present}, key=lambda peer: peer not in standing.members)))
-    chosen = [peer for peer in peers if peer not in left_out][: most_members(record)]
+    chosen = [peer for peer in peers if peer not in left_out][: record.most_members]
     following = leading_order(record.id, standing.round + 1, chosen)
     values = {
         "job": record.id.hex(), "round": standing.round, "prev": standing.prev.hex(),
@@ -163,12 +197,13 @@ def make_entry(
         "start": next_start(standing.start, len(standing.members), standing.every, record.batch),
         "tokens": standing.tokens + sum(arrival.tokens for arrival in members.arrivals),
     }  # fmt: skip
-    return read_entry(signed(identity, ENTRY, values, now_ms), now_ms)
+    return read_entry(signed(identity, ENTRY, values, now_ms, most_entry_bytes(record)), now_ms)
 
 
+@verified_once(4)
 def read_entry(raw: bytes, now_ms: int) -> RoundEntry:
     """Verify the signatures of an entry and read it; raises `RecordError`. `follow` checks what it says."""
-    envelope, fields = opened(raw, ENTRY, now_ms)
+    envelope, fields = opened(raw, ENTRY, now_ms, MAX_ENTRY_BYTES)
     lists = raws_in(fields, "list", 1)
     if not lists:
         raise RecordError("a round's entry has no member list")
@@ -200,6 +235,8 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
     where = f"round {entry.round}"
     if (entry.job, entry.round, entry.prev) != (record.id, standing.round, standing.prev):
         raise RecordError(f"{where} does not follow round {standing.round - 1} of this job")
+    if len(entry.raw) > envelope_bytes(len(ENTRY), most_entry_bytes(record)):
+        raise RecordError(f"{where} has an entry of {len(entry.raw)} bytes, too long for this job")
     if (entry.list.job, entry.list.round, entry.list.prev) != (entry.job, entry.round, entry.prev):
         raise RecordError(f"{where} has the list of another round")
     if standing.step >= record.steps:
@@ -210,7 +247,7 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
     if any((one.list, one.root) != (entry.list.hash, entry.root) for one in entry.results):
         raise RecordError(f"{where}: its members did not end with the same state")
     doubts = _doubts(record, standing, entry.list, entry.results)
-    left_out = _left_out(standing, doubts)
+    left_out = _left_out(record, standing, doubts)
     if (dict(entry.doubted), dict(entry.left_out)) != (doubts, left_out):
         raise RecordError(f"{where} doubts or leaves out others than its reports say")
     step = standing.step + standing.every
@@ -229,7 +266,7 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
     expected = set(entry.list.members) - left_out.keys()
     if not expected <= set(entry.next) or set(entry.next) & left_out.keys():
         raise RecordError(f"{where} drops a member that took part, or keeps one that is left out")
-    if len(entry.next) > most_members(record):
+    if len(entry.next) > record.most_members:
         raise RecordError(f"{where} names {len(entry.next)} members for the next one, more than a round has")
     if list(entry.next) != leading_order(record.id, entry.round + 1, entry.next):
         raise RecordError(f"{where} names the next members in another order")
@@ -324,8 +361,9 @@ def _doubts(
     return harm | unlike | again | copied({arrival.peer: arrival.change for arrival in members.arrivals})
 
 
-def _left_out(standing: Standing, doubts: Mapping[str, str]) -> dict[str, str]:
+def _left_out(record: TrainingRecord, standing: Standing, doubts: Mapping[str, str]) -> dict[str, str]:
     """Those left out before, as many as an entry has room for, and those whom this round's doubts add."""
     added = sorted(left_out_after([*standing.doubts, doubts.keys()]))
-    before = [peer for peer in sorted(standing.banned) if peer not in added][: MAX_LEFT_OUT - len(added)]
+    room = max(0, most_left_out(record) - len(added))
+    before = [peer for peer in sorted(standing.banned) if peer not in added][:room]
     return {**{peer: standing.banned[peer] for peer in before}, **{peer: doubts[peer] for peer in added}}

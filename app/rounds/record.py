@@ -14,6 +14,9 @@ With `recompute` (absent: false) members commit to traces of their steps, of whi
 (`app.rounds.traces`); not with `own_data`, where nobody else has the text.
 
 With `grid` (absent: false) more than eight members of a round merge in rows and columns (`app.rounds.grid`).
+
+With `islands` a round has up to so many members, and its entry in the log may be longer than 64 KiB. Jobs of older
+versions do not have it: their rounds have up to 20 members with a grid, and 16 without. It needs a grid.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from typing import Any
 from app.core.canonical_json import Fields, canonical, check_version, decode_object
 from app.core.errors import RecordError
 from app.manifest.merkle import HASH_BYTES
+from app.rounds.statements import MAX_MEMBERS, MAX_MEMBERS_TOGETHER
 from app.training.wire import MAX_STATE_BYTES, OPTIMISERS, StatePart
 from p2p.envelope import NEVER, Rule, open_envelope, seal
 from p2p.errors import EnvelopeError
@@ -46,6 +50,7 @@ WIRES = {  # number formats of rounds; the first round has the first
 }
 MERGING = ("clip", "mean")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_MEMBERS_BEFORE = 20  # of a round in a grid, where the record does not say
 _LEAST = sys.float_info.min
 
 
@@ -85,6 +90,7 @@ class TrainingRecord:
     significance: float = 0.0
     recompute: bool = False
     grid: bool = False
+    islands: int = 0  # most members of a round; 0: of an older version, see `most_members`
 
     def payload(self) -> bytes:
         """The record as canonical JSON."""
@@ -95,7 +101,7 @@ class TrainingRecord:
                 del values[name]
             else:
                 values[name] = [part.root.hex(), part.size_bytes]
-        for name in ("own_data", "significance", "recompute", "grid"):
+        for name in ("own_data", "significance", "recompute", "grid", "islands"):
             if not values[name]:
                 del values[name]
         return canonical({"v": VERSION, **values})
@@ -104,6 +110,11 @@ class TrainingRecord:
     def id(self) -> bytes:
         """The hash that names the job."""
         return hashlib.sha256(self.payload()).digest()
+
+    @property
+    def most_members(self) -> int:
+        """How many members a round has at most."""
+        return self.islands or (_MEMBERS_BEFORE if self.grid else MAX_MEMBERS_TOGETHER)
 
     @property
     def codecs(self) -> tuple[str, ...]:
@@ -178,6 +189,7 @@ def _read(payload: bytes) -> TrainingRecord:
         significance=fields.number("significance", 0, 1, 0.0),
         recompute=fields.flag("recompute", False),
         grid=fields.flag("grid", False),
+        islands=fields.integer("islands", 0, MAX_MEMBERS, 0),
     )
     if not _NAME.fullmatch(record.name) or not re.fullmatch(r"([0-9a-f]{64})?", record.model):
         raise RecordError("the job's record: the name or the model's hash is malformed")
@@ -185,6 +197,8 @@ def _read(payload: bytes) -> TrainingRecord:
         raise RecordError("the job's record: the steps of a round are outside their own bounds")
     if record.own_data and record.recompute:
         raise RecordError("the job's record: steps on a text that only its reader has cannot be computed again")
+    if record.islands and not record.grid:
+        raise RecordError("the job's record: a number of islands is only for jobs with a grid")
     if record.payload() != payload:
         raise RecordError("the job's record is not canonical")
     return record

@@ -19,6 +19,7 @@ have `job` (the hash that names it) and `round` (from 0).
     shoal/round/data     (no round) tokens, source, licence: what the signer trains on in a job of `own_data`
 
 An entry of the log holds a list and all its results in one envelope, so arrivals and results that count are short.
+Each statement is met several times, an arrival alone, in lists and in an entry, and is verified once.
 """
 
 from __future__ import annotations
@@ -26,34 +27,77 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, TypeVar
 
 from app.core.canonical_json import Fields, canonical, check_version, decode_object
 from app.core.errors import RecordError
 from app.manifest.merkle import HASH_BYTES
 from app.rounds.testers import MOST_RATIO, MOST_TESTED
-from p2p.envelope import MAX_ENVELOPE_BYTES, MAX_PAYLOAD_BYTES, NEVER, Envelope, Rule, open_envelope, seal
+from p2p.envelope import (
+    MAX_ENVELOPE_BYTES,
+    MAX_PAYLOAD_BYTES,
+    NEVER,
+    Envelope,
+    Rule,
+    envelope_bytes,
+    open_envelope,
+    seal,
+)
 from p2p.errors import EnvelopeError
 from p2p.identity import PEER_ID_CHARS, Identity
 
 VERSION = 1
 ARRIVAL, LIST, RESULT = "shoal/round/arrival", "shoal/round/list", "shoal/round/result"
 SHARE, DATA = "shoal/round/share", "shoal/round/data"
-MAX_MEMBERS = 20  # of one round; all results of more would not fit into one envelope
+MAX_MEMBERS = 64  # of one round
 MAX_MEMBERS_TOGETHER = 16  # of one round without a grid, whose results tell of all members
+MAX_WHY_CHARS, MAX_WHY_BYTES = 200, 400  # of one reason, and of its JSON
+FIELDS_BYTES = 448  # of a list or an entry besides what grows with its members, at most
+TEXT_BYTES = 3  # of each text in a list of JSON: quotes and comma
 MAX_ARRIVAL_BYTES = 384
-MAX_RESULT_BYTES = 16 * 1024  # of one that failed, with its reasons
-MAX_COUNTED_BYTES = 1740  # of one that can be part of an entry
-MAX_CROWDED_BYTES = 1380  # signed, of one that can be part of an entry with more than `MAX_MEMBERS_TOGETHER`
+MAX_COUNTED_BYTES = 1740  # of a result that can be part of an entry
+# of one that failed, with its reasons
+MAX_RESULT_BYTES = MAX_COUNTED_BYTES + MAX_MEMBERS * (PEER_ID_CHARS + 2 * TEXT_BYTES + MAX_WHY_BYTES)
 MAX_DATA_BYTES = 2048
 MAX_SOURCE_CHARS, MAX_LICENCE_CHARS = 400, 100
 MAX_ATTEMPTS = 64
 MAX_ROUNDS = 10**7
 MAX_TOKENS = 2**50
-MAX_WHY_CHARS = 200
 GENESIS = bytes(HASH_BYTES)  # stands for the round before the first
+KEPT_STATEMENTS = 4 * MAX_MEMBERS  # of one kind that were verified, so that they are not verified again
+
+T = TypeVar("T")
+
+
+def verified_once(most: int) -> Callable[[Callable[[bytes, int], T]], Callable[[bytes, int], T]]:
+    """Let a reader of signed statements read the same bytes once, of the last `most` that it has accepted.
+
+    These statements never expire, so what was accepted is accepted later as well. What is refused is not kept.
+    """
+
+    def decorated(read: Callable[[bytes, int], T]) -> Callable[[bytes, int], T]:
+        known: dict[bytes, T] = {}
+        lock = threading.Lock()  # many are read in threads
+
+        @wraps(read)
+        def reading(raw: bytes, now_ms: int) -> T:
+            with lock:
+                found = known.get(raw)
+            if found is None:
+                found = read(raw, now_ms)
+                with lock:
+                    known[raw] = found
+                    if len(known) > most:
+                        del known[next(iter(known))]
+            return found
+
+        return reading
+
+    return decorated
 
 
 @dataclass(frozen=True)
@@ -89,7 +133,7 @@ class MemberList:
         """Peers in the order of their shares."""
         return [arrival.peer for arrival in self.arrivals]
 
-    @property
+    @cached_property
     def hash(self) -> bytes:
         """The hash that results refer to."""
         return hashlib.sha256(self.raw).digest()
@@ -146,6 +190,7 @@ def sign_arrival(identity: Identity, arrival: Arrival, now_ms: int) -> Arrival:
     return read_arrival(signed(identity, ARRIVAL, values, now_ms), now_ms)
 
 
+@verified_once(KEPT_STATEMENTS)
 def read_arrival(raw: bytes, now_ms: int) -> Arrival:
     """Verify and read an arrival; raises `RecordError`."""
     envelope, fields = opened(raw, ARRIVAL, now_ms, MAX_ARRIVAL_BYTES)
@@ -172,6 +217,7 @@ def sign_list(identity: Identity, job: bytes, attempt: int, arrivals: Sequence[A
     return read_list(signed(identity, LIST, values, now_ms), now_ms)
 
 
+@verified_once(MAX_MEMBERS)
 def read_list(raw: bytes, now_ms: int) -> MemberList:
     """Verify and read a member list and the arrivals in it; raises `RecordError`."""
     envelope, fields = opened(raw, LIST, now_ms)
@@ -197,7 +243,7 @@ def sign_result(identity: Identity, result: Result, now_ms: int) -> Result:
     """Return the result with its signed bytes."""
     values = {
         "job": result.job.hex(), "round": result.round, "list": result.list.hex(), "root": result.root.hex(),
-        "failed": {peer: why[:MAX_WHY_CHARS] for peer, why in result.failed.items()},
+        "failed": {peer: _brief(why) for peer, why in result.failed.items()},
         "report": {peer: [float(f"{number:.6g}") for number in pair] for peer, pair in result.report.items()},
         "past": list(result.past), "tested": list(result.tested),
         **({"recomputed": list(result.recomputed)} if result.recomputed else {}),
@@ -205,6 +251,7 @@ def sign_result(identity: Identity, result: Result, now_ms: int) -> Result:
     return read_result(signed(identity, RESULT, values, now_ms), now_ms)
 
 
+@verified_once(KEPT_STATEMENTS)
 def read_result(raw: bytes, now_ms: int) -> Result:
     """Verify and read a result; raises `RecordError`."""
     envelope, fields = opened(raw, RESULT, now_ms, MAX_RESULT_BYTES)
@@ -231,18 +278,13 @@ def read_result(raw: bytes, now_ms: int) -> Result:
     )
 
 
-def check_counts(result: Result, members: int) -> None:
-    """Raise `RecordError` if a result is too long to be part of the entry of a round of so many members."""
-    if result.root and members > MAX_MEMBERS_TOGETHER and len(result.raw) > MAX_CROWDED_BYTES:
-        raise RecordError(f"a result of {len(result.raw)} bytes is too long for a round of {members} members")
-
-
 def sign_share(identity: Identity, share: MergedShare, now_ms: int) -> MergedShare:
     """Return the word for a merged share with its signed bytes."""
     values = {"job": share.job.hex(), "list": share.list.hex(), "root": share.root.hex()}
     return read_share(signed(identity, SHARE, values, now_ms), now_ms)
 
 
+@verified_once(KEPT_STATEMENTS)
 def read_share(raw: bytes, now_ms: int) -> MergedShare:
     """Verify and read a member's word for the share that it merged; raises `RecordError`."""
     envelope, fields = opened(raw, SHARE, now_ms, MAX_ARRIVAL_BYTES)
@@ -272,11 +314,13 @@ def read_data(raw: bytes, now_ms: int) -> OwnData:
 # --- for all statements -----------------------------------------------------------------------------------------------
 
 
-def signed(identity: Identity, domain: str, values: Mapping[str, Any], now_ms: int) -> bytes:
-    """Return the signed bytes of a statement."""
+def signed(
+    identity: Identity, domain: str, values: Mapping[str, Any], now_ms: int, max_bytes: int = MAX_PAYLOAD_BYTES
+) -> bytes:
+    """Return the signed bytes of a statement; raises `RecordError` if its payload is larger than `max_bytes`."""
     payload = canonical({"v": VERSION, **values})
     try:
-        return seal(identity, domain, payload, sequence=now_ms, expires_at_ms=NEVER)
+        return seal(identity, domain, payload, sequence=now_ms, expires_at_ms=NEVER, max_payload_bytes=max_bytes)
     except EnvelopeError as error:
         raise RecordError(f"{domain}: {error}") from error
 
@@ -293,6 +337,16 @@ def opened(raw: bytes, domain: str, now_ms: int, max_bytes: int = MAX_PAYLOAD_BY
         return open_envelope(raw, Rule(domain, read, max_bytes), now_ms=now_ms)
     except EnvelopeError as error:
         raise RecordError(f"{domain}: {error}") from error
+
+
+def list_bytes(members: int) -> int:
+    """Return how long the payload of a list of so many members is at most; that of `MAX_MEMBERS` fits."""
+    return FIELDS_BYTES + members * base64_bytes(envelope_bytes(len(ARRIVAL), MAX_ARRIVAL_BYTES))
+
+
+def base64_bytes(size_bytes: int) -> int:
+    """Return how much of a JSON list so many bytes take as base64."""
+    return 4 * -(-size_bytes // 3) + TEXT_BYTES
 
 
 def texts_of(raws: Sequence[bytes]) -> list[str]:
@@ -315,6 +369,14 @@ def _by_peer(fields: Fields) -> Mapping[str, Any]:
     if len(fields.values) > MAX_MEMBERS or any(len(peer) > 2 * PEER_ID_CHARS for peer in fields.values):
         raise RecordError(f"{fields.what}: more than {MAX_MEMBERS} peers, or a name that is none")
     return fields.values
+
+
+def _brief(why: str) -> str:
+    """A reason as it fits into a result; others choose its letters, and some take six bytes of JSON."""
+    why = why[:MAX_WHY_CHARS]
+    while len(canonical(why)) > MAX_WHY_BYTES:
+        why = why[: len(why) // 2]
+    return why
 
 
 def _is_pair(value: Any) -> bool:

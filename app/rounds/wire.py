@@ -11,8 +11,9 @@
     rounds.row     list, first, count          -> leaves that it merged of the changes of its row (blobs), for the
                                                   member that merges those of all rows (`app.rounds.grid`)
     rounds.merged  list, first, count          -> merged leaves (blobs), for everybody
-    rounds.signed  list                        -> what members signed for the shares that they merged (blobs): the one
-                                                  asked, and those whose shares it has taken
+    rounds.signed  list, of (a peer or absent) -> what members signed for the shares that they merged (blobs): the one
+                                                  asked, and those whose shares it has taken; with `of`, of that one
+                                                  alone. Older versions do not know `of`
     rounds.traces  list                        -> traces of the steps (blobs) that its arrival committed to, for testers
     rounds.trace   list, first, count          -> leaves of the weights (blobs) before the step that the lot names, for
                                                   testers
@@ -51,7 +52,8 @@ NOT_YET, FAILED, UNKNOWN, WRONG = "not_yet", "failed", "unknown_job", "bad_reque
 
 WAIT_S = 2.0  # short: until the answer comes, nobody knows whether it is lost
 RUN_LEAVES = 256  # most leaves of one request: 4 MiB in int8, 16 MiB in float32
-RUN_ENTRIES = 64
+RUN_ENTRIES = 16  # of one request: 4.2 MB at most
+MOST_RUN_ENTRIES = 64  # of one answer; older versions ask for so many
 MAX_LEAVES = 2**22
 MAX_JOBS = 64
 _LENGTH = struct.Struct(">I")

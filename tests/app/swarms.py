@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 
 import trio
 
@@ -23,6 +24,7 @@ CREATOR = Identity(b"c" * 32)
 RECORD = sign_record(CREATOR, "attic", MODEL, now_ms=int(START_S * 1000))
 
 
+@cache
 def identity(number: int) -> Identity:
     """The same identity for the same number."""
     return Identity(hashlib.sha256(b"test node %d" % number).digest())

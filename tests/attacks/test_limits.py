@@ -14,7 +14,8 @@ from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
 from app.membership import exchange, guard
 from app.membership.table import TableLimits
-from app.rounds import grid, island, statements, traces
+from app.rounds import grid, island, record, statements, traces
+from app.rounds import log as round_log
 from app.serving import handover
 from app.serving.adapters import AdapterLimits
 from app.serving.admission import AdmissionLimits
@@ -36,6 +37,7 @@ from p2p.dht import lookup, public_directory, store
 from p2p.dht import streams as kad
 from p2p.dht import wire as dht_wire
 from p2p.discovery.known_peers import MAX_REMEMBERED, MAX_UNREACHED
+from p2p.envelope import MAX_PAYLOAD_BYTES
 from p2p.host import dialer, heartbeat, peer_record
 from p2p.host.address_book import MAX_PEERS
 from p2p.host.admission import ConnectionLimits
@@ -217,6 +219,11 @@ ROWS: dict[str, tuple[float, ...]] = {
     "training in rounds": (
         statements.MAX_MEMBERS,
         statements.MAX_MEMBERS_TOGETHER,
+        record._MEMBERS_BEFORE,
+        round_log.MAX_ENTRY_BYTES,
+        (MAX_PAYLOAD_BYTES + 1) / KIB,
+        statements.KEPT_STATEMENTS,
+        statements.MAX_MEMBERS + island._LISTS_MORE,
         grid.MOST_TOGETHER,
         island.MAX_PEERS,
         traces.MOST_TRACES,

@@ -301,12 +301,35 @@ def made_up(swarm: IslandSwarm, island: Island, numbers: tuple[int, ...], root: 
 async def test_strangers_make_no_round(tmp_path: Path, autojump_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, steps=60) as swarm:
         await joined(swarm, 3)
-        stranger = swarm.fabric.node(identity(7).peer_id)
+        stranger, seen = swarm.fabric.node(identity(7).peer_id), list[bytes]()
+
+        def noted(read: Any) -> Any:
+            async def reading(peer: str, reader: Any, raw: bytes) -> Any:
+                seen.append(raw)
+                return await read(peer, reader, raw)
+
+            return reading
+
+        made = []
         for number in (0, 1, 2):
             node = swarm.nodes[number]
-            raw = made_up(swarm, node.island, (5, 6, 7))
+            node.island._verified = noted(node.island._verified)  # type: ignore[method-assign]
+            made.append(made_up(swarm, node.island, (5, 6, 7)))
+            assert await stranger.call(node.name, wire.SAY, swarm.record.id + made[-1], timeout_s=10) == b""
+        await swarm.finished(0, 1, 2)
+        assert seen
+        assert not {*made} & {*seen}  # none of their signatures was looked at
+
+
+async def test_a_member_and_strangers_make_no_round(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, steps=60) as swarm:
+        await joined(swarm, 3)
+        liar = swarm.fabric.nodes[swarm.nodes[2].name]
+        for number in (0, 1):
+            node = swarm.nodes[number]
+            raw = made_up(swarm, node.island, (2, 6, 7))
             with pytest.raises(RemoteError) as caught:
-                await stranger.call(node.name, wire.SAY, swarm.record.id + raw, timeout_s=10)
+                await liar.call(node.name, wire.SAY, swarm.record.id + raw, timeout_s=10)
             assert caught.value.code == wire.WRONG
         await swarm.finished(0, 1, 2)
 
@@ -329,7 +352,7 @@ async def test_many_statements_of_one_peer_do_not_hold_up_those_of_others(
                 pass
 
         node.island._in_thread = reading
-        raw = made_up(swarm, node.island, (5, 6, 7))
+        raw = made_up(swarm, node.island, (0, 6, 7))
         async with trio.open_nursery() as nursery:
             for _ in range(60):
                 nursery.start_soon(say, flooder, raw)

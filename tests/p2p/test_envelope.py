@@ -15,6 +15,8 @@ from p2p.envelope import (
     Envelope,
     Rule,
     Sequence,
+    domain_of,
+    envelope_bytes,
     open_envelope,
     parse,
     seal,
@@ -95,8 +97,8 @@ def test_one_kind_of_statement_never_passes_for_another() -> None:
 
 def test_a_newer_version_is_refused_by_name() -> None:
     raw = bytearray(statement())
-    raw[2] = 2
-    with pytest.raises(EnvelopeError, match="version 2 is not understood; this Shoal reads version 1"):
+    raw[2] = 3
+    with pytest.raises(EnvelopeError, match="version 3 is not understood; this Shoal reads versions 1 and 2"):
         open_envelope(bytes(raw), RULE, now_ms=NOW)
 
 
@@ -151,6 +153,50 @@ def test_payloads_are_bounded_by_the_format_and_by_the_rule() -> None:
         open_envelope(largest, RULE, now_ms=NOW)
     with pytest.raises(EnvelopeError, match="too large"):
         parse(b"sE\x01\x01" + b"x" * MAX_ENVELOPE_BYTES)
+
+
+LONG = Rule("test", payload_of, max_payload_bytes=200_000)
+
+
+def long_statement(payload: bytes) -> bytes:
+    times = {"sequence": NOW, "expires_at_ms": NOW + HOUR}
+    return seal(ALICE, "test", payload, max_payload_bytes=LONG.max_payload_bytes, **times)
+
+
+@pytest.mark.parametrize(
+    ("size", "version"), [(0, 1), (MAX_PAYLOAD_BYTES, 1), (MAX_PAYLOAD_BYTES + 1, 2), (LONG.max_payload_bytes, 2)]
+)
+def test_a_domain_may_have_longer_payloads(size: int, version: int) -> None:
+    raw = long_statement(b"x" * size)
+    assert raw[2] == version
+    assert len(raw) == envelope_bytes(len("test"), size)
+    assert open_envelope(raw, LONG, now_ms=NOW)[1] == b"x" * size
+    assert domain_of(raw) == "test"
+
+
+def test_longer_payloads_are_refused_where_no_rule_allows_them() -> None:
+    with pytest.raises(EnvelopeError, match="too large"):
+        long_statement(b"x" * (LONG.max_payload_bytes + 1))
+    for size in (MAX_PAYLOAD_BYTES + 1, LONG.max_payload_bytes):
+        raw = long_statement(b"x" * size)
+        with pytest.raises(EnvelopeError, match="too large"):
+            parse(raw)
+        with pytest.raises(EnvelopeError, match="too large"):
+            open_envelope(raw, RULE, now_ms=NOW)
+        with pytest.raises(EnvelopeError, match="expected a statement of 'other'"):
+            open_envelope(raw, Rule("other", payload_of, LONG.max_payload_bytes), now_ms=NOW)
+
+
+def test_a_short_payload_has_one_form_only() -> None:
+    body = b"sE\x02\x04test" + envelopes._LONG_MIDDLE.pack(ALICE.public_key, NOW, NOW + HOUR, 5) + b"hello"
+    with pytest.raises(EnvelopeError, match="not one of version 2"):
+        open_envelope(body + ALICE.sign(b"shoal envelope\0" + body), LONG, now_ms=NOW)
+
+
+@given(st.binary(max_size=400).map(lambda tail: b"sE\x02\x04test" + tail))
+def test_arbitrary_bytes_of_the_long_form_raise_the_one_error(raw: bytes) -> None:
+    with pytest.raises(EnvelopeError):
+        open_envelope(raw, LONG, now_ms=NOW)
 
 
 def test_nothing_is_sealed_that_could_not_be_opened() -> None:

@@ -192,6 +192,15 @@ def test_islands_share_rows_where_these_are_few() -> None:
     ]
 
 
+def test_islands_without_a_row_are_counted() -> None:
+    many = replace(TRAINING, islands=TRAINING.islands * 16)
+    assert len(trained(many, 78, 100)) == 7 + 64
+    rows = trained(many, 78, 12)
+    assert len(rows) == 12
+    shown = sum(line.count(" tokens ") + line.count(" silent") for line in rows[7:-1])
+    assert rows[-1].strip() == f"and {64 - shown} more"
+
+
 @pytest.mark.parametrize(
     ("job", "said", "unsaid"),
     [

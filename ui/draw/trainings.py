@@ -22,11 +22,11 @@ def training_title(job: TrainingView) -> Row:
 def training_rows(job: TrainingView, name_of: NameOf, width: int, height: int) -> list[Row]:
     """Everything known about a training job, the most urgent first.
 
-    Where rows are few, reasons are cut to one row each, and islands share rows.
+    Where rows are few, reasons are cut to one row each, and islands share rows; the last row counts those without one.
     """
-    rows = _all_rows(job, name_of, width, MOST_WHY, dense=False)
+    rows = _all_rows(job, name_of, width, MOST_WHY)
     if len(rows) > height:
-        rows = _all_rows(job, name_of, width, 1, dense=True)
+        rows = _all_rows(job, name_of, width, 1, height)
     return [fit(line, width) for line in rows[:height]]
 
 
@@ -51,8 +51,8 @@ def training_facts(job: TrainingView, name_of: NameOf) -> list[tuple[str, str]]:
     return facts
 
 
-def _all_rows(job: TrainingView, name_of: NameOf, width: int, most: int, *, dense: bool) -> list[Row]:
-    """Every row about a job; a reason takes at most `most` of them."""
+def _all_rows(job: TrainingView, name_of: NameOf, width: int, most: int, height: int | None = None) -> list[Row]:
+    """Every row about a job; a reason takes at most `most` of them. With `height` islands share rows."""
     room = max(8, width - LABEL)
     rows: list[Row] = []
     if job.why:
@@ -64,7 +64,10 @@ def _all_rows(job: TrainingView, name_of: NameOf, width: int, most: int, *, dens
     for label, peer, why in _suspects(job):
         words = f"{shorten(one_line(name_of(peer)), PEER_NAME)}: {why}"
         rows += entry(label, reason(words, name_of, room, most, "warning"))
-    islands = _dense_islands(job, name_of, room) if dense else [_island(one, name_of) for one in job.islands]
+    if height is None:
+        islands = [_island(one, name_of) for one in job.islands]
+    else:
+        islands = _dense_islands(job, name_of, room, height - len(rows))
     return rows + entry("islands", islands or [row(("none", "dim"))])
 
 
@@ -131,16 +134,21 @@ def _island(one: IslandView, name_of: NameOf) -> Row:
     return row((cell(name, PEER_NAME), style), _figures(one))
 
 
-def _dense_islands(job: TrainingView, name_of: NameOf, room: int) -> list[Row]:
-    """Islands one after the other, broken between two of them where a row is full."""
+def _dense_islands(job: TrainingView, name_of: NameOf, room: int, height: int) -> list[Row]:
+    """Islands one after the other, broken between two of them where a row is full; then how many have no room."""
     rows: list[Row] = []
-    for one in job.islands:
+    shown: list[int] = []  # islands up to the end of each row
+    for number, one in enumerate(job.islands, 1):
         name, style = _named(one, name_of)
         speed = "" if one.tokens_per_s is None else f" {known_rate(one.tokens_per_s)} tok/s"
         late = "" if not one.lag_s else f" {one.lag_s:.1f} s late"
         part = row((name, style), (f" {many(one.tokens)} tokens{speed}{late}" if one.alive else " silent", "dim"))
         if rows and width_of([*rows[-1], *part]) + 3 <= room:
             rows[-1] += [(" · ", "dim"), *part]
+            shown[-1] = number
         else:
             rows.append(part)
+            shown.append(number)
+    if len(rows) > height > 1:
+        rows[height - 1 :] = [row((f"and {len(job.islands) - shown[height - 2]} more", "dim"))]
     return rows

@@ -15,7 +15,7 @@ import trio
 from trio.testing import MockClock
 
 from app.rounds.decisions import MOST_REST
-from app.rounds.statements import RESULT, MemberList
+from app.rounds.statements import MAX_MEMBERS, RESULT, MemberList
 from engine.config import ModelConfig, Rope
 from engine.errors import TrainingError
 from engine.training.parameters import drawn_model
@@ -253,6 +253,7 @@ async def check_churn(folder: Path, *, islands: int, seconds: float, churn_s: fl
     # With larger steps, or of fewer tokens, honest changes are so unlike each other that some are taken for lies.
     steps: dict[str, Any] = {
         "every": 10, "least_every": 10, "most_every": 10, "steps": 10**6, "batch": 4, "rate": 3e-3,
+        "islands": MAX_MEMBERS,
     }  # fmt: skip
     async with open_islands(folder, lesson=lesson, timing=UNHURRIED, grid=True, **steps) as swarm:
         for number, step_s in enumerate(speeds):

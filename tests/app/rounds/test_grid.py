@@ -40,17 +40,20 @@ def test_every_member_is_in_one_row_of_four_to_eight(networks: list[int | None],
     found, count = grid(*networks, seed=seed), len(networks)
     assert sorted(peer for row in found.rows for peer in row) == sorted(PEERS[:count])
     assert all(len(row) <= MOST_TOGETHER for row in found.rows)
-    assert len(found.rows) <= MOST_TOGETHER
+    assert len(found.rows) <= max(1, count // LEAST_TOGETHER)
     if len(found.rows) > 1:
         assert all(len(row) >= LEAST_TOGETHER for row in found.rows)
     assert (len(found.rows) > 1) >= (count > MOST_TOGETHER)
     assert all(list(row) == sorted(row, key=PEERS.index) for row in found.rows)
 
 
-@pytest.mark.parametrize(
-    ("count", "wanted"),
-    [(1, [1]), (8, [8]), (9, [5, 4]), (11, [6, 5]), (12, [4, 4, 4]), (16, [4] * 4), (18, [5, 5, 4, 4]), (20, [5] * 4)],
-)
+ROWS = {
+    1: [1], 8: [8], 9: [5, 4], 11: [6, 5], 12: [4, 4, 4], 16: [4] * 4, 18: [5, 5, 4, 4], 20: [5] * 4,
+    21: [5, 4, 4, 4, 4], 28: [6, 6, 6, 5, 5], 36: [6] * 6, 48: [7] * 6 + [6], 63: [8] * 7 + [7], 64: [8] * 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "wanted"), ROWS.items())
 def test_rows_are_about_as_many_as_columns(count: int, wanted: list[int]) -> None:
     assert sizes(grid(*[None] * count)) == wanted
 
@@ -178,14 +181,17 @@ def test_nobody_moves_more_than_where_all_exchange_with_all(networks: list[int |
         assert len(taken) <= 2 * (MOST_TOGETHER - 1) + len(found.rows)
 
 
-def test_of_sixteen_each_exchanges_with_six() -> None:
-    found = grid(*[None] * 16)
-    for me in PEERS[:16]:
-        partners = {*found.row_of(me), *(peer for row in found.sources(me, 160) for peer in row)}
-        partners |= {found.giver(merger, me, 160) for merger in PEERS[:16]}
-        assert len(partners - {me}) == 6
-    between = sum(len(part) for peer in PEERS[:16] for row in found.sources(peer, 160) for part in row.values())
-    assert between - 160 == 160 * (len(found.rows) - 1)  # in, and as much out again: 2(r-1)/n of a change for a member
+@pytest.mark.parametrize(("count", "others"), [(16, 6), (64, 14)])
+def test_of_a_square_each_exchanges_with_its_row_and_column(count: int, others: int) -> None:
+    found, peers, leaves = grid(*[None] * count), PEERS[:count], 10 * count
+    for me in peers:
+        partners = {*found.row_of(me), *(peer for row in found.sources(me, leaves) for peer in row)}
+        partners |= {found.giver(merger, me, leaves) for merger in peers}
+        assert len(partners - {me}) == others
+    between = sum(len(part) for peer in peers for row in found.sources(peer, leaves) for part in row.values())
+    assert between - leaves == leaves * (
+        len(found.rows) - 1
+    )  # in, and as much out again: 2(r-1)/n of a change for a member
 
 
 # --- clipping ---------------------------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ from app.rounds import wire
 from app.rounds.decisions import merge_weights
 from app.rounds.grid import Grid, grid_of
 from app.rounds.island import LeftOut
-from app.rounds.statements import MemberList
+from app.rounds.statements import MAX_MEMBERS, MemberList
 from engine.training.codecs import encode
 from engine.training.outer import merged
 from engine.training.parameters import drawn_model
+from p2p.envelope import LONG_VERSION
 from p2p.errors import RemoteError
 from tests.app.rounds.grid_swarm import bytes_of_round, count_bytes, open_grid
 from tests.app.rounds.island_swarm import Lesson, Node, Text, members_of
@@ -50,6 +51,28 @@ def on_exchange(node: Node, answer: Callable[[str, str, MemberList, Callable[[],
 
 
 # --- all goes well ----------------------------------------------------------------------------------------------------
+
+
+async def test_each_of_34_islands_is_counted_soon_after_it_came(tmp_path: Path, patient_clock: MockClock) -> None:
+    first, count, soon = 10, 34, 1
+    short: dict[str, Any] = {"every": 3, "least_every": 3, "most_every": 3, "steps": 12}
+    async with open_grid(tmp_path, 0, islands=MAX_MEMBERS, **short) as swarm:
+        for number in range(first):
+            swarm.add(number, step_s=1.0)
+        island = swarm.nodes[0].island
+        await swarm.until(lambda: len(island.standing.members) == first)
+        came = island.standing.round
+        for number in range(first, count):
+            swarm.add(number, step_s=1.0, has_model=False)
+        await swarm.finished(*range(count))
+        names = {node.name for node in swarm.nodes.values()}
+        assert len(island.log) > came + soon
+        assert all({*entry.list.members} == names for entry in island.log[came + soon :])
+        assert all(node.island.figures.repeated == 0 for node in swarm.nodes.values())
+        assert island.log[-1].raw[2] == LONG_VERSION  # it does not fit into 64 KiB
+        counted = sum(arrival.tokens for entry in island.log for arrival in entry.list.arrivals)
+        assert counted == island.standing.tokens
+        assert counted >= 0.8 * sum(node.island.figures.tokens for node in swarm.nodes.values())
 
 
 @pytest.mark.parametrize("count", [9, pytest.param(16, marks=pytest.mark.soak), 20])

@@ -15,6 +15,7 @@ import torch
 import trio
 from trio.testing import MockClock
 
+from app.core.canonical_json import canonical
 from app.core.errors import RecordError
 from app.rounds import wire
 from app.rounds.island import LeftOut
@@ -442,6 +443,19 @@ async def test_requests_that_are_not_understood_are_refused(tmp_path: Path, auto
                     await stranger.call(name, method, body, timeout_s=30)
                 assert caught.value.code in (wire.WRONG, wire.UNKNOWN, wire.NOT_YET), (method, body)
         await swarm.finished(0)
+
+
+async def test_what_was_signed_for_shares_is_told_of_all_or_of_one(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2) as swarm:
+        await swarm.finished(0, 1, 2)
+        island, name = swarm.nodes[0].island, swarm.nodes[1].name
+        found = island.log[-1].list.hash
+        signed = {peer: share.raw for peer, share in island._attempts[found].shares.items()}
+        assert name in signed
+        assert len(signed) > 1
+        for more, told in (({}, [*signed.values()]), ({"of": name}, [signed[name]]), ({"of": "nobody"}, [])):
+            answer: Any = await island.answer(wire.SIGNED, name, canonical({"list": found.hex(), **more}))
+            assert wire.unpack(b"".join(answer), 64) == told
 
 
 @pytest.mark.parametrize("raw", [b"\0\0\0", b"\0\0\0\5abc", b"\0\0\0\1a\0\0\0\1b"])

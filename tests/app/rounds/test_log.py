@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,38 +16,47 @@ from app.core.errors import RecordError
 from app.rounds.grid import MOST_TOGETHER
 from app.rounds.log import (
     ENTRY,
+    MAX_ENTRY_BYTES,
     MAX_LEFT_OUT,
     RoundEntry,
     beginning,
+    check_counts,
     codec_of,
+    entry_bytes,
     follow,
     is_better,
     make_entry,
-    most_members,
+    most_entry_bytes,
+    most_left_out,
     read_entry,
     replay,
     up_to,
 )
-from app.rounds.record import DOMAIN, read_training, sign_training
+from app.rounds.record import DOMAIN, MAX_EVERY, MAX_STEPS, TrainingRecord, read_training, sign_training
 from app.rounds.statements import (
     ARRIVAL,
+    LIST,
     MAX_ARRIVAL_BYTES,
+    MAX_ATTEMPTS,
     MAX_COUNTED_BYTES,
-    MAX_CROWDED_BYTES,
     MAX_MEMBERS,
+    MAX_ROUNDS,
+    MAX_TOKENS,
+    MAX_WHY_CHARS,
     RESULT,
     Result,
-    check_counts,
+    list_bytes,
     read_arrival,
     read_list,
     read_result,
     sign_list,
     sign_result,
     signed,
+    texts_of,
 )
 from app.rounds.testers import MOST_RATIO, MOST_TESTED
 from app.rounds.train_jobs import terms_of
-from p2p.envelope import NEVER, parse, seal
+from p2p.envelope import MAX_PAYLOAD_BYTES, NEVER, parse, seal
 from p2p.identity import PEER_ID_CHARS, Identity
 from tests.app.rounds.statements import (
     BY_PEER,
@@ -314,44 +324,144 @@ def crowd(count: int) -> list[Identity]:
     return people
 
 
-@pytest.mark.parametrize("is_grid", [False, True])
-def test_the_largest_round_fits_into_its_entry(is_grid: bool) -> None:
-    record = replace(RECORD, grid=is_grid)
-    people = crowd(most_members(record))
-    _, standing = round_of(START, PEOPLE[:1], present=[one.peer_id for one in people])
-    left_out = {"x" * PEER_ID_CHARS: "its change has the norm 1.23e+10, the median is 1.23e+10"}
-    standing = replace(
-        standing, left_out={peer[:-1] + str(at): why for at in range(9) for peer, why in left_out.items()}
-    )
-    found = members(standing, people, tokens=2**40, traces=b"t" * 32, network=MAX_MEMBERS - 1)
-    tested = (MOST_RATIO,) * 2 * MOST_TESTED
-    errors = (MOST_RATIO,) * MOST_TESTED
-    row = found.members[: MOST_TOGETHER if is_grid else None]
+OLD, OLD_GRID = RECORD, replace(RECORD, grid=True)
+NEW = replace(RECORD, grid=True, islands=MAX_MEMBERS)
+
+
+@pytest.mark.parametrize(("record", "most"), [(OLD, 16), (OLD_GRID, 20), (NEW, 64)])
+def test_the_largest_honest_round_is_made_and_followed(record: TrainingRecord, most: int) -> None:
+    record = replace(record, steps=10**9)
+    people = crowd(most)
+    assert record.most_members == len(people)
+    standing = replace(beginning(record), members=tuple(one.peer_id for one in people), tokens=2**49, step=10**8)
+    why = "its change of the last round makes the loss on text that it read 1000.00 times as large"
+    left_out = {str(at).zfill(PEER_ID_CHARS): why for at in range(most_left_out(record))}
+    standing = replace(standing, left_out=left_out)
+    more: dict[str, Any] = {"tokens": 320, "traces": b"t" * 32}
+    arrivals = [
+        arrival(one, standing, **more, job=record.id, network=most - 1 if record.grid else None) for one in people
+    ]
+    leader = people[0]
+    found = sign_list(leader, record.id, MAX_ATTEMPTS, arrivals, NOW_MS)
+    row = found.members[: MOST_TOGETHER if record.grid else None]
     report, past = {peer: (1.23456e-12, -0.123456) for peer in row}, (-1000,) * len(row)
-    results = [result(BY_PEER[peer], found, b"r" * 32, report, past, tested, errors) for peer in found.members]
-    most = MAX_CROWDED_BYTES if is_grid else MAX_COUNTED_BYTES + len(results[0].raw) - len(payload_of(results[0]))
-    fullest = max(len(one.raw) for one in results)
-    assert fullest <= most
-    padded = [changed(one.raw, RESULT, BY_PEER[one.peer], more="x" * (most - fullest - 10)) for one in results]
-    for raw in padded:
-        check_counts(read_result(raw, NOW_MS), len(people))
-    entry = make_entry(
-        BY_PEER[found.leader], record, standing, found, [read_result(raw, NOW_MS) for raw in padded], every=10,
-        codec="int8", present=(), now_ms=NOW_MS,
-    )  # fmt: skip
-    assert len(entry.list.members) == len(people) == (MAX_MEMBERS if is_grid else 16)
+    tested, errors = (MOST_RATIO,) * 2 * MOST_TESTED, (MOST_RATIO,) * MOST_TESTED
+    results = [result(one, found, b"r" * 32, report, past, tested, errors) for one in people]
+    for one in results:
+        check_counts(record, len(people), one)
+    entry = make_entry(leader, record, standing, found, results, every=10, codec="int8", present=(), now_ms=NOW_MS)
+    assert len(parse(entry.raw, MAX_ENTRY_BYTES).payload) <= most_entry_bytes(record)
+    after = follow(record, standing, entry)
+    assert {*after.members} == {one.peer_id for one in people}
+    assert len(after.banned) == most_left_out(record)
 
 
-def payload_of(one: Result) -> bytes:
-    return parse(one.raw).payload
+@pytest.mark.parametrize(
+    ("record", "count"),
+    [
+        (record, count)
+        for record in (OLD, OLD_GRID, NEW)
+        for count in (1, 2, 9, 16, 17, 20, 21, 64)
+        if count <= record.most_members
+    ],
+)
+def test_whatever_is_accepted_fits_into_the_entry(record: TrainingRecord, count: int) -> None:
+    """Every part of it is as long as its own bound allows."""
+    people = crowd(count)
+    whole = people[0]
+    long = changed(arrival(whole, START).raw, ARRIVAL, whole, more="")
+    long = changed(long, ARRIVAL, whole, more="x" * (MAX_ARRIVAL_BYTES - len(parse(long).payload)))
+    read_arrival(long, NOW_MS)
+    assert len(parse(long).payload) == MAX_ARRIVAL_BYTES
+    values = {
+        "job": "f" * 64, "round": MAX_ROUNDS, "attempt": MAX_ATTEMPTS, "prev": "f" * 64,
+        "arrivals": texts_of([long] * count),
+    }  # fmt: skip
+    members_raw = signed(whole, LIST, values, NOW_MS)
+    assert len(parse(members_raw).payload) <= list_bytes(count) <= MAX_PAYLOAD_BYTES
+    short = changed(result(whole, members(START, PEOPLE[:1]), b"r" * 32, {}).raw, RESULT, whole, more="")
+    for size in range(MAX_COUNTED_BYTES, 0, -1):
+        one = changed(short, RESULT, whole, more="x" * (size - len(parse(short).payload)))
+        with contextlib.suppress(RecordError):
+            check_counts(record, count, read_result(one, NOW_MS))
+            break
+    else:
+        pytest.fail("no result is accepted")
+    assert size == MAX_COUNTED_BYTES or (record is OLD_GRID and count > 16)
+    reasons = {str(at).zfill(PEER_ID_CHARS): "w" * MAX_WHY_CHARS for at in range(most_left_out(record))}
+    values = {
+        "job": "f" * 64, "round": MAX_ROUNDS, "prev": "f" * 64, "list": texts_of([members_raw]),
+        "results": texts_of([one] * count), "root": "f" * 64, "doubted": dict([*reasons.items()][:count]),
+        "left_out": reasons, "next": [one.peer_id for one in people], "every": MAX_EVERY, "codec": "int8",
+        "step": MAX_STEPS + MAX_EVERY, "start": 2**62, "tokens": MAX_TOKENS,
+    }  # fmt: skip
+    if count > len(reasons):
+        values["doubted"] = {one.peer_id: "w" * MAX_WHY_CHARS for one in people}
+    raw = signed(whole, ENTRY, values, NOW_MS, most_entry_bytes(record))
+    payload = parse(raw, MAX_ENTRY_BYTES).payload
+    assert len(payload) <= entry_bytes(count, len(reasons), len(one)) <= most_entry_bytes(record)
 
 
-def test_a_result_too_long_for_a_crowded_round_is_refused() -> None:
+def test_a_result_too_long_for_a_crowded_round_of_an_old_job_is_refused() -> None:
     found = members(START, PEOPLE[:1])
     long = read_result(changed(result(PEOPLE[0], found, b"r" * 32, {}).raw, RESULT, more="x" * 1100), NOW_MS)
-    check_counts(long, 16)
+    check_counts(OLD_GRID, 16, long)
+    check_counts(NEW, 64, long)
     with pytest.raises(RecordError, match="too long"):
-        check_counts(long, 17)
+        check_counts(OLD_GRID, 20, long)
+
+
+def test_an_entry_longer_than_older_versions_read_ends_no_old_job() -> None:
+    entry, _ = round_of(START, PEOPLE[:1])
+    values = json.loads(parse(entry.raw).payload) | {"more": "x" * MAX_PAYLOAD_BYTES}
+    with pytest.raises(RecordError, match="too large"):
+        signed(PEOPLE[0], ENTRY, values, NOW_MS)
+    long = read_entry(signed(PEOPLE[0], ENTRY, values, NOW_MS, MAX_ENTRY_BYTES), NOW_MS)
+    with pytest.raises(RecordError, match="too long for this job"):
+        follow(RECORD, START, long)
+
+
+def test_a_record_names_its_islands_only_with_a_grid() -> None:
+    assert read_training(sign_training(PEOPLE[0], NEW), now_ms=NOW_MS) == NEW
+    for wrong in (replace(NEW, grid=False), replace(NEW, islands=MAX_MEMBERS + 1)):
+        with pytest.raises(RecordError, match="islands"):
+            sign_training(PEOPLE[0], wrong)
+
+
+def test_a_version_that_does_not_know_the_number_of_islands_refuses_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the previous version does, which takes `islands` for an unknown field."""
+    raw = sign_training(PEOPLE[0], NEW)
+    payload = TrainingRecord.payload
+    monkeypatch.setattr(TrainingRecord, "payload", lambda self: payload(replace(self, islands=0)))
+    with pytest.raises(RecordError, match="not canonical"):
+        read_training(raw, now_ms=NOW_MS)
+
+
+def test_reasons_of_others_never_make_a_result_too_long() -> None:
+    people = crowd(MAX_MEMBERS)
+    for why in ("plain", "x" * 1000, '"' * 1000, "\x00" * 1000, "\U0001f41f" * 1000):
+        failed = {one.peer_id: why for one in people}
+        report = {peer: (1.23456e-12, -0.123456) for peer in [*failed][:16]}
+        made = Result(RECORD.id, MAX_ROUNDS, b"l" * 32, b"", failed, report, past=(-1000,) * 16)
+        assert sign_result(people[0], made, NOW_MS).failed.keys() == failed.keys()
+
+
+def test_a_statement_is_verified_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = members(START, PEOPLE[:1], steps=7)
+    seen: list[bytes] = []
+
+    def is_signed(key: bytes, data: bytes, signature: bytes) -> bool:
+        seen.append(data)
+        return False
+
+    monkeypatch.setattr("p2p.envelope.is_signed", is_signed)
+    assert read_list(found.raw, NOW_MS) is found
+    assert read_arrival(found.arrivals[0].raw, NOW_MS) is found.arrivals[0]
+    assert not seen
+    for _ in range(2):  # what was refused is looked at again
+        with pytest.raises(RecordError, match="forged"):
+            read_arrival(found.arrivals[0].raw[:-1] + b"x", NOW_MS)
+    assert len(seen) == 2
 
 
 def test_a_result_too_long_for_an_entry_is_refused() -> None:
@@ -364,7 +474,7 @@ def test_a_result_too_long_for_an_entry_is_refused() -> None:
 
 
 def test_a_round_with_more_newcomers_than_places_keeps_those_who_took_part() -> None:
-    people = crowd(2 * MAX_MEMBERS)
+    people = crowd(40)
     _, standing = round_of(START, PEOPLE[:1], present=[one.peer_id for one in PEOPLE[:3]])
     entry, after = round_of(standing, PEOPLE[:2], present=[one.peer_id for one in people])
     assert len(after.members) == 16

@@ -100,7 +100,7 @@ async def test_who_had_to_wait_for_a_place_takes_over_moments(
     tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has had each state since the first round, so that it never fetches one; with fresh moments it is left out."""
-    monkeypatch.setattr("app.rounds.log.MAX_MEMBERS_TOGETHER", 3)
+    monkeypatch.setattr("app.rounds.record.MAX_MEMBERS_TOGETHER", 3)
     async with open_islands(tmp_path, 0, 1, 2, 3, steps=60) as swarm:
         await swarm.until(lambda: swarm.nodes[0].island.standing.round >= 3)
         outside = next(node for node in swarm.nodes.values() if node.name not in swarm.nodes[0].island.standing.members)
