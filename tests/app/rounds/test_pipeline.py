@@ -208,7 +208,7 @@ async def test_with_a_tied_head_losses_differ_by_rounding_alone(tmp_path: Path, 
     async with open_pipeline(tmp_path, (0, 2), (2, 4), **tied) as (swarm, _):
         await swarm.finished(0)
         # both ends add to one matrix, in another order than in one process
-        assert swarm.nodes[0].island.figures.losses == pytest.approx(alone.island.figures.losses, rel=1e-5)
+        assert swarm.nodes[0].island.figures.losses == pytest.approx(alone.island.figures.losses, rel=1e-4)
 
 
 async def test_it_takes_part_in_rounds_with_islands_of_one_machine(tmp_path: Path, patient_clock: MockClock) -> None:
