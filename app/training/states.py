@@ -124,7 +124,7 @@ class StateStore:
                     raise WeightsError(f"{missing[0]} is not here, and no member that has it is named")
                 self._changing |= roots
                 try:
-                    download = Download(self._network, self._parts, self._server, lambda name: others)
+                    download = Download(self._network, self._parts, self._server, lambda name: others, hangs_up=False)
                     await download.fetch(names)
                     if gave is not None:
                         gave.update(download.progress.from_peers)
