@@ -1,4 +1,4 @@
-"""States of blocks from their holders: one that falls silent is given up in time, and none is framed by who names it."""
+"""States of blocks from their holders: silent ones are given up in time, honest ones not taken for liars."""
 
 from __future__ import annotations
 
