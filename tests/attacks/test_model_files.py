@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from engine.errors import EngineError, SourceError
 from engine.model.rope import RotaryTable
 from engine.sources.base import TokenizerSpec
 from engine.sources.gguf_tokenizer import byte_alphabet
+from engine.sources.layout import MAX_BLOCKS, expected_shapes
+from engine.stored_form import stored_bytes
 from engine.text import chat_template
 from engine.text.chat_template import MAX_SECONDS, ChatError, ChatTemplate
 from engine.text.constraint import GrammarCompiler
@@ -183,3 +185,22 @@ def test_a_manifest_is_refused_or_its_model_can_be_hosted(rope: Rope) -> None:
     cosines, sines = table.turns(torch.arange(4))
     assert cosines.isfinite().all()
     assert sines.isfinite().all()
+
+
+@dataclass(frozen=True)
+class Described:
+    """A tensor of a manifest."""
+
+    role: str
+    kind: str
+    shape: tuple[int, ...]
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_the_form_of_thousands_of_blocks_is_found_in_a_moment(kind: str) -> None:
+    """A node that looks for swarms finds it for every manifest that a peer shows."""
+    shapes = expected_shapes(CONFIG, "block.0").items()
+    block = [Described(role, kind if len(shape) == 2 else "F32", shape) for role, shape in shapes]
+    began = time.process_time()
+    assert stored_bytes([block] * MAX_BLOCKS) is not None
+    assert time.process_time() - began < 1.5
