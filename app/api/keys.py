@@ -121,6 +121,13 @@ def using(meter: KeyMeter) -> Iterator[None]:
         meter.active -= 1
 
 
+def count_tokens(tokens: int) -> None:
+    """Count tokens for the key of the present request, if it has one."""
+    meter = _meter.get()
+    if meter is not None:
+        meter.spend(tokens, trio.current_time())
+
+
 def metered(events: AsyncGenerator[ReplyEvent, None], prompt_chars: int) -> AsyncGenerator[ReplyEvent, None]:
     """Return a reply whose tokens count for the key of the present request, if it has one."""
     meter = _meter.get()

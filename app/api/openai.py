@@ -23,7 +23,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
 from app.api.control import Control
-from app.api.keys import current_owner
+from app.api.keys import count_tokens, current_owner
 from app.api.model_names import check_active, named_model, other_swarms
 from app.api.openai_errors import PREFIX, OpenAIError, response_to, status_and_body
 from app.api.openai_fields import (
@@ -85,7 +85,10 @@ def routes(control: Control) -> APIRouter:
     async def embeddings(asked: EmbeddingsRequest) -> JSONResponse:
         """Embeddings of texts: the mean of the last block's outputs, scaled to length 1."""
         check_active(control.snapshot(), asked.model)
-        made = [await control.embed(prompt, current_owner()) for prompt in asked.prompts()]
+        made = []
+        for prompt in asked.prompts():
+            made.append(await control.embed(prompt, current_owner()))
+            count_tokens(made[-1][1])
         data = [
             {"object": "embedding", "index": index, "embedding": _encoded(vector, asked.encoding_format)}
             for index, (vector, _) in enumerate(made)

@@ -101,7 +101,7 @@ def _show_training(facts: dict[str, Any], *, as_json: bool) -> int:
         for peer, why in facts[name].items():
             print(f"{label:<12}{peer}: {why}")
     if facts["waiting"]:
-        print(f"waiting     {facts['waiting']}")
+        print(one_line(f"waiting     {facts['waiting']}"))
     return 0
 
 

@@ -683,10 +683,8 @@ class Island:
         began = trio.current_time()
         self._tester.stop()
         self._tried |= {*members.members}
-        attempt = self._attempts[members.hash] = ExchangeAttempt(members, self.record.grid)
-        while len(self._attempts) > KEPT_ATTEMPTS:
-            del self._attempts[next(iter(self._attempts))]
-        self._news.notify()
+        attempt = ExchangeAttempt(members, self.record.grid)
+        self._keep(attempt)
         root, failed = b"", dict[str, str]()
         try:
             leaves = await self._exchange.run(attempt, self._own, began + self.timing.exchange_s)
@@ -705,6 +703,13 @@ class Island:
         )  # fmt: skip
         return sign_result(self._identity, made, self._wall_ms())
 
+    def _keep(self, attempt: ExchangeAttempt) -> None:
+        """Show others an attempt, and forget the oldest ones: each has leaves as large as a whole change."""
+        self._attempts[attempt.members.hash] = attempt
+        while len(self._attempts) > KEPT_ATTEMPTS:
+            del self._attempts[next(iter(self._attempts))]
+        self._news.notify()
+
     # --- taking over --------------------------------------------------------------------------------------------------
 
     async def _adopt(self, entry: RoundEntry) -> None:
@@ -715,8 +720,7 @@ class Island:
         if found is None or (found.list_hash, found.root) != (entry.list.hash, entry.root):
             self._candidate = None
             leaves, found = await self._result_of(entry)
-            attempt = self._attempts[entry.list.hash] = ExchangeAttempt(entry.list, self.record.grid)
-            attempt.merged = dict(enumerate(leaves))
+            self._keep(ExchangeAttempt(entry.list, self.record.grid, merged=dict(enumerate(leaves))))
         await self._device.run_later(lambda: self._model.commit(counted=counted))
         self._rests = self._rests_after(entry.list)
         await self.checkpoint.finish()  # of the state before this round

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from app.core.canonical_json import Fields
 from app.core.errors import RecordError
 from app.manifest.merkle import HASH_BYTES
 from app.rounds.decisions import (
@@ -68,7 +69,8 @@ from app.rounds.statements import (
 )
 from app.rounds.testers import DrawnTest, drawn_tests, harmful, miscomputed
 from p2p.envelope import MAX_PAYLOAD_BYTES, envelope_bytes
-from p2p.identity import PEER_ID_CHARS, Identity
+from p2p.errors import IdentityError
+from p2p.identity import PEER_ID_CHARS, Identity, public_key_of
 
 ENTRY = "shoal/round/entry"
 MAX_LEFT_OUT = 16  # that an entry of an older job can name, see `most_left_out`
@@ -217,7 +219,7 @@ def read_entry(raw: bytes, now_ms: int) -> RoundEntry:
         root=fields.hex_bytes("root", HASH_BYTES),
         doubted=reasons_in(fields, "doubted"),
         left_out=reasons_in(fields, "left_out"),
-        next=fields.texts("next", MAX_MEMBERS, 2 * PEER_ID_CHARS),
+        next=_peers_in(fields, "next"),
         every=fields.integer("every", 1, MAX_EVERY),
         codec=fields.optional_text("codec", 8) or "",
         step=fields.integer("step", 1, MAX_STEPS + MAX_EVERY),
@@ -228,6 +230,16 @@ def read_entry(raw: bytes, now_ms: int) -> RoundEntry:
     if envelope.peer != members.leader:
         raise RecordError("a round's entry is not signed by the one who led it")
     return entry
+
+
+def _peers_in(fields: Fields, name: str) -> tuple[str, ...]:
+    peers = fields.texts(name, MAX_MEMBERS, PEER_ID_CHARS)
+    try:
+        for peer in peers:
+            public_key_of(peer)
+    except IdentityError:
+        fields.refuse(name, "peer ids")
+    return peers
 
 
 def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Standing:

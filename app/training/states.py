@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -48,8 +48,9 @@ class StateStore:
         self._parts = PartSet(folder, (), "a training job")
         self._server = ChunkServer(self._parts, is_member, methods=METHODS)
         self._runs: dict[bytes, set[bytes]] = {}  # root -> runs that need it
-        self._changing: set[bytes] = set()  # roots that are downloaded or removed now
-        self._changed = Signal()
+        self._downloads: Counter[tuple[bytes, bytes]] = Counter()  # of a run's root, under way
+        self._removing: set[bytes] = set()  # roots
+        self._removed = Signal()
         self._is_member = is_member
 
     @asynccontextmanager
@@ -79,9 +80,10 @@ class StateStore:
         made: tuple[StatePart, list[bytes]] = await self._in_thread(part_of, data)
         state, leaves = made
         part = self._part(run, state)
-        await self._changed.wait_for(lambda: state.root not in self._changing)
+        await self._removed.wait_for(lambda: state.root not in self._removing)
         if not self._parts.files.holds(part):
             await self._in_thread(self._parts.files.keep, part, leaves, data)
+        self._name_again([part])
         return state
 
     async def fetch(
@@ -114,42 +116,50 @@ class StateStore:
         Raises `WeightsError` if the disk cannot be written or no holder is a member, `trio.TooSlowError` if nobody
         sends them in time.
         """
-        names = list(dict.fromkeys(self._part(run, state).name for state in states))  # blocks may have equal states
-        roots = {state.root for state in states}
+        parts = {state.root: self._part(run, state) for state in states}  # blocks may have equal states
+        names = [part.name for part in parts.values()]
         others = [peer for peer in holders if peer != self._network.peer_id and self._is_member(peer)]
         with trio.fail_after(FETCH_S + sum(state.size_bytes for state in states) / SLOWEST_BYTES_PER_S):
-            await self._changed.wait_for(lambda: not roots & self._changing)
+            await self._removed.wait_for(lambda: self._removing.isdisjoint(parts))
+            self._name_again(parts.values())
             if missing := self._parts.missing(names):
                 if not others:
                     raise WeightsError(f"{missing[0]} is not here, and no member that has it is named")
-                self._changing |= roots
+                under_way = [(run, root) for root in parts]
+                self._downloads.update(under_way)
                 try:
-                    download = Download(self._network, self._parts, self._server, lambda name: others)
+                    download = Download(self._network, self._parts, self._server, lambda name: others, hangs_up=False)
                     await download.fetch(names)
                     if gave is not None:
                         gave.update(download.progress.from_peers)
                 finally:
-                    self._changing -= roots
-                    self._changed.notify()
+                    self._downloads.subtract(under_way)
+                    self._downloads = +self._downloads
+                self._name_again(parts.values())
+
+    def _name_again(self, parts: Iterable[Part]) -> None:
+        """Let these parts have the sizes named here: another run may have named others while this one waited."""
+        for part in parts:
+            self._parts.add(part)
 
     async def forget(self, run: bytes, keep: Sequence[StatePart] = ()) -> None:
-        """Remove the states that no run needs any more but this one, except those to keep."""
+        """Remove the states that no run needs any more but this one, except those to keep or on their way here."""
         needed = {state.root for state in keep}
         gone = set()
         for root, runs in list(self._runs.items()):
-            if root not in needed:
+            if root not in needed and not self._downloads[run, root]:
                 runs.discard(run)
             if not runs:
                 del self._runs[root]
                 self._parts.drop(root)
                 gone.add(root)
         if gone:
-            self._changing |= gone
+            self._removing |= gone
             try:
                 await self._in_thread(self._parts.files.remove, [root.hex() for root in gone])
             finally:
-                self._changing -= gone
-                self._changed.notify()
+                self._removing -= gone
+                self._removed.notify()
 
     def _part(self, run: bytes, state: StatePart) -> Part:
         part = Part(_name(state), state.size_bytes, state.root)

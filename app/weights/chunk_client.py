@@ -39,6 +39,7 @@ class ChunkClient:
     writer: ChunkWriter
     performance: PeerPerformance
     from_peers: dict[str, int] = field(default_factory=dict)  # peer -> bytes received
+    hangs_up: bool = True  # on peers whose answers do not fit
 
     async def chunks(self, peer: str, new: NewPart, piece: ChunkRun) -> int | None:
         """Fetch a run of chunks from a peer, or from the member it redirects to; None if neither delivers.
@@ -121,7 +122,8 @@ class ChunkClient:
     async def _ban(self, peer: str, why: str) -> None:
         log.warning("no chunks are requested from %s any more: %s", peer, why)
         self.performance.lied(peer)
-        await self.network.disconnect(peer, misbehaved=True)
+        if self.hangs_up:
+            await self.network.disconnect(peer, misbehaved=True)
 
 
 def _split(answer: memoryview, part: Part, piece: ChunkRun) -> list[memoryview]:

@@ -50,9 +50,20 @@ class Download:
     """Downloads parts of one set; `fetch` must not run twice at the same time."""
 
     def __init__(
-        self, network: Network, parts: PartSet, sharing: ChunkServer, holders: Callable[[str], Sequence[str]]
+        self,
+        network: Network,
+        parts: PartSet,
+        sharing: ChunkServer,
+        holders: Callable[[str], Sequence[str]],
+        *,
+        hangs_up: bool = True,
     ) -> None:
+        """`hangs_up` on peers that send wrong data; not if roots and sizes are the word of somebody who may lie.
+
+        A root says nothing of a part's size, so with a wrong one the answers of honest peers do not fit either.
+        """
         self._network, self._parts, self._sharing, self._holders = network, parts, sharing, holders
+        self._hangs_up = hangs_up
         self._performance = PeerPerformance()
         self._queue = self._new_queue()
         self._pending: list[Part] = []  # not started yet
@@ -84,7 +95,12 @@ class Download:
             with self._sharing.following(self._is_coming):
                 async with ChunkWriter.opened() as writer, trio.open_nursery() as self._nursery:
                     self._asking = ChunkClient(
-                        self._network, self._sharing, writer, self._performance, self.progress.from_peers
+                        self._network,
+                        self._sharing,
+                        writer,
+                        self._performance,
+                        self.progress.from_peers,
+                        self._hangs_up,
                     )
                     try:
                         await self._run_until_complete()

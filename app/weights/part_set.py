@@ -89,7 +89,7 @@ class PartSet:
 
     def _extents_of_chunk(self, part: Part, index: int) -> Sequence[Extent]:
         new = self._new.get(part.root)
-        return self._extents(part) if new is None else new.extents(index)
+        return self._extents(part) if new is None or index not in new.have else new.extents(index)
 
     def _extents(self, part: Part) -> Sequence[Extent]:
         if not self.files.holds(part):

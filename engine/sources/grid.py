@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -231,6 +232,7 @@ _FORMS: dict[str, _Form] = {
 GRID_KINDS = frozenset(_FORMS) | PACKED_GROUPS.keys()  # types that are kept in their own grid
 
 
+@cache
 def grid_bytes_per_weight(kind: str) -> float:
     """Bytes that a weight of this type takes as a grid, scales and minima included."""
     if kind in PACKED_GROUPS:

@@ -17,6 +17,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from engine.errors import SourceError
+from engine.sources.layout import MAX_VOCABULARY
 from engine.text import grammar_trial
 from engine.text.output_form import Constraint, ConstraintError, ConstraintKind
 from engine.text.tokenizer import Tokenizer
@@ -146,13 +147,18 @@ class GrammarCompiler:
         """Return the tokenizer as `llguidance` needs it; the first call takes about a second for a large vocabulary."""
         with self._lock:
             if self._prepared is None:
-                try:
-                    self._prepared = LLTokenizer(self._tokenizer.as_json(), self._size, self._end_ids or None)
-                except (ValueError, RuntimeError, OverflowError) as error:
-                    raise SourceError(
-                        f"this model's tokenizer allows no constrained replies ({_line(str(error))})"
-                    ) from error
+                self._prepared = self._prepare()
             return self._prepared
+
+    def _prepare(self) -> LLTokenizer:
+        if self._tokenizer.highest_id >= MAX_VOCABULARY:  # the library takes memory for every id up to the highest
+            raise SourceError("this model's tokenizer allows no constrained replies (its ids are too high)")
+        try:
+            return LLTokenizer(self._tokenizer.as_json(), self._size, self._end_ids or None)
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # a Rust panic does not derive from Exception
+            raise SourceError(f"this model's tokenizer allows no constrained replies ({_line(str(error))})") from error
 
 
 def _is_harmless(kind: ConstraintKind, text: str) -> bool:

@@ -18,6 +18,7 @@ from engine.errors import SourceError
 from engine.sources.base import TokenizerSpec
 from engine.sources.files import AGAIN, shown
 from engine.sources.gguf_tokenizer import byte_alphabet
+from engine.text.tokenizer_growth import check_growth
 
 _T = TypeVar("_T")
 _SPACE = "\u2581"
@@ -41,6 +42,8 @@ class Tokenizer:
 
     def __init__(self, spec: TokenizerSpec) -> None:
         self._backend = _guarded(lambda: tokenizers.Tokenizer.from_str(spec.tokenizer_json), "the tokenizer is damaged")
+        backend = self._backend
+        check_growth(*map(_rules_of, (backend.normalizer, backend.pre_tokenizer, backend.post_processor)))
         # `tokenizer.json` may enable padding or truncation, which would silently change a prompt.
         self._backend.no_padding()
         self._backend.no_truncation()
@@ -59,6 +62,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of token ids, including added tokens."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def highest_id(self) -> int:
+        """The highest token id, which may be far above `vocab_size`; -1 if there is none. Takes a moment."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def as_json(self) -> str:
         """Return the rules in the form of a `tokenizer.json`."""
@@ -230,6 +238,14 @@ def _steps(decoder: Any) -> Iterable[dict[str, Any]]:
             yield from _steps(step)
     elif isinstance(decoder, dict):
         yield decoder
+
+
+def _rules_of(component: Any) -> dict[str, Any] | None:
+    """Return a part of the rules in the form in which the library writes them, however the file has spelled them."""
+    if component is None:
+        return None
+    rules: dict[str, Any] = _guarded(lambda: json.loads(component.__getstate__()), "the tokenizer is damaged")
+    return rules
 
 
 def _guarded(action: Callable[[], _T], problem: str) -> _T:

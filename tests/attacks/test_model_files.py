@@ -1,4 +1,4 @@
-"""Hostile model files from a swarm's creator: a chat template that takes all memory, a manifest that cannot run."""
+"""Hostile model files from a creator: templates and tokenizers that take all memory, a manifest that cannot run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +20,87 @@ from engine.config import Rope
 from engine.errors import EngineError, SourceError
 from engine.model.rope import RotaryTable
 from engine.sources.base import TokenizerSpec
+from engine.sources.gguf_tokenizer import byte_alphabet
+from engine.sources.layout import MAX_BLOCKS, expected_shapes
+from engine.stored_form import stored_bytes
 from engine.text import chat_template
 from engine.text.chat_template import MAX_SECONDS, ChatError, ChatTemplate
+from engine.text.constraint import GrammarCompiler
+from engine.text.output_form import Constraint
+from engine.text.tokenizer import Tokenizer
 from tests.app.tiny_source import CONFIG
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+# --- tokenizers -------------------------------------------------------------------------------------------------------
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+TEN_TIMES = {"type": "Replace", "pattern": {"String": "a"}, "content": 10 * "a"}
+WHOLE_TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+
+
+def tokenizer_of(vocabulary: dict[str, int] | None = None, **rules: Any) -> TokenizerSpec:
+    """A tokenizer with a token for every byte, some more, and these rules."""
+    letters = {letter: number for number, letter in enumerate(byte_alphabet())}
+    model = {"type": "BPE", "vocab": letters | (vocabulary or {}), "merges": []}
+    made = {"version": "1.0", "added_tokens": [], "model": model, "pre_tokenizer": BYTES, "decoder": BYTES} | rules
+    return TokenizerSpec(json.dumps(made), None, None, None, {}, False)
+
+
+def template(single: list[Any], ids: int = 1) -> dict[str, Any]:
+    """A rule that makes a text to these pieces, where the special token x is so many tokens."""
+    special = {"x": {"id": "x", "ids": ids * [1], "tokens": ids * ["a"]}}
+    return {"type": "TemplateProcessing", "single": single, "pair": [WHOLE_TEXT], "special_tokens": special}
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"normalizer": {"type": "Sequence", "normalizers": 9 * [TEN_TIMES]}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": 3 * [TEN_TIMES]}]}},
+        {"normalizer": {"type": "Sequence", "normalizers": 9 * [TEN_TIMES]}, "post_processor": template([])},
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": ""}, "content": 1000 * "a"}},
+        {"normalizer": {"type": "Sequence", "normalizers": 9 * [{"type": "ByteLevel"}]}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": 9 * [BYTES]}},
+        {"post_processor": template(1000 * [WHOLE_TEXT])},
+        {"post_processor": template([WHOLE_TEXT, *(100 * [{"SpecialToken": {"id": "x", "type_id": 0}}])], ids=100)},
+        {"post_processor": {"type": "Sequence", "processors": 9 * [template(10 * [WHOLE_TEXT])]}},
+    ],
+)
+def test_a_tokenizer_that_makes_texts_far_longer_is_refused(rules: dict[str, Any]) -> None:
+    """The library that follows its rules ends the whole process where it gets no memory."""
+    with pytest.raises(SourceError, match="times as long"):
+        Tokenizer(tokenizer_of(**rules))
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"normalizer": {"type": "NFKC"}},
+        {
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [
+                    {"type": "Prepend", "prepend": "\u2581"},
+                    {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+                ],
+            }
+        },
+        {"post_processor": template([{"SpecialToken": {"id": "x", "type_id": 0}}, WHOLE_TEXT])},
+        {"post_processor": BYTES},
+    ],
+)
+def test_tokenizers_of_known_kinds_are_not_refused(rules: dict[str, Any]) -> None:
+    assert Tokenizer(tokenizer_of(**rules)).encode("a text")
+
+
+@pytest.mark.parametrize("vocabulary", [{5000 * "a": 256}, {"aa": 2**31}], ids=["a long token", "a high id"])
+def test_a_tokenizer_that_allows_no_constraints_costs_their_replies_alone(vocabulary: dict[str, int]) -> None:
+    """The library for constraints panics, or takes memory for every id up to the highest one."""
+    compiler = GrammarCompiler(Tokenizer(tokenizer_of(vocabulary)), 300, [0])
+    with pytest.raises(SourceError, match="allows no constrained replies"):
+        compiler.compile(Constraint("json", '{"type": "string"}', "response_format"))
 
 
 # --- M-6: chat templates ---------------------------------------------------------------------------------------------
@@ -108,3 +185,22 @@ def test_a_manifest_is_refused_or_its_model_can_be_hosted(rope: Rope) -> None:
     cosines, sines = table.turns(torch.arange(4))
     assert cosines.isfinite().all()
     assert sines.isfinite().all()
+
+
+@dataclass(frozen=True)
+class Described:
+    """A tensor of a manifest."""
+
+    role: str
+    kind: str
+    shape: tuple[int, ...]
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_the_form_of_thousands_of_blocks_is_found_in_a_moment(kind: str) -> None:
+    """A node that looks for swarms finds it for every manifest that a peer shows."""
+    shapes = expected_shapes(CONFIG, "block.0").items()
+    block = [Described(role, kind if len(shape) == 2 else "F32", shape) for role, shape in shapes]
+    began = time.process_time()
+    assert stored_bytes([block] * MAX_BLOCKS) is not None
+    assert time.process_time() - began < 1.5

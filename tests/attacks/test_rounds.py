@@ -17,7 +17,7 @@ from app.core.errors import RecordError
 from app.rounds import wire
 from app.rounds.decisions import leading_order, share_ranges
 from app.rounds.exchange import OwnChange, hashes_of
-from app.rounds.island import MAX_PEERS, Island, hashed
+from app.rounds.island import KEPT_ATTEMPTS, MAX_PEERS, Island, hashed
 from app.rounds.log import make_entry
 from app.rounds.statements import (
     ARRIVAL,
@@ -475,6 +475,19 @@ async def test_a_history_that_is_never_shown_holds_nobody_up(tmp_path: Path, aut
             await swarm.finished(0, 1, 2)
             done.set()
         assert trio.current_time() - began < 90  # 19 rounds of half a second, and some vain looks of four seconds
+
+
+async def test_who_waits_for_a_place_does_not_keep_the_changes_of_all_rounds(
+    tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes over the merged change of every round, as large as the model, and takes part in none."""
+    monkeypatch.setattr("app.rounds.log.MAX_MEMBERS_TOGETHER", 3)
+    async with open_islands(tmp_path, 0, 1, 2, 3, steps=45) as swarm:
+        await swarm.finished(0, 1, 2, 3)
+        waited = [node.island for node in swarm.nodes.values() if not node.island.figures.steps]
+        assert len(waited) == 1
+        assert len(waited[0].log) > KEPT_ATTEMPTS + 1
+        assert len(waited[0]._attempts) <= KEPT_ATTEMPTS
 
 
 @pytest.mark.soak

@@ -76,6 +76,15 @@ async def test_a_key_that_has_used_its_tokens_waits(tmp_path: Path, path: str, b
         assert (await post(client, path, body)).status_code == 200
 
 
+async def test_texts_for_embeddings_count_for_a_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    _, key = add_key(file, "agent", 10, None)
+    asked = {"model": "home", "input": ["ab", "abc"]}  # 5 tokens
+    async with running_api(DoubleNode(), KeyRing(file)) as client:
+        codes = [(await post(client, "/v1/embeddings", asked, token=key)).status_code for _ in range(3)]
+    assert codes == [200, 200, 429]
+
+
 async def test_a_key_has_so_many_requests_at_once(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     made, key = add_key(file, "agent", None, 1)

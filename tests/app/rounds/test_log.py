@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.errors import RecordError
+from app.rounds.decisions import leading_order
 from app.rounds.grid import MOST_TOGETHER
 from app.rounds.log import (
     ENTRY,
@@ -184,6 +185,15 @@ def test_an_entry_with_another_number_format_or_too_many_steps_is_refused(values
     assert follow(RECORD, START, entry).codec == "int8"
     with pytest.raises(RecordError, match=why):
         follow(RECORD, START, read_entry(changed(entry.raw, ENTRY, **values), NOW_MS))
+
+
+@pytest.mark.parametrize("name", ["", "somebody", "\x1b]0;a title\x07" + 40 * "x", PEOPLE[1].peer_id[:-1] + "0"])
+def test_the_next_members_are_peers(name: str) -> None:
+    """They are shown to people, asked and waited for; the one who leads could write anything there."""
+    [entry] = history(1)
+    named = leading_order(RECORD.id, 1, (*entry.next, name))
+    with pytest.raises(RecordError, match="peer ids"):
+        read_entry(changed(entry.raw, ENTRY, next=named), NOW_MS)
 
 
 def test_the_steps_of_a_round_at_most_double() -> None:

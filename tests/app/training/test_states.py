@@ -1,4 +1,4 @@
-"""States of blocks from their holders: one that falls silent is given up in time."""
+"""States of blocks from their holders: silent ones are given up in time, honest ones not taken for liars."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from trio.testing import MockClock
 
+from app.core.network import Network
+from app.manifest.merkle import CHUNK_BYTES
 from app.training.states import FETCH_S, METHODS, SLOWEST_BYTES_PER_S, StateStore
 from app.training.wire import StatePart
 from p2p.memory.fabric import open_fabric
+
+
+def store(network: Network, folder: Path) -> StateStore:
+    """A store whose threads a patient clock waits for."""
+    return StateStore(network, folder, lambda peer: True, trio.to_thread.run_sync)
 
 
 @pytest.mark.parametrize("size_bytes", [1000, 10_000_000])
@@ -33,3 +41,80 @@ async def test_a_holder_that_falls_silent_is_given_up_within_a_minute_or_as_long
         allowed_s = FETCH_S + size_bytes / SLOWEST_BYTES_PER_S
         assert 0.9 * allowed_s <= trio.current_time() - begun <= 1.1 * allowed_s
         assert allowed_s < 60 or size_bytes > 1000
+
+
+@pytest.mark.parametrize("wrong_bytes", [-1, 1, -CHUNK_BYTES, CHUNK_BYTES])
+async def test_who_names_a_wrong_size_of_a_state_does_not_part_two_honest_peers(
+    patient_clock: MockClock, tmp_path: Path, wrong_bytes: int
+) -> None:
+    """A root says nothing of the size, and the owner of a job names both, and from whom a hop is to fetch the state."""
+    async with open_fabric() as fabric:
+        me, honest = fabric.node("me"), fabric.node("honest")
+        given = store(honest, tmp_path / "honest")
+        given.serve()
+        state = await given.keep(b"run", bytes(CHUNK_BYTES + 1000))
+        states = store(me, tmp_path / "me")
+        with pytest.raises(trio.TooSlowError):
+            await states.obtain(b"run", [StatePart(state.root, state.size_bytes + wrong_bytes)], ["honest"])
+        assert me.held_off_until("honest") == 0
+        await states.obtain(b"run", [state], ["honest"])
+        assert await states.read(state) == bytes(CHUNK_BYTES + 1000)
+
+
+async def test_states_that_are_being_fetched_are_not_removed_as_old_ones_of_their_run(
+    patient_clock: MockClock, tmp_path: Path
+) -> None:
+    """An island that fetches a state may end writing the one before at that moment, and then forgets older ones."""
+    async with open_fabric() as fabric:
+        given = store(fabric.node("giver"), tmp_path / "giver")
+        state = await given.keep(b"run", bytes(5 * CHUNK_BYTES + 1000))
+        given.serve()
+        states = store(fabric.node("me"), tmp_path / "me")
+        asked, honest = trio.Event(), given._server._on_chunk
+
+        async def slow(peer: str, body: bytes) -> Any:
+            asked.set()
+            await trio.sleep(5)
+            return await honest(peer, body)
+
+        fabric.nodes["giver"].serve(METHODS.chunk, slow)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(states.obtain, b"run", [state], ["giver"])
+            await asked.wait()
+            await states.forget(b"run")
+        assert await states.read(state) == bytes(5 * CHUNK_BYTES + 1000)
+        await states.forget(b"run")
+        assert not states._parts.files.names()
+
+
+@pytest.mark.parametrize("wrong_bytes", [0, -1])
+async def test_a_state_that_somebody_else_never_gets_holds_up_nobody(
+    patient_clock: MockClock, tmp_path: Path, wrong_bytes: int
+) -> None:
+    """The owner of another job may name the same state, of another size, and somebody that never sends it."""
+
+    async def never(*_: Any) -> bytes:
+        await trio.sleep_forever()
+        return b""
+
+    data = bytes(CHUNK_BYTES + 1000)
+    async with open_fabric() as fabric:
+        silent = fabric.node("silent")
+        for method in METHODS:
+            silent.serve(method, never)
+        given = store(fabric.node("giver"), tmp_path / "giver")
+        given.serve()
+        state = await given.keep(b"run", data)
+        named = StatePart(state.root, state.size_bytes + wrong_bytes)
+        for way in ("keep", "obtain"):
+            states = store(fabric.node(way), tmp_path / way)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(states.obtain, b"other run", [named], ["silent"])
+                await trio.testing.wait_all_tasks_blocked()
+                with trio.fail_after(5):
+                    if way == "keep":
+                        await states.keep(b"run", data)
+                    else:
+                        await states.obtain(b"run", [state], ["giver"])
+                assert await states.read(state) == data
+                nursery.cancel_scope.cancel()

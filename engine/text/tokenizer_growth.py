@@ -1,0 +1,99 @@
+"""How much longer the rules of a `tokenizer.json` can make a text, found without running them.
+
+A swarm's creator writes these rules. The `tokenizers` library follows them without a limit, and where it gets no memory
+it ends the whole process: ten replacements of one letter by ten make a gigabyte of one letter.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from engine.errors import SourceError
+
+MOST_GROWTH = 100  # NFKC and the letters for bytes together, the most that known tokenizers have, are 90
+MOST_SPECIAL = 1000  # tokens that are added to a text, besides
+
+# The most characters that a rule makes of one; those that are not listed keep the length or have figures of their own.
+_NORMALIZERS = {
+    "BertNormalizer": 36,  # spaces around a character (3), NFD and lower case
+    "ByteLevel": 4,  # a letter for each byte
+    "Lowercase": 3,
+    "NFC": 4,
+    "NFD": 4,
+    "NFKC": 18,
+    "NFKD": 18,
+    "Nmt": 1,
+    "Strip": 1,
+    "StripAccents": 1,
+}
+_PRE_TOKENIZERS = {"ByteLevel": 5, "Metaspace": 2}  # with a prefix before every word
+_INNER = ("normalizers", "pretokenizers", "processors")  # the steps of a sequence
+
+
+def check_growth(
+    normalizer: Mapping[str, Any] | None, pre_tokenizer: Mapping[str, Any] | None, processor: Mapping[str, Any] | None
+) -> None:
+    """Raise `SourceError` if these rules, as the library writes them, can make a text far longer than it is."""
+    factors = [_normalizer_growth(step) for step in _steps(normalizer)]
+    factors += [_PRE_TOKENIZERS.get(step["type"], 1) for step in _steps(pre_tokenizer)]
+    special = 0
+    for step in _steps(processor):
+        copies, added = _template(step)
+        special = special * copies + added
+        factors.append(copies)
+    if math.prod(factors) > MOST_GROWTH or special > MOST_SPECIAL:
+        raise SourceError(
+            f"the tokenizer can make a text more than {MOST_GROWTH} times as long, or adds more than {MOST_SPECIAL} "
+            "tokens to it, which no known model needs: choose another model"
+        )
+
+
+def _steps(rule: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """Yield the rules of a sequence, or the only one."""
+    if rule is None:
+        return
+    inner = next((rule[name] for name in _INNER if name in rule), None)
+    if inner is None:
+        yield rule
+        return
+    for one in inner:
+        yield from _steps(one)
+
+
+def _normalizer_growth(step: Mapping[str, Any]) -> int:
+    kind = step["type"]
+    if kind == "Prepend":
+        return 1 + len(step["prepend"])
+    if kind == "Replace":
+        replaced = step["pattern"].get("String")
+        if replaced:
+            return max(1, math.ceil(len(step["content"]) / len(replaced)))
+        return 1 + len(step["content"])  # a pattern may match between any two characters
+    if kind == "Precompiled":
+        return _longest_in(step["precompiled_charsmap"])
+    if kind not in _NORMALIZERS:
+        raise SourceError(f"the tokenizer changes texts by {kind[:40]!r}, which Shoal does not know: update Shoal")
+    return _NORMALIZERS[kind]
+
+
+def _longest_in(charsmap: str) -> int:
+    """Bytes of the longest replacement in a SentencePiece map: the size of a trie, the trie, texts that end with 0."""
+    try:
+        raw = base64.b64decode(charsmap)
+    except (binascii.Error, ValueError) as error:
+        raise SourceError(f"the tokenizer is damaged ({error}): download the model again") from error
+    texts = raw[4 + int.from_bytes(raw[:4], "little") :]
+    return max(1, *map(len, texts.split(b"\0")))
+
+
+def _template(step: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how often a text comes in what a step makes of it, once at least, and how many tokens the step adds."""
+    if step["type"] != "TemplateProcessing":
+        return 1, 2
+    pieces, known = step["single"], step["special_tokens"]
+    names = [piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece]
+    return max(1, len(pieces) - len(names)), sum(len(known[name]["ids"]) for name in names if name in known)
