@@ -807,6 +807,72 @@ def test_a_swarm_without_members_is_joined_after_a_second_question() -> None:
     driven(node, drive)
 
 
+def test_whoever_goes_to_another_swarm_is_told_what_becomes_of_this_one() -> None:
+    """`join` and `create` of the palette left a swarm whose only host this node was without a word."""
+    node = ScriptedNode()
+    alone = tuple(peer for peer in PEERS if peer.name not in ("puffin", "skua"))
+    loss = ("This node leaves", "36:46 have no other")
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(replace(HEALTHY, peers=alone, active_sessions=()))
+
+        def told(*words: str) -> bool:
+            return all(word in text_of_screen(app) for word in words)
+
+        await pilot.press("ctrl+p", *"join a swarm")
+        await until(app, pilot, lambda: told("By name or invite"))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: told("A swarm's name, or an invite"))
+        await pilot.press(*"reef", "enter")
+        await until(app, pilot, lambda: told("Join reef#1a2b3c4d? Llama-8B · 16 GB · 3 members.", *loss))
+        await pilot.press("escape")
+        await until(app, pilot, lambda: len(app.screen_stack) == 1)
+        await pilot.press("ctrl+p", *"create a")
+        await until(app, pilot, lambda: told("From a model on"))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: told("context 8 192 tokens"))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: told("Name the swarm"))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: told("only those whom you invite"))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: told("Create home?", *loss))
+        assert node.created == []
+        await pilot.press("enter")
+        await until(app, pilot, lambda: node.created)
+
+    driven(node, drive)
+
+
+def test_whoever_has_to_be_let_in_first_can_wait_there() -> None:
+    """A passing note said to run the same command again, and the dashboard stayed where it was for good."""
+
+    class Guarded(ScriptedNode):
+        def post(self, path: str, body: dict[str, Any], *, timeout_s: float = 1.0) -> Any:
+            answer = super().post(path, body, timeout_s=timeout_s)
+            if path == "/control/join" and not body.get("force"):
+                text = "birds: ann has to let this node in first. This node stays in reef; run the same command again"
+                raise AppError(text, code="approval_pending")
+            return answer
+
+    node = Guarded()
+    other = SwarmView("birds", "ff" * 32, "birds#ffffffff", joined_at_ms=1)
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(replace(HEALTHY, swarms=(*HEALTHY.swarms, other)))
+        await pilot.press("g")
+        await until(app, pilot, lambda: "birds#ffffffff" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: "wait there until you are let in?" in text_of_screen(app))
+        assert "has to let this node in first. This node stays in reef." in text_of_screen(app)
+        assert "the same command" not in text_of_screen(app)
+        await pilot.press("enter")
+        await until(app, pilot, lambda: app.said[-1:] == ["birds#ffffffff: joining"])
+        assert node.asked == ["/control/join birds#ffffffff"] * 2
+
+    driven(node, drive)
+
+
 def test_the_first_run_proposes_memory_with_headroom() -> None:
     node = ScriptedNode()
     node.config["max_vram"] = None
