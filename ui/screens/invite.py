@@ -14,6 +14,7 @@ from textual.widgets import Static
 from app.api.client import Client
 from app.core.terminal_text import one_line, qr_code, short_peer
 from app.snapshot.views import GuestView, PeerView, Snapshot
+from ui.draw.events import guest_name
 from ui.draw.node import now_ms
 from ui.draw.numbers import duration, plural, rate
 from ui.draw.rows import Row, row
@@ -105,10 +106,8 @@ def limit_words(answer: Mapping[str, Any], now_ms: int) -> str:
 
 
 def request_row(guest: GuestView) -> Row:
-    """A peer that waits for approval, with its own word for its name and the end of its id."""
-    name = one_line(guest.name)
-    who = f"{name} ({short_peer(guest.peer)})" if name else short_peer(guest.peer)
-    return row(("?", "warning"), " ", (who, "b"), " asks to join")
+    """A peer that waits for approval."""
+    return row(("?", "warning"), " ", (guest_name(guest), "b"), " asks to join")
 
 
 def nobody_new(known: Snapshot) -> str:
