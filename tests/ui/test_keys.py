@@ -42,6 +42,7 @@ from ui.screens.memory_cap import cap_rows, moved
 from ui.state.follower import START_AGAIN, Follower
 from ui.state.store import ConnectionState
 from ui.widgets.ask_box import AskBox
+from ui.widgets.filter_field import FilterField
 from ui.widgets.footer import FooterKey, fitting
 
 NEAR = OfferView("pond#1a2b3c4d", "a llama", FitView(8, 8), 5, nearby="lan", members=2, tokens_per_s=40.0)
@@ -871,6 +872,20 @@ def test_whoever_has_to_be_let_in_first_can_wait_there() -> None:
         assert node.asked == ["/control/join birds#ffffffff"] * 2
 
     driven(node, drive)
+
+
+@pytest.mark.parametrize("tab", ["2", "5", "6"])
+def test_a_filter_says_which_keys_keep_and_clear_it(tab: str) -> None:
+    """The footer had only the key of the palette and the jump while one typed."""
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press(tab, "slash", *"pau")
+        await until(app, pilot, lambda: "⏎ keep  esc clear" in text_of_screen(app).splitlines()[-1])
+        await pilot.press("escape")
+        await until(app, pilot, lambda: "/ f" in text_of_screen(app).splitlines()[-1])  # find, filter
+        assert app.screen.query_one(FilterField).value == ""
+
+    driven(ScriptedNode(), drive, size=(80, 24))
 
 
 def test_the_first_run_proposes_memory_with_headroom() -> None:
