@@ -173,7 +173,7 @@ def test_a_peer_takes_one_row_of_any_width(width: int) -> None:
 
 
 def test_the_route_says_where_the_time_goes() -> None:
-    assert text_of(title_row(ROUTE)) == "route  6 hops · 224 ms a token · 4.5 tok/s"
+    assert text_of(title_row(HEALTHY)) == "route  6 hops · 224 ms a token · 4.5 tok/s"
     said = text_of(sentence(ROUTE, name_of))
     assert said == "Relayed links take 79 of 224 ms. Without them: 6.9 tok/s at most."
     quick = RouteView("s", (HopView("me", 0, 8, None, 0.0, 0.012, 0.0),), 0.0, 0.0, 0.0098)
@@ -181,6 +181,14 @@ def test_the_route_says_where_the_time_goes() -> None:
     assert text_of(sentence(quick, lambda peer: "hL59")) == "hL59's blocks take 12 of 12 ms."  # names stay as they are
     slow = RouteView("s", (HopView("me", 0, 8, None, 0.0, 0.01, 0.0),), 0.0, 0.041, 0.192)
     assert text_of(sentence(slow, lambda peer: "you")) == ("Sampling takes 41 of 192 ms. 141 ms are not accounted for.")
+
+
+def test_a_route_that_is_over_says_so() -> None:
+    """After a hop had left or moved, the panel went on to show the old route as if it were the next one."""
+    hop = ROUTE.hops[0]
+    for change in ({"state": "dead"}, {"start": hop.start + 1}):
+        peers = tuple(replace(peer, **change) if peer.peer == hop.peer else peer for peer in PEERS)
+        assert text_of(title_row(replace(HEALTHY, peers=peers))).endswith("4.5 tok/s · the next reply takes another")
 
 
 def test_the_parts_of_a_route_add_up_to_its_whole_time() -> None:
@@ -204,7 +212,8 @@ def test_a_route_of_which_nothing_was_measured_invents_nothing() -> None:
     text = "\n".join(text_of(line) for line in route_rows(bare, name_of, 100, 8))
     assert "Nothing has been measured" in text
     assert not any(character.isdigit() for character in text.replace("0:4", "").replace("4:8", ""))
-    assert text_of(title_row(bare)) == "route  2 hops · — ms a token · — tok/s"
+    title = text_of(title_row(replace(HEALTHY, route=bare)))
+    assert title.startswith("route  2 hops · — ms a token · — tok/s")
 
 
 # --- the node --------------------------------------------------------------------------------------------------------

@@ -241,7 +241,7 @@ class RoutePanel(Panel):
 
     def title(self) -> Row:
         """Hops, milliseconds per token, tokens per second."""
-        return title_row(self.store.snapshot.route if self.store.snapshot else None)
+        return title_row(self.store.snapshot)
 
     def rows(self, width: int, height: int) -> list[Row]:
         """The hops, and the time of a token to scale."""
