@@ -1001,6 +1001,52 @@ def test_the_keys_of_an_invite_are_in_view(size: tuple[int, int]) -> None:
     driven(Inviting(), drive, size=size)
 
 
+def test_an_invite_that_nobody_has_used_is_shown_again() -> None:
+    """Each time that the dialog was opened, one more invite was left open."""
+
+    class Inviting(ScriptedNode):
+        used = False
+
+        def get(self, path: str, *, timeout_s: float | None = None) -> Any:
+            if path == "/control/invites":
+                state = "used" if self.used else "open"
+                return [{"id": "1a2b3c4d", "state": state, "admitted": [], "waiting": []}]
+            return super().get(path, timeout_s=timeout_s)
+
+    node = Inviting()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        async def opened() -> None:
+            await pilot.press("i")
+            await until(app, pilot, lambda: "One node can join with it" in text_of_screen(app))
+            await pilot.press("escape")
+            await until(app, pilot, lambda: len(app.screen_stack) == 1)
+
+        await opened()
+        await opened()
+        assert node.asked == ["/control/invite"]
+        node.used = True
+        await opened()
+        assert len(node.asked) == 2
+        node.used = False
+        app.store.take(replace(HEALTHY, listen_addrs=("/ip4/192.0.2.7/tcp/7464",)))  # the old line leads elsewhere
+        await opened()
+        assert len(node.asked) == 3
+
+    driven(node, drive)
+
+
+def test_the_code_of_an_invite_appears_once_the_window_is_large_enough() -> None:
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("i")
+        await until(app, pilot, lambda: "The QR code needs a window of" in text_of_screen(app))
+        await pilot.resize_terminal(120, 40)
+        await until(app, pilot, lambda: "█▀▀▀▀▀█" in text_of_screen(app))
+        assert "The QR code needs" not in text_of_screen(app)
+
+    driven(ScriptedNode(), drive, size=(80, 20))
+
+
 def test_an_invite_without_arrivals_says_who_is_there_already() -> None:
     """It said that nobody had joined with it, also when it was opened again after somebody had."""
     known = replace(HEALTHY, peers=PEERS[:2])
