@@ -34,6 +34,7 @@ PAUSES = (("half an hour", 1800.0), ("two hours", 7200.0), ("eight hours", 28_80
 LETTERS = frozenset(  # actions whose keys are letters and signs, which a screen with an input takes as text
     ("pause", "resume", "drain", "invite", "join", "create", "cap", "why", "zoom", "leave", "switch")
 )
+_WAITS = {"no_member": "for a member there", "approval_pending": "there until you are let in"}
 _IN_SWARM = ("joining", "fetching", "loading", "serving", "client", "paused", "draining")
 
 
@@ -128,8 +129,9 @@ def join(app: NodeApp) -> None:
 
     def answered(target: str | None) -> None:
         if target:
-            about = " · ".join(target_words(found[-1])) if found else one_line(target)[:60]
-            app.push_screen(Question(f"Join {about}?", "Join"), lambda sure: go(target) if sure else None)
+            name, *about = target_words(found[-1]) if found else [one_line(target)[:60]]
+            words = [f"Join {name}?", " · ".join(about) + "." * bool(about), leaving_words(app)]
+            app.push_screen(Question(" ".join(filter(None, words)), "Join"), lambda sure: go(target) if sure else None)
 
     def go(target: str) -> None:
         app.say("joining")
@@ -138,6 +140,14 @@ def join(app: NodeApp) -> None:
     words = "A swarm's name, or an invite. A bare name is found on this network or through a known peer."
     hint = "reading-club, reading-club#1a2b3c4d or shoal:…"
     app.push_screen(TextDialog(words, hint=hint, check=app.check("target", found.append)), answered)
+
+
+def leaving_words(app: NodeApp) -> str:
+    """What becomes of the present swarm if this node goes to another; empty if it is in none."""
+    known = app.store.snapshot
+    if known is None or known.swarm is None:
+        return ""
+    return f"This node leaves {one_line(known.swarm)}. {loss_words(app.store, 'it leaves')}".strip()
 
 
 def create(app: NodeApp) -> None:
@@ -156,8 +166,11 @@ def create(app: NodeApp) -> None:
         options = [("public", "whoever knows its name"), ("private", "only those whom you invite")]
         app.push_screen(
             Choice("who may join?", options, "create it"),
-            lambda kind: go(name, model, kind == "private") if kind else None,
+            lambda kind: leave(name, model, kind == "private") if kind else None,
         )
+
+    def leave(name: str, model: str, private: bool) -> None:
+        _when_sure(app, f"Create {name}?", leaving_words(app), "Create it", lambda: go(name, model, private))
 
     def go(name: str, model: str, private: bool) -> None:
         app.say(f"creating {name}: the model is read first, which may take a while")
@@ -193,14 +206,14 @@ def switch(app: NodeApp) -> None:
 
 
 def _move(app: NodeApp, target: str, *, force: bool = False) -> None:
-    """Join a swarm; if none of its members answers, ask whether to leave the present swarm all the same."""
+    """Join a swarm; if no member answers, or one has to let this node in first, ask whether to move all the same."""
     from ui.widgets.dialogs import Question
 
     def work(client: Client) -> Any:
         try:
             return client.post("/control/join", {"target": target, "force": force})
         except AppError as error:
-            if error.code != "no_member" or force:
+            if error.code not in _WAITS or force:
                 raise
             return error
 
@@ -208,9 +221,9 @@ def _move(app: NodeApp, target: str, *, force: bool = False) -> None:
         if not isinstance(answer, AppError):
             _joined(app, answer)
             return
-        text = one_line(str(answer)).partition("; `shoal join")[0]
+        text = one_line(str(answer)).rpartition("; ")[0]  # without what to do on the command line
         app.push_screen(
-            Question(f"{text}. Move anyway, and wait for a member there?", "Move anyway"),
+            Question(f"{text}. Move anyway, and wait {_WAITS[answer.code]}?", "Move anyway"),
             lambda sure: _move(app, target, force=True) if sure else None,
         )
 

@@ -39,6 +39,7 @@ class NodeApp(App[None]):
         self.store = store
         self.folder = folder  # keeps conversations.db; None: keep nothing on disk
         self.unsent = ""  # a question that was typed in the first run and not sent, for the chat's input
+        self.invite: tuple[tuple[object, ...], dict[str, Any]] | None = None  # shown last, for which addresses
 
     @abstractmethod
     async def action_go(self, name: str) -> None:

@@ -349,13 +349,14 @@ class Asker:
         """Figures of replies under way, and totals."""
         link_s, now = self.planner.link_s(), trio.current_time()
         replies = [running.reply for running in self._replies.values()]
+        read = [reply.stats for reply in replies if reply.stats.was_read]
         return AskerStats(
             sessions=tuple(reply.seen(link_s, now) for reply in replies),
             latest=self._latest,
             replies=self._begun,
             asked_tokens=self._asked_tokens + sum(len(reply.stats.token_ids) for reply in replies),
-            prompt_tokens=self._prompt_tokens + sum(reply.stats.prompt_tokens for reply in replies),
-            cached_tokens=self._cached_tokens + sum(reply.stats.cached_tokens for reply in replies),
+            prompt_tokens=self._prompt_tokens + sum(stats.prompt_tokens for stats in read),
+            cached_tokens=self._cached_tokens + sum(stats.cached_tokens for stats in read),
             kept_sessions=len(self._kept),
             kept_tokens=self._kept.tokens,
             audits=self._auditor.counts,
@@ -374,8 +375,9 @@ class Asker:
         stats = reply.stats
         self._latest = seen = reply.seen(self.planner.link_s(), trio.current_time())
         self._asked_tokens += len(stats.token_ids)
-        self._prompt_tokens += stats.prompt_tokens
-        self._cached_tokens += stats.cached_tokens
+        if stats.was_read:
+            self._prompt_tokens += stats.prompt_tokens
+            self._cached_tokens += stats.cached_tokens
         self._guessed_tokens += stats.guessed_tokens
         self._accepted_tokens += stats.accepted_tokens
         if seen.route_s is not None and not stats.recoveries and adapter is None:  # adapters take time of their own

@@ -60,6 +60,11 @@ class ReplyStats:
     adapter: str | None = None  # its name, if the reply used one
     adapter_root: str | None = None  # the beginning of its hash
 
+    @property
+    def was_read(self) -> bool:
+        """True if the hops have read the prompt: the first token is there."""
+        return bool(self.token_ids)
+
 
 class RouteChanges:
     """Finds the changes of a reply's route from one piece to the next."""

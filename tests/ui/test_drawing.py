@@ -13,6 +13,7 @@ from app.core.terminal_text import one_line
 from app.snapshot.views import (
     CourtesyView,
     DeviceView,
+    GuestView,
     HopView,
     PeerView,
     RouteView,
@@ -24,6 +25,7 @@ from app.snapshot.views import (
 from tests.ui.fixed import EMPTY, HEALTHY, HOLE, ME, PEERS, ROUTE, five_hundred
 from ui.draw.bars import area, bar, ceiling, resample, spark
 from ui.draw.coverage import strip_rows, weak_sentence
+from ui.draw.events import happening_row
 from ui.draw.first_run import FirstState, first_rows
 from ui.draw.node import courtesy_rows, gauge_rows, session_rows, step_rows
 from ui.draw.numbers import clock, duration, gigabytes, known_rate, many, milliseconds, rate, size
@@ -35,8 +37,9 @@ from ui.screens.invite import qr_rows
 from ui.screens.logs import log_rows
 from ui.screens.settings import SettingView, value_text
 from ui.state.coverage import coverage_of
-from ui.state.store import ConnectionState, LogRow
+from ui.state.store import ConnectionState, Event, LogRow
 
+ALPHA = "12D3KooWKwNSFgUouenxnFKbXckmqFNGRzDAwHkN98ZXXbCaimSF"
 NAMES = {peer.peer: peer.name for peer in PEERS}
 
 
@@ -91,6 +94,19 @@ def test_bars_and_areas_keep_their_size() -> None:
 
 
 # --- coverage --------------------------------------------------------------------------------------------------------
+
+
+def test_the_marks_of_two_halves_stand_side_by_side() -> None:
+    """Where this node hosts half of a model that has one host for each block, the other mark was cut: `──we╰──`."""
+    for theirs, own, marks in (
+        ((0, 15), (15, 30), "╰─────weak────╯╰──you 15:30──╯"),
+        ((0, 30), (10, 20), "╰──weak──╯╰──you───╯          "),
+        ((0, 15), (0, 30), "╰──────────you 0:30──────────╯"),
+    ):
+        peer = replace(PEERS[0], start=theirs[0], stop=theirs[1], state="serving")
+        cover = coverage_of(replace(HEALTHY, blocks_total=30, start=own[0], stop=own[1], peers=(peer,)))
+        assert cover is not None
+        assert text_of(strip_rows(cover, 30, gutter=False)[-1]) == marks
 
 
 def test_the_weak_spot_is_the_stretch_with_the_fewest_holders() -> None:
@@ -157,7 +173,7 @@ def test_a_peer_takes_one_row_of_any_width(width: int) -> None:
 
 
 def test_the_route_says_where_the_time_goes() -> None:
-    assert text_of(title_row(ROUTE)) == "route  6 hops · 224 ms a token · 4.5 tok/s"
+    assert text_of(title_row(HEALTHY)) == "route  6 hops · 224 ms a token · 4.5 tok/s"
     said = text_of(sentence(ROUTE, name_of))
     assert said == "Relayed links take 79 of 224 ms. Without them: 6.9 tok/s at most."
     quick = RouteView("s", (HopView("me", 0, 8, None, 0.0, 0.012, 0.0),), 0.0, 0.0, 0.0098)
@@ -165,6 +181,14 @@ def test_the_route_says_where_the_time_goes() -> None:
     assert text_of(sentence(quick, lambda peer: "hL59")) == "hL59's blocks take 12 of 12 ms."  # names stay as they are
     slow = RouteView("s", (HopView("me", 0, 8, None, 0.0, 0.01, 0.0),), 0.0, 0.041, 0.192)
     assert text_of(sentence(slow, lambda peer: "you")) == ("Sampling takes 41 of 192 ms. 141 ms are not accounted for.")
+
+
+def test_a_route_that_is_over_says_so() -> None:
+    """After a hop had left or moved, the panel went on to show the old route as if it were the next one."""
+    hop = ROUTE.hops[0]
+    for change in ({"state": "dead"}, {"start": hop.start + 1}):
+        peers = tuple(replace(peer, **change) if peer.peer == hop.peer else peer for peer in PEERS)
+        assert text_of(title_row(replace(HEALTHY, peers=peers))).endswith("4.5 tok/s · the next reply takes another")
 
 
 def test_the_parts_of_a_route_add_up_to_its_whole_time() -> None:
@@ -188,7 +212,8 @@ def test_a_route_of_which_nothing_was_measured_invents_nothing() -> None:
     text = "\n".join(text_of(line) for line in route_rows(bare, name_of, 100, 8))
     assert "Nothing has been measured" in text
     assert not any(character.isdigit() for character in text.replace("0:4", "").replace("4:8", ""))
-    assert text_of(title_row(bare)) == "route  2 hops · — ms a token · — tok/s"
+    title = text_of(title_row(replace(HEALTHY, route=bare)))
+    assert title.startswith("route  2 hops · — ms a token · — tok/s")
 
 
 # --- the node --------------------------------------------------------------------------------------------------------
@@ -207,6 +232,25 @@ def test_a_warning_is_shown_whatever_the_state() -> None:
     line = text_of(state_row(ConnectionState("live"), replace(HEALTHY, warning=wrong), 0.0, wide=False))
     assert "▲ mallory has another[2J swarm secret" in line
     assert "▲" not in text_of(state_row(ConnectionState("live"), HEALTHY, 0.0, wide=False))
+
+
+def test_a_warning_names_a_peer_instead_of_its_id() -> None:
+    """In a window of 80 columns the id took the place of what is wrong."""
+    wrong = because("wrong_secret", f"{ALPHA} has another swarm secret", ALPHA)
+    known = replace(HEALTHY, warning=wrong)
+    line = text_of(state_row(ConnectionState("live"), known, 0.0, wide=False, name_of={ALPHA: "alpha"}.__getitem__))
+    assert "▲ alpha has another swarm secret" in line
+
+
+def test_whoever_asks_to_join_is_let_in_by_a_key_of_the_dashboard() -> None:
+    """The note named a command, and only the overview showed it."""
+    note = Event(1, 0, "request", f"ann (CaimSF) asks to join: `shoal invites approve {ALPHA[-6:]}` lets it in")
+    assert text_of(happening_row(note, str)).endswith(
+        "ann (CaimSF) asks to join: i on the overview lets it in or refuses it"
+    )
+    known = replace(HEALTHY, requests=(GuestView(ALPHA, "ann"),))
+    line = text_of(state_row(ConnectionState("live"), known, 0.0, wide=False))
+    assert "ann (CaimSF) asks to join: i on the overview" in line
 
 
 def test_the_speed_of_a_node_fits_into_a_narrow_panel() -> None:

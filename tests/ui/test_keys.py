@@ -42,6 +42,7 @@ from ui.screens.memory_cap import cap_rows, moved
 from ui.state.follower import START_AGAIN, Follower
 from ui.state.store import ConnectionState
 from ui.widgets.ask_box import AskBox
+from ui.widgets.filter_field import FilterField
 from ui.widgets.footer import FooterKey, fitting
 
 NEAR = OfferView("pond#1a2b3c4d", "a llama", FitView(8, 8), 5, nearby="lan", members=2, tokens_per_s=40.0)
@@ -807,6 +808,86 @@ def test_a_swarm_without_members_is_joined_after_a_second_question() -> None:
     driven(node, drive)
 
 
+def test_whoever_goes_to_another_swarm_is_told_what_becomes_of_this_one() -> None:
+    """`join` and `create` of the palette left a swarm whose only host this node was without a word."""
+    node = ScriptedNode()
+    alone = tuple(peer for peer in PEERS if peer.name not in ("puffin", "skua"))
+    loss = ("This node leaves", "36:46 have no other")
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(replace(HEALTHY, peers=alone, active_sessions=()))
+
+        def told(*words: str) -> bool:
+            return all(word in text_of_screen(app) for word in words)
+
+        await pilot.press("ctrl+p", *"join a swarm")
+        await until(app, pilot, lambda: told("By name or invite"))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: told("A swarm's name, or an invite"))
+        await pilot.press(*"reef", "enter")
+        await until(app, pilot, lambda: told("Join reef#1a2b3c4d? Llama-8B · 16 GB · 3 members.", *loss))
+        await pilot.press("escape")
+        await until(app, pilot, lambda: len(app.screen_stack) == 1)
+        await pilot.press("ctrl+p", *"create a")
+        await until(app, pilot, lambda: told("From a model on"))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: told("context 8 192 tokens"))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: told("Name the swarm"))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: told("only those whom you invite"))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: told("Create home?", *loss))
+        assert node.created == []
+        await pilot.press("enter")
+        await until(app, pilot, lambda: node.created)
+
+    driven(node, drive)
+
+
+def test_whoever_has_to_be_let_in_first_can_wait_there() -> None:
+    """A passing note said to run the same command again, and the dashboard stayed where it was for good."""
+
+    class Guarded(ScriptedNode):
+        def post(self, path: str, body: dict[str, Any], *, timeout_s: float = 1.0) -> Any:
+            answer = super().post(path, body, timeout_s=timeout_s)
+            if path == "/control/join" and not body.get("force"):
+                text = "birds: ann has to let this node in first. This node stays in reef; run the same command again"
+                raise AppError(text, code="approval_pending")
+            return answer
+
+    node = Guarded()
+    other = SwarmView("birds", "ff" * 32, "birds#ffffffff", joined_at_ms=1)
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(replace(HEALTHY, swarms=(*HEALTHY.swarms, other)))
+        await pilot.press("g")
+        await until(app, pilot, lambda: "birds#ffffffff" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: "wait there until you are let in?" in text_of_screen(app))
+        assert "has to let this node in first. This node stays in reef." in text_of_screen(app)
+        assert "the same command" not in text_of_screen(app)
+        await pilot.press("enter")
+        await until(app, pilot, lambda: app.said[-1:] == ["birds#ffffffff: joining"])
+        assert node.asked == ["/control/join birds#ffffffff"] * 2
+
+    driven(node, drive)
+
+
+@pytest.mark.parametrize("tab", ["2", "5", "6"])
+def test_a_filter_says_which_keys_keep_and_clear_it(tab: str) -> None:
+    """The footer had only the key of the palette and the jump while one typed."""
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press(tab, "slash", *"pau")
+        await until(app, pilot, lambda: "⏎ keep  esc clear" in text_of_screen(app).splitlines()[-1])
+        await pilot.press("escape")
+        await until(app, pilot, lambda: "/ f" in text_of_screen(app).splitlines()[-1])  # find, filter
+        assert app.screen.query_one(FilterField).value == ""
+
+    driven(ScriptedNode(), drive, size=(80, 24))
+
+
 def test_the_first_run_proposes_memory_with_headroom() -> None:
     node = ScriptedNode()
     node.config["max_vram"] = None
@@ -918,6 +999,52 @@ def test_the_keys_of_an_invite_are_in_view(size: tuple[int, int]) -> None:
         assert nobody_new(known) in text_of_screen(app)  # who joined before the dialog was opened is counted
 
     driven(Inviting(), drive, size=size)
+
+
+def test_an_invite_that_nobody_has_used_is_shown_again() -> None:
+    """Each time that the dialog was opened, one more invite was left open."""
+
+    class Inviting(ScriptedNode):
+        used = False
+
+        def get(self, path: str, *, timeout_s: float | None = None) -> Any:
+            if path == "/control/invites":
+                state = "used" if self.used else "open"
+                return [{"id": "1a2b3c4d", "state": state, "admitted": [], "waiting": []}]
+            return super().get(path, timeout_s=timeout_s)
+
+    node = Inviting()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        async def opened() -> None:
+            await pilot.press("i")
+            await until(app, pilot, lambda: "One node can join with it" in text_of_screen(app))
+            await pilot.press("escape")
+            await until(app, pilot, lambda: len(app.screen_stack) == 1)
+
+        await opened()
+        await opened()
+        assert node.asked == ["/control/invite"]
+        node.used = True
+        await opened()
+        assert len(node.asked) == 2
+        node.used = False
+        app.store.take(replace(HEALTHY, listen_addrs=("/ip4/192.0.2.7/tcp/7464",)))  # the old line leads elsewhere
+        await opened()
+        assert len(node.asked) == 3
+
+    driven(node, drive)
+
+
+def test_the_code_of_an_invite_appears_once_the_window_is_large_enough() -> None:
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("i")
+        await until(app, pilot, lambda: "The QR code needs a window of" in text_of_screen(app))
+        await pilot.resize_terminal(120, 40)
+        await until(app, pilot, lambda: "█▀▀▀▀▀█" in text_of_screen(app))
+        assert "The QR code needs" not in text_of_screen(app)
+
+    driven(ScriptedNode(), drive, size=(80, 20))
 
 
 def test_an_invite_without_arrivals_says_who_is_there_already() -> None:

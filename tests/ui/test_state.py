@@ -260,16 +260,32 @@ def test_a_prompt_is_shown_where_it_can_only_be_this_one() -> None:
     assert prompt_of(alone) == (128, 512)
     assert prompt_of(replace(HEALTHY, active_sessions=(mine, replace(other, prompt_done=3)))) is None
     assert (prompt_of(replace(HEALTHY, active_sessions=(other,))), prompt_of(None)) == (None, None)
-    assert "prompt 128 of 512 tokens" in text_of(live_rows(ReplyProgress(10.0), prompt_of(alone), 12.0, "")[0])
+    assert "reading the prompt: 128 of 512 tokens" in text_of(
+        live_rows(ReplyProgress(10.0), prompt_of(alone), 12.0, "")[0]
+    )
     without_route = replace(mine, prompt_done=0, start=None, stop=None)
     assert prompt_of(replace(HEALTHY, active_sessions=(without_route,))) is None
+
+
+def test_a_prompt_is_said_to_be_read_before_the_first_part_of_it_is_through() -> None:
+    """Until then, seconds with a long prompt, the line only waited for the first token."""
+    unread = SessionView("s0", "asking", ME, 1044, start=0, stop=30, prompt_tokens=1044)
+    known = replace(HEALTHY, active_sessions=(unread,))
+    assert prompt_of(known) == (None, 1044)
+    assert "reading the prompt: 1 044 tokens" in text_of(live_rows(ReplyProgress(10.0), prompt_of(known), 15.0, "")[0])
+    hole = Hole(0, 15)
+    assert "blocks 0:15" in text_of(live_rows(ReplyProgress(10.0), prompt_of(known), 15.0, "", hole)[0])
+    writing = replace(unread, tokens=1045)
+    assert prompt_of(replace(HEALTHY, active_sessions=(writing,))) is None
 
 
 def test_what_a_reply_waits_for_is_shown_until_it_has_a_route() -> None:
     progress = ReplyProgress(10.0)
     progress.take({"waiting": {"block": 3, "text": "waiting for a member\x1b[2J"}}, 11.0)
     assert "waiting for a member[2J" in text_of(live_rows(progress, None, 12.0, "")[0])
-    assert "prompt 0 of 64 tokens" in text_of(live_rows(progress, (0, 64), 12.0, "")[0])  # the member is there
+    assert "reading the prompt: 0 of 64 tokens" in text_of(
+        live_rows(progress, (0, 64), 12.0, "")[0]
+    )  # the member is there
     progress.take({"text": "a"}, 13.0)
     assert "waiting" not in text_of(live_rows(progress, None, 14.0, "")[0])
 

@@ -120,13 +120,21 @@ def _joined(spans: list[tuple[str, str]]) -> Row:
 def _marks(cover: Coverage, scale: Scale) -> Row:
     marks = [(" ", "")] * scale.cells
     if cover.weak is not None and cover.weak.holders:
-        _mark(marks, scale.first(cover.weak.start), scale.end(cover.weak.stop), "weak", "warning")
+        for start, stop in _outside(cover.own, (cover.weak.start, cover.weak.stop)):
+            _mark(marks, scale.first(start), scale.end(stop), "weak", "warning")
     for start, stop in cover.holes:
         _mark(marks, scale.first(start), scale.end(stop), "hole", "b error")
     if cover.own is not None:
         label = f"you {cover.own[0]}:{cover.own[1]}"
         _mark(marks, scale.first(cover.own[0]), scale.end(cover.own[1]), label, "mine")
     return _joined(marks)
+
+
+def _outside(own: tuple[int, int] | None, span: tuple[int, int]) -> list[tuple[int, int]]:
+    """The parts of a span that are not of `own`, whose mark would cut theirs."""
+    first, end = own or (span[1], span[1])
+    parts = [(span[0], min(span[1], first)), (max(span[0], end), span[1])]
+    return [(start, stop) for start, stop in parts if start < stop]
 
 
 def _mark(marks: list[tuple[str, str]], start: int, stop: int, label: str, style: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from app.core.terminal_text import one_line, with_names
+from app.core.terminal_text import one_line, short_peer, with_names
+from app.snapshot.views import GuestView
 from ui.draw.numbers import time_of_day
 from ui.draw.rows import Row, row, tidy
 from ui.state.store import Event
@@ -18,10 +19,19 @@ _SIGNS = {
     "knock": ("▲", "warning"),
     "request": ("?", "warning"),
 }
+DECIDES = "i on the overview lets it in or refuses it"
+
+
+def guest_name(guest: GuestView) -> str:
+    """A peer that waits for approval: its own word for its name, and the end of its id."""
+    name, end = one_line(guest.name), short_peer(guest.peer)
+    return f"{name} ({end})" if name else end
 
 
 def happening_row(event: Event, name_of: Callable[[str], str]) -> Row:
     """Row of one event: time, sign of its kind, and text with peer ids replaced by names."""
     sign, style = _SIGNS.get(event.kind, ("·", "dim"))
     text = tidy(with_names(event.text, name_of))
+    if event.kind == "request":
+        text = f"{text.partition(': `shoal ')[0]}: {DECIDES}"
     return row((time_of_day(event.at_ms), "dim"), " ", (sign, style), " ", one_line(text))

@@ -16,13 +16,14 @@ from ui.state.reply_stream import ReplyProgress
 NameOf = Callable[[str], str]
 
 
-def prompt_of(snapshot: Snapshot | None) -> tuple[int, int] | None:
-    """Prompt tokens processed and in total; None unless exactly one session of this node is in its prompt.
+def prompt_of(snapshot: Snapshot | None) -> tuple[int | None, int] | None:
+    """Prompt tokens read, None before the first report, and in total; None unless one session is in its prompt.
 
     A session without a route (`start` is None) still waits for one.
     """
     sessions = [] if snapshot is None else [s for s in snapshot.active_sessions if s.role == "asking"]
-    found = [(s.prompt_done, s.tokens) for s in sessions if s.prompt_done is not None and s.start is not None]
+    sessions = [s for s in sessions if s.prompt_done is not None or s.tokens == s.prompt_tokens]
+    found = [(s.prompt_done, s.tokens) for s in sessions if s.start is not None]
     return found[0] if len(found) == 1 else None
 
 
@@ -85,12 +86,13 @@ def waiting_words(progress: ReplyProgress, hole: Hole | None) -> str:
 
 
 def live_rows(
-    progress: ReplyProgress, prompt: tuple[int, int] | None, now: float, spark: str, hole: Hole | None = None
+    progress: ReplyProgress, prompt: tuple[int | None, int] | None, now: float, spark: str, hole: Hole | None = None
 ) -> list[Row]:
     """The line under the transcript while a reply is received, and what the user can do if a host is missing."""
     waited, silent_s = now - progress.began_at, progress.silent_s(now)
     is_silent = bool(progress.waiting) or silent_s >= _SILENT_S
-    has_begun = prompt is not None and not progress.tokens  # whatever it waited for is there
+    read, total = prompt or (None, 0)
+    has_begun = read is not None and not progress.tokens  # whatever it waited for is there
     if is_silent and not has_begun and (words := waiting_words(progress, hole)):
         since_s = silent_s if progress.tokens else waited
         line = row(" ", ("◌", "warning"), (f" {words}", "warning"), (f" · {duration(since_s)}", "dim"))
@@ -98,10 +100,10 @@ def live_rows(
             return [line]
         return [line, row("   ", (f"{hole.resume or _ADVICE} · esc stops", "secondary"))]
     if progress.tokens == 0:
-        read = "waiting for the first token"
-        if prompt is not None:
-            read = f"prompt {count(prompt[0])} of {count(prompt[1])} tokens"
-        return [row(" ", ("◌", "success"), f" {read}", (f" · {duration(waited)}", "dim"))]
+        words = "waiting for the first token"
+        if total:
+            words = f"reading the prompt: {count(read) + ' of ' if read is not None else ''}{plural(total, 'token')}"
+        return [row(" ", ("◌", "success"), f" {words}", (f" · {duration(waited)}", "dim"))]
     speed = progress.speed(now)
     tail = f" {plural(progress.tokens, 'token')} · {duration(waited)}"
     return [row(" ", ("◌", "success"), (f" {fine_rate(speed)} tok/s ", "b"), (spark, "plot3"), (tail, "dim"))]

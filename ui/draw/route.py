@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from app.core.terminal_text import one_line
-from app.snapshot.views import HopView, RouteView
+from app.snapshot.views import HopView, RouteView, Snapshot
 from ui.draw.numbers import fine_rate, milliseconds, plural
 from ui.draw.rows import UNKNOWN, Row, fit, row, shorten, width_of
+from ui.state.coverage import holders_in
 
 NameOf = Callable[[str], str]
 _UNKNOWN = 0.1  # of a token's time; a larger part that nothing explains is named
@@ -51,14 +52,23 @@ def shares_of(route: RouteView, name_of: NameOf) -> list[Share]:
     return shares
 
 
-def title_row(route: RouteView | None) -> Row:
-    """Title of the panel: hops, milliseconds per token, tokens per second."""
-    if route is None or not route.hops:
+def title_row(snapshot: Snapshot | None) -> Row:
+    """Title of the panel: hops, milliseconds per token, tokens per second; and if a hop no longer serves its blocks."""
+    route = None if snapshot is None else snapshot.route
+    if snapshot is None or route is None or not route.hops:
         return row("route")
     token_s = token_seconds(route)
     figures = [plural(len(route.hops), "hop"), f"{milliseconds(token_s)} ms a token"]
     figures.append(f"{fine_rate(1 / token_s)} tok/s" if token_s else f"{UNKNOWN} tok/s")
-    return row("route  ", (" · ".join(figures), "b"))
+    over = (" · the next reply takes another", "warning") if not _is_served(route, snapshot) else ("", "")
+    return row("route  ", (" · ".join(figures), "b"), over)
+
+
+def _is_served(route: RouteView, snapshot: Snapshot) -> bool:
+    """True if each hop still serves the blocks that it had in the route."""
+    spans = {peer.peer: (peer.start or 0, peer.stop or 0) for peer in holders_in(snapshot)}
+    served = (spans.get(hop.peer, (0, 0)) for hop in route.hops)
+    return all(start <= hop.start and hop.stop <= stop for hop, (start, stop) in zip(route.hops, served, strict=True))
 
 
 def route_rows(route: RouteView | None, name_of: NameOf, width: int, height: int) -> list[Row]:

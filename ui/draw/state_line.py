@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil
 
-from app.core.terminal_text import one_line
+from app.core.terminal_text import one_line, short_peer, with_names
 from app.snapshot.views import Snapshot, StepView
+from ui.draw.events import DECIDES, guest_name
 from ui.draw.numbers import duration, plural, progress
 from ui.draw.rows import Row, row, tidy
 from ui.state.store import ConnectionState
@@ -104,8 +106,18 @@ def _is_without_swarm(snapshot: Snapshot) -> bool:
     return snapshot.swarm is None and snapshot.why is not None and snapshot.why.code == "no_swarm"
 
 
-def state_row(link: ConnectionState, snapshot: Snapshot | None, now: float, *, wide: bool) -> Row:
-    """The whole line: state, reason, a warning or else the next step and, if `wide`, sessions and the next pause."""
+def state_row(
+    link: ConnectionState,
+    snapshot: Snapshot | None,
+    now: float,
+    *,
+    wide: bool,
+    name_of: Callable[[str], str] = short_peer,
+) -> Row:
+    """The whole line: state, reason, who asks to join, a warning or else the next step, and more if `wide`.
+
+    That is sessions and the next pause; `name_of` gives the name of a peer that a warning names by its id.
+    """
     words, style = pill(link, snapshot, now)
     because = reason(link, snapshot)
     if snapshot is not None and snapshot.state == "paused":
@@ -116,8 +128,10 @@ def state_row(link: ConnectionState, snapshot: Snapshot | None, now: float, *, w
     if snapshot is None or link.kind != "live":
         return line
     why = snapshot.why
+    if snapshot.requests:
+        line.append((f" · ? {guest_name(snapshot.requests[0])} asks to join: {DECIDES}", "warning"))
     if snapshot.warning is not None:
-        line.append((f" · ▲ {one_line(snapshot.warning.text)}", "warning"))
+        line.append((f" · ▲ {one_line(with_names(snapshot.warning.text, name_of))}", "warning"))
     elif why is not None and why.next_step and why.code not in _CHOSEN and not _is_without_swarm(snapshot):
         line.append((f" · {next_step(why.code, why.next_step)}", "secondary"))
     extra = []

@@ -93,7 +93,8 @@ class StateLine(GrowingLine):
     def rows(self, width: int, height: int) -> list[Row]:
         """One line, and a second one if the reason does not fit."""
         store = self.store
-        line = state_row(store.link, store.snapshot, store.now(), wide=width >= NARROW)
+        wide = width >= NARROW
+        line = state_row(store.link, store.snapshot, store.now(), wide=wide, name_of=store.peer_name)
         if width_of(line) <= width:
             return [line]
         head, rest = line[:3], text_of(line[3:])

@@ -14,6 +14,7 @@ from textual.widgets import Static
 from app.api.client import Client
 from app.core.terminal_text import one_line, qr_code, short_peer
 from app.snapshot.views import GuestView, PeerView, Snapshot
+from ui.draw.events import guest_name
 from ui.draw.node import now_ms
 from ui.draw.numbers import duration, plural, rate
 from ui.draw.rows import Row, row
@@ -105,10 +106,8 @@ def limit_words(answer: Mapping[str, Any], now_ms: int) -> str:
 
 
 def request_row(guest: GuestView) -> Row:
-    """A peer that waits for approval, with its own word for its name and the end of its id."""
-    name = one_line(guest.name)
-    who = f"{name} ({short_peer(guest.peer)})" if name else short_peer(guest.peer)
-    return row(("?", "warning"), " ", (who, "b"), " asks to join")
+    """A peer that waits for approval."""
+    return row(("?", "warning"), " ", (guest_name(guest), "b"), " asks to join")
 
 
 def nobody_new(known: Snapshot) -> str:
@@ -137,6 +136,15 @@ class GuestPanel(RowWidget):
         rows += [row(("×", "error"), f" {one_line(refused[-1].text)}")] if refused else []
         rows += [request_row(guest) for guest in known.requests]
         return (rows or [row((nobody_new(known), "dim"))])[-height:]
+
+
+def _is_unused(client: Client, identifier: str) -> bool:
+    """True if an invite to the active swarm can still be used, and nobody has come with it."""
+    invites = client.get("/control/invites")
+    return any(
+        one["id"] == identifier and one["state"] == "open" and not one["admitted"] and not one["waiting"]
+        for one in invites
+    )
 
 
 class InviteScreen(Dialog[None]):
@@ -168,10 +176,25 @@ class InviteScreen(Dialog[None]):
     def on_mount(self) -> None:
         """Ask the node for an invite."""
         self.query_one(GuestPanel).opened_ms = now_ms()
-        self._ask({"name": None})
+        dashboard, here = cast(NodeApp, self.app), self._addresses()
 
-    def _ask(self, body: dict[str, Any]) -> None:
-        cast(NodeApp, self.app).ask(lambda client: client.post("/control/invite", body), self.take, self._failed)
+        def work(client: Client) -> Any:
+            kept = dashboard.invite
+            if kept is not None and kept[0] == here and _is_unused(client, kept[1]["limits"]["id"]):
+                return kept[1]
+            return client.post("/control/invite", {"name": None})
+
+        dashboard.ask(work, self.take, self._failed)
+
+    def _addresses(self) -> tuple[object, ...]:
+        """What the addresses in an invite follow from."""
+        known = self.store.snapshot
+        return () if known is None else (known.listen_addrs, known.network.reach, known.network.mapping)
+
+    def on_resize(self) -> None:
+        """Show the QR code as soon as the window is large enough."""
+        if self.line:
+            self._show_code()
 
     def _keys(self) -> Content:
         keys = [("y", "copy"), ("esc", "close")]
@@ -187,12 +210,17 @@ class InviteScreen(Dialog[None]):
         """Show the node's invite, with the QR code if the window is large enough."""
         self.line = one_line(str(answer["invite"]))
         self._limits = answer.get("limits")
+        if self._limits is not None:
+            cast(NodeApp, self.app).invite = (self._addresses(), answer)
         hint = limit_words(answer, now_ms())
         words = Content.assemble(
             (f"{one_line(str(answer['name']))}  ", "bold"), (hint, "$dim"), "\n\n", (self.line, "$mine")
         )
         self.query_one("#invite-keys", Static).update(self._keys())
         self.query_one("#invite-line", Static).update(words)
+        self._show_code()
+
+    def _show_code(self) -> None:
         code = self.query_one("#invite-code", Static)
         rows = qr_rows(self.line)
         room = self.app.size

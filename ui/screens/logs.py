@@ -192,7 +192,7 @@ class Logs(MainScreen):
         self.query_one(FilterField).close(self.query_one(LogList))
 
     def on_key(self, event: events.Key) -> None:
-        """Clear the search on escape, in its field and in the rows."""
+        """Clear the search on escape in the rows."""
         field, rows = self.query_one(FilterField), self.query_one(LogList)
         if field.is_cleared_by(event, rows):
             event.stop()

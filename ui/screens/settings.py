@@ -326,7 +326,7 @@ class SettingsScreen(MainScreen):
         self.query_one(FilterField).close(self.query_one(SettingsList))
 
     def on_key(self, event: events.Key) -> None:
-        """Clear the filter on escape, in its field and in the list."""
+        """Clear the filter on escape in the list."""
         field, listed = self.query_one(FilterField), self.query_one(SettingsList)
         if field.is_cleared_by(event, listed):
             event.stop()

@@ -241,7 +241,7 @@ class RoutePanel(Panel):
 
     def title(self) -> Row:
         """Hops, milliseconds per token, tokens per second."""
-        return title_row(self.store.snapshot.route if self.store.snapshot else None)
+        return title_row(self.store.snapshot)
 
     def rows(self, width: int, height: int) -> list[Row]:
         """The hops, and the time of a token to scale."""
@@ -283,7 +283,7 @@ class Swarm(MainScreen):
         self.query_one(FilterField).close(self.query_one(PeersTable))
 
     def on_key(self, event: events.Key) -> None:
-        """Clear the filter on escape, in its field and in the table."""
+        """Clear the filter on escape in the table."""
         field, table = self.query_one(FilterField), self.query_one(PeersTable)
         if field.is_cleared_by(event, table):
             event.stop()

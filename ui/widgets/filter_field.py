@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from textual import events
+from textual.binding import Binding, BindingType
 from textual.widget import Widget
 from textual.widgets import Input
 
 
 class FilterField(Input):
     """The filter of a tab; `rows` is the widget whose rows it filters."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "submit", "keep", key_display="⏎"),
+        Binding("escape", "clear", "clear", key_display="esc"),
+    ]
 
     def open(self) -> None:
         """Show and focus it."""
@@ -19,6 +27,11 @@ class FilterField(Input):
         self.set_class(bool(self.value), "-open")
         rows.focus()
 
+    def action_clear(self) -> None:
+        """Empty it, and go back to the rows."""
+        self.value = ""
+        self.post_message(self.Submitted(self, ""))
+
     def is_cleared_by(self, event: events.Key, rows: Widget) -> bool:
-        """True for escape in the field, and in rows that it filters."""
-        return event.key == "escape" and (self.has_focus or (rows.has_focus and bool(self.value)))
+        """True for escape in rows that it filters."""
+        return event.key == "escape" and rows.has_focus and bool(self.value)

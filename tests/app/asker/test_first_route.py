@@ -92,6 +92,14 @@ async def test_a_reply_fails_after_the_wait_and_not_after_twice_the_wait(autojum
             await waits_of(asker)
         assert SessionSettings().first_route_s == 15.0
         assert 15 <= trio.current_time() <= 16
+        assert asker.stats().prompt_tokens == 0  # `shoal status` counted it as read
+
+
+async def test_a_prompt_counts_once_it_was_read(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 8)) as swarm:
+        asker = await swarm.asker()
+        await waits_of(asker)
+        assert asker.stats().prompt_tokens == len(PROMPT)
 
 
 async def test_a_block_that_this_node_loads_is_not_waited_for_at_others(autojump_clock: MockClock) -> None:
