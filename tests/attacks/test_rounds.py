@@ -478,11 +478,10 @@ async def test_a_history_that_is_never_shown_holds_nobody_up(tmp_path: Path, aut
 
 
 async def test_who_waits_for_a_place_does_not_keep_the_changes_of_all_rounds(
-    tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, patient_clock: MockClock
 ) -> None:
     """It takes over the merged change of every round, as large as the model, and takes part in none."""
-    monkeypatch.setattr("app.rounds.log.MAX_MEMBERS_TOGETHER", 3)
-    async with open_islands(tmp_path, 0, 1, 2, 3, steps=45) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, 3, steps=45, grid=True, islands=3) as swarm:
         await swarm.finished(0, 1, 2, 3)
         waited = [node.island for node in swarm.nodes.values() if not node.island.figures.steps]
         assert len(waited) == 1
