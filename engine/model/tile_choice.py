@@ -70,9 +70,13 @@ def choose_tiles(
         product = product_of(x, grid, gated=gated)
         if product not in grid_kernels.chosen_tiles:
             name = _name(product, x.device)
-            tile = known.get(name) or fastest(x, grid, timed, gated=gated)
-            found[name] = grid_kernels.chosen_tiles[product] = tile
-    if found.keys() - known.keys():
+            tile = known.get(name)
+            if tile is None:
+                with contextlib.suppress(torch.OutOfMemoryError):  # a later start may have room to measure
+                    tile = found[name] = fastest(x, grid, timed, gated=gated)
+            if tile is not None:
+                grid_kernels.chosen_tiles[product] = tile
+    if found:
         _write(file, known | found)
 
 

@@ -20,13 +20,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from app.api.client import client_of
-from tests.bench.gpu_swarm import READY_S, ask, used_mib, write_model
+from tests.bench.gpu_swarm import LLAMA_8B, READY_S, ask, used_mib, write_model
 from tests.process.node_process import Place, Serving
 
 GIB = 2**30
@@ -143,7 +144,7 @@ def main() -> None:
     figures: dict[str, Any] = {"device": torch.cuda.get_device_name()}
     with tempfile.TemporaryDirectory(prefix="shoal-gpu-") as name:
         folder = Path(name)
-        write_model(folder / "big", folder / "cache", args.blocks)
+        write_model(folder / "big", folder / "cache", replace(LLAMA_8B, blocks=args.blocks))
         places = [Place(folder / f"node{number}", folder / "cache") for number in range(2)]
         for place in places:
             created = place.shoal("create", "big", "--model", str(folder / "big"), patience_s=READY_S)

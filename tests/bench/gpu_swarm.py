@@ -35,11 +35,26 @@ from app.core.errors import AppError
 from engine.sources.opening import open_source
 from tests.process.node_process import Place, Serving, wait_until
 
-BLOCKS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 32, 4096, 14336, 32, 8, 128, 264
+VOCAB = 264
 READY_S = 240.0  # a first start compiles kernels
 STREAMS = (1, 8, 16, 32)
 MIXED_STREAMS = (1, 8, 20, 40)
 LONG_WORDS = 330  # about 3000 tokens of the tiny model's tokenizer
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers of a model's blocks."""
+
+    blocks: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int = 8
+    head_dim: int = 128
+
+
+LLAMA_8B = Shape(32, 4096, 14336, 32)
 
 
 @dataclass
@@ -57,8 +72,8 @@ class Heard:
         return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
 
 
-def write_model(folder: Path, cache: Path, blocks: int = BLOCKS) -> None:
-    """Write a random model of Llama-8B's shape, one file for each block, with the tiny model's tokenizer."""
+def write_model(folder: Path, cache: Path, shape: Shape = LLAMA_8B) -> None:
+    """Write a random model of a shape, one file for each block, with the tiny model's tokenizer."""
     tiny = open_source("tiny-random", cache)
     config_file = tiny.parts["embedding"][0].file.parent / "config.json"
     folder.mkdir()
@@ -66,33 +81,35 @@ def write_model(folder: Path, cache: Path, blocks: int = BLOCKS) -> None:
         if "index" not in file.name:
             (folder / file.name).write_bytes(file.read_bytes())
     config = json.loads(config_file.read_text()) | {
-        "num_hidden_layers": blocks, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "vocab_size": VOCAB, "torch_dtype": "bfloat16",
-        "max_position_embeddings": 8192, "rope_theta": 500_000.0,
+        "num_hidden_layers": shape.blocks, "hidden_size": shape.hidden, "intermediate_size": shape.inner,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
+        "vocab_size": VOCAB, "torch_dtype": "bfloat16", "max_position_embeddings": 8192, "rope_theta": 500_000.0,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator("cuda").manual_seed(1)
     files: dict[str, str] = {}
 
-    def matrix(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, device="cuda", generator=generator) * 0.02).bfloat16().cpu()
+    def matrix(*size: int) -> torch.Tensor:
+        return (torch.randn(*size, device="cuda", generator=generator) * 0.02).bfloat16().cpu()
 
     def write(name: str, tensors: dict[str, torch.Tensor]) -> None:
         save_file(tensors, folder / name, metadata={"format": "pt"})
         files.update(dict.fromkeys(tensors, name))
 
-    ones = torch.ones(HIDDEN, dtype=torch.bfloat16)
-    for block in range(blocks):
+    ones = torch.ones(shape.hidden, dtype=torch.bfloat16)
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    for block in range(shape.blocks):
         prefix = f"model.layers.{block}."
         shapes = {
-            "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN), "self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-            "self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN), "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
-            "mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN), "mlp.down_proj": (HIDDEN, INNER),
+            "self_attn.q_proj": (query, shape.hidden), "self_attn.k_proj": (key, shape.hidden),
+            "self_attn.v_proj": (key, shape.hidden), "self_attn.o_proj": (shape.hidden, query),
+            "mlp.gate_proj": (shape.inner, shape.hidden), "mlp.up_proj": (shape.inner, shape.hidden),
+            "mlp.down_proj": (shape.hidden, shape.inner),
         }  # fmt: skip
-        tensors = {f"{prefix}{name}.weight": matrix(*shape) for name, shape in shapes.items()}
+        tensors = {f"{prefix}{name}.weight": matrix(*size) for name, size in shapes.items()}
         norms = {f"{prefix}{name}.weight": ones.clone() for name in ("input_layernorm", "post_attention_layernorm")}
         write(f"block-{block:02d}.safetensors", tensors | norms)
-    ends = {"model.embed_tokens.weight": matrix(VOCAB, HIDDEN), "lm_head.weight": matrix(VOCAB, HIDDEN)}
+    ends = {"model.embed_tokens.weight": matrix(VOCAB, shape.hidden), "lm_head.weight": matrix(VOCAB, shape.hidden)}
     # The end is never the likeliest token: a reply that ended by itself would leave fewer streams than are counted.
     # Nor is a byte that is no character by itself: its piece of text would wait for the next token's.
     ends["lm_head.weight"][[config["eos_token_id"], *range(128, VOCAB)]] = 0

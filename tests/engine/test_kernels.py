@@ -311,6 +311,18 @@ def test_damaged_tiles_are_measured_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert json.loads(file.read_text())[first]
 
 
+def test_a_card_without_room_to_measure_keeps_the_usual_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that fill a card must not lose their place to a measurement."""
+    monkeypatch.setattr(grid_kernels, "chosen_tiles", {})
+
+    def timed(run: Any, device: torch.device) -> float:
+        raise torch.OutOfMemoryError
+
+    choose_tiles(_span_in_tiles().blocks, torch.float16, timed, tmp_path / "tiles.json")
+    assert not grid_kernels.chosen_tiles
+    assert not list(tmp_path.iterdir())
+
+
 def test_tiles_that_cannot_be_written_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grid_kernels, "chosen_tiles", {})
     (tmp_path / "file").write_text("")
