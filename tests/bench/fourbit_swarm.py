@@ -26,8 +26,8 @@ from app.api.client import client_of
 from engine.hosting import HostingWish, Weights, plan_hosting
 from engine.sources.opening import open_source
 from tests.bench.cuda import llama_8b
-from tests.bench.gpu_swarm import READY_S, Serving, Shape, ask, serving, stream_speed, used_mib, write_model
-from tests.process.node_process import Place, wait_until
+from tests.bench.gpu_swarm import READY_S, Shape, ask, serving, stream_speed, used_mib, write_model
+from tests.process.node_process import Place, Serving, wait_until
 
 QWEN_14B = Shape(48, 5120, 13824, 40)
 
