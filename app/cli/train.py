@@ -36,7 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "adamw, or muon for matrices (%(default)s)"
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help=words)
     parser.add_argument("--lr", type=float, default=1e-3, metavar="RATE", help="learning rate (%(default)g)")
-    words = "number format between islands: auto (int8, or f32 where links are fast), f32, int8 or int4 (%(default)s)"
+    words = (
+        "number format between islands: f32, int8, int4 or auto, "
+        "which is int8, f32 where links are fast and int4 where they are slow (%(default)s)"
+    )
     parser.add_argument("--wire", choices=("auto", "f32", "int8", "int4"), default="auto", help=words)
     words = "changes smaller than this share of their weights wait a round, to save bytes (%(default)g: none)"
     parser.add_argument("--significance", type=float, default=0.0, metavar="SHARE", help=words)

@@ -23,6 +23,9 @@ KEPT_RESTS = 64  # rounds after which the failures of one that did not come back
 DOUBTED_ROUNDS = 2  # in a row, after which a member is left out
 UTILISATION = 0.93  # the share of the time that islands are to make steps, so that it stays above 0.9 for all of them
 _CODEC_BYTES = {"f32": 4.0, "int8": 1.0, "int4": 0.5}  # a number, from the most to the fewest
+# A round may need so many times the fewest steps for its overhead, before the next smaller format is taken. int4 costs
+# a little loss, and rounds of many more steps cost more: 1.019 and 1.032 times, where a link became ten times slower.
+_CODEC_LONGER = {"f32": 1.0, "int8": 2.0, "int4": float("inf")}
 PAST_UNITS = 1000  # a cosine of one in a result's `past`
 MOST_GROWTH, MOST_SHRINKING = 2.0, 1.25  # factors by which the number of steps changes from round to round, at most
 
@@ -247,18 +250,19 @@ def left_out_after(history: Sequence[Iterable[str]]) -> set[str]:
 def next_codec(codec: str, step_s: float, overhead_s: float, *, least: int, known: Sequence[str]) -> str:
     """Return the number format of the next round, of those that the job allows.
 
-    It is the next smaller one if a round of the fewest steps does not bear the overhead: too little time is left
-    to steps, and the next larger one if such a round would bear even the overhead of that: as many times as its bytes.
+    It is the next smaller one if rounds would need too many steps to bear the overhead with this one: so many that too
+    little time is left to steps otherwise (`_CODEC_LONGER`). It is the next larger one if that would need few enough.
     """
     formats = [one for one in _CODEC_BYTES if one in known]
     if codec not in formats or step_s <= 0:
         return codec if codec in formats else known[0]
     at = formats.index(codec)
     bearable_s = least * step_s * (1 - UTILISATION) / UTILISATION
-    if overhead_s > bearable_s:
+    if overhead_s > _CODEC_LONGER[codec] * bearable_s:
         return formats[min(at + 1, len(formats) - 1)]
     larger = formats[max(at - 1, 0)]
-    return larger if overhead_s * _CODEC_BYTES[larger] / _CODEC_BYTES[codec] <= bearable_s else codec
+    larger_s = overhead_s * _CODEC_BYTES[larger] / _CODEC_BYTES[codec]
+    return larger if larger_s <= _CODEC_LONGER[larger] * bearable_s else codec
 
 
 def next_every(every: int, step_s: float, overhead_s: float, *, least: int, most: int) -> int:

@@ -26,6 +26,7 @@ Product = Callable[[Tensor, Tensor], Tensor]  # x (N, in), weight (out, in) -> (
 QUANTISED_ROWS = 1024  # rows of a matrix that are quantised at a time
 # Row counts at which the methods are timed; a count in between uses the entry below it.
 TIMED_ROWS = (1, 2, 3, 4, 8, 12, 16, 32, 64, 128)
+SLOW_S, MOST_TIMED_S = 0.25, 4.0  # for one method and count, and in all, after which the timing ends
 
 
 def _plain(x: Tensor, weight: Tensor) -> Tensor:
@@ -50,24 +51,31 @@ def _candidates(rows: int) -> tuple[Product, ...]:
 
 
 def _best_of(product: Product, x: Tensor, weights: list[Tensor]) -> float:
-    """Seconds of the fastest pass over the weights; the first pass is warm-up and does not count."""
-    times = []
-    for _ in range(4):
+    """Seconds of the fastest pass over the weights; the first pass is warm-up and counts only if it is very slow."""
+    times: list[float] = []
+    while len(times) < 4 and sum(times) < SLOW_S:
         start = time.perf_counter()
         for weight in weights:
             product(x, weight)
         times.append(time.perf_counter() - start)
-    return min(times[1:])
+    return min(times[1:] or times)
 
 
 @functools.cache
 def cpu_products(dtype: torch.dtype) -> tuple[Product, ...]:
-    """Return the fastest method for each entry of `TIMED_ROWS`, measured on this machine (0.2 s, once per process)."""
+    """Return the fastest method for each entry of `TIMED_ROWS`, measured on this machine (0.2 s, once per process).
+
+    A processor without instructions for a number format can take minutes for that: then the plain one stays.
+    """
     weights = [torch.ones(768, 768, dtype=dtype) for _ in range(4)]
     chosen: list[Product] = []
+    began = time.perf_counter()
     with torch.inference_mode():
         for rows in TIMED_ROWS:
-            methods = _candidates(rows)
+            methods = _candidates(rows) if time.perf_counter() - began < MOST_TIMED_S else (_plain,)
+            if len(methods) == 1:
+                chosen.append(methods[0])
+                continue
             x = torch.ones(rows, 768, dtype=dtype)
             # Another method must win by 8 %, so that noise does not decide a tie.
             seconds = [_best_of(method, x, weights) * (1.0 if method is _plain else 1.08) for method in methods]

@@ -16,7 +16,7 @@ from tests.engine.random_spans import CASES, random_span
 
 # Rows computed together or alone differ in the last bit, and a few numbers are rounded to another multiple in a cache
 # of 8 bits then.
-ONE_STEP = 2e-4
+ONE_STEP = 6e-4
 SHORT, LONG = (5, 60, 1, 33), (5, 300, 1, 33)  # short enough to be gathered, and too long
 
 
@@ -74,7 +74,7 @@ def test_a_cache_of_8_bits_moves_results_by_a_little() -> None:
         torch.manual_seed(0)
         span = random_span(CASES["plain"], cache=form)
         outs.append(span.step(torch.randn(150, span.config.hidden_size), [Segment(span.open(), 0, 150)]))
-    assert 10 * ONE_STEP < (outs[1] - outs[0]).norm() / outs[0].norm() < 0.02
+    assert 3 * ONE_STEP < (outs[1] - outs[0]).norm() / outs[0].norm() < 0.02
 
 
 def test_only_short_pasts_of_several_sessions_are_gathered() -> None:

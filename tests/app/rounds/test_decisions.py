@@ -345,10 +345,10 @@ def test_changes_are_float32_where_the_shortest_round_bears_it(codec: str, overh
 
 @pytest.mark.parametrize(
     ("codec", "overhead_s", "wanted"),
-    [("f32", 50.0, "int8"), ("int8", 0.9, "int4"), ("int8", 0.5, "int8"), ("int8", 0.18, "f32"), ("int4", 0.5, "int4"),
-     ("int4", 0.35, "int8"), ("int4", 50.0, "int4")],
+    [("f32", 50.0, "int8"), ("int8", 1.6, "int4"), ("int8", 1.4, "int8"), ("int8", 0.18, "f32"), ("int4", 0.8, "int4"),
+     ("int4", 0.7, "int8"), ("int4", 50.0, "int4")],
 )  # fmt: skip
-def test_changes_are_int4_where_the_shortest_round_bears_no_more(codec: str, overhead_s: float, wanted: str) -> None:
+def test_changes_are_int4_where_rounds_of_int8_would_be_long(codec: str, overhead_s: float, wanted: str) -> None:
     assert next_codec(codec, 1.0, overhead_s, least=10, known=("int8", "f32", "int4")) == wanted
 
 
