@@ -169,8 +169,9 @@ def bytes_in(value: Any, skip: Iterable[str] = (), seen: set[int] | None = None)
 async def test_after_a_link_became_slow_most_of_the_time_is_steps_again(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
-    lesson = Lesson(SMALL, drawn_model(SMALL, 1), Text())
-    await check_slower_link(tmp_path, lesson, fast=2e6, slow=2e5, step_s=0.01, steps=600)
+    """With as many weights as the bench's model, so that members merge shares of equal size."""
+    lesson = Lesson(WIDE, drawn_model(WIDE, 1), Text())
+    await check_slower_link(tmp_path, lesson, fast=12.5e6, slow=1.25e6, step_s=0.01, steps=480, rate=1e-3, batch=2)
 
 
 async def check_slower_link(

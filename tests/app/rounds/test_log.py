@@ -176,7 +176,7 @@ def test_a_log_is_cut_after_the_round_whose_state_there_is() -> None:
 @pytest.mark.parametrize(
     ("values", "why"),
     [
-        ({"codec": "int4"}, "does not allow"), ({"codec": "f32" * 9}, "codec"), ({"codec": 8}, "codec"),
+        ({"codec": "int2"}, "does not allow"), ({"codec": "f32" * 9}, "codec"), ({"codec": 8}, "codec"),
         ({"every": 21}, "outside"), ({"every": 4}, "outside"), ({"every": 0}, "every"),
     ],
 )  # fmt: skip
