@@ -325,7 +325,7 @@ def warm_kernels(config: ModelConfig, plan: HostingPlan) -> None:
         kv_bytes = min(budget.kv_bytes // 4, config.context_length * budget.kv_bytes_per_token // budget.blocks)
         with contextlib.suppress(RuntimeError):
             block = build_block(0, _EmptyTensors(config, plan.quantisation), options)
-            SpanRunner(config, 0, [block], dataclasses.replace(options, kv_bytes=kv_bytes)).warm_up()
+            SpanRunner(config, 0, [block], dataclasses.replace(options, kv_bytes=kv_bytes)).warm_up(chooses_tiles=False)
             del block
         release(share.device.id)
 

@@ -351,9 +351,9 @@ FEW_ROWS = 8
 chosen_tiles: dict[Product, ProductTile] = {}  # the fastest on this machine's card, as `engine.model.tile_choice` finds
 
 
-def product_of(x: Tensor, grid: TiledGrid, *, gated: bool) -> Product:
-    """Return what the tile of a product with these rows is chosen by."""
-    return Product(x.dtype, grid.form, grid.minimum is not None, grid.shape, gated)
+def product_of(dtype: torch.dtype, grid: TiledGrid, *, gated: bool) -> Product:
+    """Return what the tile of a product with rows of this type is chosen by."""
+    return Product(dtype, grid.form, grid.minimum is not None, grid.shape, gated)
 
 
 @functools.cache
@@ -407,7 +407,7 @@ def multiply(
     assert n_out % TILE_ROWS == 0, "a tile has rows of the gate, or of what it gates"
     padded = min(MOST_ROWS, max(FEW_ROWS, triton.next_power_of_2(rows)))
     if tile is None and padded == FEW_ROWS:
-        tile = chosen_tiles.get(product_of(x, grid, gated=gated))
+        tile = chosen_tiles.get(product_of(x.dtype, grid, gated=gated))
     tile = tile or product_tile(x.device, padded, grid.shape[1], gated=gated)
     per_program = TILE_ROWS * tile.width * (1 if gated else tile.tiles)
     limits = {} if tile.registers is None else {"maxnreg": tile.registers}

@@ -128,15 +128,15 @@ class SpanRunner:
             self._graphs = self._new_graphs()
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self, *, chooses_tiles: bool = True) -> None:
         """Load library kernels for prompts, capture chunks and decoding steps, so that no reply waits for them.
 
         Also reserves the memory of the largest step, so that later ones need no more. Only for CUDA; the caller closes
-        no sessions meanwhile.
+        no sessions meanwhile. Without `chooses_tiles` the blocks are no real ones, and say nothing of the fastest.
         """
         if self._graphs is None:
             return
-        if self._graphs.fused:
+        if self._graphs.fused and chooses_tiles:
             self._choose_tiles()
         self._prompt_graphs.add(self.blocks)
         tokens = min(self.config.context_length, self.pool.free_tokens)

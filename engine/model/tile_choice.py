@@ -13,7 +13,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +30,7 @@ from engine.model.linear import GridLinear
 log = logging.getLogger("shoal.engine.graphs")
 
 WORTH = 0.97  # of the usual tile's time, at most, that another one must take
-MOST_COPIES = 16  # of a matrix
+MOST_MATRICES = 16  # that one measurement multiplies with: the card's cache holds no more than a few
 REPLAYS = 12
 # Beside the usual ones: (tiles, width, splits, stages).
 PLAIN_TILES = ((1, 1, 4), (1, 1, 8), (1, 1, 16), (1, 2, 4), (1, 1, 8, 3))
@@ -58,69 +57,63 @@ def replayed_s(run: Run, device: torch.device) -> float:
 def choose_tiles(
     blocks: Sequence[Block], dtype: torch.dtype, timed: Timer = replayed_s, file: Path | None = None
 ) -> None:
-    """Find the fastest tiles for all matrices of blocks, in the file or by measurement, and use them from now on."""
+    """Find the fastest tiles for all matrices of blocks, in the file or by measurement, and use them from now on.
+
+    It takes no memory worth mentioning, because the blocks' own matrices are multiplied: a card may be full of them.
+    """
     file = file or _tiles_file()
     known = _read(file)
     found: dict[str, ProductTile] = {}
-    for linear, gated in ((linear, linear is block.gate_up) for block in blocks for linear in block.linears):
-        if not isinstance(linear, GridLinear) or not isinstance(linear.grid, TiledGrid):
+    for product, grids in _alike(blocks, dtype).items():
+        if product in grid_kernels.chosen_tiles:
             continue
-        grid = linear.grid
-        x = torch.randn(1, grid.shape[1], device=grid.scale.device, dtype=dtype)
-        product = product_of(x, grid, gated=gated)
-        if product not in grid_kernels.chosen_tiles:
-            name = _name(product, x.device)
-            tile = known.get(name)
-            if tile is None:
-                with contextlib.suppress(torch.OutOfMemoryError):  # a later start may have room to measure
-                    tile = found[name] = fastest(x, grid, timed, gated=gated)
-            if tile is not None:
-                grid_kernels.chosen_tiles[product] = tile
+        name = _name(product, grids[0].scale.device)
+        tile = known.get(name)
+        if tile is None:
+            with contextlib.suppress(torch.OutOfMemoryError):  # a later start may have room to measure
+                tile = found[name] = fastest(product, grids[:MOST_MATRICES], timed)
+        if tile is not None:
+            grid_kernels.chosen_tiles[product] = tile
     if found:
         _write(file, known | found)
 
 
-def fastest(x: torch.Tensor, grid: TiledGrid, timed: Timer, *, gated: bool) -> ProductTile:
-    """Return the tile with which matrices like this one are multiplied fastest with a row."""
-    n_out, n_in = grid.shape
-    out = torch.empty(1, n_out // 2 if gated else n_out, device=x.device, dtype=x.dtype)
-    matrices = _random_like(grid)
+def _alike(blocks: Sequence[Block], dtype: torch.dtype) -> dict[Product, list[TiledGrid]]:
+    """Return the matrices of blocks that are in a grid, by the product that they are used in."""
+    found: dict[Product, list[TiledGrid]] = {}
+    for linear, gated in ((linear, linear is block.gate_up) for block in blocks for linear in block.linears):
+        if isinstance(linear, GridLinear) and isinstance(linear.grid, TiledGrid):
+            found.setdefault(product_of(dtype, linear.grid, gated=gated), []).append(linear.grid)
+    return found
+
+
+def fastest(product: Product, grids: Sequence[TiledGrid], timed: Timer) -> ProductTile:
+    """Return the tile with which a row is multiplied fastest with these matrices, which are alike."""
+    (n_out, n_in), gated, device = product.shape, product.gated, grids[0].scale.device
+    x = torch.randn(1, n_in, device=device, dtype=product.dtype)
+    out = torch.empty(1, n_out // 2 if gated else n_out, device=device, dtype=product.dtype)
 
     def multiply_all(tile: ProductTile) -> None:
-        for matrix in matrices:
-            grid_kernels.multiply(x, matrix, out, None, None, gated=gated, tile=tile)
+        for grid in grids:
+            grid_kernels.multiply(x, grid, out, None, None, gated=gated, tile=tile)
 
-    usual = product_tile(x.device, FEW_ROWS, n_in, gated=gated)
-    best, best_s = usual, WORTH * timed(lambda: multiply_all(usual), x.device)
+    usual = product_tile(device, FEW_ROWS, n_in, gated=gated)
+    best, best_s = usual, WORTH * timed(lambda: multiply_all(usual), device)
     expected = out.float()
     for shape in GATED_TILES if gated else PLAIN_TILES:
         tile = ProductTile(*shape)
         if tile.splits > 1 and tile.splits * 512 > n_in:
             continue  # a warp would have nothing to add
         try:
-            seconds = timed(lambda tile=tile: multiply_all(tile), x.device)  # type: ignore[misc]
+            seconds = timed(lambda tile=tile: multiply_all(tile), device)  # type: ignore[misc]
         except Exception as error:  # it needs more registers or shared memory than the card has
             log.debug("%s does not work here: %s", tile, error)
             continue
         is_right = float((out.float() - expected).norm()) <= 0.02 * float(expected.norm())
         if seconds < best_s and is_right:
             best, best_s = tile, seconds
-    log.info("the fastest tile for %s is %s", product_of(x, grid, gated=gated), best)
+    log.info("the fastest tile for %s is %s", product, best)
     return best
-
-
-def _random_like(grid: TiledGrid) -> list[TiledGrid]:
-    """Return random matrices of the same form, so many that the card's cache does not hold them all."""
-    device = grid.scale.device
-    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
-    found: list[TiledGrid] = []
-    with contextlib.suppress(torch.OutOfMemoryError):
-        while not found or (len(found) < MOST_COPIES and len(found) * grid.nbytes < 3 * cache_bytes):
-            integers = torch.randint_like(grid.integers, -(2**31), 2**31 - 1)
-            factors = (torch.rand_like(grid.scale) + 0.5) / 1024
-            minimum = None if grid.minimum is None else torch.rand_like(grid.minimum) / 1024
-            found.append(replace(grid, integers=integers, scale=factors, minimum=minimum))
-    return found or [grid]
 
 
 def _name(product: Product, device: torch.device) -> str:

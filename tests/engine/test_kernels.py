@@ -262,16 +262,15 @@ def _span_in_tiles() -> SpanRunner:
 )
 def test_the_fastest_tile_is_taken_if_it_is_worth_it(seconds: tuple[float, ...], place: int | None) -> None:
     grid, timer = _wide(), _FakeTimer(*seconds)
-    x = torch.randn(1, 8192, device=DEVICE, dtype=torch.float16)
-    usual = grid_kernels.product_tile(x.device, grid_kernels.FEW_ROWS, 8192, gated=False)
+    usual = grid_kernels.product_tile(torch.device(DEVICE), grid_kernels.FEW_ROWS, 8192, gated=False)
     expected = usual if place is None else grid_kernels.ProductTile(*PLAIN_TILES[place])
-    assert fastest(x, grid, timer, gated=False) == expected
+    product = grid_kernels.product_of(torch.float16, grid, gated=False)
+    assert fastest(product, [grid, grid], timer) == expected
     assert timer.runs == 1 + len(PLAIN_TILES)
 
 
 def test_a_tile_that_fails_or_has_another_result_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     grid, timer = _wide(), _FakeTimer(1.0, 0.1, 0.2, 0.9, fails_at=1)
-    x = torch.randn(1, 8192, device=DEVICE, dtype=torch.float16)
     real, wrong = grid_kernels.multiply, grid_kernels.ProductTile(*GATED_TILES[1])
 
     def multiply(x: Any, grid: Any, out: torch.Tensor, *rest: Any, **options: Any) -> None:
@@ -280,7 +279,8 @@ def test_a_tile_that_fails_or_has_another_result_is_not_taken(monkeypatch: pytes
             out.mul_(1.1)
 
     monkeypatch.setattr(grid_kernels, "multiply", multiply)
-    assert fastest(x, grid, timer, gated=True) == grid_kernels.ProductTile(*GATED_TILES[2])
+    product = grid_kernels.product_of(torch.float16, grid, gated=True)
+    assert fastest(product, [grid], timer) == grid_kernels.ProductTile(*GATED_TILES[2])
 
 
 def test_tiles_are_measured_once_and_then_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
