@@ -183,7 +183,8 @@ def _limited(way: str) -> bool:
     """True if a process of its own makes a step within the limit."""
     command = [sys.executable, "-m", "tests.bench.limits", "--step", way]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert answer.returncode == 0 or "allocate memory" in answer.stderr or "MemoryError" in answer.stderr, answer.stderr
+    words = ("allocate memory", "not enough memory", "MemoryError")  # it depends on the processor
+    assert answer.returncode == 0 or any(one in answer.stderr for one in words), answer.stderr
     return answer.returncode == 0
 
 
