@@ -24,7 +24,8 @@ DOUBTED_ROUNDS = 2  # in a row, after which a member is left out
 UTILISATION = 0.93  # the share of the time that islands are to make steps, so that it stays above 0.9 for all of them
 _CODEC_BYTES = {"f32": 4.0, "int8": 1.0, "int4": 0.5}  # a number, from the most to the fewest
 # A round may need so many times the fewest steps for its overhead, before the next smaller format is taken. int4 costs
-# a little loss, and rounds of many more steps cost more: 1.019 and 1.032 times, where a link became ten times slower.
+# a little loss, and rounds of many more steps cost more: 1.019 to 1.026 and 1.032 to 1.039 times the loss of short
+# rounds, where a link became ten times slower.
 _CODEC_LONGER = {"f32": 1.0, "int8": 2.0, "int4": float("inf")}
 PAST_UNITS = 1000  # a cosine of one in a result's `past`
 MOST_GROWTH, MOST_SHRINKING = 2.0, 1.25  # factors by which the number of steps changes from round to round, at most
