@@ -137,7 +137,10 @@ class SpanRunner:
         if self._graphs is None:
             return
         if self._graphs.fused and chooses_tiles:
-            self._choose_tiles()
+            from engine.model.tile_choice import choose_tiles  # imports Triton, which a CPU does without
+
+            with on_device(self.options.device):
+                choose_tiles(self.blocks, self.options.dtype)
         self._prompt_graphs.add(self.blocks)
         tokens = min(self.config.context_length, self.pool.free_tokens)
         chunk = min(PREFILL_ROWS, tokens)
@@ -149,14 +152,6 @@ class SpanRunner:
                 self._run(x, [Segment(lease, lease.length, count)], slice(0, len(self.blocks)))
             lease.close()
         self._graphs.capture(slice(0, len(self.blocks)))
-
-    def _choose_tiles(self) -> None:
-        """Find the fastest tiles for weights in a grid; blocks of a file may differ in their formats."""
-        if any(isinstance(linear, GridLinear) for block in self.blocks for linear in block.linears):
-            from engine.model.tile_choice import choose_tiles  # imports Triton
-
-            with on_device(self.options.device):
-                choose_tiles(self.blocks, self.options.dtype)
 
     @torch.inference_mode()
     def capture_pending(self) -> bool:

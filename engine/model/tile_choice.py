@@ -26,6 +26,7 @@ from engine.model.cuda_graphs import captured
 from engine.model.grid_kernels import FEW_ROWS, Product, ProductTile, product_of, product_tile
 from engine.model.grid_tiles import TiledGrid
 from engine.model.linear import GridLinear
+from engine.sources.cache import publish, write_whole
 
 log = logging.getLogger("shoal.engine.graphs")
 
@@ -61,10 +62,13 @@ def choose_tiles(
 
     It takes no memory worth mentioning, because the blocks' own matrices are multiplied: a card may be full of them.
     """
+    alike = _alike(blocks, dtype)
+    if alike.keys() <= grid_kernels.chosen_tiles.keys():
+        return
     file = file or _tiles_file()
     known = _read(file)
     found: dict[str, ProductTile] = {}
-    for product, grids in _alike(blocks, dtype).items():
+    for product, grids in alike.items():
         if product in grid_kernels.chosen_tiles:
             continue
         name = _name(product, grids[0].scale.device)
@@ -153,7 +157,7 @@ def _write(file: Path, tiles: Mapping[str, ProductTile]) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_name(f"{file.name}.{os.getpid()}")
-        part.write_text(json.dumps(tiles, indent=1))
-        os.replace(part, file)
+        write_whole(part, json.dumps(tiles, indent=1).encode())
+        publish(part, file)
     except OSError as error:
         log.warning("the fastest tiles could not be written to %s: %s", file, error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
@@ -18,7 +18,7 @@ from engine.errors import SourceError
 from engine.sources.base import TokenizerSpec
 from engine.sources.files import AGAIN, shown
 from engine.sources.gguf_tokenizer import byte_alphabet
-from engine.text.tokenizer_growth import check_growth
+from engine.text.tokenizer_growth import check_growth, steps_of
 
 _T = TypeVar("_T")
 _SPACE = "\u2581"
@@ -217,7 +217,7 @@ def _is_text(data: bytearray) -> bool:
 
 def _stream_maker(decoder: Any) -> Callable[[Spelling], Detokenizer]:
     """Return a factory of streaming decoders equivalent to the `decoder` entry of a `tokenizer.json`."""
-    steps = list(_steps(decoder))
+    steps = list(steps_of(decoder))
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
         return _ByteLevelStream
@@ -230,14 +230,6 @@ def _stream_maker(decoder: Any) -> Callable[[Spelling], Detokenizer]:
         fallback = "ByteFallback" in kinds
         return lambda spelling: _SentencePieceStream(spelling, byte_fallback=fallback, leading=leading)
     raise SourceError(f"the tokenizer decodes with {shown(kinds)}, which Shoal cannot stream: choose another model")
-
-
-def _steps(decoder: Any) -> Iterable[dict[str, Any]]:
-    if isinstance(decoder, dict) and decoder.get("type") == "Sequence" and isinstance(decoder.get("decoders"), list):
-        for step in decoder["decoders"]:
-            yield from _steps(step)
-    elif isinstance(decoder, dict):
-        yield decoder
 
 
 def _rules_of(component: Any) -> dict[str, Any] | None:

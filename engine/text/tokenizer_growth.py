@@ -31,17 +31,17 @@ _NORMALIZERS = {
     "StripAccents": 1,
 }
 _PRE_TOKENIZERS = {"ByteLevel": 5, "Metaspace": 2}  # with a prefix before every word
-_INNER = ("normalizers", "pretokenizers", "processors")  # the steps of a sequence
+_INNER = ("normalizers", "pretokenizers", "processors", "decoders")  # the steps of a sequence
 
 
 def check_growth(
     normalizer: Mapping[str, Any] | None, pre_tokenizer: Mapping[str, Any] | None, processor: Mapping[str, Any] | None
 ) -> None:
     """Raise `SourceError` if these rules, as the library writes them, can make a text far longer than it is."""
-    factors = [_normalizer_growth(step) for step in _steps(normalizer)]
-    factors += [_PRE_TOKENIZERS.get(step["type"], 1) for step in _steps(pre_tokenizer)]
+    factors = [_normalizer_growth(step) for step in steps_of(normalizer)]
+    factors += [_PRE_TOKENIZERS.get(step["type"], 1) for step in steps_of(pre_tokenizer)]
     special = 0
-    for step in _steps(processor):
+    for step in steps_of(processor):
         copies, added = _template(step)
         special = special * copies + added
         factors.append(copies)
@@ -52,16 +52,16 @@ def check_growth(
         )
 
 
-def _steps(rule: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """Yield the rules of a sequence, or the only one."""
-    if rule is None:
+def steps_of(rule: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the rules of a sequence of a `tokenizer.json`, or the only one; none of what is no rule."""
+    if not isinstance(rule, dict):
         return
-    inner = next((rule[name] for name in _INNER if name in rule), None)
-    if inner is None:
+    inner = [rule[name] for name in _INNER if isinstance(rule.get(name), list)]
+    if rule.get("type") != "Sequence" or not inner:
         yield rule
         return
-    for one in inner:
-        yield from _steps(one)
+    for one in inner[0]:
+        yield from steps_of(one)
 
 
 def _normalizer_growth(step: Mapping[str, Any]) -> int:

@@ -20,12 +20,12 @@ import torch
 
 from engine.model import grid_kernels
 from engine.model import triton_kernels as kernels
-from engine.model.cuda_graphs import captured
 from engine.model.grid_kernels import ProductTile
 from engine.model.grid_tiles import TiledGrid, tiled
 from engine.model.kv_cache import Segment
 from engine.model.linear import GridLinear
 from engine.model.span import SpanRunner
+from engine.model.tile_choice import replayed_s
 from engine.sources.grid import Grid, quantise
 from tests.bench.cuda import bandwidth, by_events, decode_ms, llama_8b
 from tests.engine.random_spans import random_span
@@ -111,8 +111,7 @@ def _rate(grids: list[TiledGrid], rows: int, tile: ProductTile, *, gated: bool) 
         for grid in grids:
             grid_kernels.multiply(x, grid, out, None, None, gated=gated, tile=tile)
 
-    graph = captured(all_of_them, torch.device("cuda"), None)
-    return sum(grid.nbytes for grid in grids) / 1e6 / by_events(graph.replay, 10, 3)
+    return sum(grid.nbytes for grid in grids) / 1e9 / replayed_s(all_of_them, torch.device("cuda"))
 
 
 def tiles() -> dict[str, dict[str, float]]:

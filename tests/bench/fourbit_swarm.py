@@ -12,7 +12,6 @@ eight at once, and the memory of the largest node. Needs 28 GB of disk.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import tempfile
@@ -26,8 +25,8 @@ from app.api.client import client_of
 from engine.hosting import HostingWish, Weights, plan_hosting
 from engine.sources.opening import open_source
 from tests.bench.cuda import llama_8b
-from tests.bench.gpu_swarm import READY_S, Shape, ask, serving, stream_speed, used_mib, write_model
-from tests.process.node_process import Place, Serving, wait_until
+from tests.bench.gpu_swarm import READY_S, Shape, ask, serving_together, stream_speed, used_mib, write_model
+from tests.process.node_process import Place
 
 QWEN_14B = Shape(48, 5120, 13824, 40)
 
@@ -57,17 +56,8 @@ def measure(folder: Path) -> dict[str, Any]:
     torch.cuda.empty_cache()
     places = [Place(folder / f"node{number}", cache) for number in range(3)]
     assert places[0].shoal("create", "big", "--model", str(model), patience_s=READY_S).status == 0
-    with contextlib.ExitStack() as stack:
-        ready: list[float] = []
-        nodes: list[Serving] = []
-        variables = {"SHOAL_WEIGHTS": "int4"}
-        for place in places:
-            node, seconds = stack.enter_context(serving(place, f"{cap}GB", **variables))
-            variables.setdefault("SHOAL_INVITE", places[0].shoal("invite").out.strip().splitlines()[-1])
-            nodes.append(node)
-            ready.append(seconds)
+    with serving_together(places, f"{cap}GB", SHOAL_WEIGHTS="int4") as (nodes, ready):
         client = client_of(places[0].home)
-        wait_until(lambda: all(block["holders"] for block in client.get("/control/blocks")), "every block is held")
         ask(client, "Hello there", 32)
         figures |= {
             "ready_s": ready,

@@ -138,6 +138,24 @@ def serving(place: Place, cap: str, **variables: str) -> Iterator[tuple[Serving,
         yield node, round(time.monotonic() - began, 1)
 
 
+@contextlib.contextmanager
+def serving_together(
+    places: Sequence[Place], cap: str, **variables: str
+) -> Iterator[tuple[list[Serving], list[float]]]:
+    """Nodes of the first one's swarm that hold all its blocks, and the seconds until each was ready."""
+    nodes: list[Serving] = []
+    ready: list[float] = []
+    with contextlib.ExitStack() as stack:
+        for place in places:
+            node, seconds = stack.enter_context(serving(place, cap, **variables))
+            nodes.append(node)
+            ready.append(seconds)
+            variables.setdefault("SHOAL_INVITE", places[0].shoal("invite").out.strip().splitlines()[-1])
+        client = client_of(places[0].home)
+        wait_until(lambda: all(block["holders"] for block in client.get("/control/blocks")), "every block is held")
+        yield nodes, ready
+
+
 def ask(client: Client, text: str, tokens: int, heard: Heard | None = None, hangup: Hangup | None = None) -> Heard:
     """A greedy reply to its end, or until it is hung up."""
     heard = heard or Heard()
@@ -240,18 +258,8 @@ def measure(folder: Path, cap: int, mixed_s: float) -> dict[str, Any]:
     for key in ("tiny_first_ready_s", "tiny_ready_s"):
         with serving(tiny, "1GB") as (_, figures[key]):
             pass
-    with contextlib.ExitStack() as stack:
-        ready: list[float] = []
-        nodes: list[Serving] = []
-        invite = ""
-        for place in places:
-            variables = {"SHOAL_INVITE": invite} if invite else {}
-            node, seconds = stack.enter_context(serving(place, f"{cap}GB", **variables))
-            invite = invite or places[0].shoal("invite").out.strip().splitlines()[-1]
-            nodes.append(node)
-            ready.append(seconds)
+    with serving_together(places, f"{cap}GB") as (nodes, ready):
         client = client_of(places[0].home)
-        wait_until(lambda: all(block["holders"] for block in client.get("/control/blocks")), "every block is held")
         figures |= {"ready_s": ready, "memory_mib": used_mib(nodes)}
         figures |= {f"swarm_{name}": value for name, value in speeds(client).items()}
         figures["loaded_memory_mib"] = used_mib(nodes)
