@@ -23,7 +23,7 @@ from app.core.reasons import Reason, because
 from app.core.signal import Signal
 from app.core.span import Span
 from app.hosting.device_view import device_views
-from app.hosting.memory import Free, MemoryChange, after_giving_back, blocks_of, kept_span
+from app.hosting.memory import Free, MemoryChange, after_giving_back, blocks_of, fewer_blocks, kept_span
 from app.hosting.placement import Candidate, Move, MoveTimer, decide, due, regrown
 from app.membership import Membership
 from app.membership.member import Change
@@ -59,6 +59,7 @@ class HostingOptions:
     blocks: Span | None = None  # host exactly these; None: choose
     weights: Weights = "auto"
     cache: CacheFormat = "own"
+    failed_loads: int = 0  # one after the other, because memory was full: fewer blocks are tried each time
 
 
 class CannotHost(AppError):
@@ -152,6 +153,7 @@ class BlockHost:
         self._memory_changed = Signal()  # `_memory_change` is None again
         self._choosing = trio.CancelScope()
         self.has_no_room = False  # nothing is hosted because nothing fits
+        self.is_loading = False
         self._choosing_ended = trio.Event()  # set once no other span will be chosen
 
     def view(self) -> HostedView:
@@ -292,7 +294,7 @@ class BlockHost:
             self._say("client", because("no_room", plan.budget.reason, next_step=step))
             self.has_no_room = True
             return None
-        return plan
+        return plan if options.blocks is not None else fewer_blocks(plan, options.failed_loads)
 
     def _others(self) -> Sequence[Announcement]:
         """Return what other members announce, without those that say that they serve blocks and fail at it."""
@@ -347,7 +349,9 @@ class BlockHost:
         if self._span is not None:
             self._loader.let_go(self._span)
         self._hosted = self._span = None  # free the old blocks' memory before loading new ones
+        self.is_loading = True
         hosted = await self._loader.load(plan, span, partial(self._serve_part, span, move))
+        self.is_loading = False
         self._forget_memory_change()  # it was about the blocks before
         self._steps.done("load", f"blocks {span}")
         self._steps.done("measure", f"{hosted.throughput.decode_tokens_per_s:.1f} tokens/s")

@@ -21,6 +21,7 @@ LOOK_S = 1.0  # between two looks at the free memory
 LOW_SHARE = 0.5  # of the memory that is left to others; less free memory than this is too little
 LOW_LOOKS = 2  # in a row: a program that starts may take memory for a moment
 REGROW_AFTER_S = 300.0
+FEWER = 0.85  # of the blocks that a load found no memory for are tried next
 
 Free = Mapping[str, int]  # device -> free bytes
 
@@ -94,6 +95,18 @@ def after_taking_back(plan: HostingPlan, full: HostingPlan, free: Free) -> Memor
         room[device] -= fit * share.block_bytes
         blocks.append(own + fit)
     return MemoryChange(tuple(blocks)) if 2 * (sum(blocks) - plan.blocks) >= lost else None
+
+
+def fewer_blocks(plan: HostingPlan, failed_loads: int) -> HostingPlan:
+    """Return the plan to try after so many loads in a row that found the memory full.
+
+    The first may have met a program that ended soon, so it is repeated as it was; each further one costs blocks: with
+    a forecast that is too low for this device, a node would else host nothing for ever.
+    """
+    share = FEWER ** max(0, failed_loads - 1)
+    if share == 1.0:
+        return plan
+    return plan.with_blocks([max(1, int(one.budget.blocks * share)) for one in plan.shares])
 
 
 def kept_span(span: Span, plan: HostingPlan, change: MemoryChange, others: Mapping[int, int]) -> Span | None:

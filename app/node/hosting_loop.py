@@ -201,11 +201,11 @@ class HostingLoop:
 
     async def _host(self) -> None:
         """Host blocks until cancelled; if that fails, be a client, report the reason, and try again after a pause."""
-        failures = 0
+        failures = failed_loads = 0
         while True:
             error: BaseException | None = None
             try:
-                await self._host_once()
+                await self._host_once(failed_loads)
             except* (CannotHost, EngineError, WeightsError) as group:
                 error = first_error(group)
             if error is None and (self.block_host is None or not self.block_host.has_no_room):
@@ -215,6 +215,8 @@ class HostingLoop:
                 await trio.sleep(backoff_s(FIRST_RETRY_S, failures, LONGEST_RETRY_S))
                 continue
             crowded = isinstance(error, DeviceFull)
+            was_loading = self.block_host is not None and self.block_host.is_loading
+            failed_loads = failed_loads + 1 if crowded and was_loading else 0
             retry_s = backoff_s(CROWDED_RETRY_S if crowded else FIRST_RETRY_S, failures, LONGEST_RETRY_S)
             retry_s *= random.uniform(0.5, 1.0) if crowded else 1.0
             error = error.with_traceback(None)  # its frames hold the blocks that were loaded
@@ -227,14 +229,16 @@ class HostingLoop:
             self._observer.settle("client", because(code, f"this node hosts nothing: {error}"))
             await trio.sleep(retry_s)
 
-    async def _host_once(self) -> None:
+    async def _host_once(self, failed_loads: int) -> None:
         """Host until cancelled; returns at once if the user wants no hosting. Errors may come in an exception group."""
         settings = self._context.config().settings
         if settings.max_vram == 0:
             self._settle_without_hosting("client", LIMIT_ZERO)
             return
         blocks = None if settings.blocks is None else Span.parse(settings.blocks)
-        options = HostingOptions(settings.chosen_device, settings.max_vram, blocks, settings.weights, settings.cache)
+        options = HostingOptions(
+            settings.chosen_device, settings.max_vram, blocks, settings.weights, settings.cache, failed_loads
+        )
         self._observer.say("joining", because("looking_around", "looking at which blocks other members host"))
         async with trio.open_nursery() as nursery:
             # Importing torch takes seconds: do it while waiting for members.

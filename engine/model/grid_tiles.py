@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.sources.grid import Grid, numbers_of
+from engine.sources.grid import Grid, numbers_of, row_slices
 
 TILE_ROWS = 16  # rows of the matrix in a tile
 
@@ -133,6 +133,21 @@ def fits_tiles(grid: Grid) -> bool:
 def tiled(grid: Grid) -> TiledGrid:
     """Put a grid into tiles: integer i of both halves of a word are two neighbouring columns."""
     assert fits_tiles(grid), "the grid has another form"
+    first, *others = (_tiled(grid.rows(rows)) for rows in row_slices(*grid.shape))
+    if not others:
+        return first
+    parts = [first, *others]
+    minima = [part.minimum for part in parts if part.minimum is not None]
+    return replace(
+        first,
+        shape=grid.shape,
+        integers=torch.cat([part.integers for part in parts]),
+        scale=torch.cat([part.scale for part in parts]),
+        minimum=torch.cat(minima) if minima else None,
+    )
+
+
+def _tiled(grid: Grid) -> TiledGrid:
     form, (n_out, n_in) = TileForm(grid.bits, grid.group), grid.shape
     chunks = -(-n_in // form.chunk)
     tiles = n_out // TILE_ROWS

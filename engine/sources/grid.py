@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.sources.layout import KIND_SIZES, PACKED_GROUPS
 
 QUANTISED_GROUP = 32  # columns that share a scale and a minimum in a grid made by `quantise`
-_SLICE_ELEMENTS = 1 << 22  # decoded at a time
+_SLICE_ELEMENTS = 1 << 22  # decoded, rounded or put into tiles at a time: a card may be nearly full while it loads
 _LARGEST_HALF = 65504.0
 
 
@@ -122,11 +122,24 @@ def _widened(grid: Grid, bits: Literal[4, 8], group: int) -> Grid:
     return Grid(bits, group, grid.zero, quantised, scale, minimum)
 
 
+def row_slices(n_out: int, n_in: int) -> list[slice]:
+    """Return slices of a matrix's rows, so that work on one after the other takes little memory.
+
+    All but the last have a multiple of 16 rows.
+    """
+    rows = max(16, _SLICE_ELEMENTS // n_in // 16 * 16)
+    return [slice(first, first + rows) for first in range(0, n_out, rows)]
+
+
 def quantise(weight: Tensor) -> Grid:
     """Round a matrix to 4 bits: in each group the least number becomes 0, the largest 15, and steps between are even.
 
     Scale and minimum are rounded to float16 first, so that the integers fit what is kept of them.
     """
+    return join([_quantised(weight[rows]) for rows in row_slices(*weight.shape)])
+
+
+def _quantised(weight: Tensor) -> Grid:
     groups = weight.float().view(weight.shape[0], -1, QUANTISED_GROUP)
     low, high = (end.clamp(-_LARGEST_HALF, _LARGEST_HALF) for end in groups.aminmax(dim=-1))
     minimum, scale = low.half(), ((high - low) / 15).half()

@@ -13,10 +13,11 @@ import torch
 from engine.errors import SourceError
 from engine.model.grid_tiles import fits_tiles, padded_share, tiled
 from engine.model.linear import GridLinear
+from engine.sources import grid as grid_module
 from engine.sources.base import BLOCK_ROLES, ModelSource, block_part
 from engine.sources.dequant import dequantise
 from engine.sources.gguf import open_gguf
-from engine.sources.grid import GRID_KINDS, Grid, decode_grid, grid_bytes_per_weight, join, pack, quantise
+from engine.sources.grid import GRID_KINDS, Grid, decode_grid, grid_bytes_per_weight, join, pack, quantise, row_slices
 from engine.sources.layout import KIND_SIZES, PACKED_GROUPS
 from engine.sources.tensors import PartReader, load_part
 from tests.engine.gguf_models import write_gguf
@@ -90,6 +91,21 @@ def test_padding_is_counted(hidden: int, inner: int) -> None:
     grids = [Grid(4, 32, 8, torch.zeros(n, k // 2, dtype=torch.uint8), torch.ones(n, k // 32), None) for n, k in shapes]
     held = sum(tiled(grid).nbytes for grid in grids) / sum(grid.nbytes for grid in grids)
     assert padded_share(config) == pytest.approx(held)
+
+
+def test_large_matrices_are_rounded_and_put_into_tiles_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(96, 256, generator=torch.Generator().manual_seed(1))
+    at_once = quantise(weight)
+    in_tiles = tiled(at_once)
+    monkeypatch.setattr(grid_module, "_SLICE_ELEMENTS", 40 * 256)
+    assert row_slices(*weight.shape) == [slice(0, 32), slice(32, 64), slice(64, 96)]
+    by_parts = quantise(weight)
+    assert by_parts.shape == at_once.shape
+    assert torch.equal(by_parts.dense(torch.float32), at_once.dense(torch.float32))
+    tiles = tiled(by_parts)
+    assert tiles.shape == in_tiles.shape
+    assert torch.equal(tiles.integers, in_tiles.integers)
+    assert torch.equal(tiles.dense(torch.float32), in_tiles.dense(torch.float32))
 
 
 def test_rows_that_are_no_whole_tiles_stay_as_they_are() -> None:

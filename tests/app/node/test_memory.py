@@ -6,6 +6,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,12 @@ from app.hosting import loader, memory
 from app.hosting.block_host import RAISE_CAP
 from app.node import hosting_loop
 from app.node.node import Node
+from engine import hosting
 from engine.device import probe
-from engine.hosting import DeviceShare
+from engine.errors import DeviceFull
+from engine.hosting import DeviceShare, HostingPlan
+from engine.model.hosted_span import HostedSpan
+from engine.sources.base import ModelSource
 from tests.app.node.test_node import cache, found_swarm, living, until
 
 __all__ = ["cache"]
@@ -131,3 +136,24 @@ async def test_a_node_on_several_devices_writes_what_one_device_writes_and_shows
             assert shown.device == "cpu"
             said.append(await ask(node))
     assert said[0] == said[1]
+
+
+async def test_a_node_whose_blocks_take_more_than_was_forecast_hosts_fewer(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosting_loop, "CROWDED_RETRY_S", 0.05)
+    right, tried = hosting.load_blocks, list[int]()
+
+    def crowded(source: ModelSource, start: int, stop: int, plan: HostingPlan, *args: Any, **how: Any) -> HostedSpan:
+        tried.append(plan.blocks)
+        if plan.blocks > 5:
+            raise DeviceFull("the device's memory is full: out of memory")
+        return right(source, start, stop, plan, *args, **how)
+
+    monkeypatch.setattr(hosting, "load_blocks", crowded)
+    found_swarm(tmp_path / "a", cache, "home")
+    async with living(tmp_path / "a", cache, max_vram=10**9, device="cpu") as node:
+        await until(node, partial(serves, node))
+        shown = node.snapshot()
+        assert (shown.start, shown.stop) == (3, 8)
+    assert tried == [8, 8, 6, 5]  # the first time as it was: a program may have ended in between
