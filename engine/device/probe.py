@@ -44,6 +44,7 @@ class Device:
 
 
 Prober = Callable[[], list[Device]]
+_fewest_bytes: dict[str, int] = {}  # of this process's context on each card
 
 
 def probe_devices(probers: Sequence[Prober] | None = None) -> list[Device]:
@@ -147,11 +148,16 @@ def _cuda_device(index: int, cards: Sequence[NvidiaCard]) -> Device:
 
 
 def _context_bytes(index: int, uuid: str, typical_bytes: int) -> int:
-    """Bytes that the driver's context of this process takes on a card; asking torch for its memory created it."""
+    """Bytes that the driver's context of this process takes on a card; asking torch for its memory created it.
+
+    The fewest that were seen: later the libraries are there as well, for which plans have memory of their own.
+    """
     own_bytes = sensors.own_card_bytes(uuid)
     if own_bytes is None:  # in some containers a process cannot find itself in the driver's list
         return typical_bytes
-    return max(0, own_bytes - int(torch.cuda.memory_reserved(index)))
+    seen = max(0, own_bytes - int(torch.cuda.memory_reserved(index)))
+    _fewest_bytes[uuid] = min(seen, _fewest_bytes.get(uuid, seen))
+    return _fewest_bytes[uuid]
 
 
 def _unusable(index: int, card: NvidiaCard, note: str) -> Device:

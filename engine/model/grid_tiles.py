@@ -137,6 +137,8 @@ def tiled(grid: Grid) -> TiledGrid:
     if not others:
         return first
     parts = [first, *others]
+    if grid.scale.is_cuda:  # what stays must not lie among what was needed to make it, or memory is lost between them
+        torch.cuda.empty_cache()
     minima = [part.minimum for part in parts if part.minimum is not None]
     return replace(
         first,

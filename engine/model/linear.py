@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -223,7 +223,7 @@ class GridLinear:
             self._product = self._product or GridProduct(self.grid, self.bias)
             out = self._product(x)
         else:
-            parts = [F.linear(x, weight) for weight in self._converted(x.dtype)]
+            parts = [F.linear(x, self._numbers(part, x.dtype)) for part in self._parts]
             out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
             out = out if self.bias is None else out + self.bias
         return out if residual is None else residual + out
@@ -231,15 +231,15 @@ class GridLinear:
     def input_gradient(self, gradient: Tensor) -> Tensor:
         """Return the gradient of the rows x for that of the product, (N, out) -> (N, in)."""
         dx, first = gradient.new_zeros(gradient.shape[0], self.grid.shape[1]), 0
-        for weight in self._converted(gradient.dtype):
-            dx.addmm_(gradient[:, first : first + len(weight)], weight)
-            first += len(weight)
+        for part in self._parts:
+            last = first + part.shape[0]
+            dx.addmm_(gradient[:, first:last], self._numbers(part, gradient.dtype))
+            first = last
         return dx
 
-    def _converted(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yield the matrix as numbers, some rows after the others, so that they take little memory."""
-        for part in self._parts:
-            yield part.dense(dtype) if isinstance(part, Grid) else self.convert(part, dtype)
+    def _numbers(self, part: Grid | TiledGrid, dtype: torch.dtype) -> Tensor:
+        """Return a part of the matrix as numbers; give it no name, so that its memory is free for the next part's."""
+        return part.dense(dtype) if isinstance(part, Grid) else self.convert(part, dtype)
 
     @functools.cached_property
     def _parts(self) -> list[Grid | TiledGrid]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.device import sensors
+from engine.device import probe, sensors
 from engine.device.dtypes import CANDIDATES, ROUNDS, choose, dtype_times, measure_dtypes, pick_dtype, time_products
 from engine.device.kinds import KINDS, UNTESTED
 from engine.device.probe import Device, find_device, probe_cuda, probe_devices
@@ -93,6 +93,17 @@ def test_several_cards_are_several_devices(monkeypatch: pytest.MonkeyPatch) -> N
     )
     assert not bad.usable
     assert bad.note == "CUDA error: unspecified launch failure"
+
+
+@pytest.mark.usefixtures("two_cards")
+def test_libraries_that_were_loaded_since_are_not_counted_as_the_drivers_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = iter([512, 512 + 244, 512 + 244 + 1000])
+    monkeypatch.setattr(probe, "_fewest_bytes", {})
+    monkeypatch.setattr(sensors, "own_card_bytes", lambda uuid: next(held) << 20)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 0)
+    assert [probe_cuda()[0].context_bytes >> 20 for _ in range(3)] == [512, 512, 512]
 
 
 @pytest.mark.usefixtures("two_cards")

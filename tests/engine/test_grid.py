@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any, Literal
 
@@ -138,6 +139,25 @@ def test_four_bits_are_off_by_half_a_step_at_most(scale: float) -> None:
 def test_a_constant_matrix_survives_four_bits() -> None:
     weight = torch.full((2, 64), -0.25)
     assert torch.equal(quantise(weight).dense(torch.float32), weight)
+
+
+def test_no_more_than_one_part_of_a_matrix_is_held_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.model.linear.CONVERTED_ROWS", 16)
+    monkeypatch.setattr("engine.model.linear.runtime", lambda: None)
+    linear = GridLinear(random_grid("Q4_1"))
+    made: list[weakref.ref[torch.Tensor]] = []
+    dense = Grid.dense
+
+    def watched(grid: Grid, dtype: torch.dtype) -> torch.Tensor:
+        assert not any(numbers() is not None for numbers in made), "the part before is still held"
+        numbers = dense(grid, dtype)
+        made.append(weakref.ref(numbers))
+        return numbers
+
+    monkeypatch.setattr(Grid, "dense", watched)
+    linear(torch.randn(2, COLUMNS))
+    linear.input_gradient(torch.randn(2, ROWS))
+    assert len(made) == 2 * ROWS // 16
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q6_K"])
