@@ -246,6 +246,12 @@ async def test_unlike_islands_come_and_go_for_minutes(tmp_path: Path, patient_cl
     await check_churn(tmp_path, islands=5, seconds=150, churn_s=50)
 
 
+def doubts(swarm: IslandSwarm) -> str:
+    """Who was doubted and left out in the latest rounds, and why."""
+    longest = max((node.island.log for node in swarm.nodes.values()), key=len)
+    return "; ".join(f"round {entry.round}: {entry.doubted}, left out {entry.left_out}" for entry in longest[-4:])
+
+
 async def check_churn(folder: Path, *, islands: int, seconds: float, churn_s: float) -> str:
     """Of islands that differ tenfold in speed, some die and come back all the time; most tokens are counted."""
     rng = random.Random(islands)
@@ -263,7 +269,7 @@ async def check_churn(folder: Path, *, islands: int, seconds: float, churn_s: fl
         until, dead = trio.current_time() + seconds, list[int]()
         while trio.current_time() < until:
             await trio.sleep(churn_s * rng.uniform(0.5, 1.5))
-            assert not any(node.failure for node in swarm.nodes.values()), swarm.words()
+            assert not any(node.failure for node in swarm.nodes.values()), f"{swarm.words()} {doubts(swarm)}"
             if (dead and rng.random() < 0.5) or len(swarm.nodes) <= islands // 2:
                 back = dead.pop(rng.randrange(len(dead)))
                 swarm.add(back, step_s=speeds[back], has_model=False)
