@@ -67,7 +67,7 @@ from app.rounds.statements import (
     texts_of,
     verified_once,
 )
-from app.rounds.testers import DrawnTest, drawn_tests, harmful, miscomputed
+from app.rounds.testers import DrawnTest, drawn_tests, harmful, miscomputed, trained
 from p2p.envelope import MAX_PAYLOAD_BYTES, envelope_bytes
 from p2p.errors import IdentityError
 from p2p.identity import PEER_ID_CHARS, Identity, public_key_of
@@ -130,6 +130,7 @@ class Standing:
     left_out: Mapping[str, str] | None = None
     tests: tuple[DrawnTest, ...] = ()  # of changes of the last round, which the next round's results tell of
     last_every: int = 0  # steps of the last round; 0: there was none
+    unlike: frozenset[str] = frozenset()  # doubted in the last round for nothing but a change unlike the others'
 
     @property
     def steps(self) -> range:
@@ -184,8 +185,8 @@ def make_entry(
     """Sign the entry of a round in which all members ended with the same root; `present` may take part in the next."""
     places = {peer: place for place, peer in enumerate(members.members)}
     ordered = sorted(results, key=lambda result: places[result.peer])
-    doubts = _doubts(record, standing, members, ordered)
-    left_out = _left_out(record, standing, doubts)
+    doubts, _ = _doubts(record, standing, members, ordered)
+    left_out = _left_out(record, standing, doubts, ordered)
     step = standing.step + standing.every
     # those who took part first, then others who were expected, then newcomers
     peers = dict.fromkeys((*members.members, *sorted({*present}, key=lambda peer: peer not in standing.members)))
@@ -258,8 +259,8 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
         raise RecordError(f"{where} lacks the result of a member")
     if any((one.list, one.root) != (entry.list.hash, entry.root) for one in entry.results):
         raise RecordError(f"{where}: its members did not end with the same state")
-    doubts = _doubts(record, standing, entry.list, entry.results)
-    left_out = _left_out(record, standing, doubts)
+    doubts, unlike = _doubts(record, standing, entry.list, entry.results)
+    left_out = _left_out(record, standing, doubts, entry.results)
     if (dict(entry.doubted), dict(entry.left_out)) != (doubts, left_out):
         raise RecordError(f"{where} doubts or leaves out others than its reports say")
     step = standing.step + standing.every
@@ -286,6 +287,7 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
     return Standing(
         entry.round + 1, entry.hash, entry.next, entry.every, codec, step, start, tokens, entry.root, doubts_now,
         left_out, drawn_tests(entry.root, entry.list.members, doubts.keys() - left_out.keys()), standing.every,
+        unlike,
     )  # fmt: skip
 
 
@@ -356,10 +358,11 @@ def is_better(mine: Sequence[RoundEntry], theirs: Sequence[RoundEntry]) -> bool:
 
 def _doubts(
     record: TrainingRecord, standing: Standing, members: MemberList, results: Sequence[Result]
-) -> dict[str, str]:
+) -> tuple[dict[str, str], frozenset[str]]:
     """Those whose change is unlike the others', that of another member, or that of the last round, and why.
 
-    Besides, those whose change of the round before did harm, or a step of which they have not computed.
+    Besides, those whose change of the round before did harm, or a step of which they have not computed. Then those
+    among them whose change is unlike the others' and nothing else.
     """
     unlike, again = dict[str, str](), dict[str, str]()
     for row in grid_of(members, is_grid=record.grid).rows:  # only those of a row have seen its changes
@@ -370,12 +373,21 @@ def _doubts(
     harm = harmful(standing.tests, {result.peer: result.tested for result in results})
     if record.recompute:
         harm |= miscomputed(standing.tests, {result.peer: result.recomputed for result in results})
-    return harm | unlike | again | copied({arrival.peer: arrival.change for arrival in members.arrivals})
+    worse = harm | again | copied({arrival.peer: arrival.change for arrival in members.arrivals})
+    return unlike | worse, frozenset(unlike.keys() - worse.keys())
 
 
-def _left_out(record: TrainingRecord, standing: Standing, doubts: Mapping[str, str]) -> dict[str, str]:
-    """Those left out before, as many as an entry has room for, and those whom this round's doubts add."""
-    added = sorted(left_out_after([*standing.doubts, doubts.keys()]))
+def _left_out(
+    record: TrainingRecord, standing: Standing, doubts: Mapping[str, str], results: Sequence[Result]
+) -> dict[str, str]:
+    """Those left out before, as many as an entry has room for, and those whom this round's doubts add.
+
+    Who was doubted for an unlike change is not, if testers found that it comes from training: of many islands, one that
+    made few steps or met odd text is unlike the others now and then, and soon again.
+    """
+    cleared = standing.unlike & trained(standing.tests, {result.peer: result.tested for result in results})
+    before = [set(peers) - cleared for peers in standing.doubts]
+    added = sorted(left_out_after([*before, doubts.keys()]))
     room = max(0, most_left_out(record) - len(added))
-    before = [peer for peer in sorted(standing.banned) if peer not in added][:room]
-    return {**{peer: standing.banned[peer] for peer in before}, **{peer: doubts[peer] for peer in added}}
+    banned = [peer for peer in sorted(standing.banned) if peer not in added][:room]
+    return {**{peer: standing.banned[peer] for peer in banned}, **{peer: doubts[peer] for peer in added}}

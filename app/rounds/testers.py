@@ -20,6 +20,9 @@ HARM_READ, HARM_UNSEEN = 1050, 1200  # thousandths of the loss before, above whi
 # The same for unseen text if the change lowers the loss on what its author read: that comes from training, and the few
 # unseen sequences of a small job alone were up to 1.2 times as bad with honest changes.
 HARM_UNSEEN_TRAINED = 1500
+# Thousandths of the loss before on what its author read, at most, that show a change to come from training: noise and
+# zeros do not lower it.
+TRAINED = 995
 LEAST_LOSS = 1.0  # by which a loss before is measured
 RATIO_UNITS, MOST_RATIO = 1000, 10**6  # of a loss that is as before in a result's `tested`; of the worst
 # Thousandths by which a gradient may be off: those of honest islands were off by 70 at most, with weights of 16 bits
@@ -96,16 +99,29 @@ def harmful(tests: Sequence[DrawnTest], told: Mapping[str, Sequence[int]]) -> di
     validate with; 0 is not measured. More than half of a test's testers have to say so, and at least two.
     """
     why = {}
-    for at, test in enumerate(tests):
-        pairs = [told[peer][2 * at : 2 * at + 2] for peer in test.testers if len(told.get(peer, ())) == 2 * len(tests)]
-        read, unseen = (_agreed(test, [pair[side] for pair in pairs]) for side in (0, 1))
+    for peer, (read, unseen) in _ratios(tests, told).items():
         is_trained = read is not None and read < RATIO_UNITS
         most = HARM_UNSEEN_TRAINED if is_trained else HARM_UNSEEN
         for ratio, limit, text in ((read, HARM_READ, "text that it read"), (unseen, most, "unseen text")):
             if ratio is not None and ratio > limit:
                 times = ratio / RATIO_UNITS
-                why[test.peer] = f"its change of the last round makes the loss on {text} {times:.2f} times as large"
+                why[peer] = f"its change of the last round makes the loss on {text} {times:.2f} times as large"
     return why
+
+
+def trained(tests: Sequence[DrawnTest], told: Mapping[str, Sequence[int]]) -> set[str]:
+    """Return the members whose change of the last round lowers the loss on what they read, as testers say."""
+    return {peer for peer, (read, _) in _ratios(tests, told).items() if read is not None and read <= TRAINED}
+
+
+def _ratios(tests: Sequence[DrawnTest], told: Mapping[str, Sequence[int]]) -> dict[str, tuple[int | None, int | None]]:
+    """Return what testers agree on of each tested member: the ratios for the text that it read and for unseen text."""
+    found = {}
+    for at, test in enumerate(tests):
+        pairs = [told[peer][2 * at : 2 * at + 2] for peer in test.testers if len(told.get(peer, ())) == 2 * len(tests)]
+        read, unseen = (_agreed(test, [pair[side] for pair in pairs]) for side in (0, 1))
+        found[test.peer] = read, unseen
+    return found
 
 
 def miscomputed(tests: Sequence[DrawnTest], told: Mapping[str, Sequence[int]]) -> dict[str, str]:

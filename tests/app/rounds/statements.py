@@ -66,6 +66,7 @@ def round_of(
     every: int = 10,
     codec: str = "int8",
     rider: str = "",
+    tested: Mapping[str, tuple[int, ...]] | None = None,
     **more: Any,
 ) -> tuple[RoundEntry, Standing]:
     """A whole round; a liar's change is unlike the others', a free rider's is the last merged one."""
@@ -73,7 +74,8 @@ def round_of(
     report = {peer: (1.0, -0.5 if peer == liar else 0.5) for peer in found.members}
     past = tuple(998 if peer == rider else 600 for peer in found.members)
     root = hashlib.sha256(found.raw).digest()
-    results = [result(BY_PEER[peer], found, root, report, past) for peer in found.members]
+    told = tested or {}
+    results = [result(BY_PEER[peer], found, root, report, past, tested=told.get(peer, ())) for peer in found.members]
     leader = BY_PEER[found.leader]
     entry = make_entry(
         leader, RECORD, standing, found, results, every=every, codec=codec, present=present, now_ms=NOW_MS

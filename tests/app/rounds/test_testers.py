@@ -27,6 +27,7 @@ from app.rounds.testers import (
     MOST_TESTED,
     ROUNDS_A_TEST,
     TESTERS,
+    TRAINED,
     DrawnTest,
     drawn_steps,
     drawn_tests,
@@ -178,6 +179,22 @@ def test_the_log_doubts_whom_drawn_testers_found_harmful() -> None:
     forged = made(silent)
     with pytest.raises(RecordError):
         follow(RECORD, standing, forged.__class__(**{**forged.__dict__, "results": tuple(harmed.results)}))
+
+
+@pytest.mark.parametrize(("read", "is_left_out"), [(TRAINED - 5, False), (TRAINED + 1, True), (0, True)])
+def test_who_is_unlike_twice_stays_if_its_change_comes_from_training(read: int, is_left_out: bool) -> None:
+    people = PEOPLE[:4]
+    standing = replay(RECORD, history(2, people))
+    odd = people[1].peer_id
+    _, standing = round_of(standing, people, liar=odd)
+    assert standing.unlike == {odd}
+    (test,) = (test for test in standing.tests if test.peer == odd)
+    ratios = [900] * 2 * len(standing.tests)
+    ratios[2 * standing.tests.index(test)] = read
+    entry, after = round_of(standing, people, liar=odd, tested={peer: tuple(ratios) for peer in test.testers})
+    assert odd in entry.doubted
+    assert (odd in entry.left_out) == is_left_out
+    assert any(one.peer == odd for one in after.tests) == (not is_left_out)  # it is tested again
 
 
 def overshoot(model: Any) -> None:
