@@ -52,6 +52,7 @@ log = logging.getLogger("shoal.device")
 # A card's allocator rounds tensors up to whole megabytes, and a matrix in a grid has three: 18 blocks of 164 MiB took
 # 186 MiB more.
 GRID_ROUNDING = 17 / 16
+GRID_KERNEL_BYTES = 32 << 20  # that the kernels of such products take on a card beside other ones
 CPU_ENDS = WeightOptions(torch.device("cpu"), torch.float32, "stored")
 
 
@@ -199,22 +200,23 @@ def plan_hosting(config: ModelConfig, kind: str, wish: HostingWish, grid_bytes: 
     on_cpu = devices[0].kind == "cpu"
 
     def plan(quantisation: Quantisation) -> HostingPlan:
-        in_grid = quantisation in ("int4", "stored")
+        in_grid, cap_bytes = quantisation in ("int4", "stored"), wish.cap_bytes
         dtype = torch.float32 if on_cpu and in_grid else own  # ONNX Runtime's products take float32 rows
         precision = (int8_weights if quantisation == "int8" else unquantised)(dtype.itemsize)
         if in_grid:
             held = INT4_BYTES if grid_bytes is None else grid_bytes
             if kind_named(devices[0].kind).captures_steps:
                 held *= padded_share(config) * GRID_ROUNDING
+                cap_bytes = cap_bytes and max(1, cap_bytes - GRID_KERNEL_BYTES)
             precision = grid_weights(held, dtype.itemsize, on_cpu=on_cpu)
         precision = dataclasses.replace(precision, cache=wish.cache)
-        first, *more = _fill(config, devices, precision, wish.cap_bytes, spread=wish.device is not None)
+        first, *more = _fill(config, devices, precision, cap_bytes, spread=wish.device is not None)
         budget = first.budget
         if more:
             held_blocks = budget.blocks + sum(share.budget.blocks for share in more)
             reason = f"{1 + len(more)} devices hold {held_blocks} of {config.n_blocks} blocks"
             budget = dataclasses.replace(budget, reason=reason)
-        return HostingPlan(first.device, dtype, quantisation, budget, wish.cap_bytes, tuple(more), wish.cache)
+        return HostingPlan(first.device, dtype, quantisation, budget, cap_bytes, tuple(more), wish.cache)
 
     stored = grid_bytes is not None
     if wish.weights == "int8":
