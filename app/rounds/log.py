@@ -24,6 +24,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from app.core.canonical_json import Fields
 from app.core.errors import RecordError
@@ -126,7 +127,7 @@ class Standing:
     start: int
     tokens: int
     root: bytes
-    doubts: tuple[tuple[str, ...], ...] = ()  # of the last rounds
+    doubts: tuple[frozenset[str], ...] = ()  # whose changes of the last rounds are doubted
     left_out: Mapping[str, str] | None = None
     tests: tuple[DrawnTest, ...] = ()  # of changes of the last round, which the next round's results tell of
     last_every: int = 0  # steps of the last round; 0: there was none
@@ -185,8 +186,8 @@ def make_entry(
     """Sign the entry of a round in which all members ended with the same root; `present` may take part in the next."""
     places = {peer: place for place, peer in enumerate(members.members)}
     ordered = sorted(results, key=lambda result: places[result.peer])
-    doubts, _ = _doubts(record, standing, members, ordered)
-    left_out = _left_out(record, standing, doubts, ordered)
+    doubts = _doubts(record, standing, members, ordered)
+    left_out = _left_out(record, standing, doubts)
     step = standing.step + standing.every
     # those who took part first, then others who were expected, then newcomers
     peers = dict.fromkeys((*members.members, *sorted({*present}, key=lambda peer: peer not in standing.members)))
@@ -195,7 +196,7 @@ def make_entry(
     values = {
         "job": record.id.hex(), "round": standing.round, "prev": standing.prev.hex(),
         "list": texts_of([members.raw]), "results": texts_of([result.raw for result in ordered]),
-        "root": ordered[0].root.hex(), "doubted": doubts, "left_out": left_out, "next": following,
+        "root": ordered[0].root.hex(), "doubted": doubts.why, "left_out": left_out, "next": following,
         "every": max(1, min(every, record.steps - step)), "codec": codec, "step": step,
         "start": next_start(standing.start, len(standing.members), standing.every, record.batch),
         "tokens": standing.tokens + sum(arrival.tokens for arrival in members.arrivals),
@@ -259,9 +260,9 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
         raise RecordError(f"{where} lacks the result of a member")
     if any((one.list, one.root) != (entry.list.hash, entry.root) for one in entry.results):
         raise RecordError(f"{where}: its members did not end with the same state")
-    doubts, unlike = _doubts(record, standing, entry.list, entry.results)
-    left_out = _left_out(record, standing, doubts, entry.results)
-    if (dict(entry.doubted), dict(entry.left_out)) != (doubts, left_out):
+    doubts = _doubts(record, standing, entry.list, entry.results)
+    left_out = _left_out(record, standing, doubts)
+    if (dict(entry.doubted), dict(entry.left_out)) != (doubts.why, left_out):
         raise RecordError(f"{where} doubts or leaves out others than its reports say")
     step = standing.step + standing.every
     start = next_start(standing.start, len(standing.members), standing.every, record.batch)
@@ -283,11 +284,10 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
         raise RecordError(f"{where} names {len(entry.next)} members for the next one, more than a round has")
     if list(entry.next) != leading_order(record.id, entry.round + 1, entry.next):
         raise RecordError(f"{where} names the next members in another order")
-    doubts_now = (*standing.doubts, tuple(sorted(doubts)))[-2:]
     return Standing(
-        entry.round + 1, entry.hash, entry.next, entry.every, codec, step, start, tokens, entry.root, doubts_now,
-        left_out, drawn_tests(entry.root, entry.list.members, doubts.keys() - left_out.keys()), standing.every,
-        unlike,
+        entry.round + 1, entry.hash, entry.next, entry.every, codec, step, start, tokens, entry.root,
+        doubts.by_round[-2:], left_out,
+        drawn_tests(entry.root, entry.list.members, doubts.why.keys() - left_out.keys()), standing.every, doubts.unlike,
     )  # fmt: skip
 
 
@@ -356,13 +356,18 @@ def is_better(mine: Sequence[RoundEntry], theirs: Sequence[RoundEntry]) -> bool:
     return other > ours if other != ours else theirs[-1].hash < mine[-1].hash
 
 
-def _doubts(
-    record: TrainingRecord, standing: Standing, members: MemberList, results: Sequence[Result]
-) -> tuple[dict[str, str], frozenset[str]]:
-    """Those whose change is unlike the others', that of another member, or that of the last round, and why.
+class _Doubts(NamedTuple):
+    why: dict[str, str]  # all that this round has brought
+    by_round: tuple[frozenset[str], ...]  # whose changes are doubted, of the last rounds and of this one
+    unlike: frozenset[str]  # of this one, for nothing but a change unlike the others'
 
-    Besides, those whose change of the round before did harm, or a step of which they have not computed. Then those
-    among them whose change is unlike the others' and nothing else.
+
+def _doubts(record: TrainingRecord, standing: Standing, members: MemberList, results: Sequence[Result]) -> _Doubts:
+    """Those whose change is unlike the others', that of another member, or that of the last round.
+
+    Besides, those whose change of the round before did harm, or a step of which they have not computed: that counts for
+    the round before. A change of that round which was only unlike the others' counts no more if testers found that it
+    comes from training: of many islands, one that made few steps is unlike the others now and then, and soon again.
     """
     unlike, again = dict[str, str](), dict[str, str]()
     for row in grid_of(members, is_grid=record.grid).rows:  # only those of a row have seen its changes
@@ -370,24 +375,24 @@ def _doubts(
         reports = [result.report for result in told]
         unlike |= doubted(measured(row, reports))
         again |= replayed(past_likeness(row, reports, [result.past for result in told]))
-    harm = harmful(standing.tests, {result.peer: result.tested for result in results})
+    again |= copied({arrival.peer: arrival.change for arrival in members.arrivals})
+    tested = {result.peer: result.tested for result in results}
+    harm = harmful(standing.tests, tested)
     if record.recompute:
         harm |= miscomputed(standing.tests, {result.peer: result.recomputed for result in results})
-    worse = harm | again | copied({arrival.peer: arrival.change for arrival in members.arrivals})
-    return unlike | worse, frozenset(unlike.keys() - worse.keys())
+    cleared = standing.unlike & trained(standing.tests, tested)
+    *before, last = standing.doubts or (frozenset[str](),)
+    by_round = (*before, (last - cleared) | harm.keys(), frozenset(unlike | again))
+    return _Doubts(unlike | harm | again, by_round, frozenset(unlike.keys() - again.keys()))
 
 
-def _left_out(
-    record: TrainingRecord, standing: Standing, doubts: Mapping[str, str], results: Sequence[Result]
-) -> dict[str, str]:
+def _left_out(record: TrainingRecord, standing: Standing, doubts: _Doubts) -> dict[str, str]:
     """Those left out before, as many as an entry has room for, and those whom this round's doubts add.
 
-    Who was doubted for an unlike change is not, if testers found that it comes from training: of many islands, one that
-    made few steps or met odd text is unlike the others now and then, and soon again.
+    Two changes in a row have to be doubted: each of an honest island's may do harm once.
     """
-    cleared = standing.unlike & trained(standing.tests, {result.peer: result.tested for result in results})
-    before = [set(peers) - cleared for peers in standing.doubts]
-    added = sorted(left_out_after([*before, doubts.keys()]))
+    twice = left_out_after(doubts.by_round) | left_out_after(doubts.by_round[:-1])
+    added = sorted(twice & doubts.why.keys())
     room = max(0, most_left_out(record) - len(added))
     banned = [peer for peer in sorted(standing.banned) if peer not in added][:room]
-    return {**{peer: standing.banned[peer] for peer in banned}, **{peer: doubts[peer] for peer in added}}
+    return {**{peer: standing.banned[peer] for peer in banned}, **{peer: doubts.why[peer] for peer in added}}

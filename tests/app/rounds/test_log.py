@@ -495,7 +495,7 @@ def test_a_round_with_more_newcomers_than_places_keeps_those_who_took_part() -> 
 def test_members_left_out_of_a_long_job_fit_into_its_entries() -> None:
     _, standing = round_of(START, PEOPLE[:1], present=[one.peer_id for one in PEOPLE[:4]])
     many = {f"peer{number:02}": "why" for number in range(MAX_LEFT_OUT)}
-    standing = replace(standing, left_out=many, doubts=((PEOPLE[3].peer_id,),))
+    standing = replace(standing, left_out=many, doubts=(frozenset({PEOPLE[3].peer_id}),))
     _, after = round_of(standing, PEOPLE[:4], liar=PEOPLE[3].peer_id)
     assert len(after.banned) == MAX_LEFT_OUT
     assert PEOPLE[3].peer_id in after.banned
