@@ -68,7 +68,7 @@ from app.rounds.statements import (
     texts_of,
     verified_once,
 )
-from app.rounds.testers import DrawnTest, drawn_tests, harmful, miscomputed, trained
+from app.rounds.testers import HARM_ROUNDS, DrawnTest, drawn_tests, harmful, miscomputed, trained
 from p2p.envelope import MAX_PAYLOAD_BYTES, envelope_bytes
 from p2p.errors import IdentityError
 from p2p.identity import PEER_ID_CHARS, Identity, public_key_of
@@ -132,6 +132,7 @@ class Standing:
     tests: tuple[DrawnTest, ...] = ()  # of changes of the last round, which the next round's results tell of
     last_every: int = 0  # steps of the last round; 0: there was none
     unlike: frozenset[str] = frozenset()  # doubted in the last round for nothing but a change unlike the others'
+    harms: tuple[frozenset[str], ...] = ()  # whose changes did harm, as tests of earlier rounds found; the newest last
 
     @property
     def steps(self) -> range:
@@ -288,6 +289,7 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
         entry.round + 1, entry.hash, entry.next, entry.every, codec, step, start, tokens, entry.root,
         doubts.by_round[-2:], left_out,
         drawn_tests(entry.root, entry.list.members, doubts.why.keys() - left_out.keys()), standing.every, doubts.unlike,
+        (*standing.harms, doubts.harm)[1 - HARM_ROUNDS :],
     )  # fmt: skip
 
 
@@ -360,6 +362,7 @@ class _Doubts(NamedTuple):
     why: dict[str, str]  # all that this round has brought
     by_round: tuple[frozenset[str], ...]  # whose changes are doubted, of the last rounds and of this one
     unlike: frozenset[str]  # of this one, for nothing but a change unlike the others'
+    harm: frozenset[str]  # whose change of the last round did harm
 
 
 def _doubts(record: TrainingRecord, standing: Standing, members: MemberList, results: Sequence[Result]) -> _Doubts:
@@ -383,15 +386,17 @@ def _doubts(record: TrainingRecord, standing: Standing, members: MemberList, res
     cleared = standing.unlike & trained(standing.tests, tested)
     *before, last = standing.doubts or (frozenset[str](),)
     by_round = (*before, (last - cleared) | harm.keys(), frozenset(unlike | again))
-    return _Doubts(unlike | harm | again, by_round, frozenset(unlike.keys() - again.keys()))
+    return _Doubts(unlike | harm | again, by_round, frozenset(unlike.keys() - again.keys()), frozenset(harm))
 
 
 def _left_out(record: TrainingRecord, standing: Standing, doubts: _Doubts) -> dict[str, str]:
     """Those left out before, as many as an entry has room for, and those whom this round's doubts add.
 
-    Two changes in a row have to be doubted: each of an honest island's may do harm once.
+    Two changes in a row have to be doubted, since a single one of an honest island may do harm; or tests have to find
+    harm in two of `HARM_ROUNDS`, since a liar may send a right change after each wrong one.
     """
     twice = left_out_after(doubts.by_round) | left_out_after(doubts.by_round[:-1])
+    twice |= doubts.harm & frozenset[str]().union(*standing.harms)
     added = sorted(twice & doubts.why.keys())
     room = max(0, most_left_out(record) - len(added))
     banned = [peer for peer in sorted(standing.banned) if peer not in added][:room]

@@ -23,6 +23,7 @@ HARM_UNSEEN_TRAINED = 1500
 # Thousandths of the loss before on what its author read, at most, that show a change to come from training: noise and
 # zeros do not lower it.
 TRAINED = 995
+HARM_ROUNDS = 4  # in a row, of which two with harm leave a member out
 LEAST_LOSS = 1.0  # by which a loss before is measured
 RATIO_UNITS, MOST_RATIO = 1000, 10**6  # of a loss that is as before in a result's `tested`; of the worst
 # Thousandths by which a gradient may be off: those of honest islands were off by 70 at most, with weights of 16 bits

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from app.rounds.island import LeftOut
 from app.rounds.log import follow, make_entry, replay
 from app.rounds.testers import (
     HARM_READ,
+    HARM_ROUNDS,
     HARM_UNSEEN,
     MOST_RATIO,
     MOST_SEQUENCES,
@@ -200,6 +202,21 @@ def test_who_is_unlike_twice_stays_if_its_change_comes_from_training(read: int, 
     assert odd in entry.doubted
     assert (odd in entry.left_out) == is_left_out
     assert any(one.peer == odd for one in after.tests) == (not is_left_out)  # it is tested again
+
+
+@pytest.mark.parametrize(("rounds_ago", "is_left_out"), [(2, True), (HARM_ROUNDS - 1, True), (HARM_ROUNDS, False)])
+def test_who_does_harm_now_and_then_is_left_out(rounds_ago: int, is_left_out: bool) -> None:
+    people = PEOPLE[:4]
+    standing = replay(RECORD, history(1, people))
+    liar = people[1].peer_id
+    before = [frozenset({liar})] + [frozenset[str]()] * (rounds_ago - 1)
+    test = DrawnTest(liar, tuple(one.peer_id for one in people if one.peer_id != liar))
+    standing = replace(standing, harms=tuple(before)[1 - HARM_ROUNDS :], tests=(test,))
+    entry, after = round_of(standing, people, tested={peer: (HARM_READ + 1, 900) for peer in test.testers})
+    assert entry.doubted.keys() == {liar}
+    assert after.banned.keys() == ({liar} if is_left_out else set())
+    assert len(after.harms) == min(HARM_ROUNDS - 1, rounds_ago + 1)
+    assert after.harms[-1] == {liar}
 
 
 def overshoot(model: Any) -> None:
