@@ -21,6 +21,7 @@ SPARE_S = 1.0  # of a request, besides the other's wait and the bytes
 MOST_REST = 16  # rounds in which a member that failed again and again is not expected
 KEPT_RESTS = 64  # rounds after which the failures of one that did not come back are forgotten
 DOUBTED_ROUNDS = 2  # in a row, after which a member is left out
+MANY = 8  # members, above which it takes a round more: with more of them, more are odd by chance
 UTILISATION = 0.93  # the share of the time that islands are to make steps, so that it stays above 0.9 for all of them
 _CODEC_BYTES = {"f32": 4.0, "int8": 1.0, "int4": 0.5}  # a number, from the most to the fewest
 # A round may need so many times the fewest steps for its overhead, before the next smaller format is taken. int4 costs
@@ -175,8 +176,17 @@ def measured(members: Iterable[str], reports: Sequence[Mapping[str, tuple[float,
     return found
 
 
-def doubted(figures: Mapping[str, Measured]) -> dict[str, str]:
-    """Return the members whose change is unlike those of the others, and why; with fewer than three, nobody."""
+def few_steps(steps: Mapping[str, int]) -> set[str]:
+    """Return the members that made less than half of the usual steps: what they did shows little of where to go."""
+    usual = median(steps.values())
+    return {peer for peer, own in steps.items() if 2 * own < usual}
+
+
+def doubted(figures: Mapping[str, Measured], few: Collection[str] = ()) -> dict[str, str]:
+    """Return the members whose change is unlike those of the others, and why; with fewer than three, nobody.
+
+    That of one with `few` steps, which weighs little, need not agree with the others'.
+    """
     if len(figures) < 3:
         return {}
     norms = median(one.norm for one in figures.values())
@@ -185,7 +195,7 @@ def doubted(figures: Mapping[str, Measured]) -> dict[str, str]:
     for peer, one in figures.items():
         if not norms / NORM_FACTOR <= one.norm <= norms * NORM_FACTOR:
             why[peer] = f"its change has the norm {one.norm:.3g}, the median is {norms:.3g}"
-        elif usual > 0 and one.agreement < LEAST_AGREEMENT * usual:
+        elif peer not in few and usual > 0 and one.agreement < LEAST_AGREEMENT * usual:
             why[peer] = f"its change agrees by {one.agreement:.2f} with the others, usual is {usual:.2f}"
     return why
 
@@ -242,10 +252,11 @@ def replayed(likeness: Mapping[str, float]) -> dict[str, str]:
     return why
 
 
-def left_out_after(history: Sequence[Iterable[str]]) -> set[str]:
-    """Return the members that were doubted in each of the last rounds; the newest round comes last."""
-    recent = [set(peers) for peers in history[-DOUBTED_ROUNDS:]]
-    return set.intersection(*recent) if len(recent) == DOUBTED_ROUNDS else set()
+def left_out_after(history: Sequence[Iterable[str]], members: int = 0) -> set[str]:
+    """Return the members that were doubted in each of the last rounds of so many; the newest round comes last."""
+    rounds = DOUBTED_ROUNDS + (members > MANY)
+    recent = [set(peers) for peers in history[-rounds:]]
+    return set.intersection(*recent) if len(recent) == rounds else set()
 
 
 def next_codec(codec: str, step_s: float, overhead_s: float, *, least: int, known: Sequence[str]) -> str:

@@ -30,9 +30,11 @@ from app.core.canonical_json import Fields
 from app.core.errors import RecordError
 from app.manifest.merkle import HASH_BYTES
 from app.rounds.decisions import (
+    DOUBTED_ROUNDS,
     MOST_GROWTH,
     copied,
     doubted,
+    few_steps,
     leading_order,
     left_out_after,
     measured,
@@ -188,7 +190,7 @@ def make_entry(
     places = {peer: place for place, peer in enumerate(members.members)}
     ordered = sorted(results, key=lambda result: places[result.peer])
     doubts = _doubts(record, standing, members, ordered)
-    left_out = _left_out(record, standing, doubts)
+    left_out = _left_out(record, standing, doubts, len(members.members))
     step = standing.step + standing.every
     # those who took part first, then others who were expected, then newcomers
     peers = dict.fromkeys((*members.members, *sorted({*present}, key=lambda peer: peer not in standing.members)))
@@ -262,7 +264,7 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
     if any((one.list, one.root) != (entry.list.hash, entry.root) for one in entry.results):
         raise RecordError(f"{where}: its members did not end with the same state")
     doubts = _doubts(record, standing, entry.list, entry.results)
-    left_out = _left_out(record, standing, doubts)
+    left_out = _left_out(record, standing, doubts, len(entry.list.members))
     if (dict(entry.doubted), dict(entry.left_out)) != (doubts.why, left_out):
         raise RecordError(f"{where} doubts or leaves out others than its reports say")
     step = standing.step + standing.every
@@ -287,7 +289,7 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
         raise RecordError(f"{where} names the next members in another order")
     return Standing(
         entry.round + 1, entry.hash, entry.next, entry.every, codec, step, start, tokens, entry.root,
-        doubts.by_round[-2:], left_out,
+        doubts.by_round[-DOUBTED_ROUNDS - 1 :], left_out,
         drawn_tests(entry.root, entry.list.members, doubts.why.keys() - left_out.keys()), standing.every, doubts.unlike,
         (*standing.harms, doubts.harm)[1 - HARM_ROUNDS :],
     )  # fmt: skip
@@ -370,34 +372,36 @@ def _doubts(record: TrainingRecord, standing: Standing, members: MemberList, res
 
     Besides, those whose change of the round before did harm, or a step of which they have not computed: that counts for
     the round before. A change of that round which was only unlike the others' counts no more if testers found that it
-    comes from training: of many islands, one that made few steps is unlike the others now and then, and soon again.
+    comes from training, or if there were too many such changes for all to be tested.
     """
     unlike, again = dict[str, str](), dict[str, str]()
+    few = few_steps({arrival.peer: arrival.steps for arrival in members.arrivals})
     for row in grid_of(members, is_grid=record.grid).rows:  # only those of a row have seen its changes
         told = [result for result in results if result.peer in row]
         reports = [result.report for result in told]
-        unlike |= doubted(measured(row, reports))
+        unlike |= doubted(measured(row, reports), few)
         again |= replayed(past_likeness(row, reports, [result.past for result in told]))
     again |= copied({arrival.peer: arrival.change for arrival in members.arrivals})
     tested = {result.peer: result.tested for result in results}
     harm = harmful(standing.tests, tested)
     if record.recompute:
         harm |= miscomputed(standing.tests, {result.peer: result.recomputed for result in results})
-    cleared = standing.unlike & trained(standing.tests, tested)
+    untested = standing.unlike - {test.peer for test in standing.tests}
+    cleared = standing.unlike & trained(standing.tests, tested) | untested
     *before, last = standing.doubts or (frozenset[str](),)
     by_round = (*before, (last - cleared) | harm.keys(), frozenset(unlike | again))
     return _Doubts(unlike | harm | again, by_round, frozenset(unlike.keys() - again.keys()), frozenset(harm))
 
 
-def _left_out(record: TrainingRecord, standing: Standing, doubts: _Doubts) -> dict[str, str]:
+def _left_out(record: TrainingRecord, standing: Standing, doubts: _Doubts, members: int) -> dict[str, str]:
     """Those left out before, as many as an entry has room for, and those whom this round's doubts add.
 
-    Two changes in a row have to be doubted, since a single one of an honest island may do harm; or tests have to find
-    harm in two of `HARM_ROUNDS`, since a liar may send a right change after each wrong one.
+    Several changes in a row have to be doubted, since a single one of an honest island may be odd; or tests have to
+    find harm in two of `HARM_ROUNDS`, since a liar may send right changes between wrong ones.
     """
-    twice = left_out_after(doubts.by_round) | left_out_after(doubts.by_round[:-1])
-    twice |= doubts.harm & frozenset[str]().union(*standing.harms)
-    added = sorted(twice & doubts.why.keys())
+    again = left_out_after(doubts.by_round, members) | left_out_after(doubts.by_round[:-1], members)
+    again |= doubts.harm & frozenset[str]().union(*standing.harms)
+    added = sorted(again & doubts.why.keys())
     room = max(0, most_left_out(record) - len(added))
     banned = [peer for peer in sorted(standing.banned) if peer not in added][:room]
     return {**{peer: standing.banned[peer] for peer in banned}, **{peer: doubts.why[peer] for peer in added}}

@@ -17,6 +17,7 @@ from app.rounds.decisions import (
     Rest,
     copied,
     doubted,
+    few_steps,
     first_to_commit,
     grace_s,
     leading_order,
@@ -311,6 +312,23 @@ def test_one_is_left_out_after_two_doubted_rounds() -> None:
     assert left_out_after([["d"], []]) == set()
     assert left_out_after([["d"], [], ["d"]]) == set()
     assert left_out_after([["c"], ["d"], ["d", "c"]]) == {"d"}
+
+
+def test_of_many_members_one_is_left_out_after_three_doubted_rounds() -> None:
+    assert left_out_after([["d"], ["d"]], members=9) == set()
+    assert left_out_after([["d"], [], ["d"], ["d"]], members=9) == set()
+    assert left_out_after([["c"], ["d"], ["d", "c"], ["d"]], members=9) == {"d"}
+    assert left_out_after([["d"], ["d"]], members=8) == {"d"}
+
+
+def test_the_change_of_few_steps_need_not_agree_with_the_others() -> None:
+    figures = {"a": Measured(1.0, 0.4), "b": Measured(1.0, 0.5), "c": Measured(1.0, 0.4), "d": Measured(0.5, -0.1)}
+    assert few_steps({"a": 10, "b": 10, "c": 6, "d": 4}) == set()
+    few = few_steps({"a": 10, "b": 10, "c": 6, "d": 3})
+    assert few == {"d"}
+    assert doubted(figures).keys() == {"d"}
+    assert not doubted(figures, few)
+    assert doubted(figures | {"d": Measured(6.0, -0.1)}, few).keys() == {"d"}  # but not be far longer
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,14 @@ def test_who_does_harm_now_and_then_is_left_out(rounds_ago: int, is_left_out: bo
     assert after.harms[-1] == {liar}
 
 
+def test_an_unlike_change_counts_only_if_it_was_tested() -> None:
+    people = PEOPLE[:4]
+    odd = people[1].peer_id
+    _, standing = round_of(replay(RECORD, history(2, people)), people, liar=odd)
+    assert round_of(standing, people, liar=odd)[0].left_out.keys() == {odd}
+    assert not round_of(replace(standing, tests=()), people, liar=odd)[0].left_out
+
+
 def overshoot(model: Any) -> None:
     """Let an island send its change several times: like the others' in direction and near them in norm."""
     honest = model.change
