@@ -661,7 +661,7 @@ class _HopGroup:
 
     async def _read(self, index: int, stream: FrameStream) -> None:
         """Pass a hop's frames on, until its stream breaks."""
-        peer = self._links[index].hop.peer
+        peer = stream.peer  # the link itself may be gone before this task begins
         try:
             while True:
                 await self._taken.wait_for(lambda: self._queued[index] < MAX_QUEUED_BYTES)
