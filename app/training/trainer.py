@@ -1237,12 +1237,14 @@ class _HopGroup:
     def _leave_out_either(self, peers: Sequence[str], span: Span, not_accused: Collection[str]) -> NoReturn:
         """Leave out one of several holders that all differ: nobody can tell who is right. Raises `HopLost`.
 
-        It is the one that the route would rather do without. If somebody else holds these blocks, it comes back
-        together with that one, and then it shows who lied.
+        It is the one that the route would rather do without, and a trusted one if all are. If somebody else holds these
+        blocks, it comes back together with that one, and then it shows who lied.
         """
         owner = self._owner
         order = [hop.peer for hop in self.hops]
-        left = max((peer for peer in peers if peer not in not_accused), key=order.index)
+        own = owner._network.peer_id
+        accused = [peer for peer in peers if peer not in not_accused] or [peer for peer in peers if peer != own]
+        left = max(accused, key=order.index)
         for peer in set(peers) - set(not_accused):
             self._note(peer, "doubted", "trained with another result than other holders", 1 / len(peers))
         names = " and ".join(sorted(peers))
