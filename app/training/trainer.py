@@ -91,6 +91,7 @@ T = TypeVar("T")
 MAX_REJECTED = 3  # frames of one hop that must not be computed with, in one epoch
 MAX_QUEUED_BYTES = 2**26  # of one hop's frames that wait here; then its stream is not read
 MAX_FAILURES = 12  # epochs in a row without a step
+PROBE_EVERY_S = 60.0  # at least, however long pauses usually are: hops forget an owner that is silent for minutes
 MAX_SUSPECTED = 3  # times that a hop may have stopped the job, before it is not asked again
 
 
@@ -694,7 +695,7 @@ class _HopGroup:
         begun = trio.current_time()
         while True:
             self._check_progress(awaited)
-            with trio.move_on_after(quiet_s):
+            with trio.move_on_after(min(quiet_s, PROBE_EVERY_S)):
                 index, found = await self._arrived.receive()
                 if isinstance(found, Frame):
                     self._queued[index] -= _cost(found)
@@ -710,7 +711,8 @@ class _HopGroup:
                     return None
                 continue
             await self._probe()
-            if not any(self._busy.values()) and not self._arrived.statistics().current_buffer_used:
+            is_quiet = quiet_s <= PROBE_EVERY_S or trio.current_time() - begun >= quiet_s
+            if is_quiet and not any(self._busy.values()) and not self._arrived.statistics().current_buffer_used:
                 return None
 
     def _came_forward(self) -> None:

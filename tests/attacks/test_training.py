@@ -15,11 +15,13 @@ import trio.testing
 
 from app.core.network import FrameStream, Priority
 from app.core.span import Span
+from app.routing.route import Route
 from app.session.frame import HopError, decode_hop_error, new_session_id, plain, with_json
 from app.session.outbound import OutboundFrame, PeerOutbox
 from app.training import hop, progress, trainer
 from app.training.hop import HopJob, TrainingTerms
 from app.training.states import StateStore
+from app.training.trainer import Patience
 from app.training.wire import (
     NO_BASE,
     PROTOCOL,
@@ -697,3 +699,32 @@ async def test_a_hop_whose_neighbour_makes_its_numbers_overflow_does_not_answer_
             await owner.run(2, batches_of, losses)
         assert sorted(losses.steps) == [1, 2]
         assert {hop.peer for hop in owner.route} == {"n0", "spare"}
+
+
+async def test_a_slow_hop_does_not_make_the_owner_silent(
+    autojump_clock: trio.testing.MockClock, source: ModelSource, tmp_path: Path
+) -> None:
+    """The owner waited for eight times the usual pause between frames; hops close streams that are silent so long."""
+    patience = Patience()
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8), delay_s=0.01) as swarm:
+        server: Any = swarm.nodes["n0"].server
+        honest, slow_s, left = server._forward, 0.9 * patience.stuck_s, 2
+
+        async def forward(job: HopJob, sender: str, frame: Any) -> None:
+            nonlocal left
+            left -= 1
+            await trio.sleep(slow_s if left >= 0 else 1e6)
+            await honest(job, sender, frame)
+
+        async def routes(avoid: frozenset[str]) -> Route:
+            if "n0" in avoid:
+                found.cancel()
+            return await swarm.route(avoid)
+
+        server._forward = forward
+        begun = trio.current_time()
+        owner = swarm.owner(patience=patience, routes=routes)
+        with trio.CancelScope() as found:
+            await owner.run(1, batches_of, Losses())
+        assert "nothing came of its work" in owner.figures.lost[0]
+        assert trio.current_time() - begun < 2 * slow_s + 2 * patience.stuck_s
