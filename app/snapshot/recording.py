@@ -273,6 +273,8 @@ def _applied(values: Any, entry: Mapping[str, Any]) -> Any:
     """Return the values after a frame; changes those given. A change may replace values but add none."""
     if "all" in entry:
         return entry["all"]
+    if values is None:
+        raise ValueError("changes without a snapshot before them")
     for path, value in entry["set"]:
         target = values
         for part in path[:-1]:

@@ -66,7 +66,7 @@ from app.training.wire import (
     sums_frames,
     with_kept,
 )
-from engine.errors import EngineError, TrainingFull
+from engine.errors import EngineError, NotFinite, TrainingFull
 from p2p.errors import P2PError
 
 if TYPE_CHECKING:
@@ -198,6 +198,7 @@ class HopJob:
     busy: StepBusy = field(default_factory=StepBusy)
     activations: Activations | None = None  # if hidden states are sent as changes
     to_agree: dict[int, tuple[Pass, list[bool]]] = field(default_factory=dict)  # micro-batch -> what is kept of it
+    shapes: dict[int, tuple[int, int]] = field(default_factory=dict)  # micro-batch -> (sequences, length) forwards
 
     def put(self, sender: str, frame: Frame) -> None:
         """Leave a frame to the job's task."""
@@ -489,6 +490,9 @@ class TrainingServer:
             if frame.kind in _COMPUTING:
                 job.busy.computed(trio.current_time() - begun)
         except (RecordError, AppError, EngineError, trio.TooSlowError) as error:
+            if isinstance(error, NotFinite) and self._is_from_neighbour(job, frame):
+                await self._reject(job, frame, _Rejected(str(error), "size"))  # it is for the owner to find out whose
+                return
             code, why = "failed", ""
             if isinstance(error, TrainingFull):
                 alone = not any(other.blocks for other in self._jobs.values() if other is not job)
@@ -499,6 +503,11 @@ class TrainingServer:
         except Exception as error:  # torch raises errors of every kind; they must cost no other job
             log.exception("a training job failed")
             await self._trouble(job, HopError("failed", f"{type(error).__name__} while computing"))
+
+    def _is_from_neighbour(self, job: HopJob, frame: Frame) -> bool:
+        """True for a pass that another hop computed, whichever way it came."""
+        way = job.ledger.order.way(pass_of(frame).way) if frame.kind in PASSES else None
+        return way is not None and bool(way.successor if frame.kind == Kind.BACK else way.predecessor)
 
     async def _open(self, job: HopJob, sender: str, frame: Frame) -> None:
         order = decode_open(frame)
@@ -556,6 +565,7 @@ class TrainingServer:
         if not self._is_accepted(job, job.ledger.forward(sender, frame.epoch, one)):
             return
         way = self._way(job, one)
+        job.shapes[one.number] = sequences_of(frame), length_of(frame)
         try:
             rows, samples = await self._arrived(job, frame, one, way)
             for block in way.span.blocks():
@@ -594,6 +604,8 @@ class TrainingServer:
 
     async def _came_back(self, job: HopJob, frame: Frame, one: Pass) -> Any:
         """Return the rows of a BACK, and note what the hop after this one keeps; raises `_Rejected`."""
+        if (sequences_of(frame), length_of(frame)) != job.shapes[one.number]:
+            raise _Rejected("another shape than the micro-batch had forwards", "shape")
         if job.activations is not None and frame.dtype == FORMATS[CHANGES]:
             way = self._way(job, one)
             frame, kept = split_kept(frame)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from app.core.span import Span
 from app.training.ways import WayPlan, assigned
-from app.training.wire import MAX_ATTEMPTS, Tally
+from app.training.wire import MAX_ATTEMPTS, Pass, Tally
 
 
 class StepProgress:
@@ -17,6 +17,7 @@ class StepProgress:
         self._attempts = dict.fromkeys(range(count), -1)  # the latest that was sent
         self._to_send = list(range(count))  # in order
         self._under_way: dict[int, bool] = {}  # micro-batch -> its loss is known
+        self._passed_on: set[tuple[str, int, Pass]] = set()
         self.losses: dict[int, float] = {}
         self.ways: dict[int, int] = {}  # micro-batch -> number of its way, once it is drawn
 
@@ -54,6 +55,14 @@ class StepProgress:
         if self._attempts.get(number) != attempt or self._under_way.get(number) is not True:
             return False
         del self._under_way[number]
+        return True
+
+    def passes_on(self, sender: str, kind: int, one: Pass) -> bool:
+        """True if a hop's pass may go on to its neighbour: of the latest attempt, and for the first time."""
+        leg = sender, kind, one
+        if self._attempts.get(one.number) != one.attempt or leg in self._passed_on:
+            return False
+        self._passed_on.add(leg)
         return True
 
     def run_again(self, numbers: Iterable[int] | None = None) -> bool:

@@ -91,6 +91,7 @@ T = TypeVar("T")
 MAX_REJECTED = 3  # frames of one hop that must not be computed with, in one epoch
 MAX_QUEUED_BYTES = 2**26  # of one hop's frames that wait here; then its stream is not read
 MAX_FAILURES = 12  # epochs in a row without a step
+PROBE_EVERY_S = 60.0  # at least, however long pauses usually are: hops forget an owner that is silent for minutes
 MAX_SUSPECTED = 3  # times that a hop may have stopped the job, before it is not asked again
 
 
@@ -661,7 +662,7 @@ class _HopGroup:
 
     async def _read(self, index: int, stream: FrameStream) -> None:
         """Pass a hop's frames on, until its stream breaks."""
-        peer = self._links[index].hop.peer
+        peer = stream.peer  # the link itself may be gone before this task begins
         try:
             while True:
                 await self._taken.wait_for(lambda: self._queued[index] < MAX_QUEUED_BYTES)
@@ -694,7 +695,7 @@ class _HopGroup:
         begun = trio.current_time()
         while True:
             self._check_progress(awaited)
-            with trio.move_on_after(quiet_s):
+            with trio.move_on_after(min(quiet_s, PROBE_EVERY_S)):
                 index, found = await self._arrived.receive()
                 if isinstance(found, Frame):
                     self._queued[index] -= _cost(found)
@@ -710,7 +711,8 @@ class _HopGroup:
                     return None
                 continue
             await self._probe()
-            if not any(self._busy.values()) and not self._arrived.statistics().current_buffer_used:
+            is_quiet = quiet_s <= PROBE_EVERY_S or trio.current_time() - begun >= quiet_s
+            if is_quiet and not any(self._busy.values()) and not self._arrived.statistics().current_buffer_used:
                 return None
 
     def _came_forward(self) -> None:
@@ -775,12 +777,22 @@ class _HopGroup:
         self._owner.figures.rejected_why[peer] = why
         log.warning("%s sent numbers that are not used: %s", peer, why)
 
-    def _reject(self, peer: str, why: str) -> None:
-        """Count numbers of a hop that must not be computed with; too many of them end the epoch."""
+    def _reject(self, peer: str, why: str, before: Sequence[str] = ()) -> None:
+        """Count numbers of a hop that must not be computed with; too many of them end the epoch.
+
+        They cost it its place for good, unless hops `before` it may have sent it what was wrong already.
+        """
         self._note_rejected(peer, why)
         self._rejected[peer] += 1
         if self._rejected[peer] >= MAX_REJECTED:
-            raise HopLost(peer, f"it sent {MAX_REJECTED} times what cannot be used: {why}", refused=True)
+            text = f"it sent {MAX_REJECTED} times what cannot be used: {why}"
+            raise self._owner.suspected([peer, *before], text) if before else HopLost(peer, text, refused=True)
+
+    def _reject_shape(self, index: int, frame: Frame) -> None:
+        """Count rows that have not their micro-batch's shape, which the hops do not know on the way forwards."""
+        peer, way = self._links[index].hop.peer, self._plan.ways[pass_of(frame).way]
+        before = [hop.peer for hop in way if hop.peer != peer] if frame.kind != Kind.BACK else []
+        self._reject(peer, "a wrong shape", before)
 
     async def _gather(self, kind: Kind, wait_s: float | None = None, order: bytes | None = None) -> list[Frame]:
         """Send an order to every hop and return their answers in the hops' order.
@@ -893,7 +905,9 @@ class _HopGroup:
             if frame.kind not in kinds or frame.position != version:
                 continue
             one = pass_of(frame)
-            if progress.ways.get(one.number) != one.way or await self._is_passed_on(index, frame, one):
+            if progress.ways.get(one.number) != one.way:
+                continue
+            if await self._is_passed_on(progress, index, frame, batches[one.number]):
                 continue
             if frame.kind != Kind.EVALUATE and self._activations is not None:
                 await self._on_changes(self._activations, progress, index, frame, batches[one.number])
@@ -905,8 +919,10 @@ class _HopGroup:
     ) -> None:
         """Take a FORWARD or BACK of a job of changes; what builds on something that is not here runs again."""
         one, way = pass_of(frame), self._plan.ways[pass_of(frame).way]
-        if frame.dtype != FORMATS[CHANGES] or not self._has_shape(frame, batch):
-            self._reject(self._links[index].hop.peer, "a wrong shape")
+        if frame.dtype != FORMATS[CHANGES]:
+            self._reject(self._links[index].hop.peer, "another number format than was agreed")
+        elif not self._has_shape(frame, batch):
+            self._reject_shape(index, frame)
         elif frame.kind == Kind.BACK:
             frame, kept = split_kept(frame)
             if self._is_sound(index, frame, batch):
@@ -1006,12 +1022,21 @@ class _HopGroup:
     def _link(self, peer: str) -> _Link:
         return next(link for link in self._links.values() if link.hop.peer == peer)
 
-    async def _is_passed_on(self, index: int, frame: Frame, one: Pass) -> bool:
-        """Send a frame to the neighbour that its hop cannot reach; False if it is meant for the owner."""
-        side = -1 if frame.kind == Kind.BACK else 1
-        target = self._neighbour(self._links[index].hop.peer, one.way, side)
+    async def _is_passed_on(self, progress: StepProgress, index: int, frame: Frame, batch: Any) -> bool:
+        """Send a frame to the neighbour that its hop cannot reach; False if it is meant for the owner.
+
+        The neighbour would answer for what it makes of a wrong shape, and lose its stream if it were sent more than it
+        can read: so the shape is checked, and each attempt is passed on once.
+        """
+        one, peer = pass_of(frame), self._links[index].hop.peer
+        target = self._neighbour(peer, one.way, -1 if frame.kind == Kind.BACK else 1)
         if target is None:
             return False
+        if not self._has_shape(frame, batch):
+            self._reject(peer, "a wrong shape")
+            return True
+        if not progress.passes_on(peer, frame.kind, one):
+            return True
         head = pass_header(
             Kind(frame.kind), frame.session, frame.epoch, one, dtype=FORMAT_NAMES[frame.dtype],
             rows=length_of(frame), width=frame.width, length=len(frame.body),
@@ -1022,8 +1047,10 @@ class _HopGroup:
     def _is_sound(self, index: int, frame: Frame, batch: Any) -> bool:
         """True if a hop's numbers have the micro-batch's shape, are finite and of a usual size; else it is counted."""
         peer = self._links[index].hop.peer
-        if frame.dtype not in DTYPE_NAMES or not self._has_shape(frame, batch):
-            self._reject(peer, "a wrong shape")
+        if frame.dtype not in DTYPE_NAMES:
+            self._reject(peer, "another number format than was agreed")
+        elif not self._has_shape(frame, batch):
+            self._reject_shape(index, frame)
         elif not self._sizes[Kind(frame.kind)].accepts(root_mean_square(frame)):
             self._reject(peer, "numbers that are not finite, or far beyond the usual")
         else:
@@ -1212,12 +1239,14 @@ class _HopGroup:
     def _leave_out_either(self, peers: Sequence[str], span: Span, not_accused: Collection[str]) -> NoReturn:
         """Leave out one of several holders that all differ: nobody can tell who is right. Raises `HopLost`.
 
-        It is the one that the route would rather do without. If somebody else holds these blocks, it comes back
-        together with that one, and then it shows who lied.
+        It is the one that the route would rather do without, and a trusted one if all are. If somebody else holds these
+        blocks, it comes back together with that one, and then it shows who lied.
         """
         owner = self._owner
         order = [hop.peer for hop in self.hops]
-        left = max((peer for peer in peers if peer not in not_accused), key=order.index)
+        own = owner._network.peer_id
+        accused = [peer for peer in peers if peer not in not_accused] or [peer for peer in peers if peer != own]
+        left = max(accused, key=order.index)
         for peer in set(peers) - set(not_accused):
             self._note(peer, "doubted", "trained with another result than other holders", 1 / len(peers))
         names = " and ".join(sorted(peers))

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 
@@ -36,6 +36,7 @@ _PORTS_TRIED = 4  # external ports, in case another machine has the first
 _MIN_LIFETIME_S = 120
 
 log = logging.getLogger("shoal.p2p.ports")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class PortMapper:
                 return await self._control.map(wanted)
             except MappingRefused as error:
                 log.debug("%s", error)
-        return await trio.to_thread.run_sync(self._map_by_upnp, route.own_ip, wanted)
+        return await _abandonable(self._map_by_upnp, route.own_ip, wanted)
 
     def _map_by_upnp(self, own_ip: str, wanted: int) -> Mapping:
         if self._upnp is None:
@@ -168,12 +169,18 @@ class PortMapper:
             return
         try:
             if mapping.method == "UPnP" and self._upnp is not None:
-                remove = partial(trio.to_thread.run_sync, abandon_on_cancel=True)  # type: ignore[call-arg]
-                await remove(self._upnp.remove, mapping.port)
+                await _abandonable(self._upnp.remove, mapping.port)
             elif self._control is not None:
                 await self._control.map(mapping.port, lifetime_s=0)
         except MappingRefused as error:
             log.info("the mapping of port %d stays until it expires: %s", mapping.port, error)
+
+
+async def _abandonable(function: Callable[..., T], *args: object) -> T:
+    """Call a function in a thread that a cancellation does not wait for: a device may never end its answer."""
+    run: Any = partial(trio.to_thread.run_sync, abandon_on_cancel=True)  # type: ignore[call-arg]
+    result: T = await run(function, *args)
+    return result
 
 
 def _address(mapping: Mapping) -> Address:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,13 @@ import trio.testing
 
 from app.core.network import FrameStream, Priority
 from app.core.span import Span
+from app.routing.route import Route
 from app.session.frame import HopError, decode_hop_error, new_session_id, plain, with_json
 from app.session.outbound import OutboundFrame, PeerOutbox
 from app.training import hop, progress, trainer
 from app.training.hop import HopJob, TrainingTerms
 from app.training.states import StateStore
+from app.training.trainer import Patience
 from app.training.wire import (
     NO_BASE,
     PROTOCOL,
@@ -33,7 +36,9 @@ from app.training.wire import (
     encode_parts,
     encode_trouble,
     join_sequences,
+    length_of,
     pass_header,
+    sequences_of,
 )
 from engine import int8_rows
 from engine.sources.base import ModelSource
@@ -589,3 +594,137 @@ async def test_a_hop_that_floods_its_owner_is_read_no_faster_than_it_is_used(
         await swarm.owner().run(2, batches_of, losses)
         losses.check(undisturbed(source, 2)[0])
     assert 0 < max(queued) < most + (1 << 19)
+
+
+def sends_through_owner(server: Any, times: int, rows: int = 0) -> None:
+    """Let a server send what is for its successor through the owner, so many times, as micro-batches of more `rows`."""
+
+    async def send(job: HopJob, neighbour: str, frame: Any, one: Pass, data: bytes) -> None:
+        data += bytes(4 * frame.width * rows * sequences_of(frame))
+        head = pass_header(
+            Kind(frame.kind), job.run, frame.epoch, one, dtype="f32", rows=length_of(frame) + rows, width=frame.width,
+            length=len(data),
+        )  # fmt: skip
+        for _ in range(times if neighbour else 1):
+            await job.answers.push(OutboundFrame((head, data), Priority.BULK))
+
+    server._send = send
+
+
+async def test_the_owner_passes_each_pass_on_once(source: ModelSource, tmp_path: Path) -> None:
+    """What a hop sends again would fill the stream to its neighbour, which would lose its place for not reading it."""
+    wanted, _ = undisturbed(source, 1)
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        sends_through_owner(swarm.nodes["n0"].server, times=50)
+        came: Counter[tuple[int, int]] = Counter()
+        server: Any = swarm.nodes["n1"].server
+        honest = server._on_frame
+
+        async def counted(frame: Any, peer: str, answers: Any) -> None:
+            came[frame.kind, frame.revision] += frame.kind == Kind.FORWARD
+            await honest(frame, peer, answers)
+
+        server._on_frame = counted
+        losses = Losses()
+        with trio.fail_after(60):
+            await swarm.owner().run(1, batches_of, losses)
+        losses.check(wanted)
+        assert max(came.values()) == 1
+
+
+async def test_who_sends_a_wrong_shape_through_the_owner_loses_its_place(source: ModelSource, tmp_path: Path) -> None:
+    wanted, _ = undisturbed(source, 1)
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        await swarm.train("spare", 0, 4)
+        sends_through_owner(swarm.nodes["n0"].server, times=1, rows=1)
+        losses, owner = Losses(), swarm.owner()
+        with trio.fail_after(60):
+            await owner.run(1, batches_of, losses)
+        losses.check(wanted)
+        assert set(owner.figures.rejected) == {"n0"}
+        assert {hop.peer for hop in owner.route} == {"spare", "n1"}
+
+
+@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACK])
+async def test_a_hop_whose_neighbour_sends_it_a_wrong_shape_does_not_answer_for_it(
+    source: ModelSource, tmp_path: Path, kind: Kind
+) -> None:
+    """Others hold the liar's blocks and nobody those of its neighbour, which had to go: the job ended."""
+    wanted, _ = undisturbed(source, 2)
+    liar, blocks = ("n0", (0, 4)) if kind == Kind.FORWARD else ("n1", (4, 8))
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        await swarm.train("spare", *blocks)
+        server: Any = swarm.nodes[liar].server
+        honest = server._send
+
+        async def send(job: HopJob, neighbour: str, frame: Any, one: Pass, data: bytes) -> None:
+            if frame.kind == kind:
+                data += bytes(4 * frame.width * sequences_of(frame))
+                frame = frame._replace(rows=frame.rows + 1)
+                assert length_of(frame) == len(data) // 4 // frame.width // sequences_of(frame._replace(body=data))
+            await honest(job, neighbour, frame, one, data)
+
+        server._send = send
+        losses, owner = Losses(), swarm.owner()
+        with trio.fail_after(60):
+            await owner.run(2, batches_of, losses)
+        losses.check(wanted)
+        assert {hop.peer for hop in owner.route} == {"n0", "n1", "spare"} - {liar}
+
+
+async def test_a_hop_whose_neighbour_makes_its_numbers_overflow_does_not_answer_for_it(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """Gradients of 10^11 are finite, but what comes of them has no place in 16 bits."""
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        await swarm.train("spare", 4, 8)
+        server: Any = swarm.nodes["n1"].server
+        honest = server._send
+
+        async def send(job: HopJob, neighbour: str, frame: Any, one: Pass, data: bytes) -> None:
+            if frame.kind != Kind.BACK:
+                await honest(job, neighbour, frame, one, data)
+                return
+            data = numpy.full(len(data) // 2, 1e11, "<f4").tobytes()
+            head = pass_header(
+                Kind.BACK, job.run, frame.epoch, one, dtype="f32", rows=length_of(frame), width=frame.width,
+                length=len(data),
+            )  # fmt: skip
+            sent = hop.HopFrame(job.run, (head, data), Priority.BULK, frame.epoch, job.ledger.owner)
+            await server._outboxes.push(neighbour, sent, job.ledger.owner)
+
+        server._send = send
+        losses, owner = Losses(), swarm.owner(wire="f16")
+        with trio.fail_after(60):
+            await owner.run(2, batches_of, losses)
+        assert sorted(losses.steps) == [1, 2]
+        assert {hop.peer for hop in owner.route} == {"n0", "spare"}
+
+
+async def test_a_slow_hop_does_not_make_the_owner_silent(
+    autojump_clock: trio.testing.MockClock, source: ModelSource, tmp_path: Path
+) -> None:
+    """The owner waited for eight times the usual pause between frames; hops close streams that are silent so long."""
+    patience = Patience()
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8), delay_s=0.01) as swarm:
+        server: Any = swarm.nodes["n0"].server
+        honest, slow_s, left = server._forward, 0.9 * patience.stuck_s, 2
+
+        async def forward(job: HopJob, sender: str, frame: Any) -> None:
+            nonlocal left
+            left -= 1
+            await trio.sleep(slow_s if left >= 0 else 1e6)
+            await honest(job, sender, frame)
+
+        async def routes(avoid: frozenset[str]) -> Route:
+            if "n0" in avoid:
+                found.cancel()
+            return await swarm.route(avoid)
+
+        server._forward = forward
+        begun = trio.current_time()
+        owner = swarm.owner(patience=patience, routes=routes)
+        with trio.CancelScope() as found:
+            await owner.run(1, batches_of, Losses())
+        assert "nothing came of its work" in owner.figures.lost[0]
+        assert trio.current_time() - begun < 2 * slow_s + 2 * patience.stuck_s

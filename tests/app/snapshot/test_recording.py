@@ -184,6 +184,12 @@ def test_hostile_lines_are_refused(what: str) -> None:
         read(b"".join([*good[:2], HOSTILE[what](), *good[2:]]))
 
 
+def test_no_changes_before_the_first_snapshot_are_refused() -> None:
+    good = recorded(HEALTHY).splitlines(keepends=True)
+    with pytest.raises(BadRecording, match="line 2"):
+        read(b"".join([good[0], b'{"t": 1, "set": []}\n', *good[1:]]))
+
+
 @given(st.binary(max_size=400))
 def test_no_bytes_do_more_than_be_refused(noise: bytes) -> None:
     start = recorded(HEALTHY)

@@ -292,3 +292,24 @@ async def test_a_holder_that_counts_what_it_was_not_sent_is_left(source: ModelSo
         await owner.run(2, few, losses)
         check_close(losses, one_process(source, 2))
         assert any("never sent to it" in lost for lost in owner.figures.lost)
+
+
+async def test_a_holder_that_only_a_dead_one_led_to_does_not_end_the_job(source: ModelSource, tmp_path: Path) -> None:
+    """Blocks 3 and 4 lie within those of `n0`: without `n1` no way leads through `n2`, whose stream is just open."""
+    losses = Losses()
+    async with open_job_swarm(source, tmp_path, ALL, (5, 8), (3, 5)) as swarm:
+        swarm.fabric.kill("n1")
+        owner = owner_of(swarm)
+        await owner.run(1, few, losses)
+        losses.check(one_process(source, 1))
+        assert {hop.peer for hop in owner.route} == {"n0"}
+
+
+async def test_two_trusted_holders_that_differ_do_not_end_the_job(source: ModelSource, tmp_path: Path) -> None:
+    losses, book, both = Losses(), TrustBook(clock=lambda: 0.0), frozenset({"n0", "n1"})
+    async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
+        swarm.poison("n1", ATTACKS["flipped"])
+        owner = owner_of(swarm, book, both)
+        await owner.run(2, few, losses)
+        assert set(owner.figures.left_out) == {"n1"}
+        assert [book.doubt(peer) for peer in sorted(both)] == [0.0, 0.0]
