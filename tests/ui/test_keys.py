@@ -150,7 +150,7 @@ def test_a_node_that_hosts_nothing_is_given_memory_again_by_the_same_key() -> No
         await pilot.pause()
         assert "+/- cap" in text_of_screen(app)
         await pilot.press("plus")
-        await until(app, pilot, lambda: "0.5 of 12.0 GB" in text_of_screen(app))
+        await until(app, pilot, lambda: "500 MB of 12.0 GB" in text_of_screen(app))
         await pilot.press("enter")
         await until(app, pilot, lambda: node.config["max_vram"] == str(GB // 2))
         await pilot.press("plus", "n")
@@ -900,7 +900,10 @@ def test_the_first_run_proposes_memory_with_headroom() -> None:
         await until(app, pilot, lambda: first.state.memory_bytes == 8 * GB)
         await pilot.press("enter")
         await until(app, pilot, lambda: "leaves you 2.0 of the 10.0 GB that are free" in text_of_screen(app))
-        assert f"later under {TABS.index('settings') + 1} settings" in text_of_screen(app)
+        assert f"later in tab {TABS.index('settings') + 1}, settings" in text_of_screen(app)
+        await pilot.press(*["left"] * 16)
+        words = "hosts nothing: no replies until others join and host it"
+        await until(app, pilot, lambda: words in text_of_screen(app))
 
     driven(node, drive)
 
