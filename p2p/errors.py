@@ -24,6 +24,10 @@ class Refused(P2PError):
     reason_code = "peer_refused"
 
 
+class Denied(Refused):
+    """The peer is on this node's deny list; nothing but a change of the list lets it be reached."""
+
+
 class QueueFull(P2PError):
     """A bounded queue has no room; slow down or drop the message."""
 

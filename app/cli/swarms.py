@@ -51,6 +51,12 @@ def add_leave_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="as `shoal swarms` shows it")
 
 
+_ONLY_HERE = (
+    "only nodes on this machine can use this invite, as it has loopback addresses alone: connect the machine to a "
+    "network; if the setting `listen` is 127.0.0.1, `shoal config unset listen`, then `shoal restart`"
+)
+
+
 def add_invite_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the swarm to invite to, and --qr."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="default: the active swarm")
@@ -177,6 +183,8 @@ def run_invite(arguments: argparse.Namespace) -> int:
     if arguments.qr:
         print(parse_invite(facts["invite"]).qr())
     print(facts["invite"])
+    if facts["only_here"]:
+        print(f"shoal: {_ONLY_HERE}", file=sys.stderr)
     if facts["private"]:
         print(f"shoal: {limits_text(facts['limits'])}", file=sys.stderr)
     return 0

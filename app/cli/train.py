@@ -112,7 +112,8 @@ def _take_part(action: str, name: str, arguments: argparse.Namespace) -> int:
     if action == "join":
         words = f"This node takes part in {facts['name']} from its next round on: see `shoal jobs show {name}`."
     else:
-        words = f"This node takes no more part in {facts['name']} after round {facts['round']}."
+        words = f"This node takes no more part in {facts['name']} after round {facts['round']}; "
+        words += f"`shoal train join {facts['name']}` goes on with it."
     return _show(facts, words, arguments)
 
 
@@ -135,7 +136,11 @@ def _export(name: str, folder: Path, arguments: argparse.Namespace) -> int:
         raise AppError(f"{folder} cannot be written: {error.strerror or error}") from error
     rounds = len(store.log(job))
     facts = {"name": job.record.name, "path": str(folder.absolute()), "round": rounds}
-    return _show(facts, f"{job.record.name} after round {rounds} is in {folder}.", arguments)
+    return _show(
+        facts,
+        f"{job.record.name} after round {rounds} is in {folder}: `shoal chat --local --model {folder}` tries it.",
+        arguments,
+    )
 
 
 def _log(name: str, arguments: argparse.Namespace) -> int:

@@ -33,6 +33,7 @@ from app.swarm.certificates import (
 from app.swarm.invitations import MAX_NAME_CHARS, Guest, Invitation, InviteLimits, SwarmLedger, Verdict, new_invitation
 from app.swarm.invite import Invite, Pass, new_token
 from app.swarm.saved import SavedSwarm
+from p2p.addresses import Scope, parse_address
 from p2p.envelope import parse
 from p2p.errors import EnvelopeError, IdentityError, ProtocolError, Refused, RemoteError
 from p2p.identity import Identity, public_key_of
@@ -135,6 +136,13 @@ class MadeInvite:
         return str(self.invite)
 
 
+def only_here(invite: Invite) -> bool:
+    """True if every address in an invite is a loopback address, which only this machine can dial."""
+    return bool(invite.addresses) and all(
+        parse_address(address).scope == Scope.LOOPBACK for address in invite.addresses
+    )
+
+
 def invite_facts(made: MadeInvite) -> dict[str, Any]:
     """Return a new invite as `--json` and the API show it; `limits` is null where it cannot be limited."""
     invite = made.invite
@@ -143,6 +151,7 @@ def invite_facts(made: MadeInvite) -> dict[str, Any]:
         "name": invite.name,
         "manifest": invite.model_hash,
         "addresses": list(invite.addresses),
+        "only_here": only_here(invite),
         "private": invite.secret is not None,
         "limits": None if made.limits is None else asdict(view_of_invite(made.limits)),
     }

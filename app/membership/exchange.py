@@ -31,7 +31,7 @@ from app.swarm.records import (
     verify_suspicion,
 )
 from p2p.envelope import Envelope, parse
-from p2p.errors import EnvelopeError, P2PError, PeerUnreachable, ProtocolError, QueueFull, Refused, RemoteError
+from p2p.errors import Denied, EnvelopeError, P2PError, PeerUnreachable, ProtocolError, QueueFull, Refused, RemoteError
 from p2p.rate_limit import PeerRateLimit
 
 log = logging.getLogger("shoal.membership")
@@ -198,6 +198,8 @@ class MembershipExchange:
         if isinstance(error, RemoteError):
             codes = (wire.NOT_MEMBER, wire.NOT_ADMITTED, "unknown_method")
             return ProbeOutcome.NO_MEMBER if error.code in codes else ProbeOutcome.UNCLEAR
+        if isinstance(error, Denied):  # it may be well, but it does nothing for this node
+            return ProbeOutcome.NO_MEMBER
         return ProbeOutcome.UNCLEAR if isinstance(error, Refused | QueueFull) else ProbeOutcome.FAILED
 
     # --- incoming calls -----------------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ class NetworkOwner:
         knocked = isinstance(error, WrongSecret) and error.peer is None and self._secret is not None
         if knocked and trio.current_time() >= self._next_knock_note_at:
             self._next_knock_note_at = trio.current_time() + KNOCKS_APART_S
-            text = "rejected a peer with another swarm secret; if you know its owner, send a new invite"
+            text = "rejected a peer with another secret; if a friend, invite it again"
             self._context.note("knock", text)
         if isinstance(error, WrongSecret) and error.peer is not None:
             if self.active_swarm is not None:

@@ -156,6 +156,9 @@ class TrainJobs:
             if not known:
                 raise AppError(f"no member of this swarm trains a job named {target}")
             record, raw, _ = one_of(known, target)
+            stored = [job for job in await trio.to_thread.run_sync(self._store.all) if job.record.id == record.id]
+            if stored and self._store.facts(stored[0])["status"] == FINISHED:
+                raise AppError(f"{record.name} is finished: `shoal train export {record.name} FOLDER` writes its model")
             if record.id not in self.running:
                 self._check_data(record, data, licence)
                 holders = [peer for other, (_, _, peer) in known if other.id == record.id]

@@ -20,7 +20,7 @@ from p2p import sockets as sockopts
 from p2p.addresses import Address, Scope, address_of, advertised, parse_address
 from p2p.channel.raw import RawConnection, SocketConnection
 from p2p.channel.upgrade import Channel
-from p2p.errors import P2PError, PeerUnreachable, Refused
+from p2p.errors import Denied, P2PError, PeerUnreachable, Refused
 from p2p.host import dialer
 from p2p.host.address_book import AddressBook
 from p2p.host.admission import Admission, ConnectionLimits, DenyList
@@ -136,14 +136,15 @@ class Host:
         With `as_relay`, a relayed connection does not count as open, and few addresses are dialled, none of them
         through another relay: of peers that are said to be behind each other, all would be dialled at once. Concurrent
         callers share one dial. It continues if all of them are cancelled, as one of the latest `UNAWAITED_DIALS`: the
-        next caller may find a connection. Raises `Refused` (denied, held off, or this node itself) or
+        next caller may find a connection. Raises `Denied`, `Refused` (held off, or this node itself) or
         `PeerUnreachable`.
         """
         if peer == self.peer_id:
             raise Refused("a node cannot connect to itself")
         refusal = self.admission.refuse_peer(peer, trio.current_time())
         if refusal is not None:
-            raise Refused(f"connections to {peer} are refused: {refusal}")
+            kind = Denied if peer in self.admission.deny.peers else Refused
+            raise kind(f"connections to {peer} are refused: {refusal}")
         self.book.add(peer, addresses, trio.current_time())
         open_already = self.connection(peer)
         if open_already is not None and not (as_relay and open_already.relayed):

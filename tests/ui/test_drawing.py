@@ -254,12 +254,28 @@ def test_whoever_asks_to_join_is_let_in_by_a_key_of_the_dashboard() -> None:
 
 
 def test_the_speed_of_a_node_fits_into_a_narrow_panel() -> None:
-    def speed(width: int) -> str:
-        node = replace(HEALTHY, start=0, stop=30, blocks_total=30, tokens_per_s=2.3)
+    def speed(width: int, stop: int = 30) -> str:
+        node = replace(HEALTHY, start=0, stop=stop, blocks_total=30, tokens_per_s=2.3)
         return next(text_of(line) for line in gauge_rows(node, width, 12) if text_of(line).startswith("speed"))
 
     assert speed(41) == "speed   2.3 tok/s alone · 30 of 30 blocks"
     assert speed(40) == "speed   2.3 tok/s alone · 30 of 30"
+    assert speed(41, 15) == "speed   2.3 tok/s in your 15 of 30 blocks"
+    assert speed(40, 15) == "speed   2.3 tok/s in your 15 of 30"
+
+
+@pytest.mark.parametrize(
+    ("held", "limit", "words"),
+    [
+        (23 * 10**6, 220 * 10**6, "23 of 220 MB cap"),
+        (23 * 10**6, 6 * 10**9, "0.02 of 6.0 GB cap"),
+        (5_200_000_000, 6 * 10**9, "5.2 of 6.0 GB cap"),
+        (0, 220 * 10**6, "0 of 220 MB cap"),
+    ],
+)
+def test_a_small_cap_is_shown_as_it_was_typed(held: int, limit: int, words: str) -> None:
+    device = DeviceView("cpu", "", memory_total_bytes=8 * 10**9, limit_bytes=limit, weights_bytes=held)
+    assert text_of(gauge_rows(replace(HEALTHY, hardware=device), 60, 12)[0]).endswith(words)
 
 
 def test_a_model_that_is_downloaded_for_a_new_swarm_is_shown_while_there_is_none() -> None:

@@ -185,6 +185,32 @@ def test_everything_about_a_training_job_is_told() -> None:
     ]
 
 
+def test_a_job_that_does_not_run_here_says_what_can_be_done_with_it() -> None:
+    left = trained(replace(TRAINING, status="left", waiting=""))
+    assert left[:2] == [
+        "next       `shoal train join poems` goes on, `shoal train export poems FOLDER`",
+        "           writes the model",
+    ]
+    finished = replace(TRAINING, status="finished", waiting="")
+    assert trained(finished)[0] == "next       `shoal train export poems FOLDER` writes the model"
+    assert ("next", "`shoal train export poems FOLDER` writes the model") in training_facts(finished, name_of)
+    assert not any(line.startswith("next") for line in trained(TRAINING))
+
+
+def test_who_trains_alone_is_not_told_of_others_that_go_on() -> None:
+    node = ScriptedNode()
+    node.trainings = [replace(TRAINING, islands=TRAINING.islands[:1])]
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("4")
+        await until(app, pilot, lambda: "x leave job" in text_of_screen(app))
+        await pilot.press("x")
+        await until(app, pilot, lambda: "rests until you join again" in text_of_screen(app))
+        assert "other islands" not in text_of_screen(app)
+
+    driven(node, drive)
+
+
 def test_islands_share_rows_where_these_are_few() -> None:
     assert trained(TRAINING, 78, 10)[7:] == [
         "islands    you 51 k tokens 141 tok/s · tern 51 k tokens 138 tok/s 1.4 s late",
@@ -335,9 +361,12 @@ def test_a_training_job_is_left_by_a_key_and_never_paused() -> None:
         await pilot.press("p")
         await until(app, pilot, lambda: app.said)
         assert "not paused; hosting is paused on the other tabs" in app.said[0]
-        await pilot.press("x", "enter")
+        await pilot.press("x")
+        await until(app, pilot, lambda: "the other islands" in text_of_screen(app))
+        await pilot.press("enter")
         await until(app, pilot, lambda: "x leave job" not in text_of_screen(app))
         assert node.asked == [f"/control/train/leave {TRAINING.job}"]
+        await until(app, pilot, lambda: "next       `shoal train join poems` goes on" in text_of_screen(app))
         await pilot.press("enter")
         await until(app, pilot, lambda: "12400000 in the last round" in text_of_screen(app))
         await pilot.press("escape", "down")

@@ -37,7 +37,7 @@ from ui.draw.first_run_offers import choice_rows, ordered
 from ui.draw.rows import text_of
 from ui.screens.first_run import FirstRun
 from ui.screens.frame import TABS
-from ui.screens.invite import GuestList, limit_words, nobody_new
+from ui.screens.invite import GuestList, invite_words, nobody_new
 from ui.screens.memory_cap import cap_rows, moved
 from ui.state.follower import START_AGAIN, Follower
 from ui.state.store import ConnectionState
@@ -150,7 +150,7 @@ def test_a_node_that_hosts_nothing_is_given_memory_again_by_the_same_key() -> No
         await pilot.pause()
         assert "+/- cap" in text_of_screen(app)
         await pilot.press("plus")
-        await until(app, pilot, lambda: "0.5 of 12.0 GB" in text_of_screen(app))
+        await until(app, pilot, lambda: "500 MB of 12.0 GB" in text_of_screen(app))
         await pilot.press("enter")
         await until(app, pilot, lambda: node.config["max_vram"] == str(GB // 2))
         await pilot.press("plus", "n")
@@ -900,7 +900,10 @@ def test_the_first_run_proposes_memory_with_headroom() -> None:
         await until(app, pilot, lambda: first.state.memory_bytes == 8 * GB)
         await pilot.press("enter")
         await until(app, pilot, lambda: "leaves you 2.0 of the 10.0 GB that are free" in text_of_screen(app))
-        assert f"later under {TABS.index('settings') + 1} settings" in text_of_screen(app)
+        assert f"later in tab {TABS.index('settings') + 1}, settings" in text_of_screen(app)
+        await pilot.press(*["left"] * 16)
+        words = "hosts nothing: no replies until others join and host it"
+        await until(app, pilot, lambda: words in text_of_screen(app))
 
     driven(node, drive)
 
@@ -988,11 +991,13 @@ def test_the_keys_of_an_invite_are_in_view(size: tuple[int, int]) -> None:
     class Inviting(ScriptedNode):
         def post(self, path: str, body: dict[str, Any], *, timeout_s: float = 1.0) -> Any:
             answer = super().post(path, body, timeout_s=timeout_s)
-            return {**answer, "invite": "shoal:" + "a2b3" * 42} if path == "/control/invite" else answer
+            more = {"invite": "shoal:" + "a2b3" * 42, "only_here": True}
+            return {**answer, **more} if path == "/control/invite" else answer
 
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
         await pilot.press("i")
         await until(app, pilot, lambda: "a2b3" in text_of_screen(app))
+        assert "Only nodes on this machine" in " ".join(text_of_screen(app).replace("│", " ").split())
         await until(app, pilot, lambda: "y copy" in text_of_screen(app) and "esc close" in text_of_screen(app))
         known = app.store.snapshot
         assert known is not None
@@ -1064,7 +1069,7 @@ def test_an_invite_without_arrivals_says_who_is_there_already() -> None:
     ],
 )
 def test_an_invite_says_what_it_allows(answer: dict[str, Any], words: str) -> None:
-    assert limit_words(answer, 0).startswith(words)
+    assert invite_words(answer, 0).startswith(words)
 
 
 def test_keys_that_are_needed_least_give_way_in_a_narrow_window() -> None:

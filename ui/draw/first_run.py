@@ -15,7 +15,7 @@ from app.core.terminal_text import one_line
 from app.snapshot.views import DeviceView, OfferView, ProspectsView, Snapshot, StepView
 from ui.draw.bars import bar
 from ui.draw.first_run_offers import STARTER, choice_rows, ordered, target_words
-from ui.draw.numbers import count, duration, gigabytes, progress, size
+from ui.draw.numbers import count, duration, gigabytes, memory, memory_of, progress, size
 from ui.draw.rows import Row, fit, row, tidy, wrap
 from ui.draw.state_line import pill, running_step
 from ui.state.store import ConnectionState
@@ -198,8 +198,10 @@ def _memory_words(state: FirstState, known: Snapshot | None) -> str:
     on = {name: words for name, words, _, _ in PAUSES if state.pauses.get(name)}
     blind = [words for name, words in on.items() if _without_effect(name, known)]
     works = [words for words in on.values() if words not in blind]
-    memory = "what is free" if state.memory_bytes is None else f"{gigabytes(state.memory_bytes)} GB"
-    said = f"{memory} · pauses: {', '.join(works) if works else 'only by hand'}"
+    if state.memory_bytes == 0:
+        return "hosts nothing"
+    room = "what is free" if state.memory_bytes is None else memory(state.memory_bytes)
+    said = f"{room} · pauses: {', '.join(works) if works else 'only by hand'}"
     return f"{said} · without effect here: {', '.join(blind)}" if blind else said
 
 
@@ -209,11 +211,13 @@ def _memory(state: FirstState, known: Snapshot | None, width: int, height: int) 
     mark = ("▸", "b mine") if state.cursor == 0 else (" ", "")
     if total:
         share = (state.memory_bytes if state.memory_bytes is not None else 0) / total
-        cap = f"{gigabytes(state.memory_bytes)} of {gigabytes(total)} GB"
-        words = "what is free" if state.memory_bytes is None else cap
+        words = "what is free" if state.memory_bytes is None else memory_of(state.memory_bytes, total)
         gauge = bar(share if state.memory_bytes is not None else None, 30, "mine")
         rows = [row(" ", mark, " memory   ", *gauge, ("  " + words, "b"), (" ← →", "dim"))]
-        if device is not None and device.memory_free_bytes is not None and state.memory_bytes is not None:
+        if state.memory_bytes == 0:
+            others = "no replies until others join and host it" if state.create is not None else "others must host it"
+            rows.append(row(" " * 12, (f"hosts nothing: {others}", "warning")))
+        elif device is not None and device.memory_free_bytes is not None and state.memory_bytes is not None:
             left = device.memory_free_bytes - state.memory_bytes
             free = f"{gigabytes(left)} of the {gigabytes(device.memory_free_bytes)} GB that are free"
             meaning = f"leaves you {free}" if left >= 0 else "more than is free now"
@@ -236,7 +240,7 @@ def _memory(state: FirstState, known: Snapshot | None, width: int, height: int) 
     if len(rows) + 2 > height:
         rows.remove([])
     rows += [[], row("   ", (" ⏎ ", "b background on primary"), " ", ("Fine", "b"))]
-    rows[-1] += row(("   ↑ ↓ and space change · later under 6 settings", "dim"))
+    rows[-1] += row(("   ↑ ↓ and space change · later in tab 6, settings", "dim"))
     return rows
 
 

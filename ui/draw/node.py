@@ -8,7 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from app.core.terminal_text import one_line
 from app.snapshot.views import CourtesyView, DeviceView, Snapshot, StepView
 from ui.draw.bars import Samples, bar, spark
-from ui.draw.numbers import clock, count, duration, gigabytes, many, milliseconds, plural, progress, rate, size
+from ui.draw.numbers import (
+    clock,
+    count,
+    duration,
+    gigabytes,
+    many,
+    memory_of,
+    milliseconds,
+    plural,
+    progress,
+    rate,
+    size,
+)
 from ui.draw.rows import UNKNOWN, Row, cell, fit, row, tidy, width_of, wrap
 
 _LABEL = 8
@@ -81,10 +93,10 @@ def _memory(device: DeviceView | None, room: int, label: str = "memory") -> Row:
             parts += [(" " * (cap - at), "on trackbg"), ("┃", "b mine on trackbg")]
             at = cap + 1
     parts.append((" " * (room - at), "on trackbg"))
-    figure = (f"  {gigabytes(device.held_bytes)}", "b")
-    if device.limit_bytes is not None:
-        return labelled(label, *parts, figure, (f" of {gigabytes(device.limit_bytes)} GB cap", "dim"))
-    return labelled(label, *parts, figure, (f" of {gigabytes(total)} GB", "dim"))
+    whole, kind = (total, "") if device.limit_bytes is None else (device.limit_bytes, " cap")
+    in_gigabytes = f"{gigabytes(device.held_bytes)} of {gigabytes(whole)} GB"  # as in the legend below
+    held, rest = (in_gigabytes if whole >= 10**9 else memory_of(device.held_bytes, whole)).split(" ", 1)
+    return labelled(label, *parts, (f"  {held}", "b"), (f" {rest}{kind}", "dim"))
 
 
 def _memory_legend(device: DeviceView | None, width: int) -> Row:
@@ -135,7 +147,9 @@ def _speed(snapshot: Snapshot | None, width: int) -> Row:
     blocks = f"{snapshot.stop - snapshot.start} of {count(snapshot.blocks_total)} blocks"
     if not snapshot.tokens_per_s:
         return labelled("speed", (f"— · {blocks}", "dim"))
-    line = labelled("speed", (f"{rate(snapshot.tokens_per_s)} tok/s", "b"), " alone", (" · ", "dim"), blocks)
+    is_whole = snapshot.stop - snapshot.start == snapshot.blocks_total
+    where = row(" alone", (" · ", "dim")) if is_whole else row(" in your ")
+    line = labelled("speed", (f"{rate(snapshot.tokens_per_s)} tok/s", "b"), *where, blocks)
     if width_of(line) > width:
         line[-1] = (blocks.removesuffix(" blocks"), "")
     return line

@@ -40,6 +40,19 @@ def many(value: int | None) -> str:
     return f"{value / 10**6:.1f} M" if value < 10**9 else f"{value / 10**9:.1f} G"
 
 
+def memory(value: int) -> str:
+    """Bytes of memory with their unit: 5.5 GB, 220 MB."""
+    if value >= 0.95 * 10**9:
+        return f"{gigabytes(value)} GB"
+    return size(value) if value else "0 GB"
+
+
+def memory_of(part: int, whole: int) -> str:
+    """A part of some memory, with the unit only once if both have the same: 5.5 of 25.2 GB, 23 of 220 MB."""
+    amount = memory(part).removesuffix(memory(whole)[-3:]) if part else "0"
+    return f"{amount} of {memory(whole)}"
+
+
 def gigabytes(value: int | None) -> str:
     """Bytes as gigabytes without the unit: 5.5, 0.03."""
     if value is None:

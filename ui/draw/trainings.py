@@ -9,9 +9,13 @@ from app.snapshot.views import IslandView, TrainingView
 from ui.draw.bars import bar, spark
 from ui.draw.jobs import LABEL, MOST_WHY, PEER_NAME, NameOf, entry, loss_text, reason, share_done
 from ui.draw.numbers import count, duration, known_rate, many, plural, size
-from ui.draw.rows import Row, cell, fit, row, shorten, tidy, width_of
+from ui.draw.rows import Row, cell, fit, row, shorten, tidy, width_of, wrap
 
 _SPARK = 40  # most cells of a sparkline
+_NEXT = {  # what can be done with a job that does not run here, by its status
+    "finished": "`shoal train export {0} FOLDER` writes the model",
+    "left": "`shoal train join {0}` goes on, `shoal train export {0} FOLDER` writes the model",
+}
 
 
 def training_title(job: TrainingView) -> Row:
@@ -43,6 +47,8 @@ def training_facts(job: TrainingView, name_of: NameOf) -> list[tuple[str, str]]:
         ("bytes", f"{job.bytes_per_round} in the last round, as {job.wire}"),
         ("checkpoint", f"{duration(job.checkpoint_age_s)} old"),
     ]
+    if job.status in _NEXT:
+        facts.append(("next", _next(job)))
     if job.waiting:
         facts.append(("waiting", tidy(with_names(job.waiting, name_of))))
     facts += [("island", f"{name_of(one.peer)}: {_figures(one)}{_text_of(one)}") for one in job.islands]
@@ -59,6 +65,7 @@ def _all_rows(job: TrainingView, name_of: NameOf, width: int, most: int, height:
         rows += entry("failed", reason(job.why, name_of, room, most, "error"))
     if job.waiting:
         rows += entry("waiting", reason(job.waiting.removeprefix("waits "), name_of, room, most, "warning"))
+    rows += entry("next", wrap(_next(job), room)[:most]) if job.status in _NEXT else []
     rows += entry("rounds", [_rounds(job, room)]) + entry("speed", [_speed(job)])
     rows += entry("unseen", [_validation(job, room)]) + entry("exchange", [_exchange(job)])
     for label, peer, why in _suspects(job):
@@ -69,6 +76,10 @@ def _all_rows(job: TrainingView, name_of: NameOf, width: int, most: int, height:
     else:
         islands = _dense_islands(job, name_of, room, height - len(rows))
     return rows + entry("islands", islands or [row(("none", "dim"))])
+
+
+def _next(job: TrainingView) -> str:
+    return _NEXT[job.status].format(one_line(job.name))
 
 
 def _suspects(job: TrainingView) -> list[tuple[str, str, str]]:

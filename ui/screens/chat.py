@@ -248,9 +248,10 @@ class Chat(MainScreen):
 
     async def on_conversation_list_renamed(self, message: ConversationList.Renamed) -> None:
         """Ask for another title."""
-        self._rename(message.conversation)
+        self._rename(message.conversation, lambda: None)
 
-    def _rename(self, conversation: int) -> None:
+    def _rename(self, conversation: int, back: Callable[[], None]) -> None:
+        """Ask for another title; `back` is called if none is given."""
         known = self._kept.get(conversation)
         if known is None:
             return
@@ -261,6 +262,8 @@ class Chat(MainScreen):
                 if self._conversation is not None and self._conversation.id == conversation:
                     self._conversation = self._kept.get(conversation)
                 self._show_sides()
+            else:
+                back()
 
         self.app.push_screen(TextDialog("Rename this conversation", value=known.title), named)
 
@@ -268,22 +271,27 @@ class Chat(MainScreen):
         """Search, open, rename or forget conversations in a dialog."""
         from ui.widgets.chat_side import ConversationPicker
 
-        async def chosen(choice: tuple[str, int] | None) -> None:
-            what, conversation = choice or ("", 0)
+        async def chosen(choice: tuple[str, int, str] | None) -> None:
+            what, conversation, wanted = choice or ("", 0, "")
             if what == "open":
                 await self._open(conversation)
                 self.query_one(AskBox).focus()
             elif what == "rename":
-                self._rename(conversation)
+                self._rename(conversation, partial(pick, wanted))
             elif what == "forget" and (known := self._kept.get(conversation)) is not None:
                 words = f"Forget the conversation “{one_line(known.title)}”?"
-                self.app.push_screen(Question(words, "Forget it"), partial(forgotten, conversation))
+                self.app.push_screen(Question(words, "Forget it"), partial(forgotten, conversation, wanted))
 
-        async def forgotten(conversation: int, sure: bool | None) -> None:
+        async def forgotten(conversation: int, wanted: str, sure: bool | None) -> None:
             if sure:
                 await self._forget(conversation)
+            else:
+                pick(wanted)
 
-        self.app.push_screen(ConversationPicker(self._kept.all), chosen)
+        def pick(wanted: str) -> None:
+            self.app.push_screen(ConversationPicker(self._kept.all, wanted), chosen)
+
+        pick("")
 
     def action_attach(self) -> None:
         """Attach a text file to the next question, or remove the attached ones."""

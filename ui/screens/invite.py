@@ -92,8 +92,15 @@ def guest_row(peer: PeerView, here: bool) -> Row:
     return row(("◐", "warning"), " ", (name, "b"), f" {words}")
 
 
-def limit_words(answer: Mapping[str, Any], now_ms: int) -> str:
-    """Who can join with an invite, and until when, from the node's answer."""
+def invite_words(answer: Mapping[str, Any], now_ms: int) -> str:
+    """Who can join with an invite, from where and until when, from the node's answer."""
+    words = _limit_words(answer, now_ms)
+    if answer.get("only_here"):
+        words += " Only nodes on this machine can use it, as it has loopback addresses alone: check the setting listen."
+    return words
+
+
+def _limit_words(answer: Mapping[str, Any], now_ms: int) -> str:
     limits = answer.get("limits")
     if limits is not None:
         who = "One node" if limits["uses"] == 1 else f"{limits['uses']} nodes"
@@ -212,7 +219,7 @@ class InviteScreen(Dialog[None]):
         self._limits = answer.get("limits")
         if self._limits is not None:
             cast(NodeApp, self.app).invite = (self._addresses(), answer)
-        hint = limit_words(answer, now_ms())
+        hint = invite_words(answer, now_ms())
         words = Content.assemble(
             (f"{one_line(str(answer['name']))}  ", "bold"), (hint, "$dim"), "\n\n", (self.line, "$mine")
         )

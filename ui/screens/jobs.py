@@ -337,7 +337,9 @@ class Jobs(MainScreen):
             if sure:
                 self.dashboard.ask(lambda client: client.post("/control/train/leave", {"job": job_id}), left)
 
-        words = f"Leave {name}? Steps that are not merged yet are lost; the other islands go on."
+        alone = isinstance(job, TrainingView) and not any(one.alive and not one.here for one in job.islands)
+        rest = "nobody else trains it, so it rests until you join again" if alone else "the other islands go on"
+        words = f"Leave {name}? Steps that are not merged yet are lost; {rest}."
         self.app.push_screen(Question(words, "Leave it"), answered)
 
     @staticmethod

@@ -17,7 +17,7 @@ from app.snapshot.codec import prospects_from
 from app.snapshot.views import DeviceView, Snapshot
 from ui.draw.bars import bar
 from ui.draw.coverage import loss_words
-from ui.draw.numbers import gigabytes
+from ui.draw.numbers import memory, memory_of
 from ui.draw.rows import Row, row, wrap
 from ui.node_app import NodeApp
 from ui.state.store import Store
@@ -51,7 +51,7 @@ def typed_bytes(text: str) -> int | None:
 def cap_rows(cap_bytes: int | None, device: DeviceView) -> list[Row]:
     """The cap as a gauge, and its meaning."""
     total = device.memory_total_bytes or 0
-    words = "no limit: what is free" if cap_bytes is None else f"{gigabytes(cap_bytes)} of {gigabytes(total)} GB"
+    words = "no limit: what is free" if cap_bytes is None else memory_of(cap_bytes, total)
     share = None if cap_bytes is None or not total else min(1.0, cap_bytes / total)
     free = device.memory_free_bytes
     if cap_bytes == 0:
@@ -59,9 +59,9 @@ def cap_rows(cap_bytes: int | None, device: DeviceView) -> list[Row]:
     elif cap_bytes is not None and free is not None and cap_bytes > free + device.held_bytes:
         meaning = row(("more than is free now", "warning"))
     else:
-        full = f", {gigabytes(device.reserved_bytes)} GB with a full cache"
+        full = f", {memory(device.reserved_bytes)} with a full cache"
         more = full if device.reserved_bytes > device.held_bytes else ""
-        meaning = row((f"hosting takes {gigabytes(device.held_bytes)} GB now{more}", "dim"))
+        meaning = row((f"hosting takes {memory(device.held_bytes)} now{more}", "dim"))
     return [[*bar(share, _BAR, "mine"), (f"  {words}", "b")], meaning]
 
 
@@ -106,7 +106,7 @@ def _result_words(cap_bytes: int | None, in_force: int | None) -> str:
         return "the cap is saved; the running node was started with --max-vram, which still applies"
     if cap_bytes == 0:
         return "this node hosts nothing now; + raises the cap again"
-    return "the cap is removed" if cap_bytes is None else f"the cap is {gigabytes(cap_bytes)} GB"
+    return "the cap is removed" if cap_bytes is None else f"the cap is {memory(cap_bytes)}"
 
 
 class CapGauge(RowWidget):

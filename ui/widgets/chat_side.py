@@ -167,8 +167,11 @@ class SamplingPanel(Panel):
         return [*rows, [], *wrap(readers, width, "dim")][:height]
 
 
-class ConversationPicker(Dialog[tuple[str, int] | None]):
-    """Dialog that searches the conversations; returns `open`, `rename` or `forget` and the id of the chosen one."""
+class ConversationPicker(Dialog[tuple[str, int, str] | None]):
+    """Dialog that searches the conversations.
+
+    Returns `open`, `rename` or `forget`, the id of the chosen one, and the text that was searched for.
+    """
 
     AUTO_FOCUS = "Input"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -179,22 +182,22 @@ class ConversationPicker(Dialog[tuple[str, int] | None]):
         Binding("f8", "choose('forget')", "forget"),
     ]
 
-    def __init__(self, search: Callable[[str], list[Conversation]]) -> None:
+    def __init__(self, search: Callable[[str], list[Conversation]], wanted: str = "") -> None:
         super().__init__()
-        self._search = search
+        self._search, self._wanted = search, wanted
 
     def compose(self) -> ComposeResult:
         """A field to search in titles and messages, and the conversations."""
         with Vertical(classes="dialog", id="talks") as box:
             box.border_title = "conversations"
-            yield Input(placeholder="search titles and messages", compact=True)
+            yield Input(self._wanted, placeholder="search titles and messages", compact=True)
             yield OptionList()
             yield Static(key_line(("⏎", "open"), ("f2", "rename"), ("f8", "forget"), ("esc", "back")))
 
     def on_mount(self) -> None:
         """List all."""
         self.query_one(OptionList).can_focus = False
-        self._show("")
+        self._show(self._wanted.strip())
 
     def _show(self, wanted: str) -> None:
         found = self.query_one(OptionList)
@@ -222,7 +225,8 @@ class ConversationPicker(Dialog[tuple[str, int] | None]):
         """Close with the highlighted conversation."""
         found = self.query_one(OptionList)
         if found.highlighted is not None:
-            self.close((what, int(found.get_option_at_index(found.highlighted).id or 0)))
+            conversation = int(found.get_option_at_index(found.highlighted).id or 0)
+            self.close((what, conversation, self.query_one(Input).value))
 
     def action_move(self, rows: int) -> None:
         """Move the highlight while the field keeps the focus."""

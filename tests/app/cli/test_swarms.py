@@ -90,6 +90,19 @@ def test_an_invite_leads_here_and_where_this_node_was_invited(
     assert len(capsys.readouterr().out.splitlines()) > 10
 
 
+@pytest.mark.parametrize(("address", "is_said"), [("/ip4/127.0.0.1/tcp/7464", True), ("/ip4/10.0.0.7/tcp/7464", False)])
+def test_an_invite_that_works_on_this_machine_alone_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], address: str, is_said: bool
+) -> None:
+    assert shoal(tmp_path, "config", "set", "advertise", address) == 0
+    assert shoal(tmp_path, "join", str(an_invite())) == 0
+    capsys.readouterr()
+    assert shoal(tmp_path, "invite") == 0
+    captured = capsys.readouterr()
+    assert ("only nodes on this machine" in captured.err) == is_said
+    assert len(captured.out.splitlines()) == 1
+
+
 @pytest.mark.parametrize("how", ["argument", "file", "input", "environment"])
 def test_an_invite_need_not_be_an_argument(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -190,13 +190,14 @@ async def test_an_invite_says_where_it_leads_before_it_is_taken(tmp_path: Path, 
                 await b.preview(None, name, None)
 
 
-async def test_a_denied_peer_is_dropped_at_once(tmp_path: Path, cache: Path) -> None:
+async def test_a_denied_peer_is_dropped_at_once_and_hosts_nothing_for_this_node(tmp_path: Path, cache: Path) -> None:
     found_swarm(tmp_path / "a", cache, "home")
     async with living(tmp_path / "a", cache) as a, living(tmp_path / "b", cache, str(await a.invite(None))) as b:
         await until(a, lambda: sees(a, b))
         await a.set_config("deny", b.snapshot().peer_id)
         await until(a, lambda: a.snapshot().network.links == 0)
         assert a.config().settings.deny == (b.snapshot().peer_id,)
+        await until(a, lambda: not a.snapshot().peers)
 
 
 async def test_an_invite_to_nobody_is_remembered_and_tried_on(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import trio
@@ -236,5 +237,8 @@ async def test_a_job_too_large_for_its_founder_is_trained_by_two(tmp_path: Path)
             (owner.network.peer_id, 0, 2), (other.network.peer_id, 2, 6),
         ]  # fmt: skip
         assert facts["losses"][-1] < facts["losses"][0]
+        with pytest.raises(AppError, match="fish is finished: `shoal train export fish FOLDER`"):
+            await owner.jobs.join("fish")
+        assert await owner.jobs.facts() == [{**facts, "checkpoint_age_s": ANY}], "its figures are gone"
         await other.server.no_jobs()
         nursery.cancel_scope.cancel()
