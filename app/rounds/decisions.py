@@ -189,15 +189,22 @@ def doubted(figures: Mapping[str, Measured], few: Collection[str] = ()) -> dict[
     """
     if len(figures) < 3:
         return {}
-    norms = median(one.norm for one in figures.values())
     usual = median(one.agreement for one in figures.values())
-    why = {}
+    why = odd_norms(figures)
     for peer, one in figures.items():
-        if not norms / NORM_FACTOR <= one.norm <= norms * NORM_FACTOR:
-            why[peer] = f"its change has the norm {one.norm:.3g}, the median is {norms:.3g}"
-        elif peer not in few and usual > 0 and one.agreement < LEAST_AGREEMENT * usual:
+        if peer not in {*why, *few} and usual > 0 and one.agreement < LEAST_AGREEMENT * usual:
             why[peer] = f"its change agrees by {one.agreement:.2f} with the others, usual is {usual:.2f}"
     return why
+
+
+def odd_norms(figures: Mapping[str, Measured]) -> dict[str, str]:
+    """Return the members whose change is far longer or shorter than those of the others, and by how much."""
+    usual = median(one.norm for one in figures.values())
+    return {
+        peer: f"its change has the norm {one.norm:.3g}, the median is {usual:.3g}"
+        for peer, one in figures.items()
+        if not usual / NORM_FACTOR <= one.norm <= usual * NORM_FACTOR
+    }
 
 
 def first_to_commit(changes: Mapping[str, bytes]) -> list[str]:

@@ -38,6 +38,7 @@ from app.rounds.decisions import (
     leading_order,
     left_out_after,
     measured,
+    odd_norms,
     past_likeness,
     quorum,
     replayed,
@@ -133,7 +134,7 @@ class Standing:
     left_out: Mapping[str, str] | None = None
     tests: tuple[DrawnTest, ...] = ()  # of changes of the last round, which the next round's results tell of
     last_every: int = 0  # steps of the last round; 0: there was none
-    unlike: frozenset[str] = frozenset()  # doubted in the last round for nothing but a change unlike the others'
+    unlike: frozenset[str] = frozenset()  # doubted in the last round for nothing but the direction of their change
     harms: tuple[frozenset[str], ...] = ()  # whose changes did harm, as tests of earlier rounds found; the newest last
 
     @property
@@ -363,7 +364,7 @@ def is_better(mine: Sequence[RoundEntry], theirs: Sequence[RoundEntry]) -> bool:
 class _Doubts(NamedTuple):
     why: dict[str, str]  # all that this round has brought
     by_round: tuple[frozenset[str], ...]  # whose changes are doubted, of the last rounds and of this one
-    unlike: frozenset[str]  # of this one, for nothing but a change unlike the others'
+    unlike: frozenset[str]  # of this one, for nothing but the direction of their change
     harm: frozenset[str]  # whose change of the last round did harm
 
 
@@ -379,7 +380,9 @@ def _doubts(record: TrainingRecord, standing: Standing, members: MemberList, res
     for row in grid_of(members, is_grid=record.grid).rows:  # only those of a row have seen its changes
         told = [result for result in results if result.peer in row]
         reports = [result.report for result in told]
-        unlike |= doubted(measured(row, reports), few)
+        figures = measured(row, reports)
+        unlike |= doubted(figures, few)
+        again |= odd_norms(figures) if len(figures) >= 3 else {}
         again |= replayed(past_likeness(row, reports, [result.past for result in told]))
     again |= copied({arrival.peer: arrival.change for arrival in members.arrivals})
     tested = {result.peer: result.tested for result in results}

@@ -298,7 +298,7 @@ async def test_a_poisoner_in_a_grid_is_left_out(tmp_path: Path, autojump_clock: 
 
         model.change = lie
 
-    async with open_grid(tmp_path, 11, steps=30) as swarm:
+    async with open_grid(tmp_path, 11, steps=60) as swarm:
         liar = swarm.add(11, change=flip)
         await swarm.until(lambda: liar.failure is not None)
         assert isinstance(liar.failure, LeftOut)
