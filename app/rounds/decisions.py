@@ -190,20 +190,26 @@ def doubted(figures: Mapping[str, Measured], few: Collection[str] = ()) -> dict[
     if len(figures) < 3:
         return {}
     usual = median(one.agreement for one in figures.values())
-    why = odd_norms(figures)
-    for peer, one in figures.items():
-        if peer not in {*why, *few} and usual > 0 and one.agreement < LEAST_AGREEMENT * usual:
-            why[peer] = f"its change agrees by {one.agreement:.2f} with the others, usual is {usual:.2f}"
-    return why
+    unlike = {
+        peer: f"its change agrees by {one.agreement:.2f} with the others, usual is {usual:.2f}"
+        for peer, one in figures.items()
+        if peer not in few and usual > 0 and one.agreement < LEAST_AGREEMENT * usual
+    }
+    return unlike | odd_norms(figures, few)
 
 
-def odd_norms(figures: Mapping[str, Measured]) -> dict[str, str]:
-    """Return the members whose change is far longer or shorter than those of the others, and by how much."""
+def odd_norms(figures: Mapping[str, Measured], few: Collection[str] = ()) -> dict[str, str]:
+    """Return the members whose change is far longer than those of the others, or far shorter, and by how much.
+
+    With fewer than three, nobody; and that of one with `few` steps may be short.
+    """
+    if len(figures) < 3:
+        return {}
     usual = median(one.norm for one in figures.values())
     return {
         peer: f"its change has the norm {one.norm:.3g}, the median is {usual:.3g}"
         for peer, one in figures.items()
-        if not usual / NORM_FACTOR <= one.norm <= usual * NORM_FACTOR
+        if not (0 if peer in few else usual / NORM_FACTOR) <= one.norm <= usual * NORM_FACTOR
     }
 
 

@@ -375,16 +375,16 @@ def _doubts(record: TrainingRecord, standing: Standing, members: MemberList, res
     the round before. A change of that round which was only unlike the others' counts no more if testers found that it
     comes from training, or if there were too many such changes for all to be tested.
     """
-    unlike, again = dict[str, str](), dict[str, str]()
+    unlike, sure = dict[str, str](), dict[str, str]()
     few = few_steps({arrival.peer: arrival.steps for arrival in members.arrivals})
     for row in grid_of(members, is_grid=record.grid).rows:  # only those of a row have seen its changes
         told = [result for result in results if result.peer in row]
         reports = [result.report for result in told]
         figures = measured(row, reports)
         unlike |= doubted(figures, few)
-        again |= odd_norms(figures) if len(figures) >= 3 else {}
-        again |= replayed(past_likeness(row, reports, [result.past for result in told]))
-    again |= copied({arrival.peer: arrival.change for arrival in members.arrivals})
+        sure |= odd_norms(figures, few)
+        sure |= replayed(past_likeness(row, reports, [result.past for result in told]))
+    sure |= copied({arrival.peer: arrival.change for arrival in members.arrivals})
     tested = {result.peer: result.tested for result in results}
     harm = harmful(standing.tests, tested)
     if record.recompute:
@@ -392,8 +392,8 @@ def _doubts(record: TrainingRecord, standing: Standing, members: MemberList, res
     untested = standing.unlike - {test.peer for test in standing.tests}
     cleared = standing.unlike & trained(standing.tests, tested) | untested
     *before, last = standing.doubts or (frozenset[str](),)
-    by_round = (*before, (last - cleared) | harm.keys(), frozenset(unlike | again))
-    return _Doubts(unlike | harm | again, by_round, frozenset(unlike.keys() - again.keys()), frozenset(harm))
+    by_round = (*before, (last - cleared) | harm.keys(), frozenset(unlike | sure))
+    return _Doubts(unlike | harm | sure, by_round, frozenset(unlike.keys() - sure.keys()), frozenset(harm))
 
 
 def _left_out(record: TrainingRecord, standing: Standing, doubts: _Doubts, members: int) -> dict[str, str]:

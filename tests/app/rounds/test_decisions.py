@@ -322,7 +322,7 @@ def test_of_many_members_one_is_left_out_after_three_doubted_rounds() -> None:
 
 
 def test_the_change_of_few_steps_need_not_agree_with_the_others() -> None:
-    figures = {"a": Measured(1.0, 0.4), "b": Measured(1.0, 0.5), "c": Measured(1.0, 0.4), "d": Measured(0.5, -0.1)}
+    figures = {"a": Measured(1.0, 0.4), "b": Measured(1.0, 0.5), "c": Measured(1.0, 0.4), "d": Measured(0.1, -0.1)}
     assert few_steps({"a": 10, "b": 10, "c": 6, "d": 4}) == set()
     few = few_steps({"a": 10, "b": 10, "c": 6, "d": 3})
     assert few == {"d"}
