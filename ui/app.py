@@ -7,6 +7,8 @@ threads (`ui.node_app`); what the keys do is in `ui.actions`.
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -32,8 +34,16 @@ from ui.state.follower import NOT_OURS, EventNote, Follower, Heard, NodeConnecto
 from ui.state.store import ConnectionState, LogRow, Store
 from ui.terminal import TerminalWatch, on_end_signal
 
-KEEPS_RUNNING = "The node keeps running: `shoal stop` ends it, `shoal` shows it again."
 APART_S = 0.2  # least time between two repaints of a store that changes quickly
+
+
+def keeps_running() -> str:
+    """What the terminal says after the dashboard has closed, with a command that its shell finds."""
+    own = Path(sys.executable).with_name("shoal")
+    shoal = "shoal" if shutil.which("shoal") or not own.exists() else str(own)
+    if own.is_relative_to(Path.cwd()) and shoal != "shoal":
+        shoal = str(own.relative_to(Path.cwd()))
+    return f"The node keeps running: `{shoal} stop` ends it, `{shoal}` shows it again."
 
 
 class NodeMessage(Message):
@@ -329,7 +339,7 @@ class Dashboard(NodeApp):
     def action_leave(self) -> None:
         """Close the dashboard; the node keeps running, which the terminal says afterwards."""
         is_own = self.door is not None and self.door.can_start and self.store.link.kind == "live"
-        self.exit(message=KEEPS_RUNNING if is_own else None)
+        self.exit(message=keeps_running() if is_own else None)
 
     async def action_quit(self) -> None:
         """Leave by Textual's own key, ctrl+q, as by `q`."""

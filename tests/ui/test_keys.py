@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +32,7 @@ from app.snapshot.views import (
 from tests.ui.driving import GB, STARTER, DrivenDashboard, ScriptedDoor, ScriptedNode, driven, press_at_once, until
 from tests.ui.fixed import EMPTY, HEALTHY, PEERS
 from tests.ui.rendering import settle, text_of_screen
-from ui.app import KEEPS_RUNNING
+from ui.app import keeps_running
 from ui.draw.first_run import PAUSES, FirstState, first_rows
 from ui.draw.first_run_offers import choice_rows, ordered
 from ui.draw.rows import text_of
@@ -439,8 +440,22 @@ def test_a_reset_setting_says_what_it_was() -> None:
     driven(node, drive)
 
 
+def test_the_parting_words_name_a_command_that_the_shell_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    own = tmp_path / ".venv" / "bin" / "shoal"
+    monkeypatch.setattr(sys, "executable", str(own.with_name("python")))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "`shoal stop` ends it" in keeps_running()  # it has no such file: what else could be said
+    own.touch()
+    assert f"`{own} stop` ends it, `{own}` shows it again" in keeps_running()
+    monkeypatch.chdir(tmp_path)
+    assert f"`{Path('.venv/bin/shoal')} stop` ends it" in keeps_running()
+    (tmp_path / "shoal").touch(0o755)
+    assert "`shoal stop` ends it" in keeps_running()
+
+
 @pytest.mark.parametrize("key", ["q", "ctrl+q"])
-@pytest.mark.parametrize(("kind", "message"), [("live", KEEPS_RUNNING), ("away", None)])
+@pytest.mark.parametrize(("kind", "message"), [("live", keeps_running()), ("away", None)])
 def test_the_terminal_says_afterwards_that_the_node_keeps_running(kind: Any, message: str | None, key: str) -> None:
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
         app.store.connected(ConnectionState(kind))
