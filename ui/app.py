@@ -39,10 +39,11 @@ APART_S = 0.2  # least time between two repaints of a store that changes quickly
 
 def keeps_running() -> str:
     """What the terminal says after the dashboard has closed, with a command that its shell finds."""
-    own = Path(sys.executable).with_name("shoal")
-    shoal = "shoal" if shutil.which("shoal") or not own.exists() else str(own)
-    if own.is_relative_to(Path.cwd()) and shoal != "shoal":
-        shoal = str(own.relative_to(Path.cwd()))
+    shoal = Path(sys.executable).with_name("shoal")
+    if shutil.which("shoal") or not shoal.exists():
+        shoal = Path("shoal")
+    elif shoal.is_relative_to(Path.cwd()):
+        shoal = shoal.relative_to(Path.cwd())
     return f"The node keeps running: `{shoal} stop` ends it, `{shoal}` shows it again."
 
 

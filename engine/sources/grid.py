@@ -285,7 +285,7 @@ def decode_grid(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Grid:
     form, (n_out, n_in), (elements, size) = _FORMS[kind], shape, KIND_SIZES[kind]
     blocks = raw.view(n_out, n_in // elements, size)
     slices = []
-    for part in blocks.split(max(1, _SLICE_ELEMENTS // n_in)):
+    for part in (blocks[rows] for rows in row_slices(n_out, n_in)):
         decoded = form.decode(part.reshape(-1, size))
         integers = decoded.integers.view(len(part), n_in)
         minimum = None if decoded.minimum is None else decoded.minimum.view(len(part), -1)

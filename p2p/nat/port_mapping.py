@@ -178,9 +178,7 @@ class PortMapper:
 
 async def _abandonable(function: Callable[..., T], *args: object) -> T:
     """Call a function in a thread that a cancellation does not wait for: a device may never end its answer."""
-    run: Any = partial(trio.to_thread.run_sync, abandon_on_cancel=True)  # type: ignore[call-arg]
-    result: T = await run(function, *args)
-    return result
+    return await trio.to_thread.run_sync(partial(function, *args), abandon_on_cancel=True)  # type: ignore[call-arg]
 
 
 def _address(mapping: Mapping) -> Address:

@@ -33,10 +33,10 @@ import torch
 from app.api.client import Client, client_of
 from app.config.home import cache_folder
 from app.routing.trust import DISTRUSTED
+from tests.bench.swarm_nodes import READY_S, is_covered
 from tests.process.node_process import Place, Serving, wait_until
 
 HALVES = ("0:15", "15:30")
-READY_S = 240.0
 AUDIT_S = 45.0  # in which an audit that is due is made
 REPLIES_AN_AUDIT = 20
 TOKENS = 4
@@ -101,12 +101,7 @@ class MixedSwarm:
 
     def await_all(self) -> None:
         """Wait until the node that asks knows what all others hold."""
-
-        def are_known() -> bool:
-            blocks = self.client.get("/control/blocks")
-            return {holder["peer"] for block in blocks for holder in block["holders"]} == {*self.peers}
-
-        wait_until(are_known, "all nodes are known")
+        wait_until(lambda: is_covered(self.client, len(self.peers)), "all nodes are known")
 
     def distrusted(self) -> set[str]:
         """Peers that are used no more."""

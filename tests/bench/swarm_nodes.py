@@ -126,11 +126,11 @@ def open_bench_swarm(
         for server in () if apart else servers:
             server.ready(READY_S)
         client = client_of(places[0].home)
-        wait_until(lambda: _covered(client, nodes), "every block is held")
+        wait_until(lambda: is_covered(client, nodes), "every block is held")
         yield BenchSwarm(asker, servers, proxies)
 
 
-def _covered(client: Client, nodes: int) -> bool:
+def is_covered(client: Client, nodes: int) -> bool:
     """Whether every block is held and every node serves."""
     holders = [block["holders"] for block in client.get("/control/blocks")]
     return all(holders) and len({holder["peer"] for block in holders for holder in block}) == nodes
