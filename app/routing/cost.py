@@ -7,7 +7,7 @@ sends) and the compute of its blocks. A prompt's tokens are spread over those of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median_high
 
@@ -84,8 +84,9 @@ def believed_in_pieces(
     claimed = yield from by_chunks(
         lambda some: {m.peer: m.decode_block_s + prompt * m.prefill_block_s for m in some}, members
     )
-    believed = limited(claimed)
+    least_s = _least_seconds(claimed)
     yield
+    believed = yield from by_chunks(lambda some: _at_least(least_s, some), [*claimed.items()])
     if known.block_s:
         for member in members:
             measured_s = known.block_s.get(member.peer)
@@ -102,5 +103,12 @@ def believed_prompt_seconds(members: Sequence[Announcement]) -> dict[str, float]
 
 def limited(claimed: Mapping[str, float]) -> dict[str, float]:
     """Return claimed seconds, none of them less than the median over `BELIEVED_TIMES`."""
-    least_s = median_high(claimed.values()) / BELIEVED_TIMES if claimed else 0.0
-    return {peer: max(seconds, least_s) for peer, seconds in claimed.items()}
+    return _at_least(_least_seconds(claimed), claimed.items())
+
+
+def _least_seconds(claimed: Mapping[str, float]) -> float:
+    return median_high(claimed.values()) / BELIEVED_TIMES if claimed else 0.0
+
+
+def _at_least(least_s: float, claimed: Iterable[tuple[str, float]]) -> dict[str, float]:
+    return {peer: seconds if seconds > least_s else least_s for peer, seconds in claimed}

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.core.network import Link
-from app.core.pieces import CHUNK, Pieces, at_once
+from app.core.pieces import CHUNK, Pieces, at_once, by_chunks
 from app.core.span import Span
 from app.routing.cost import (
     ASSUMED_BYTES_PER_S,
@@ -24,6 +24,8 @@ from app.routing.cost import (
 )
 from app.routing.route import Route
 from app.swarm.records import MAX_RATES, MAX_RTTS, Announcement, tail
+
+_TAKEN_AT_ONCE = 64  # members whose claims are read without a break
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class LinkEstimates:
 
     own_peer: str
     rtt_s: Mapping[str, float]  # round-trip times that this node measured
-    claims: Mapping[str, Mapping[str, float]]  # peer -> `tail` of another -> round-trip time that it announced
+    claimants: Mapping[str, Announcement]  # members that announced round-trip times, by peer
 
     def is_here(self, peer: str) -> bool:
         """True for this node."""
@@ -62,7 +64,8 @@ class LinkEstimates:
         claimed_s = [
             both_ways_s / 2
             for claimant, other in ((a, b), (b, a))
-            if (both_ways_s := self.claims.get(claimant, {}).get(tail(other))) is not None
+            if claimant in self.claimants
+            and (both_ways_s := self.claimants[claimant].rtt_by_tail.get(tail(other))) is not None
         ]
         if not claimed_s:
             return max(a_s, b_s)
@@ -74,7 +77,15 @@ class LinkEstimates:
 
 def link_seconds(own_peer: str, rtt_s: Mapping[str, float], members: Iterable[Announcement]) -> LinkEstimates:
     """Return the link estimates from this node's measured round-trip times and the members' claims."""
-    return LinkEstimates(own_peer, rtt_s, {member.peer: member.rtt_by_tail for member in members if member.rtts})
+    return LinkEstimates(own_peer, rtt_s, {member.peer: member for member in members if member.rtts})
+
+
+def link_seconds_in_pieces(
+    own_peer: str, rtt_s: Mapping[str, float], members: Sequence[Announcement]
+) -> Pieces[LinkEstimates]:
+    """Compute `link_seconds` in pieces."""
+    claimants = yield from by_chunks(lambda some: {member.peer: member for member in some if member.rtts}, members)
+    return LinkEstimates(own_peer, rtt_s, claimants)
 
 
 @dataclass(frozen=True)
@@ -119,11 +130,18 @@ class RateEstimates:
         return self.received.get(peer)
 
     def byte_s(self, peers: Iterable[str]) -> dict[str, float]:
-        """Seconds that each peer takes to receive a byte and to send it on; without those nothing is known about."""
+        """Seconds that each peer takes to receive a byte and to send it on; without those nothing is known about.
+
+        The speeds are those of `up` and `down`, without a call for each of thousands of peers.
+        """
         found = {}
+        measured, sent, received = self.measured.get, self.sent.get, self.received.get
         for peer in peers:
-            up = self.up(peer) if peer in self.measured or tail(peer) in self.sent else None
-            down = self.down(peer) if peer == self.own_peer else self.received.get(peer)
+            up, down = measured(peer), received(peer)
+            if up is None and (up := sent(tail(peer))) is not None and up < ASSUMED_BYTES_PER_S:
+                up = ASSUMED_BYTES_PER_S
+            if peer == self.own_peer:
+                down = self.down(peer)
             if up is not None or down is not None:
                 found[peer] = 1 / (up or ASSUMED_BYTES_PER_S) + 1 / (down or ASSUMED_BYTES_PER_S)
         return found
@@ -149,9 +167,11 @@ class RateClaims:
     def update(self, members: Sequence[Announcement]) -> Pieces[None]:
         """Take over what these members say, and forget what others said."""
         for start in range(0, len(members), CHUNK):
-            for member in members[start : start + CHUNK]:
-                if self._read.get(member.peer) is not member:
+            changed = [one for one in members[start : start + CHUNK] if self._read.get(one.peer) is not one]
+            for first in range(0, len(changed), _TAKEN_AT_ONCE):
+                for member in changed[first : first + _TAKEN_AT_ONCE]:
                     self._take(member)
+                yield
             yield
         if len(self._read) > len(members):
             present = {member.peer for member in members}

@@ -26,7 +26,7 @@ from app.routing.cost import (
     links_seconds,
     overhead_seconds,
 )
-from app.routing.estimates import MeasuredSpeeds, RateClaims, RateEstimates, link_seconds
+from app.routing.estimates import LinkEstimates, MeasuredSpeeds, RateClaims, RateEstimates, link_seconds_in_pieces
 from app.routing.prefer_here import prefer_here
 from app.routing.reroute import RouteComparison, RunningRoute, is_worth_moving
 from app.routing.route import KnownCosts, LinkSeconds, NoRoute, Privacy, Route, RouteRequest
@@ -118,8 +118,11 @@ class RoutePlanner:
 
     def link_s(self) -> LinkSeconds:
         """Return a function for the estimated one-way seconds between two peers; "" is this node."""
+        return at_once(self._link_s(self.members()))
+
+    def _link_s(self, members: Sequence[Announcement]) -> Pieces[LinkEstimates]:
         rtt_s = {link.peer: link.rtt_s for link in self._network.links() if link.rtt_s is not None}
-        return link_seconds(self._network.peer_id, rtt_s, self.members())
+        return link_seconds_in_pieces(self._network.peer_id, rtt_s, members)
 
     def rates(self) -> RateEstimates:
         """Return a function for the estimated bytes a second from one peer to another; "" is this node."""
@@ -164,7 +167,7 @@ class RoutePlanner:
         scores = yield from self._standings(members)
         avoided = self._avoided(scores)
         known = yield from self._known(members, scores)
-        comparison = RouteComparison(members, request, self.link_s(), known)
+        comparison = RouteComparison(members, request, (yield from self._link_s(members)), known)
 
         def repair(excluded: Collection[str]) -> Pieces[Route]:
             return repair_route(
@@ -299,7 +302,8 @@ class RoutePlanner:
         avoided = self._avoided(scores)
         known = yield from self._known(members, scores)
         # The prompt has been processed, so only single tokens count.
-        ahead = RouteComparison(members, replace(request, prompt_tokens=0), self.link_s(), known)
+        link_s = yield from self._link_s(members)
+        ahead = RouteComparison(members, replace(request, prompt_tokens=0), link_s, known)
         try:
             search = partial(self._search_new, ahead)
             new = yield from self._without_trials(search, members, set(avoided), standing.route)

@@ -10,8 +10,8 @@ Loads numpy, so it is imported only when a route is searched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, count, repeat
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +28,9 @@ Indices = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 _NOWHERE = Span(MAX_BLOCKS - 1, MAX_BLOCKS)  # of a member that hosts nothing; no model has so many blocks
 _ROWS_AT_ONCE = 16  # of the table of who may run which block
+_WINDOW = 8  # blocks for which the links that can be taken are looked up at once
+_CLAIMANTS_AT_ONCE = 256
+_NO_RTTS = array("q"), array("d")
 _FEW = 8  # targets for which a look at every source takes less time than a table of minima
 
 
@@ -44,7 +47,8 @@ def cheapest_visits(
     entering_s, block_row_s = hosts.array(entry_s), hosts.array(block_s)
     claimed = yield from _claimed_links(hosts, links)
     ways = _Ways(hosts, claimed, entering_s)
-    entered_s = [hosts.links_s(0, lambda peer: links(request.origin, peer)) + entering_s]  # for each block, (members,)
+    first_s = yield from hosts.links_s(0, request.origin, links)
+    entered_s = [first_s + entering_s]  # for each block, (members,)
     costs_s = [entered_s[0] + hosts.compute_s(0, block_row_s)]  # of the cheapest path up to each block, by last member
     for index in range(1, len(request.wanted)):
         yield
@@ -52,7 +56,8 @@ def cheapest_visits(
         costs_s.append(np.minimum(costs_s[-1], entered_s[-1]) + hosts.compute_s(index, block_row_s))
 
     yield
-    last = int(np.argmin(costs_s[-1] + hosts.links_s(-1, lambda peer: links(peer, request.target))))
+    last_s = yield from hosts.links_s(-1, request.target, links)
+    last = int(np.argmin(costs_s[-1] + last_s))
     visits: list[Visit] = []
     for index in range(len(request.wanted) - 1, 0, -1):
         if entered_s[index][last] < costs_s[index - 1][last]:
@@ -80,11 +85,15 @@ class _Hosts:
         """Return the time of a block at each member that may run it, infinity for the others."""
         return np.where(self.may_run[index], block_s, np.inf)
 
-    def links_s(self, index: int, link_s: Callable[[str], float]) -> Floats:
-        """Return the link time of each member that may run a block, infinity for the others."""
-        able = np.flatnonzero(self.may_run[index])
+    def links_s(self, index: int, other: str, links: LinkEstimates) -> Pieces[Floats]:
+        """Return the time of the link between a peer and each member that may run a block, infinity for the others."""
+        if links.is_here(other):
+            return np.where(self.may_run[index], self.away_s, np.inf)
         links_s = np.full(len(self.peers), np.inf)
-        links_s[able] = [link_s(self.peers[member]) for member in able.tolist()]
+        able = np.flatnonzero(self.may_run[index])
+        for some in np.array_split(able, len(able) // CHUNK + 1):
+            links_s[some] = [links(other, self.peers[member]) for member in some.tolist()]
+            yield
         return links_s
 
 
@@ -103,7 +112,11 @@ def _hosts_of(members: Sequence[Announcement], request: RouteRequest, links: Lin
         yield
     away_s = np.array(away, np.float64)
     order = np.argsort(away_s, kind="stable")
-    peers = [members[index].peer for index in order.tolist()]
+    yield
+    peers: list[str] = []
+    for first in range(0, len(members), 4 * CHUNK):
+        peers += [members[index].peer for index in order[first : first + 4 * CHUNK].tolist()]
+        yield
     start, stop = (np.array(bounds, np.int64)[order] - wanted.start for bounds in (starts, stops))
     yield
     may_run = np.empty((len(wanted), len(peers)), np.bool_)
@@ -126,76 +139,122 @@ class _Links(NamedTuple):
     target: Indices
     link_s: Floats
 
+    def some(self, rows: Indices) -> _Links:
+        """Return the links of some rows."""
+        return _Links(self.source[rows], self.target[rows], self.link_s[rows])
 
-class _ClaimedLinks:
+
+class _ClaimedLinks(NamedTuple):
     """The links between two hosts that at least one of them made a claim about, in both directions.
 
     `into` has all of them, sorted by target: those into member i are the rows `begin[i]` to `begin[i + 1] - 1`.
     """
 
-    def __init__(self, hosts: _Hosts, low: Indices, high: Indices, link_s: Floats) -> None:
-        count = len(hosts.peers)
-        order = np.argsort(np.concatenate([high * count + low, low * count + high]))
-        source, target = np.concatenate([low, high])[order], np.concatenate([high, low])[order]
-        self.into = _Links(source, target, np.concatenate([link_s, link_s])[order])
-        self.begin: Indices = np.searchsorted(target, np.arange(count + 1))
+    into: _Links
+    begin: Indices
+    by_block: _LinksByBlock
 
-        # A route can take a link at a block if its source runs the block before and its target runs this one.
-        first = np.maximum(hosts.start[source] + 1, hosts.start[target])
-        stop = np.minimum(hosts.stop[source] + 1, hosts.stop[target])
-        by_first = np.argsort(first, kind="stable")
-        self._stop = stop[by_first]
-        self._begun = np.searchsorted(first[by_first], np.arange(len(hosts.may_run)), side="right").tolist()
-        unclaimed_s = np.maximum(hosts.away_s[source], hosts.away_s[target])
-        self._least = _Links(source[by_first], target[by_first], np.minimum(self.into.link_s, unclaimed_s)[by_first])
-        self._longer = (self.into.link_s > unclaimed_s)[by_first]
+
+class _TimedLinks(NamedTuple):
+    """Links and the blocks at which a route can take them, sorted by the first one."""
+
+    links: _Links  # with the shorter time, of the claim and without it
+    is_longer: Flags  # the claim, than without it
+    first: Indices
+    stop: Indices
+
+    def some(self, rows: Indices) -> _TimedLinks:
+        """Return the links of some rows."""
+        return _TimedLinks(self.links.some(rows), self.is_longer[rows], self.first[rows], self.stop[rows])
+
+
+class _LinksByBlock:
+    """The links that a route can take at each block; asked for in the order of the blocks."""
+
+    def __init__(self, links: _TimedLinks) -> None:
+        self._all = self._near = links
+        self._window = range(0)  # the blocks at which those near can be taken
 
     def changing(self, cost_s: Floats, least_s: Floats, index: int) -> tuple[_Links, _Links]:
         """Return the links that change the least cost of entering a block on their target.
 
         First those that are shorter than without claims and lower it, then those that are longer and make it too low.
         """
-        begun = self._begun[index]
-        usable = self._stop[:begun] > index
-        source, target, link_s = (column[:begun] for column in self._least)
-        rows = (usable & (cost_s[source] + link_s <= least_s[target])).nonzero()[0]
-        longer = self._longer[rows]
-        shorter_rows, longer_rows = rows[~longer], rows[longer]
-        return _Links(*(c[shorter_rows] for c in self._least)), _Links(*(c[longer_rows] for c in self._least))
+        if index not in self._window:
+            self._window = range(index, index + _WINDOW)
+            rows = ((self._all.first < self._window.stop) & (self._all.stop > index)).nonzero()[0]
+            self._near = self._all.some(rows) if len(rows) < len(self._all.first) else self._all
+        links, is_longer, first, stop = self._near
+        begun = int(first.searchsorted(index, side="right"))
+        source, target, link_s = (column[:begun] for column in links)
+        rows = ((stop[:begun] > index) & (cost_s[source] + link_s <= least_s[target])).nonzero()[0]
+        longer = is_longer[rows]
+        return links.some(rows[~longer]), links.some(rows[longer])
 
 
 def _claimed_links(hosts: _Hosts, links: LinkEstimates) -> Pieces[_ClaimedLinks]:
     claims = yield from _claims(hosts, links)
-    low, high, link_s = yield from _claimed_pairs(hosts, links, claims)
-    claimed = _ClaimedLinks(hosts, low, high, link_s)
+    low, high, pair_s = yield from _claimed_pairs(hosts, links, claims)
     yield
-    return claimed
+    source, target, link_s = np.concatenate([low, high]), np.concatenate([high, low]), np.concatenate([pair_s, pair_s])
+    order = yield from _sorted_by(source, target)
+    into = _Links(source, target, link_s).some(order)
+    begin: Indices = np.searchsorted(into.target, np.arange(len(hosts.peers) + 1))
+    yield
+    # A route can take a link at a block if its source runs the block before and its target runs this one.
+    first = np.clip(np.maximum(hosts.start[into.source] + 1, hosts.start[into.target]), 0, MAX_BLOCKS)
+    stop = np.minimum(hosts.stop[into.source] + 1, hosts.stop[into.target])
+    order = yield from _sorted_by(first)
+    unclaimed_s = np.maximum(hosts.away_s[into.source], hosts.away_s[into.target])
+    yield
+    least = _Links(into.source, into.target, np.minimum(into.link_s, unclaimed_s))
+    timed = _TimedLinks(least, into.link_s > unclaimed_s, first, stop).some(order)
+    yield
+    return _ClaimedLinks(into, begin, _LinksByBlock(timed))
+
+
+def _sorted_by(*keys: Indices) -> Pieces[Indices]:
+    """Return the order of rows by their keys, of which the last one counts first; none of them is negative.
+
+    Numbers of 16 bits are sorted in linear time, several times faster than longer ones.
+    """
+    order = np.arange(len(keys[0]))
+    for key in keys:
+        sortable = key.astype(np.uint16) if len(key) and key.max() < 2**16 else key
+        order = order[np.argsort(sortable[order], kind="stable")]
+        yield
+    return order
 
 
 def _claims(hosts: _Hosts, links: LinkEstimates) -> Pieces[_Links]:
     """Return the claims of hosts, as the source, about others that a route can join to them; times are one way."""
-    tails = [tail(peer) for peer in hosts.peers]
-    numbers = dict(zip(dict.fromkeys(tails), count(), strict=False))  # of the tails, which several peers can share
-    number = np.array([numbers[name] for name in tails], np.int64)
-    sharing = np.bincount(number, minlength=1)  # (tails,) how many peers have each
-    by_number, begin = np.argsort(number, kind="stable"), np.cumsum(sharing) - sharing
-    here = hosts.peers.index(links.own_peer) if links.own_peer in hosts.peers else -1
-    found = [_Links(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))]
+    hashes = []
     for first in range(0, len(hosts.peers), CHUNK):
         yield
-        claims = [links.claims.get(peer, {}) for peer in hosts.peers[first : first + CHUNK]]
-        sizes = np.array([len(claim) for claim in claims], np.int64)
-        named = np.fromiter(map(numbers.get, chain.from_iterable(claims), repeat(-1)), np.int64, sizes.sum())
-        rtt_s = np.fromiter(chain.from_iterable(claim.values() for claim in claims), np.float64, sizes.sum())
-        source, known = np.repeat(np.arange(first, first + len(claims)), sizes), named >= 0
-        source, named, rtt_s = source[known], named[known], rtt_s[known]
-
-        target = named
-        if len(numbers) < len(tails):
-            copies = sharing[named]
+        hashes += [hash(tail(peer)) for peer in hosts.peers[first : first + CHUNK]]
+    yield
+    named_so = np.array(hashes, np.int64)  # (members,) hashes of their tails, which several peers can share
+    by_hash = np.argsort(named_so, kind="stable")
+    known = named_so[by_hash]
+    is_shared = bool((known[1:] == known[:-1]).any())
+    here = hosts.peers.index(links.own_peer) if links.own_peer in hosts.peers else -1
+    found = [_Links(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))]
+    for first in range(0, len(hosts.peers), _CLAIMANTS_AT_ONCE):
+        yield
+        some = [links.claimants.get(peer) for peer in hosts.peers[first : first + _CLAIMANTS_AT_ONCE]]
+        columns = [_NO_RTTS if one is None else one.rtt_columns for one in some]
+        sizes = [len(names) for names, _ in columns]
+        source = np.repeat(np.arange(first, first + len(some)), sizes)
+        named = np.frombuffer(b"".join([names for names, _ in columns]), np.int64)
+        rtt_s = np.frombuffer(b"".join([times for _, times in columns]), np.float64)
+        begin = known.searchsorted(named)
+        rows = (known[np.minimum(begin, len(known) - 1)] == named).nonzero()[0]
+        source, named, rtt_s, begin = source[rows], named[rows], rtt_s[rows], begin[rows]
+        if is_shared:
+            copies = known.searchsorted(named, side="right") - begin
             nth = np.arange(copies.sum()) - np.repeat(np.cumsum(copies) - copies, copies)
-            target = by_number[np.repeat(begin[named], copies) + nth]
-            source, rtt_s = np.repeat(source, copies), np.repeat(rtt_s, copies)
+            source, rtt_s, begin = np.repeat(source, copies), np.repeat(rtt_s, copies), np.repeat(begin, copies) + nth
+        target = by_hash[begin]
         useful = (hosts.start[source] <= hosts.stop[target]) & (hosts.start[target] <= hosts.stop[source])
         useful &= (source != target) & (source != here) & (target != here)
         found.append(_Links(source[useful], target[useful], rtt_s[useful] / 2))
@@ -207,10 +266,9 @@ def _claimed_pairs(hosts: _Hosts, links: LinkEstimates, claims: _Links) -> Piece
     """Return the pairs of hosts that have a claim: nearer one, farther one, link time."""
     source, target, claim_s = claims
     count = len(hosts.peers)
-    key = np.minimum(source, target) * count + np.maximum(source, target)
-    order = np.argsort(key, kind="stable")
-    yield
-    key, claim_s = key[order], claim_s[order]
+    near, far = np.minimum(source, target), np.maximum(source, target)
+    order = yield from _sorted_by(far, near)
+    key, claim_s = (near * count + far)[order], claim_s[order]
     begin = np.flatnonzero(np.diff(key, prepend=-1))
     claimants = np.diff(begin, append=len(key))  # one or both
     claimed_s = np.maximum.reduceat(claim_s, begin) if len(begin) else claim_s
@@ -237,10 +295,11 @@ class _Ways:
         farther_s = cost_s + self._hosts.away_s  # (members,) from each source to targets that are nearer than it
         least_s: Floats = np.minimum.accumulate(cost_s) + self._hosts.away_s
         np.minimum(least_s, np.minimum.accumulate(farther_s[::-1])[::-1], out=least_s)
-        shorter, longer = self._claimed.changing(cost_s, least_s, index)
+        shorter, longer = self._claimed.by_block.changing(cost_s, least_s, index)
         if len(longer.target):
             targets = longer.target
-            targets = np.unique(targets[least_s[targets] + self._entry_s[targets] < cost_s[targets]])
+            targets = targets[least_s[targets] + self._entry_s[targets] < cost_s[targets]]
+            targets = np.flatnonzero(np.bincount(targets))  # each once; `np.unique` loads masked arrays, for 60 ms
             if len(targets) <= _FEW:
                 for target in targets.tolist():
                     least_s[target] = (cost_s + self.links_to(target)).min()
