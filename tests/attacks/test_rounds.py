@@ -58,7 +58,7 @@ def took_part(swarm: IslandSwarm, name: str) -> list[int]:
 # --- statements that cannot become a round ----------------------------------------------------------------------------
 
 
-async def test_a_claim_of_too_many_tokens_costs_only_who_makes_it(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_claim_of_too_many_tokens_costs_only_who_makes_it(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2) as swarm:
         liar = swarm.add(3)
         honest = liar.island._note_arrival
@@ -85,7 +85,7 @@ async def test_a_claim_of_too_many_tokens_costs_only_who_makes_it(tmp_path: Path
         assert took_part(swarm, liar.name) == []
 
 
-async def test_a_list_of_the_last_attempt_ends_nobodys_part(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_list_of_the_last_attempt_ends_nobodys_part(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, steps=15) as swarm:
         liar = swarm.add(3)
 
@@ -105,7 +105,7 @@ async def test_a_list_of_the_last_attempt_ends_nobodys_part(tmp_path: Path, auto
         assert not any(node.failure for node in swarm.nodes.values() if node is not liar)
 
 
-async def test_a_result_with_padding_costs_only_who_sends_it(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_result_with_padding_costs_only_who_sends_it(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2) as swarm:
         liar = swarm.add(3)
         exchanged = liar.island._exchanged
@@ -125,7 +125,7 @@ async def test_a_result_with_padding_costs_only_who_sends_it(tmp_path: Path, aut
         assert took_part(swarm, liar.name) == []
 
 
-async def test_a_copied_commitment_costs_only_who_makes_it(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_copied_commitment_costs_only_who_makes_it(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2) as swarm:
         liar, victim = swarm.add(3), swarm.nodes[1].name
         island = liar.island
@@ -210,7 +210,7 @@ class Copier:
         return []
 
 
-async def test_a_leader_cannot_have_another_doubted_as_its_copy(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_leader_cannot_have_another_doubted_as_its_copy(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, steps=60) as swarm:
         copier = Copier(swarm, swarm.add(3), swarm.nodes[1].name)
         await swarm.finished(0, 1, 2)
@@ -218,7 +218,7 @@ async def test_a_leader_cannot_have_another_doubted_as_its_copy(tmp_path: Path, 
         assert not any(entry.doubted for entry in swarm.nodes[0].island.log)
 
 
-async def test_answers_larger_than_leaves_are_not_kept(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_answers_larger_than_leaves_are_not_kept(tmp_path: Path, patient_clock: MockClock) -> None:
     config = ModelConfig(**{**CONFIG.__dict__, "vocab_size": 20_000})
     lesson = Lesson(config, drawn_model(config, 1), Text(16))
     async with open_islands(tmp_path, 0, lesson=lesson, steps=500) as swarm:
@@ -253,7 +253,7 @@ def _largest(leaf: bytes) -> bytes:
     return scales.tobytes() + b"\x7f" * (len(leaf) - 4 * groups)
 
 
-async def test_a_change_of_the_largest_numbers_ends_nobodys_part(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_change_of_the_largest_numbers_ends_nobodys_part(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2) as swarm:
         liar = swarm.add(3, change=largest)
         await swarm.finished(0, 1, 2)
@@ -272,7 +272,7 @@ def merges_largest(model: Any) -> None:
     model.merge = lie
 
 
-async def test_a_share_of_the_largest_numbers_ends_nobodys_part(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_share_of_the_largest_numbers_ends_nobodys_part(tmp_path: Path, patient_clock: MockClock) -> None:
     """Whoever merges a share is believed, but no model could go on with such numbers."""
     async with open_islands(tmp_path, 0, 1, 2) as swarm:
         liar = swarm.add(3, change=merges_largest)
@@ -298,7 +298,7 @@ def made_up(swarm: IslandSwarm, island: Island, numbers: tuple[int, ...], root: 
     return entry.raw
 
 
-async def test_strangers_make_no_round(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_strangers_make_no_round(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, steps=60) as swarm:
         await joined(swarm, 3)
         stranger, seen = swarm.fabric.node(identity(7).peer_id), list[bytes]()
@@ -321,7 +321,7 @@ async def test_strangers_make_no_round(tmp_path: Path, autojump_clock: MockClock
         assert not {*made} & {*seen}  # none of their signatures was looked at
 
 
-async def test_a_member_and_strangers_make_no_round(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_member_and_strangers_make_no_round(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, steps=60) as swarm:
         await joined(swarm, 3)
         liar = swarm.fabric.nodes[swarm.nodes[2].name]
@@ -335,7 +335,7 @@ async def test_a_member_and_strangers_make_no_round(tmp_path: Path, autojump_clo
 
 
 async def test_many_statements_of_one_peer_do_not_hold_up_those_of_others(
-    tmp_path: Path, autojump_clock: MockClock
+    tmp_path: Path, patient_clock: MockClock
 ) -> None:
     async with open_islands(tmp_path, 0, steps=500) as swarm:
         node, job = swarm.nodes[0], swarm.record.id
@@ -364,7 +364,7 @@ async def test_many_statements_of_one_peer_do_not_hold_up_those_of_others(
 
 
 async def test_one_member_alone_makes_no_round_while_others_are_there(
-    tmp_path: Path, autojump_clock: MockClock
+    tmp_path: Path, patient_clock: MockClock
 ) -> None:
     async with open_islands(tmp_path, 0, 1, 2, steps=60) as swarm:
         await joined(swarm, 3)
@@ -399,7 +399,7 @@ async def test_one_member_alone_makes_no_round_while_others_are_there(
 
 
 async def test_a_log_without_end_is_given_up_at_its_first_wrong_entry(
-    tmp_path: Path, autojump_clock: MockClock
+    tmp_path: Path, patient_clock: MockClock
 ) -> None:
     async with open_islands(tmp_path, 0, 1, steps=60) as swarm:
         await joined(swarm, 2)
@@ -419,7 +419,7 @@ async def test_a_log_without_end_is_given_up_at_its_first_wrong_entry(
 
 
 async def test_a_log_that_is_shown_slowly_is_given_up(
-    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_islands(tmp_path, 0, 1, steps=300) as swarm:
         island = swarm.nodes[0].island
@@ -445,7 +445,7 @@ async def test_a_log_that_is_shown_slowly_is_given_up(
 
 
 @pytest.mark.soak
-async def test_a_history_that_is_never_shown_holds_nobody_up(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_history_that_is_never_shown_holds_nobody_up(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, steps=100) as swarm:
         await joined(swarm, 3)
         stranger = swarm.fabric.node(identity(7).peer_id)
@@ -490,7 +490,7 @@ async def test_who_waits_for_a_place_does_not_keep_the_changes_of_all_rounds(
 
 
 @pytest.mark.soak
-async def test_many_hellos_do_not_push_out_a_member(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_many_hellos_do_not_push_out_a_member(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, steps=60) as swarm:
         island = swarm.nodes[0].island
         fields = wire.fields_of(b'{"round":0,"head":"' + b"00" * 32 + b'"}', "hello")
@@ -528,7 +528,7 @@ async def test_wrong_sizes_of_a_state_do_not_keep_a_newcomer_out(tmp_path: Path,
 
 
 async def test_who_merges_one_thing_for_one_member_and_another_for_the_next_is_found(
-    tmp_path: Path, autojump_clock: MockClock
+    tmp_path: Path, patient_clock: MockClock
 ) -> None:
     async with open_islands(tmp_path, 0, 1, 2) as swarm:
         liar = swarm.add(3)
@@ -577,7 +577,7 @@ def deaf_to(victim: str, island: Island) -> None:
     island._note_arrival = note  # type: ignore[method-assign]
 
 
-async def test_a_leader_leaves_nobody_out_who_was_heard(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_leader_leaves_nobody_out_who_was_heard(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, steps=50) as swarm:
         liar = swarm.add(3)
         await joined(swarm, 4)
@@ -590,7 +590,7 @@ async def test_a_leader_leaves_nobody_out_who_was_heard(tmp_path: Path, autojump
 
 
 @pytest.mark.soak
-async def test_a_leader_that_missed_an_arrival_is_told_of_it(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_leader_that_missed_an_arrival_is_told_of_it(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, steps=50) as swarm:
         await joined(swarm, 3)
         deaf = swarm.nodes[0].island
@@ -612,7 +612,7 @@ async def test_a_leader_that_missed_an_arrival_is_told_of_it(tmp_path: Path, aut
         assert members_of(deaf.log)[since:] == [3] * len(deaf.log[since:])
 
 
-async def test_a_false_accusation_costs_the_accuser_its_place(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_false_accusation_costs_the_accuser_its_place(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, 3) as swarm:
         liar = swarm.add(4)
         victim = swarm.nodes[1].name
@@ -636,7 +636,7 @@ async def test_a_false_accusation_costs_the_accuser_its_place(tmp_path: Path, au
 
 @pytest.mark.soak
 async def test_an_accomplice_that_is_no_member_does_not_end_the_wait_for_results(
-    tmp_path: Path, autojump_clock: MockClock
+    tmp_path: Path, patient_clock: MockClock
 ) -> None:
     async with open_islands(tmp_path, 0, 1, 2, steps=60) as swarm:
         await joined(swarm, 3)
@@ -671,7 +671,7 @@ async def test_an_accomplice_that_is_no_member_does_not_end_the_wait_for_results
 # --- the machine ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_full_disk_ends_an_island_with_its_own_error(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_full_disk_ends_an_island_with_its_own_error(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0) as swarm:
 
         async def full(entries: Any, states: Any) -> None:

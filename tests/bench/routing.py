@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     rng = random.Random(1)
-    seconds(swarm(100, rng), 1, rng)  # loads numpy, which a node that asks has loaded before
+    seconds(swarm(SIZES[0], random.Random(2), BLOCKS, BLOCKS), 1, random.Random(2))  # loads numpy, as a node has
     figures = {}
     for count in SIZES:
         spread = seconds(swarm(count, rng), rounds, rng)

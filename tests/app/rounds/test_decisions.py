@@ -252,6 +252,13 @@ def test_changes_unlike_the_others_are_doubted(liar: Measured, found: bool) -> N
     assert set(doubted(figures)) == ({"d"} if found else set())
 
 
+def test_directions_that_differ_by_chance_are_not_doubted() -> None:
+    """Where little is left to learn, an honest island's change may point anywhere; a liar's stands out nevertheless."""
+    agreements = dict(zip("abcdefgh", [0.42, 0.50, 0.35, -0.04, 0.55, 0.20, 0.10, 0.60], strict=True))
+    assert doubted({peer: Measured(1.0, one) for peer, one in agreements.items()}) == {}
+    assert doubted({peer: Measured(1.0, one) for peer, one in (agreements | {"d": -0.45}).items()}).keys() == {"d"}
+
+
 def test_two_cannot_doubt_each_other() -> None:
     assert doubted({"a": Measured(1.0, -0.5), "b": Measured(50.0, -0.5)}) == {}
 

@@ -76,7 +76,7 @@ async def test_each_of_34_islands_is_counted_soon_after_it_came(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("count", [9, pytest.param(16, marks=pytest.mark.soak), 20])
-async def test_many_islands_end_every_round_alike(tmp_path: Path, count: int, autojump_clock: MockClock) -> None:
+async def test_many_islands_end_every_round_alike(tmp_path: Path, count: int, patient_clock: MockClock) -> None:
     async with open_grid(tmp_path, count, steps=15) as swarm:
         await swarm.until(lambda: len(swarm.nodes[0].island.standing.members) == count)
         taken = count_bytes(swarm)
@@ -103,14 +103,14 @@ async def test_many_islands_end_every_round_alike(tmp_path: Path, count: int, au
         assert losses[-1] < losses[0]
 
 
-async def test_small_changes_wait_in_a_grid(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_small_changes_wait_in_a_grid(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_grid(tmp_path, 9, steps=15, wire="int4", significance=1.0) as swarm:
         await swarm.finished(*range(9))
         assert members_of(swarm.nodes[0].island.log) == [1, 9, 9]
         assert all(node.island.figures.repeated == 0 for node in swarm.nodes.values())
 
 
-async def test_the_merged_change_is_the_weighted_mean_of_all(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_the_merged_change_is_the_weighted_mean_of_all(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_grid(tmp_path, 9, steps=10, wire="f32", merging="mean") as swarm:
         await swarm.until(lambda: len(swarm.nodes[0].island.standing.members) == 9)
         sent: dict[tuple[str, int], torch.Tensor] = {}
@@ -153,7 +153,7 @@ def spy(node: Node, sent: dict[tuple[str, int], torch.Tensor], got: dict[tuple[s
 
 @pytest.mark.soak
 async def test_sixteen_in_a_grid_move_no_more_bytes_than_all_with_all(
-    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.island.LEAF", 4096)  # large beside its hash
     lesson = Lesson(WIDE, drawn_model(WIDE, 1), Text())
@@ -164,7 +164,7 @@ async def test_sixteen_in_a_grid_move_no_more_bytes_than_all_with_all(
 
 @pytest.mark.parametrize(("count", "most"), [(8, 0.5), pytest.param(16, 0.45, marks=pytest.mark.soak)])
 async def test_networks_merge_among_themselves_first(
-    tmp_path: Path, count: int, most: float, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, count: int, most: float, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.island.LEAF", 4096)  # large beside its hash
     networks = [range(at, at + 4) for at in range(0, count, 4)]
@@ -181,7 +181,7 @@ async def test_networks_merge_among_themselves_first(
 
 @pytest.mark.parametrize("whole_row", [False, True])
 async def test_who_dies_between_the_stages_costs_its_own_place_only(
-    tmp_path: Path, whole_row: bool, autojump_clock: MockClock
+    tmp_path: Path, whole_row: bool, patient_clock: MockClock
 ) -> None:
     async with open_grid(tmp_path, 12) as swarm:
         await swarm.until(lambda: len(swarm.nodes[0].island.standing.members) == 12)
@@ -256,7 +256,7 @@ def zeroed(answer: Any) -> Any:
 
 
 @pytest.mark.parametrize("lie", [silent, late, other_change, other_share, cut_row, huge_row])
-async def test_who_fails_in_a_stage_is_left_out_alone(tmp_path: Path, lie: Any, autojump_clock: MockClock) -> None:
+async def test_who_fails_in_a_stage_is_left_out_alone(tmp_path: Path, lie: Any, patient_clock: MockClock) -> None:
     async with open_grid(tmp_path, 12, steps=15) as swarm:
         await swarm.until(lambda: len(swarm.nodes[0].island.standing.members) == 12)
         liar, since = swarm.nodes[5], swarm.nodes[0].island.standing.round
@@ -269,7 +269,7 @@ async def test_who_fails_in_a_stage_is_left_out_alone(tmp_path: Path, lie: Any, 
         assert all({*one.members} == {swarm.nodes[number].name for number in others} for one in led_by_others)
 
 
-async def test_wrong_numbers_for_a_row_do_little(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_wrong_numbers_for_a_row_do_little(tmp_path: Path, patient_clock: MockClock) -> None:
     """Nobody can tell what a row's share should be, but the shares of three rows are clipped."""
     async with open_grid(tmp_path, 12) as swarm:
         await swarm.until(lambda: len(swarm.nodes[0].island.standing.members) == 12)
@@ -288,7 +288,7 @@ async def test_wrong_numbers_for_a_row_do_little(tmp_path: Path, autojump_clock:
         assert losses[-1] < losses[1]
 
 
-async def test_a_poisoner_in_a_grid_is_left_out(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_poisoner_in_a_grid_is_left_out(tmp_path: Path, patient_clock: MockClock) -> None:
     def flip(model: Any) -> None:
         honest = model.change
 
@@ -308,7 +308,7 @@ async def test_a_poisoner_in_a_grid_is_left_out(tmp_path: Path, autojump_clock: 
         assert log[-1].left_out.keys() == {liar.name}
 
 
-async def test_members_see_only_what_they_merge(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_members_see_only_what_they_merge(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_grid(tmp_path, 9, steps=10) as swarm:
         await swarm.until(lambda: len(swarm.nodes[0].island.standing.members) == 9)
         node, lists, done = swarm.nodes[1], list[MemberList](), trio.Event()

@@ -30,7 +30,7 @@ from tests.app.rounds.island_swarm import TIMING, UNHURRIED, IslandSwarm, member
 from tests.app.swarms import identity
 
 
-async def test_a_founder_alone_goes_on_alone(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_founder_alone_goes_on_alone(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0) as swarm:
         await swarm.finished(0)
         island = swarm.nodes[0].island
@@ -41,7 +41,7 @@ async def test_a_founder_alone_goes_on_alone(tmp_path: Path, autojump_clock: Moc
 
 
 @pytest.mark.parametrize("codec", ["f32", "int8", "int4"])
-async def test_four_islands_end_every_round_alike(tmp_path: Path, codec: str, autojump_clock: MockClock) -> None:
+async def test_four_islands_end_every_round_alike(tmp_path: Path, codec: str, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, 3, wire=codec) as swarm:
         await swarm.finished(0, 1, 2, 3)
         log = swarm.nodes[0].island.log
@@ -51,7 +51,7 @@ async def test_four_islands_end_every_round_alike(tmp_path: Path, codec: str, au
         assert not any(entry.doubted for entry in log)
 
 
-async def test_small_changes_wait_and_save_bytes(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_small_changes_wait_and_save_bytes(tmp_path: Path, patient_clock: MockClock) -> None:
     taken = {}
     for share in (0.0, 1.0):
         async with open_islands(tmp_path / str(share), 0, 1, 2, 3, significance=share) as swarm:
@@ -66,7 +66,7 @@ async def test_small_changes_wait_and_save_bytes(tmp_path: Path, autojump_clock:
     assert taken[1.0] < 0.7 * taken[0.0]
 
 
-async def test_the_founder_may_go_for_good(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_the_founder_may_go_for_good(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2) as swarm:
         await swarm.until(lambda: swarm.nodes[1].island.standing.round >= 2)
         swarm.kill(0)
@@ -109,7 +109,7 @@ def kill_within(swarm: IslandSwarm, number: int, method: str) -> None:
     setattr(model, method, dying)
 
 
-async def test_whoever_leads_may_die_while_it_leads(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_whoever_leads_may_die_while_it_leads(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, 3, steps=40) as swarm:
         await swarm.until(lambda: len(swarm.nodes[0].island.standing.members) == 4)
         killed: list[int] = []
@@ -142,7 +142,7 @@ async def test_a_frozen_island_is_left_behind_and_catches_up(tmp_path: Path, pat
         assert members_of(swarm.nodes[0].island.log)[-1] == 3
 
 
-async def test_one_island_leads_however_long_the_others_have_waited(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_one_island_leads_however_long_the_others_have_waited(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, timing=replace(TIMING, lead_s=2.0)) as swarm:
         for number in (2, 3):
             swarm.add(number, step_s=2.0)
@@ -161,7 +161,7 @@ async def test_one_island_leads_however_long_the_others_have_waited(tmp_path: Pa
 
 
 @pytest.mark.soak
-async def test_a_slow_island_makes_fewer_steps_and_holds_nobody_up(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_slow_island_makes_fewer_steps_and_holds_nobody_up(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, every=10, least_every=10, most_every=10, steps=80) as swarm:
         slow = swarm.add(3, step_s=1.0)
         await swarm.finished(0, 1, 2, 3)
@@ -175,7 +175,7 @@ async def test_a_slow_island_makes_fewer_steps_and_holds_nobody_up(tmp_path: Pat
 
 
 async def test_the_figures_say_who_is_slow_and_for_whom_a_round_waits(
-    tmp_path: Path, autojump_clock: MockClock
+    tmp_path: Path, patient_clock: MockClock
 ) -> None:
     async with open_islands(tmp_path, 0, 1, steps=40) as swarm:
         slow = swarm.add(2, step_s=0.4)
@@ -225,7 +225,7 @@ async def test_a_joiner_whose_model_is_not_the_start_takes_it_over(tmp_path: Pat
         assert late.island.figures.fetched >= 1
 
 
-async def test_a_partition_heals_to_one_history(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_partition_heals_to_one_history(tmp_path: Path, patient_clock: MockClock) -> None:
     await check_partition(tmp_path, (3, 4))
 
 
@@ -247,7 +247,7 @@ async def check_partition(folder: Path, cut: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 12))])
-async def test_lost_messages_cost_time_but_no_agreement(tmp_path: Path, seed: int, autojump_clock: MockClock) -> None:
+async def test_lost_messages_cost_time_but_no_agreement(tmp_path: Path, seed: int, patient_clock: MockClock) -> None:
     profile = LinkProfile(delay_s=0.01, loss=0.03)
     async with open_islands(tmp_path, 0, 1, 2, profile=profile, timing=UNHURRIED, seed=seed) as swarm:
         await swarm.finished(0, 1, 2, within_s=2000)
@@ -257,7 +257,7 @@ async def test_lost_messages_cost_time_but_no_agreement(tmp_path: Path, seed: in
 
 @pytest.mark.parametrize("method", [wire.HASHES, wire.SHARE, wire.SIGNED, wire.MERGED, wire.SAY])
 async def test_an_exchange_survives_two_lost_answers_of_every_member(
-    tmp_path: Path, method: str, autojump_clock: MockClock
+    tmp_path: Path, method: str, patient_clock: MockClock
 ) -> None:
     async with open_islands(tmp_path, 0, 1, 2, timing=UNHURRIED, steps=15) as swarm:
         lost: Counter[tuple[str, str]] = Counter()
@@ -283,7 +283,7 @@ async def test_an_exchange_survives_two_lost_answers_of_every_member(
         assert {*lost.values()} == {2}
 
 
-async def test_a_silent_member_costs_a_part_of_an_exchange(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_silent_member_costs_a_part_of_an_exchange(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, timing=UNHURRIED, steps=15) as swarm:
         silent, first = swarm.nodes[2], swarm.nodes[0].island
         await swarm.until(lambda: len(first.standing.members) == 3)
@@ -303,7 +303,7 @@ async def test_a_silent_member_costs_a_part_of_an_exchange(tmp_path: Path, autoj
         assert trio.current_time() - began < UNHURRIED.exchange_s
 
 
-async def test_statements_that_come_twice_change_nothing(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_statements_that_come_twice_change_nothing(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2) as swarm:
         for node in swarm.nodes.values():
             network = swarm.fabric.nodes[node.name]
@@ -376,7 +376,7 @@ SHORT_LIES = ("flip10", "noise", "replay")
 @pytest.mark.parametrize(
     "lie", [pytest.param(lie, marks=() if lie in SHORT_LIES else pytest.mark.soak) for lie in LIES]
 )
-async def test_a_poisoner_is_left_out_within_three_rounds(tmp_path: Path, lie: str, autojump_clock: MockClock) -> None:
+async def test_a_poisoner_is_left_out_within_three_rounds(tmp_path: Path, lie: str, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, steps=35) as swarm:
         liar = swarm.add(3, change=LIES[lie])
         await swarm.until(lambda: liar.failure is not None)
@@ -391,7 +391,7 @@ async def test_a_poisoner_is_left_out_within_three_rounds(tmp_path: Path, lie: s
 
 
 async def test_who_sends_another_change_than_it_committed_to_is_left_out(
-    tmp_path: Path, autojump_clock: MockClock
+    tmp_path: Path, patient_clock: MockClock
 ) -> None:
     def other_leaves(model: Any) -> None:
         honest = model.change
@@ -412,7 +412,7 @@ async def test_who_sends_another_change_than_it_committed_to_is_left_out(
         assert any(node.island.figures.repeated for node in swarm.nodes.values())
 
 
-async def test_a_merger_that_merges_wrongly_fails_alone(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_merger_that_merges_wrongly_fails_alone(tmp_path: Path, patient_clock: MockClock) -> None:
     def wrong(model: Any) -> None:
         honest = model.advance
         model.advance = lambda leaves: [b"\0" * len(state) for state in honest(leaves)]
@@ -423,7 +423,7 @@ async def test_a_merger_that_merges_wrongly_fails_alone(tmp_path: Path, autojump
         assert all(liar.name not in entry.list.members for entry in swarm.nodes[0].island.log)
 
 
-async def test_requests_that_are_not_understood_are_refused(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_requests_that_are_not_understood_are_refused(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0) as swarm:
         stranger = swarm.fabric.node(identity(7).peer_id)
         name, job = swarm.nodes[0].name, swarm.record.id
@@ -445,7 +445,7 @@ async def test_requests_that_are_not_understood_are_refused(tmp_path: Path, auto
         await swarm.finished(0)
 
 
-async def test_what_was_signed_for_shares_is_told_of_all_or_of_one(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_what_was_signed_for_shares_is_told_of_all_or_of_one(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2) as swarm:
         await swarm.finished(0, 1, 2)
         island, name = swarm.nodes[0].island, swarm.nodes[1].name

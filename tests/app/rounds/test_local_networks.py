@@ -88,7 +88,7 @@ def count_far(swarm: IslandSwarm) -> Counter[str]:
 
 
 async def test_a_merged_share_crosses_the_slow_link_once(
-    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.rounds.testers.ROUNDS_A_TEST", 2**70)  # testers would take whole changes over it as well
     merged, moved = [], []
@@ -129,7 +129,7 @@ async def other_leaves(honest: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("answer", [silent, refuse, fail, other_leaves])
 async def test_who_passes_nothing_on_costs_nobody_its_place(
-    answer: Any, tmp_path: Path, autojump_clock: MockClock
+    answer: Any, tmp_path: Path, patient_clock: MockClock
 ) -> None:
     """It gives the share that it merged itself, but none of the others."""
     async with two_networks(tmp_path, steps=30) as swarm:
@@ -159,7 +159,7 @@ async def test_who_passes_nothing_on_costs_nobody_its_place(
 
 
 async def test_one_that_dies_while_others_wait_for_it_costs_its_own_place_only(
-    tmp_path: Path, autojump_clock: MockClock
+    tmp_path: Path, patient_clock: MockClock
 ) -> None:
     async with two_networks(tmp_path, steps=30) as swarm:
         await swarm.until(lambda: len(swarm.nodes[0].island.standing.members) == 6)
