@@ -213,7 +213,7 @@ class ReplyService:
                 await trio.sleep(TRY_AGAIN_S)
         self._arrived.set()
         if self._head_options is not None:
-            await self._loaded_ends()
+            await self._load_ahead()
 
     async def place_head(self, options: WeightOptions | None) -> None:
         """Compute the head on this device from now on; None: on the CPU.
@@ -223,12 +223,19 @@ class ReplyService:
         self._head_options = options
         if self._ends is None:
             if options is not None and self._source is not None:
-                await self._loaded_ends()
+                await self._load_ahead()
         elif (options or _cpu_ends()).device.type != self._ends.device.split(":")[0]:
             try:
                 await self.device.run(self._ends.move, options or _cpu_ends())
             except EngineError as error:
                 log.warning("the head stays on the CPU: %s", error)
+
+    async def _load_ahead(self) -> None:
+        """Load the ends before the first request; if their files are damaged, requests say so, and hosting goes on."""
+        try:
+            await self._loaded_ends()
+        except EngineError as error:
+            log.warning("tokenizer, embedding and head cannot be loaded: %s", error)
 
     async def _loaded_ends(self) -> SwarmEnds:
         """Return the ends, loaded if need be."""

@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from app.api.supervisor import ApiHealth
+from app.asker import reply_service
 from app.config.file import Config
 from app.config.home import Home
 from app.config.settings import Settings
@@ -95,4 +96,29 @@ async def test_a_node_whose_blocks_cannot_be_had_stays_as_a_client(
             await told.is_client.wait()
         assert words in told.why.text
         assert swarm.own.state == "client"
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_damaged_tokenizer_costs_replies_and_not_the_stay_in_the_swarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A creator publishes a chat template that does not compile: nodes with a card left the swarm again and again."""
+    tried: list[str] = []
+
+    def damaged(source: object, options: Any) -> None:
+        tried.append(options.device.type)
+        raise SourceError("the model's chat template is damaged")
+
+    async def get_ends() -> Any:
+        return object()
+
+    monkeypatch.setattr(reply_service, "_load_ends", damaged)
+    nobody: Any = SimpleNamespace(n_blocks=2)
+    service = reply_service.ReplyService(nobody, nobody, get_ends, lambda: "")
+    card: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    async with trio.open_nursery() as nursery:
+        await service.place_head(card)
+        await nursery.start(service.run)
+        with trio.fail_after(10):
+            await service._arrived.wait()
+            await service.place_head(card)
+        assert tried[:2] == ["cuda", "cpu"]
         nursery.cancel_scope.cancel()
