@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,3 +123,35 @@ async def test_a_damaged_tokenizer_costs_replies_and_not_the_stay_in_the_swarm(m
             await service.place_head(card)
         assert tried[:2] == ["cuda", "cpu"]
         nursery.cancel_scope.cancel()
+
+
+async def test_a_tokenizer_that_does_not_end_costs_its_request_and_not_the_nodes_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pattern of a tokenizer can take days for a text that the chat template makes: the reply was never given up,
+    and the node could not stop before.
+    """
+    monkeypatch.setattr(reply_service, "TEXT_S", 0.1)
+    over = threading.Event()
+    ends: Any = SimpleNamespace(prompt_text=lambda ids: over.wait(60))
+
+    async def ready() -> Any:
+        return ends, None
+
+    async def get_ends() -> Any:
+        return object()
+
+    nobody: Any = SimpleNamespace(n_blocks=2)
+    service = reply_service.ReplyService(nobody, nobody, get_ends, lambda: "")
+    monkeypatch.setattr(service, "_ready", ready)
+    try:
+        with trio.fail_after(20):
+            for _ in range(2 * reply_service.TEXTS_AT_ONCE):
+                with pytest.raises(SourceError, match="take more than"):
+                    await service.detokenize([1])
+            monkeypatch.setattr(reply_service, "TEXT_S", 1000.0)
+            with trio.move_on_after(0.1) as stopped:
+                await service.detokenize([1])
+            assert stopped.cancelled_caught
+    finally:
+        over.set()
