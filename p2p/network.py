@@ -318,7 +318,7 @@ class Libp2pNetwork:
             self._seeker.want(entry.peer, entry.addresses)
         nursery.start_soon(supervise, "remembering peers", self._memory.run)
         if "mdns" in means and not self._config.advertise:
-            local = LocalNetwork(self.peer_id, lambda: self.host.addresses, self._seeker.want)
+            local = LocalNetwork(self.peer_id, lambda: self.host.addresses, self._seeker.want_neighbour)
             nursery.start_soon(supervise, "mDNS", local.run)
         if self._directory is not None:
             nursery.start_soon(supervise, "the directory", partial(self._directory.maintain, self._probe))

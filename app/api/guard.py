@@ -69,9 +69,6 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection; WebSockets are refused."""
-        if scope["type"] == "lifespan":
-            await self._application(scope, receive, send)
-            return
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return

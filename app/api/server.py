@@ -1,6 +1,7 @@
 """The API's sockets and server: loopback, and HTTPS on another address if `api_host` names one; hypercorn on trio.
 
-`app.api.supervisor` restarts the server if it fails.
+Hypercorn speaks HTTP on each connection. How many there are, and when they end, is decided here: it accepts any number,
+and waits without end for a client that does not read. `app.api.supervisor` restarts the server if it fails.
 """
 
 from __future__ import annotations
@@ -12,17 +13,23 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import trio
 from hypercorn.config import Config as ServerConfig
-from hypercorn.trio import serve as serve_forever
+from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import ConnectionState
+from hypercorn.utils import wrap_app
 
 from app.api.certificate import LanCertificate, addresses_of, lan_certificate
 from app.api.guard import Application
 from app.config.home import Home
 from app.config.keys import read_keys
 from app.core.errors import AppError
+from app.core.signal import Signal
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -33,6 +40,8 @@ GRACE_S = 2.0
 
 # Seconds that a connection may be open without a request: on a busy machine it comes late.
 IDLE_S = 30
+SEND_S = 60.0  # a client that takes nothing for so long is given up
+MAX_CONNECTIONS = 128  # beyond that one without a request gives way, the oldest first
 
 log = logging.getLogger("shoal.api")
 
@@ -130,28 +139,102 @@ async def serve(
 ) -> None:
     """Serve on `sock`, which is closed at the end, and on other addresses if `lan` names one, until `until` returns."""
     config = ServerConfig()
-    config.bind = [f"fd://{sock.detach()}"]
+    listener = trio.SocketListener(trio.socket.from_stdlib_socket(sock))
+    listeners: list[trio.abc.Listener[Any]] = [listener]
     if lan is not None:
-        config.insecure_bind, config.bind = config.bind, [f"fd://{lan.sock.dup().detach()}"]
         config.certfile, config.keyfile = str(lan.certificate.certificate_file), str(lan.certificate.key_file)
         config.alpn_protocols = ["http/1.1"]
-    config.graceful_timeout = GRACE_S
+        context = config.create_ssl_context()
+        assert context is not None, "there is a certificate"
+        other = trio.SocketListener(trio.socket.from_stdlib_socket(lan.sock.dup()))
+        listeners.append(trio.SSLListener(other, context, https_compatible=True))
     config.keep_alive_timeout = IDLE_S
     config.include_server_header = False
     config.accesslog = None
     config.errorlog = logging.getLogger("shoal.api.server")
-    async with trio.open_nursery() as nursery:
-        await nursery.start(lambda task_status: _serve(application, config, until, task_status))
-        task_status.started()
+    connections = _Connections(application, config)
+    try:
+        async with trio.open_nursery() as nursery:
+            try:
+                async with trio.open_nursery() as accepting:
+                    accept = partial(trio.serve_listeners, connections.serve, listeners, handler_nursery=nursery)
+                    accepting.start_soon(accept)
+                    task_status.started()
+                    await until()
+                    accepting.cancel_scope.cancel()
+                await connections.end()
+            finally:
+                await connections.abort()
+            nursery.cancel_scope.cancel()
+    finally:
+        with trio.CancelScope(shield=True):
+            for one in listeners:
+                await one.aclose()
 
 
-async def _serve(
-    application: Application,
-    config: ServerConfig,
-    until: Callable[[], Awaitable[None]],
-    task_status: TaskStatus[list[str]],
-) -> None:
-    await serve_forever(application, config, shutdown_trigger=until, task_status=task_status)  # type: ignore[arg-type]
+class _Connection(TCPServer):
+    """One client; it is given up if it takes nothing of an answer for `SEND_S`."""
+
+    is_idle = True  # no request is under way
+
+    async def protocol_send(self, event: Event) -> None:
+        """Carry out what HTTP asks for, as hypercorn does, but without waiting for ever."""
+        if isinstance(event, Updated):
+            self.is_idle = event.idle
+        if not isinstance(event, RawData):
+            await super().protocol_send(event)
+            return
+        async with self.send_lock:
+            try:
+                # Shielded: an answer that was begun is finished, though its request is cancelled.
+                with trio.fail_after(SEND_S) as scope:
+                    scope.shield = True
+                    await self.stream.send_all(event.data)
+            except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
+                await trio.aclose_forcefully(self.stream)
+                await self.protocol.handle(Closed())
+
+
+class _Connections:
+    """The clients of one server."""
+
+    def __init__(self, application: Application, config: ServerConfig) -> None:
+        self._application = wrap_app(application, config.wsgi_max_body_size, "asgi")  # type: ignore[arg-type]
+        self._config, self._context = config, WorkerContext(None)
+        self._open: dict[_Connection, None] = {}  # the oldest first
+        self._ended_one = Signal()
+
+    async def serve(self, stream: trio.SocketStream | trio.SSLStream) -> None:
+        """Serve a client until one of the two ends the connection; whatever fails costs this client alone."""
+        if len(self._open) >= MAX_CONNECTIONS:
+            idle = next((one for one in self._open if one.is_idle), None)
+            if idle is None:
+                await trio.aclose_forcefully(stream)
+                return
+            del self._open[idle]
+            await trio.aclose_forcefully(idle.stream)
+        connection = _Connection(self._application, self._config, self._context, ConnectionState({}), stream)  # type: ignore[arg-type]
+        self._open[connection] = None
+        try:
+            await connection.run()
+        except Exception:
+            log.exception("a connection to the API failed")
+        finally:
+            self._open.pop(connection, None)
+            self._ended_one.notify()
+            await trio.aclose_forcefully(stream)
+
+    async def end(self) -> None:
+        """Ask the connections to end; those with a request have `GRACE_S` to finish it."""
+        await self._context.terminated.set()
+        with trio.move_on_after(GRACE_S):
+            await self._ended_one.wait_for(lambda: not self._open)
+
+    async def abort(self) -> None:
+        """End the connections at once, whatever their clients do."""
+        with trio.CancelScope(shield=True):
+            for connection in list(self._open):
+                await trio.aclose_forcefully(connection.stream)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import trio
 
@@ -36,7 +36,7 @@ from app.swarm.coverage import coverage_of
 from app.swarm.records import Announcement
 from app.weights.draft_models import AUTO, OFF
 from app.weights.extents import WeightsError
-from engine.errors import EngineError
+from engine.errors import EngineError, SourceError
 from engine.text.output_form import Constraint, ReplyPart, ToolUse
 
 if TYPE_CHECKING:
@@ -50,9 +50,12 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("shoal.replies")
+T = TypeVar("T")
 
 WAIT_FOR_ENDS_S = 30.0  # for tokenizer, embedding and head to arrive, before a request fails
 TRY_AGAIN_S = 15.0
+TEXT_S = 60.0  # for the model's chat template and tokenizer to make tokens of a text
+TEXTS_AT_ONCE = 4
 FORECAST_TOKENS = 16  # shorter replies say nothing about a forecast
 
 
@@ -146,6 +149,7 @@ class ReplyService:
         self._own_server, self._go_ahead = own_server, go_ahead
         self._count = count  # called at the end of each reply, with its tokens and the peers that took part
         self.device = DeviceThread()  # that computes head and samples
+        self._texts = trio.CapacityLimiter(TEXTS_AT_ONCE)
         self._lock, self._loading = trio.Lock(), trio.Lock()
         self._head_options: WeightOptions | None = None  # None: on the CPU, loaded with the first request
         self._ends: SwarmEnds | None = None
@@ -213,7 +217,7 @@ class ReplyService:
                 await trio.sleep(TRY_AGAIN_S)
         self._arrived.set()
         if self._head_options is not None:
-            await self._loaded_ends()
+            await self._load_ahead()
 
     async def place_head(self, options: WeightOptions | None) -> None:
         """Compute the head on this device from now on; None: on the CPU.
@@ -223,12 +227,19 @@ class ReplyService:
         self._head_options = options
         if self._ends is None:
             if options is not None and self._source is not None:
-                await self._loaded_ends()
+                await self._load_ahead()
         elif (options or _cpu_ends()).device.type != self._ends.device.split(":")[0]:
             try:
                 await self.device.run(self._ends.move, options or _cpu_ends())
             except EngineError as error:
                 log.warning("the head stays on the CPU: %s", error)
+
+    async def _load_ahead(self) -> None:
+        """Load the ends before the first request; if their files are damaged, requests say so, and hosting goes on."""
+        try:
+            await self._loaded_ends()
+        except EngineError as error:
+            log.warning("tokenizer, embedding and head cannot be loaded: %s", error)
 
     async def _loaded_ends(self) -> SwarmEnds:
         """Return the ends, loaded if need be."""
@@ -255,7 +266,7 @@ class ReplyService:
         """Yield the pieces of a reply, and at last its figures. Raises `AppError` or `EngineError`."""
         ends, asker = await self._ready()
         self._follow_draft_setting()
-        prepared = await self.device.run_apart(_prepared, ends, request)
+        prepared = await self._of_text(_prepared, ends, request)
         settings = await self.device.run_apart(_settings, ends, request, prepared)
         reader = prepared.reader if request.is_read else None
         pieces: list[str] = []
@@ -294,17 +305,34 @@ class ReplyService:
         finally:
             self._count(len(pieces), list(peers))
 
+    async def _of_text(self, function: Callable[..., T], *args: Any) -> T:
+        """Call what the model's chat template and tokenizer do, in a thread; raises `SourceError` after `TEXT_S`.
+
+        The patterns of a tokenizer can compute for days, and nothing stops them: then the thread is left behind.
+        """
+        with trio.move_on_after(TEXT_S):
+            made: T = await trio.to_thread.run_sync(
+                partial(function, *args),
+                abandon_on_cancel=True,
+                limiter=self._texts,  # type: ignore[call-arg]
+            )
+            return made
+        raise SourceError(
+            f"the model's chat template and tokenizer take more than {TEXT_S:.0f} s for this text: shorten it, or "
+            "choose another model"
+        )
+
     async def tokenize(self, request: ReplyRequest, *, add_special: bool = True) -> list[int]:
         """Return the token ids of a request's prompt; `add_special` is for a text. Raises as `reply` does."""
         ends, _ = await self._ready()
         if isinstance(request.prompt, str) and not add_special:
-            return await self.device.run_apart(partial(ends.text.tokenizer.encode, add_special=False), request.prompt)
-        return (await self.device.run_apart(_prepared, ends, request)).prompt_ids
+            return await self._of_text(partial(ends.text.tokenizer.encode, add_special=False), request.prompt)
+        return (await self._of_text(_prepared, ends, request)).prompt_ids
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included; raises `EngineError` if one is out of range."""
         ends, _ = await self._ready()
-        return await self.device.run_apart(ends.prompt_text, token_ids)
+        return await self._of_text(ends.prompt_text, token_ids)
 
     async def embed(self, prompt: str | tuple[int, ...], owner: str = "") -> tuple[list[float], int]:
         """Return the embedding of a text and its number of tokens: the mean of the last block's outputs, of length 1.
@@ -312,7 +340,7 @@ class ReplyService:
         It waits for its owner's turn, as replies do. Raises `AppError` or `EngineError`.
         """
         ends, asker = await self._ready()
-        ids = await self.device.run_apart(ends.text_ids, prompt)
+        ids = await self._of_text(ends.text_ids, prompt)
         if not ids:
             raise EngineError("the input is empty")
         states = await asker.hidden_states(ids, owner)

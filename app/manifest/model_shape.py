@@ -46,10 +46,6 @@ def check_numbers(config: ModelConfig, what: str) -> None:
         value = getattr(config, name)
         if value is not None and not 1 <= value <= high:
             raise RecordError(f"{what}: {name} is {value}, expected 1 to {high}")
-    rope = config.rope
-    for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
-        if not 0 < getattr(rope, name) < math.inf:
-            raise RecordError(f"{what}: rope {name} is {getattr(rope, name)}, expected a positive number")
     ids = (*config.eos_ids, *(() if config.bos_id is None else (config.bos_id,)))
     if not 0 <= config.norm_eps <= 1 or any(not 0 <= token < config.vocab_size for token in ids):
         raise RecordError(f"{what}: norm_eps or a special token's id is out of range")

@@ -19,6 +19,7 @@ import trio
 
 from app.core.network import Network
 from app.core.signal import Signal
+from app.core.units import format_size
 from app.manifest.manifest import Part
 from app.manifest.merkle import CHUNK_BYTES, leaf_hash, root_of
 from app.training.wire import StatePart
@@ -30,6 +31,7 @@ from app.weights.wire import ChunkMethods
 
 METHODS = ChunkMethods("train.leaves", "train.chunk")
 FETCH_S = 45.0  # until a holder that sends nothing is given up; a frozen one must not hold up a job for minutes
+FREE_BYTES = 2**30  # of the disk that are left to others
 SLOWEST_BYTES_PER_S = 125_000  # so much longer is waited for large states
 
 
@@ -125,6 +127,8 @@ class StateStore:
             if missing := self._parts.missing(names):
                 if not others:
                     raise WeightsError(f"{missing[0]} is not here, and no member that has it is named")
+                absent = [part.size_bytes for part in parts.values() if part.name in set(missing)]
+                await self._in_thread(_require_room, self._folder, sum(absent))
                 under_way = [(run, root) for root in parts]
                 self._downloads.update(under_way)
                 try:
@@ -170,6 +174,15 @@ class StateStore:
         self._parts.add(part)
         self._runs.setdefault(state.root, set()).add(run)
         return part
+
+
+def _require_room(folder: Path, size_bytes: int) -> None:
+    """Raise `WeightsError` if a download would leave less than `FREE_BYTES` of the disk."""
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    free = shutil.disk_usage(existing).free
+    if free < size_bytes + FREE_BYTES:
+        text = f"{format_size(size_bytes)} do not fit, {format_size(free)} are free"
+        raise WeightsError(f"no room on the disk for states of a training job: {text}")
 
 
 def _name(state: StatePart) -> str:

@@ -418,7 +418,7 @@ class _Watch:
         running.progress = replace(after, left_out=left_out, snapshots_s=running.snapshots_s)
         if now - self._told_at > TOLD_EVERY_S or done.version == self._record.steps:
             self._told_at = now
-            self._jobs.save_progress(self._record.id, running.progress)
+            self._save()
 
     def _asked(self) -> bool:
         return bool(self._jobs.wished(self._record.id))
@@ -437,4 +437,11 @@ class _Watch:
         states = await self._running.trainer.final_states()
         with suppress(OSError):
             await trio.to_thread.run_sync(self._jobs.save_state, self._record.id, dict(enumerate(states)))
-        self._jobs.save_progress(self._record.id, self._running.progress)
+        self._save()
+
+    def _save(self) -> None:
+        """Write the progress; a full disk does not end the job."""
+        try:
+            self._jobs.save_progress(self._record.id, self._running.progress)
+        except OSError as error:
+            log.warning("the progress of job %s cannot be written: %s", self._record.id, error)

@@ -65,9 +65,7 @@ class WebServer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
-        if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
-        elif scope["type"] == "http":
+        if scope["type"] == "http":
             await _serve_file(scope, send)
         elif _is_foreign(scope) or scope["path"] != "/screen":
             await send({"type": "websocket.close", "code": 1008})  # before it is accepted: an answer with status 403
@@ -211,11 +209,3 @@ async def _answer(send: Send, status: int, kind: bytes, body: bytes, more: Seque
     headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *_HEADERS, *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-async def _lifespan(receive: Receive, send: Send) -> None:
-    while True:
-        event = (await receive())["type"].removeprefix("lifespan.")
-        await send({"type": f"lifespan.{event}.complete"})
-        if event == "shutdown":
-            return

@@ -14,7 +14,7 @@ from pathlib import Path
 from engine.config import ModelConfig
 from engine.errors import SourceError
 from engine.sources.base import BLOCK_ROLES, EMBEDDING_PART, HEAD_PART, TensorEntry, block_part
-from engine.sources.files import shown
+from engine.sources.files import AGAIN, shown
 
 # Type -> (elements per block, bytes per block), as GGUF lays them out along a row.
 KIND_SIZES: dict[str, tuple[int, int]] = {
@@ -42,6 +42,11 @@ MAX_BLOCKS = 4096
 MAX_WIDTH = 1 << 20
 MAX_VOCABULARY = 1 << 22
 MAX_CONTEXT = 1 << 28
+# Of rotary positions: with these every angle is a finite number, and no rule divides by nothing.
+_ROPE_BOUNDS = {
+    "theta": (1.01, 1e12), "factor": (1e-6, 1e6), "low_freq_factor": (1e-6, 1e6), "high_freq_factor": (1e-6, 1e6),
+    "beta_fast": (1e-6, 1e6), "beta_slow": (1e-6, 1e6), "attention_factor": (0.0, 1e3),
+}  # fmt: skip
 
 
 def part_names(config: ModelConfig) -> list[str]:
@@ -99,13 +104,15 @@ def _packed_length(group: int, shape: tuple[int, ...]) -> int | None:
 
 
 def check_config(config: ModelConfig, origin: str) -> ModelConfig:
-    """Return the config; raises `SourceError` if its numbers contradict each other."""
+    """Return the config; raises `SourceError` if its numbers contradict each other or give no finite rotations."""
+    for name, (low, high) in _ROPE_BOUNDS.items():
+        value = getattr(config.rope, name)
+        if value is not None and not low <= value <= high:
+            raise SourceError(f"{origin}: the rope's {name} is {value}, expected {low:g} to {high:g}: {AGAIN}")
     if config.n_heads % config.n_kv_heads:
         problem = f"{config.n_heads} attention heads cannot share {config.n_kv_heads} key-value heads"
     elif config.head_dim % 2:
         problem = f"the head size {config.head_dim} is odd, which rotary positions do not allow"
-    elif config.rope.theta <= 1:
-        problem = f"the rope base is {config.rope.theta}, which must be above 1"
     elif config.rope.kind in ("llama3", "yarn") and config.rope.original_context < 1:
         problem = f"the {config.rope.kind} rope scaling lacks the original context length"
     elif config.rope.kind == "llama3" and config.rope.low_freq_factor == config.rope.high_freq_factor:

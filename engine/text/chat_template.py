@@ -23,6 +23,7 @@ import jinja2.compiler
 import jinja2.ext
 import jinja2.nodes
 from jinja2.parser import Parser
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -58,6 +59,17 @@ _STRUCTURAL_FILTERS = _LIST_FILTERS | {
 _ESCAPED_CHARS = 12  # the most that a filter writes for one character (`urlencode`)
 _ESCAPING_FILTERS = ("e", "escape", "forceescape", "urlencode", "urlize", "wordwrap", "xmlattr")
 _SPLITTING_FILTERS = ("title", "truncate", "wordcount")  # which may make a list of a text's words
+# Filters and tests that compare values or hash them. Python does that in one step which nothing interrupts, and which
+# goes through everything that a value refers to, as often as it is referred to.
+_COMPARING_FILTERS = frozenset({"dictsort", "groupby", "max", "min", "sort", "unique"})
+_COMPARING_TESTS = frozenset({
+    "!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "filter", "ge", "greaterthan", "gt", "in", "le", "lessthan",
+    "lt", "ne", "test",
+})  # fmt: skip
+_SEARCHING_METHODS = ("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip")
+_MAX_SEARCH = 1 << 28  # characters of a text times those that are searched for in it, where Python compares all pairs
+_HASH_BITS = 60  # larger numbers can have equal hashes, which makes a dict of them slow: each counts as
+_LARGE_NUMBER_CHARS = 1024
 _LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
 
@@ -77,7 +89,7 @@ class ChatTemplate:
         }
         try:
             self._template = _environment().from_string(spec.chat_template or DEFAULT_TEMPLATE)
-        except (jinja2.TemplateError, RecursionError, ValueError, OverflowError) as error:
+        except Exception as error:  # of jinja2, or of Python, which compiles what jinja2 makes of the template
             raise SourceError(f"the model's chat template is damaged ({shown(str(error))}): {_ANOTHER}") from error
 
     def render(
@@ -165,7 +177,9 @@ _running: ContextVar[_Budget | None] = ContextVar("_running", default=None)
 
 
 class _BoundedCode(jinja2.compiler.CodeGenerator):
-    """Compiles `a ~ b` to a call of the bounded `_Sandbox.concat`, and counts literals and slices as created values."""
+    """Compiles `a ~ b` to a call of the bounded `_Sandbox.concat`, counts literals and slices as created values, and
+    has what is compared or becomes a key of a dict measured first.
+    """
 
     def visit_Getitem(self, node: jinja2.nodes.Getitem, frame: jinja2.compiler.Frame) -> None:
         self._visit_counted(super().visit_Getitem, node, frame, isinstance(node.arg, jinja2.nodes.Slice))
@@ -174,7 +188,29 @@ class _BoundedCode(jinja2.compiler.CodeGenerator):
         self._visit_counted(super().visit_List, node, frame)
 
     def visit_Dict(self, node: jinja2.nodes.Dict, frame: jinja2.compiler.Frame) -> None:
-        self._visit_counted(super().visit_Dict, node, frame)
+        self.write("environment.built({")
+        for item in node.items:
+            self._visit_compared(item.key, frame)
+            self.write(": ")
+            self.visit(item.value, frame)
+            self.write(", ")
+        self.write("})")
+
+    def visit_Compare(self, node: jinja2.nodes.Compare, frame: jinja2.compiler.Frame) -> None:
+        self.write("(")
+        self._visit_compared(node.expr, frame)
+        for operand in node.ops:
+            self.visit(operand, frame)
+        self.write(")")
+
+    def visit_Operand(self, node: jinja2.nodes.Operand, frame: jinja2.compiler.Frame) -> None:
+        self.write(f" {jinja2.compiler.operators[node.op]} ")
+        self._visit_compared(node.expr, frame)
+
+    def _visit_compared(self, node: jinja2.nodes.Node, frame: jinja2.compiler.Frame) -> None:
+        self.write("environment.compared(")
+        self.visit(node, frame)
+        self.write(")")
 
     def visit_Tuple(self, node: jinja2.nodes.Tuple, frame: jinja2.compiler.Frame) -> None:
         self._visit_counted(super().visit_Tuple, node, frame, node.ctx == "load")
@@ -206,6 +242,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def built(value: Any) -> Any:
         """Count the memory of a value that the template created, and return it."""
         return _built(value)
+
+    @staticmethod
+    def compared(value: T) -> T:
+        """Return a value that is compared or hashed next; raises `_Exhausted` if that may take long."""
+        return _comparable(value)
 
     @staticmethod
     def text(value: Any) -> str:
@@ -261,6 +302,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             args = _bound_method(getattr(callee, "__name__", ""), owner, args, options)
         if not callable(callee):
             _bound(_text_length(callee))  # an error's text shows it
+        if not isinstance(callee, Macro):  # whose own lines are counted
+            compared = owner if getattr(callee, "__name__", "") in ("count", "index") else None
+            for value in (compared, *args, *options.values()):
+                _comparable(value)
         return _built(super().call(context, callee, *args, **options), _ELEMENT_BYTES)
 
 
@@ -274,6 +319,19 @@ def _bound(size: int) -> None:
     """Refuse a value of `size` characters or elements before it is created."""
     if size > _MAX_TEXT:
         raise _Exhausted("a value that is too large")
+
+
+def _comparable(value: T) -> T:
+    """Return a value; raises `_Exhausted` if comparing or hashing it may take long."""
+    if not isinstance(value, str | bytes | int | float | None):
+        _bound(_text_length(value))
+    return value
+
+
+def _bound_search(text: Any, part: Any) -> None:
+    """Refuse to search where each character of a text may be compared with each of `part`."""
+    if isinstance(text, str | bytes) and isinstance(part, str | bytes) and len(text) * len(part) > _MAX_SEARCH:
+        raise _Exhausted("a search that takes long")
 
 
 def _built(value: T, element_bytes: int = 0) -> T:
@@ -308,7 +366,8 @@ def _text_length(value: Any, indent: int = 0) -> int:
         if item is None or isinstance(item, bool | float):
             return 32
         if isinstance(item, int):
-            return 2 + item.bit_length() // 3
+            large = _LARGE_NUMBER_CHARS if item.bit_length() > _HASH_BITS else 2
+            return large + item.bit_length() // 3
         key = id(item), depth
         if key not in known:
             known[key] = _quoted_length(item) if isinstance(item, str | bytes) else total(_children(item), depth)
@@ -332,7 +391,7 @@ def _children(value: Any) -> Iterable[Any]:
         value = getattr(value, "mapping", ())
     if isinstance(value, Mapping):
         return chain(value.keys(), value.values())
-    return value if isinstance(value, list | tuple | set | frozenset) else ()
+    return value if isinstance(value, list | tuple | set | frozenset | range) else ()
 
 
 def _quoted_length(text: str | bytes) -> int:
@@ -351,10 +410,11 @@ def _plain_length(value: Any) -> int:
 def _bound_format(form: str | bytes, args: Sequence[Any]) -> None:
     """Refuse a format whose result may be too long: huge widths, widths from arguments, many long arguments."""
     text = form if isinstance(form, str) else form.decode("latin-1")
-    if re.search(r"\d{6}|%[^a-zA-Z%]*\*|:[^}]*\{", text):
+    # No expression goes on past the mark that it begins with: each character is looked at a few times at most.
+    if re.search(r"\d{6}|%[^a-zA-Z%]*\*|:[^}:{]*\{", text):
         raise _Exhausted("a format of huge width")
-    widths = sum(int(digits) for digits in re.findall(r"[0-9]+", text))
-    quoted = re.search(r"![ra]|%[^a-zA-Z%]*(\([^)]*\))?[^a-zA-Z%]*[ra]", text)
+    widths = sum(int(found[0]) for found in re.finditer(r"[0-9]+", text))
+    quoted = re.search(r"![ra]|%[^a-zA-Z%]*[ra]|\)[^a-zA-Z%)]*[ra]", text)
     longest = max(map(_text_length if quoted else _plain_length, args), default=0)
     _bound(len(text) + widths + (text.count("%") + text.count("{")) * longest)
 
@@ -371,6 +431,8 @@ def _bound_method(
     _bound_numbers(args, options)
     if isinstance(owner, int):
         return args
+    if name in _SEARCHING_METHODS:
+        _bound_search(owner, (*args, *options.values(), None)[0])
     if name == "replace" and len(args) > 1:
         _bound(len(owner) + _occurrences(owner, args[0]) * _plain_length(args[1]))
     if name == "join" and args:
@@ -428,7 +490,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     def bounded(*args: Any, **options: Any) -> Any:
         passed, value, rest = args[: skipped - 1], args[skipped - 1 : skipped], args[skipped:]
         _bound_numbers(rest, options)
-        if name in _LIST_FILTERS or name in ("join", "sum"):
+        if name in _LIST_FILTERS | _COMPARING_FILTERS or name in ("join", "sum"):
             value = tuple(map(_listed, value))
         if value:
             _bound_filter(name, value[0], (*rest, *options.values()))
@@ -442,6 +504,12 @@ def _bound_filter(name: str, value: Any, args: Sequence[Any]) -> None:
     if name in ("d", "default"):
         return None
     extra = sum(map(_plain_length, args))
+    if name in _COMPARING_FILTERS:
+        _comparable(value)
+    if name == "sum" and any(isinstance(arg, list | tuple) for arg in args):
+        raise _Exhausted("a sum of lists")  # which are copied for each element
+    if name == "trim" and args:
+        _bound_search(_Sandbox.text(value), args[0])
     if name in _STRUCTURAL_FILTERS:  # an error's text may show arguments
         elements = len(value) if name in _LIST_FILTERS and isinstance(value, Sized) else 0
         return _bound(extra + elements * _CHARS_PER_ELEMENT)
@@ -463,6 +531,18 @@ def _bound_filter(name: str, value: Any, args: Sequence[Any]) -> None:
     elif name == "pprint":
         length *= length  # each element on its own line, indented by the keys before it
     return _bound(length + extra)
+
+
+def _bounded_test(function: Any) -> Callable[..., bool]:
+    """Wrap a test so that values which take long to compare are refused."""
+
+    @functools.wraps(function)
+    def bounded(*args: Any) -> bool:
+        for value in args:
+            _comparable(value)
+        return bool(function(*args))
+
+    return bounded
 
 
 class _TemplateNamespace(Namespace):
@@ -501,6 +581,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters = {name: _bounded_filter(name, function) for name, function in environment.filters.items()}
     environment.filters["tojson"] = _tojson
+    environment.tests |= {name: _bounded_test(environment.tests[name]) for name in _COMPARING_TESTS}
     del environment.globals["lipsum"]  # random text of any length
     environment.globals |= {
         "raise_exception": _raise_exception,

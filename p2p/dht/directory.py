@@ -71,6 +71,36 @@ class HostView(Protocol):
     def is_server(self, peer: str) -> bool: ...
 
 
+class ProviderVotes:
+    """Who was named as a provider in one look-up, on which path and by how many nodes.
+
+    A single node can invent any number of peers and, as other peers, confirm them. So it must neither end the look-up
+    nor decide the order beyond its own path: a node's word is divided among those that it names.
+    """
+
+    def __init__(self, count: Callable[[Contact], bool] = lambda contact: True) -> None:
+        """`count` is asked of each provider when a node names it, and tells whether it counts."""
+        self._count = count
+        self._named: defaultdict[int, dict[str, float]] = defaultdict(dict)  # path -> provider -> weight
+        self._sources: Counter[int] = Counter()  # path -> nodes that named a provider
+
+    def add(self, named: Sequence[Contact], path: int) -> None:
+        """Count the answer of one node."""
+        usable = [contact.peer for contact in named if self._count(contact)]
+        self._sources[path] += bool(usable)
+        for peer in usable:
+            self._named[path][peer] = self._named[path].get(peer, 0.0) + 1 / len(usable)
+
+    def are_enough(self, enough: int) -> bool:
+        """True if so many providers were named, by enough nodes of each path."""
+        found = {peer for path in self._named.values() for peer in path}
+        return len(found) >= enough and all(self._sources[path] >= _MIN_SOURCES for path in range(PATHS))
+
+    def ranked(self) -> list[str]:
+        """Return the providers: of each path in turn the one that most of its nodes named."""
+        return in_turn(sorted(found, key=lambda peer: -found[peer]) for _, found in sorted(self._named.items()))
+
+
 class Directory:
     """Stores the records that fall to this node, and finds and publishes records on behalf of this node."""
 
@@ -186,36 +216,26 @@ class Directory:
         *,
         timeout_s: float,
         enough: int = 32,
-        tell: Callable[[Contact], None] = lambda contact: None,
+        found: ProviderVotes | None = None,
     ) -> list[str]:
-        """Return the providers of `key` found within `timeout_s`: of each path in turn the one that most nodes named.
+        """Return the providers of `key` found within `timeout_s`, in the order of `ProviderVotes`.
 
-        A node's word is divided among the providers it names. `tell` is called with each at once when a node names it.
+        `found` has those that were named so far, while the look-up goes on.
         """
         _check_key(key)
-        named: defaultdict[int, dict[str, float]] = defaultdict(dict)  # path -> provider -> weight
-        sources: Counter[int] = Counter()  # path -> nodes that named a provider
+        votes = found or ProviderVotes()
 
         def collect(answer: Message, path: int) -> None:
-            sources[path] += bool(answer.providers)
-            for contact in answer.providers:
-                if contact.peer != self._own_peer:
-                    self._host.learn(contact)
-                    tell(contact)
-                    weight = named[path].get(contact.peer, 0.0)
-                    named[path][contact.peer] = weight + 1 / len(answer.providers)
-
-        # A single node can invent any number of peers and, as other peers, confirm them. So it must neither end the
-        # search nor decide the order beyond its own path.
-        def is_enough() -> bool:
-            found = {peer for path in named.values() for peer in path}
-            return len(found) >= enough and all(sources[path] >= _MIN_SOURCES for path in range(PATHS))
+            others = [contact for contact in answer.providers if contact.peer != self._own_peer]
+            for contact in others:
+                self._host.learn(contact)
+            votes.add(others, path)
 
         name = provider_key(key)
         stored_here = Message(Op.GET_PROVIDERS, name, providers=tuple(self._providers(name, trio.current_time())))
         collect(stored_here, _HERE)
-        await self._look_up(Op.GET_PROVIDERS, name, timeout_s, collect, is_enough)
-        return in_turn(sorted(found, key=lambda peer: -found[peer]) for _, found in sorted(named.items()))
+        await self._look_up(Op.GET_PROVIDERS, name, timeout_s, collect, lambda: votes.are_enough(enough))
+        return votes.ranked()
 
     async def find_peer(self, peer: str, timeout_s: float = 5.0) -> None:
         """Look `peer` up and pass the addresses that other nodes know of it to the host."""

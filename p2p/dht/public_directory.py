@@ -21,7 +21,7 @@ import trio
 
 from p2p.addresses import Address, Scope, scope_of
 from p2p.channel.upgrade import public_channel_of
-from p2p.dht.directory import Directory
+from p2p.dht.directory import Directory, ProviderVotes
 from p2p.dht.host_view import learn, network_of
 from p2p.dht.streams import ask
 from p2p.dht.wire import Contact, Message
@@ -84,7 +84,7 @@ class PublicStatus:
 class _Search:
     """A look-up that runs or has ended: who was found, and when it ended."""
 
-    found: dict[str, None] = field(default_factory=dict)
+    found: ProviderVotes = field(default_factory=ProviderVotes)
     some: trio.Event = field(default_factory=trio.Event)  # somebody was found
     done: trio.Event = field(default_factory=trio.Event)
     ended_at: float = float("inf")
@@ -159,7 +159,7 @@ class PublicDirectory:
             await search.some.wait()
             with trio.move_on_after(SETTLE_S):
                 await search.done.wait()
-        return list(search.found)
+        return search.found.ranked()
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve `provide` and `find_providers` until cancelled; nobody is contacted before one of them is called."""
@@ -258,17 +258,18 @@ class PublicDirectory:
         await self._host.disconnect(min(idle, key=lambda peer: self._used_at.get(peer, 0.0)))
 
     async def _search(self, key: bytes, search: _Search) -> None:
-        def tell(contact: Contact) -> None:
+        def is_usable(contact: Contact) -> bool:
             addresses = self._usable(contact.addresses)
             if addresses:
                 self._learn(contact.peer, addresses)
-                search.found[contact.peer] = None
                 search.some.set()
+            return bool(addresses)
 
+        search.found = ProviderVotes(is_usable)
         try:
             async with self._slots:
                 await self._entered()
-                await self._directory.find_providers(key, timeout_s=LOOK_UP_S, tell=tell)
+                await self._directory.find_providers(key, timeout_s=LOOK_UP_S, found=search.found)
         finally:
             search.ended_at = trio.current_time()
             search.some.set()

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from p2p.addresses import Address, BadAddress, parse_address
+from p2p.addresses import Address, BadAddress, Scope, parse_address
+from p2p.sockets import recent_interfaces
 
 if TYPE_CHECKING:
     from zeroconf import ServiceInfo, Zeroconf
@@ -101,17 +102,26 @@ class LocalNetwork:
                 self._report(info.properties)
 
     def _report(self, properties: dict[bytes, bytes | None]) -> None:
-        found: dict[str, list[Address]] = {}
+        """Pass the addresses of one announcement on: those of the first peer in it that are in this network."""
+        said: list[Address] = []
         for index in range(MAX_ADDRESSES):
             try:
-                address = parse_address((properties.get(b"a%d" % index) or b"").decode())
+                said.append(parse_address((properties.get(b"a%d" % index) or b"").decode()))
             except (BadAddress, UnicodeDecodeError):
                 continue
-            if address.peer is not None and address.peer != self._peer_id:
-                found.setdefault(address.peer, []).append(address)
-        for peer, addresses in found.items():
-            log.debug("mDNS: %s at %s", peer, addresses)
-            self._found(peer, addresses)
+        peer = said[0].peer if said else None
+        near = [address for address in said if address.peer == peer and _is_near(address)]
+        if peer is not None and peer != self._peer_id and near:
+            log.debug("mDNS: %s at %s", peer, near)
+            self._found(peer, near)
+
+
+def _is_near(address: Address) -> bool:
+    """True for an address of a local network; a public one only if it is in a network of this machine."""
+    if address.scope in (Scope.LOOPBACK, Scope.LAN):
+        return True
+    ip = address.ip if address.scope is Scope.PUBLIC else None
+    return ip is not None and any(ip in own.network for own in recent_interfaces())
 
 
 def _enqueue(names: trio.MemorySendChannel[str], name: str) -> None:

@@ -23,6 +23,7 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
 _MAX_WAIT_S = 5.0
 MAX_WANTED = 512
+MAX_NEIGHBOURS = 128  # that mDNS reported: anybody on the local network can make up peers
 _DIALS_AT_ONCE = 8
 
 log = logging.getLogger("shoal.p2p.discovery")
@@ -39,6 +40,7 @@ class Seeker:
         self._connected_count = connected
         self._wanted: dict[str, list[Address]] = {}
         self._sticky: set[str] = set()
+        self._neighbours: dict[str, None] = {}  # known from mDNS alone, the oldest first
         self._next_at: dict[str, float] = {}
         self._dials: dict[str, int] = {}  # in a row that did not reach the peer, and the last that did
         self._in_flight: set[str] = set()
@@ -59,9 +61,20 @@ class Seeker:
         del known[:-16]
         if sticky:
             self._sticky.add(peer)
+            self._neighbours.pop(peer, None)
         self._next_at[peer] = trio.current_time()
         self._dials[peer] = 0
         self._changed.set()
+
+    def want_neighbour(self, peer: str, addresses: Iterable[Address]) -> None:
+        """Dial a peer that mDNS reported; beyond `MAX_NEIGHBOURS` the oldest of these gives way, never another peer."""
+        if peer not in self._wanted:
+            if len(self._neighbours) >= MAX_NEIGHBOURS:
+                self._forget(next(iter(self._neighbours)))
+            elif len(self._wanted) >= MAX_WANTED:
+                return
+            self._neighbours[peer] = None
+        self.want(peer, addresses)
 
     def is_sticky(self, peer: str) -> bool:
         """True if `peer` is to be kept connected."""
@@ -105,5 +118,5 @@ class Seeker:
         self._changed.set()
 
     def _forget(self, peer: str) -> None:
-        for table in (self._wanted, self._next_at, self._dials):
+        for table in (self._wanted, self._next_at, self._dials, self._neighbours):
             table.pop(peer, None)

@@ -113,6 +113,8 @@ class PortMapper:
             if route is None:
                 raise MappingRefused("this machine is in no network with a router")
             mapping = await self._map(route)
+            if not mapping.port:
+                raise MappingRefused("the router says that it forwards the port, but not which one leads to it")
             if scope_of(ipaddress.ip_address(mapping.ip)) is not Scope.PUBLIC:
                 raise MappingRefused(f"the router forwards the port, but is behind a NAT itself ({mapping.ip})")
         except MappingRefused as error:
@@ -125,7 +127,7 @@ class PortMapper:
             log.info("%s: the router forwards %s port %d to this node", mapping.method, mapping.ip, mapping.port)
         self._set(mapping, "")
         self._failures = 0
-        return max(mapping.lifetime_s, _MIN_LIFETIME_S) / 2
+        return min(max(mapping.lifetime_s, _MIN_LIFETIME_S), LIFETIME_S) / 2  # whatever the router says
 
     def _set(self, mapping: Mapping | None, problem: str) -> None:
         before = None if self.mapping is None else (self.mapping.ip, self.mapping.port)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import trio
 
 from app.api.supervisor import ApiHealth
+from app.asker import reply_service
 from app.config.file import Config
 from app.config.home import Home
 from app.config.settings import Settings
@@ -96,3 +98,60 @@ async def test_a_node_whose_blocks_cannot_be_had_stays_as_a_client(
         assert words in told.why.text
         assert swarm.own.state == "client"
         nursery.cancel_scope.cancel()
+
+
+async def test_a_damaged_tokenizer_costs_replies_and_not_the_stay_in_the_swarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A creator publishes a chat template that does not compile: nodes with a card left the swarm again and again."""
+    tried: list[str] = []
+
+    def damaged(source: object, options: Any) -> None:
+        tried.append(options.device.type)
+        raise SourceError("the model's chat template is damaged")
+
+    async def get_ends() -> Any:
+        return object()
+
+    monkeypatch.setattr(reply_service, "_load_ends", damaged)
+    nobody: Any = SimpleNamespace(n_blocks=2)
+    service = reply_service.ReplyService(nobody, nobody, get_ends, lambda: "")
+    card: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    async with trio.open_nursery() as nursery:
+        await service.place_head(card)
+        await nursery.start(service.run)
+        with trio.fail_after(10):
+            await service._arrived.wait()
+            await service.place_head(card)
+        assert tried[:2] == ["cuda", "cpu"]
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_tokenizer_that_does_not_end_costs_its_request_and_not_the_nodes_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pattern of a tokenizer can take days for a text that the chat template makes: the reply was never given up,
+    and the node could not stop before.
+    """
+    monkeypatch.setattr(reply_service, "TEXT_S", 0.1)
+    over = threading.Event()
+    ends: Any = SimpleNamespace(prompt_text=lambda ids: over.wait(60))
+
+    async def ready() -> Any:
+        return ends, None
+
+    async def get_ends() -> Any:
+        return object()
+
+    nobody: Any = SimpleNamespace(n_blocks=2)
+    service = reply_service.ReplyService(nobody, nobody, get_ends, lambda: "")
+    monkeypatch.setattr(service, "_ready", ready)
+    try:
+        with trio.fail_after(20):
+            for _ in range(2 * reply_service.TEXTS_AT_ONCE):
+                with pytest.raises(SourceError, match="take more than"):
+                    await service.detokenize([1])
+            monkeypatch.setattr(reply_service, "TEXT_S", 1000.0)
+            with trio.move_on_after(0.1) as stopped:
+                await service.detokenize([1])
+            assert stopped.cancelled_caught
+    finally:
+        over.set()

@@ -11,9 +11,10 @@ from zeroconf import DNSOutgoing, DNSPointer, Zeroconf, const  # type: ignore[at
 
 from p2p.addresses import Address
 from p2p.discovery.mdns import SERVICE, LocalNetwork
+from p2p.discovery.seeker import MAX_NEIGHBOURS, Seeker
 from p2p.identity import Identity
 from p2p.nat import port_mapping
-from p2p.nat.port_control import MappingRefused, PortControl
+from p2p.nat.port_control import Mapping, MappingRefused, PortControl
 
 # Names of services that are none: of another type, without a type, too long, with control characters.
 NAMES = (
@@ -90,3 +91,47 @@ async def test_a_device_that_never_ends_its_upnp_answer_does_not_keep_the_node_f
         nursery.cancel_scope.cancel()
     assert trio.current_time() - begun < PATIENCE_S / 2
     may_end.set()
+
+
+@pytest.mark.parametrize(("port", "lifetime_s", "again_s"), [(7000, 2**32 - 1, 1800), (7000, 0, 60), (0, 3600, 20)])
+async def test_whatever_a_router_answers_it_is_asked_again_and_no_port_0_is_told(
+    monkeypatch: pytest.MonkeyPatch, port: int, lifetime_s: int, again_s: float
+) -> None:
+    """A lifetime of 136 years was believed, and so was port 0."""
+
+    async def said(self: PortControl, external_port: int, lifetime_s_: int = 0) -> Mapping:
+        return Mapping("PCP", "5.5.5.5", port, lifetime_s)
+
+    monkeypatch.setattr(PortControl, "map", said)
+    told: list[Address | None] = []
+    mapper = port_mapping.PortMapper(4001, told.append, lambda: None)
+    pause_s = await mapper._map_along(port_mapping.Route("127.0.0.1", "127.0.0.1"))
+    assert pause_s == pytest.approx(again_s, rel=0.5)
+    assert [address.port for address in told if address is not None] == [port] * bool(port)
+
+
+def announced(local: LocalNetwork, *addresses: Address) -> None:
+    local._report({b"a%d" % index: str(address).encode() for index, address in enumerate(addresses)})
+
+
+def test_an_announcement_names_one_peer_and_addresses_of_this_network() -> None:
+    """One packet named eight peers, at addresses anywhere on the internet, and all of them were dialled."""
+    here, one, other = (Identity.generate().peer_id for _ in range(3))
+    found: dict[str, list[Address]] = {}
+    local = LocalNetwork(here, list, found.__setitem__)
+    near, far = Address("ip4", "192.168.7.7", 4001), Address("ip4", "8.8.8.8", 4001)
+    name = Address("dns4", "example.org", 4001)
+    announced(local, far.of(one), near.of(one), near.of(other), name.of(one))
+    assert found == {one: [near.of(one)]}
+
+
+async def test_names_on_the_local_network_push_out_each_other_only() -> None:
+    async def connect(peer: str, addresses: list[Address]) -> bool:
+        return False
+
+    seeker = Seeker(connect, lambda peer: False, lambda: 0)
+    seeker.want("remembered", [ADDRESS])
+    for number in range(2000):
+        seeker.want_neighbour(f"invented {number}", [ADDRESS])
+    assert "remembered" in seeker._wanted
+    assert len(seeker._wanted) == 1 + MAX_NEIGHBOURS

@@ -171,8 +171,14 @@ def test_a_filter_of_a_template_keeps_to_its_time_too(monkeypatch: pytest.Monkey
     [
         Rope(kind="yarn", factor=2.0, original_context=0),
         Rope(kind="yarn", factor=2.0, original_context=512, theta=1.0),
+        Rope(kind="yarn", factor=2.0, original_context=512, theta=1.0000000000000002),
+        Rope(kind="yarn", factor=2.0, original_context=512, beta_slow=5e-324),
+        Rope(kind="yarn", factor=2.0, original_context=512, beta_fast=1e308),
+        Rope(kind="yarn", factor=2.0, original_context=512, attention_factor=1e300),
+        Rope(kind="linear", factor=1e-320),
+        Rope(kind="llama3", factor=1e-320, original_context=512),
     ],
-    ids=["no original context", "theta 1"],
+    ids=["no original context", "theta 1", "theta near 1", "beta 0", "beta huge", "amplitude", "linear", "llama3"],
 )
 def test_a_manifest_is_refused_or_its_model_can_be_hosted(rope: Rope) -> None:
     """A creator publishes impossible rope settings: a host refuses them in words, or computes finite angles."""

@@ -115,7 +115,12 @@ def test_a_message_without_content_is_the_callers_fault() -> None:
         ChatTemplate(spec(TOOL_USE)).render([{"role": "user"}])
 
 
-@pytest.mark.parametrize("template", ["{% for x in %}", "{{ unclosed", "{% nonsense %}", "{{ 1 | no_such_filter }}"])
+NESTED = "".join(f"{{% for x{depth} in [1] %}}" for depth in range(30)) + "{% endfor %}" * 30  # Python allows 20
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for x in %}", "{{ unclosed", "{% nonsense %}", "{{ 1 | no_such_filter }}", NESTED]
+)
 def test_a_damaged_template_is_a_source_error(template: str) -> None:
     with pytest.raises(SourceError, match="chat template is damaged"):
         ChatTemplate(spec(template))
@@ -175,7 +180,29 @@ HOSTILE = [
     "{% set ns = namespace(x=0) %}{% for i in range(99999) %}"
     "{% set ns.x = [ns.x, [" + "0," * 50000 + "]] %}{% endfor %}",
     "{{ " + " ~ ".join(["('x' | center(99999))"] * 5000) + " }}",
-]
+    "{{ (':' * 9000000) % 1 }}",
+    "{{ ('%' ~ ' ' * 9000000) % 1 }}",
+    "{{ ('%(a)' ~ ')' * 9000000) % {'a': 1} }}",
+    "{{ ('a' * 9000000).rfind('ab' ~ 'a' * 4000000) }}",
+    "{{ ('a' * 9000000).strip('b' * 9000000 ~ 'a') }}",
+    "{{ ('a' * 9000000) | trim('b' * 9000000 ~ 'a') }}",
+    "{{ ([[1, 2, 3, 4, 5, 6, 7]] * 30000) | sum(start=[]) }}",
+    "{% set s = 'A' * 9000000 %}{{ ([s] * 100000) | sort | length }}",
+    "{% set s = 'a' * 9000000 %}{{ ([s ~ 'b', s ~ 'c'] * 100000) | sort(case_sensitive=true) | length }}",
+    "{% set s = 'a' * 9000000 %}{{ (s ~ 'b') in [s ~ 'c'] * 900000 }}",
+    "{% set s = 'a' * 9000000 %}{{ ([s ~ 'c'] * 900000).index(s ~ 'b') }}",
+    "{% set s = 'a' * 9000000 %}{{ (s ~ 'b').startswith((s ~ 'c',) * 900000) }}",
+    "{% set m = 2 ** 61 - 1 %}{{ {}.fromkeys(range(0, m * 90000, m)) }}",
+    *(
+        "{% set ns = namespace(a=(1,), b=(1,)) %}{% for i in range(60) %}{% set ns.a = (ns.a, ns.a) %}"
+        "{% set ns.b = (ns.b, ns.b) %}{% endfor %}{{ " + use + " }}"
+        for use in (
+            "ns.a == ns.b", "1 < 2 and ns.a in [ns.b]", "ns.a is eq(ns.b)", "[ns.a].count(ns.b)",
+            "{ns.a: 1}", "{}.get(ns.a)", "{1: 2}[ns.a]", "[ns.a, ns.b] | unique | list", "[ns.a, ns.b] | max",
+            "[ns.a, ns.b] | map('list') | max", "[ns.a] | select('eq', ns.b) | list", "ns.a is filter",
+        )
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("template", HOSTILE, ids=range(len(HOSTILE)))

@@ -19,7 +19,8 @@ from p2p.dht.public_directory import (
     PublicDirectory,
     is_public,
 )
-from p2p.dht.wire import Contact, Message, Op, provider_key
+from p2p.dht.wire import MAX_PROVIDERS, Contact, Message, Op, provider_key
+from p2p.errors import Refused
 from p2p.host.host import Host
 from p2p.identity import Identity
 from tests.p2p.test_dht import World, peer_named
@@ -182,3 +183,32 @@ def test_what_is_public() -> None:
     inside = parse_address(f"/ip4/10.0.0.1/tcp/1/p2p/{ME.peer_id}/p2p-circuit")
     assert [is_public(address) for address in (PUBLIC, relayed, LAN, inside)] == [True, True, False, False]
     assert not is_public(parse_address("/dns4/example.org/tcp/1"))
+
+
+async def test_a_node_that_names_many_does_not_come_before_those_that_others_name(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
+) -> None:
+    """One node answers first, with as many peers as fit that do not exist: all of them were dialled before others."""
+    invented = [peer_named(1000 + number) for number in range(MAX_PROVIDERS)]
+    async with running(monkeypatch) as (theirs, client):
+        request = Message(Op.ADD_PROVIDER, provider_key(KEY), providers=(Contact(peer_named(500), (PUBLIC,)),))
+        nodes = list(theirs.world.nodes)
+        for node in nodes[1:]:
+            await theirs.world.nodes[node].handle(peer_named(500), request.encode())
+        ask, liar = theirs.ask, nodes[0]
+
+        async def lied(host: Host, protocol: str, peer: str, request: Message, timeout_s: float) -> bytes | None:
+            if peer not in theirs.world.nodes:
+                raise Refused("nobody is there")
+            if peer != liar or request.op is not Op.GET_PROVIDERS:
+                await trio.sleep(0.2)
+                return await ask(host, protocol, peer, request, timeout_s)
+            said = tuple(Contact(one, (PUBLIC,)) for one in invented)
+            return Message(Op.GET_PROVIDERS, request.key, providers=said).encode()
+
+        monkeypatch.setattr(public_directory, "ask", lied)
+        await client.find_providers(KEY, timeout_s=10)
+        await trio.sleep(20)
+        found = await client.find_providers(KEY, timeout_s=10)
+        assert set(invented) & set(found)
+        assert found.index(peer_named(500)) < 3

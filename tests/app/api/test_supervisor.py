@@ -54,12 +54,6 @@ class Wedged:
 
 
 async def healthy(scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] == "lifespan":
-        while True:
-            told = await receive()
-            await send({"type": f"{told['type']}.complete"})
-            if told["type"] == "lifespan.shutdown":
-                return
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"{}"})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from app.core.network import Network
 from app.manifest.merkle import CHUNK_BYTES
 from app.training.states import FETCH_S, METHODS, SLOWEST_BYTES_PER_S, StateStore
 from app.training.wire import StatePart
+from app.weights.extents import WeightsError
 from p2p.memory.fabric import open_fabric
 
 
@@ -118,3 +120,21 @@ async def test_a_state_that_somebody_else_never_gets_holds_up_nobody(
                         await states.obtain(b"run", [state], ["giver"])
                 assert await states.read(state) == data
                 nursery.cancel_scope.cancel()
+
+
+async def test_nothing_is_fetched_that_would_fill_the_disk(patient_clock: MockClock, tmp_path: Path) -> None:
+    """The owner of a job names the sizes of states: a hop looks at its disk before it asks for the first byte."""
+    asked: list[str] = []
+
+    async def note(peer: str, body: bytes) -> bytes:
+        asked.append(peer)
+        return b""
+
+    async with open_fabric() as fabric:
+        me, holder = fabric.node("me"), fabric.node("holder")
+        for method in METHODS:
+            holder.serve(method, note)
+        states, free = store(me, tmp_path / "me"), shutil.disk_usage(tmp_path).free
+        with pytest.raises(WeightsError, match="no room on the disk"):
+            await states.obtain(b"run", [StatePart(bytes(32), free)], ["holder"])
+        assert not asked

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 
@@ -13,6 +16,8 @@ from app.config.home import Home
 from app.core.errors import AppError, RecordError
 from app.training.job_store import JobSource, JobStore, Progress
 from app.training.record import JobRecord, decode_record
+from app.training.swarm_jobs import _Watch
+from app.training.trainer import StepDone
 
 RECORD = JobRecord(
     out="a", model="0" * 64, data="1" * 64, rank=8, alpha=16.0, targets=("q", "v"), dropout=0.0, epochs=1, batch=8,
@@ -130,3 +135,18 @@ def test_a_damaged_job_hides_no_other(jobs: JobStore, file: str, content: bytes)
     assert jobs.all() == [other]
     with pytest.raises(RecordError):
         jobs.find(RECORD.id)
+
+
+def test_a_full_disk_does_not_end_a_job_at_its_next_step() -> None:
+    def save_progress(job_id: str, progress: Progress) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    figures: Any = SimpleNamespace(left_out={}, link_bytes=Counter())
+    running: Any = SimpleNamespace(
+        job=SimpleNamespace(record=SimpleNamespace(id="a job", steps=1)), material=None, progress=Progress(), step_s=[],
+        trainer=SimpleNamespace(figures=figures), snapshots_s=0.0,
+    )  # fmt: skip
+    store: Any = SimpleNamespace(save_progress=save_progress)
+    watch = _Watch(running, store)
+    watch.on_step(StepDone(1, 1.5, 5, 1.0, 0.1))
+    assert (running.progress.step, running.progress.losses) == (1, (1.5,))

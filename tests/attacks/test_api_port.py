@@ -1,0 +1,129 @@
+"""Programs that reach the API's port without a token: they cost the node neither its file handles nor its end."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from app.api import server
+from app.api.guard import Receive, Scope, Send
+from app.api.supervisor import api_trouble
+
+REQUEST = b"GET %s HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+MORE_THAN_BUFFERS = 64 << 20  # without a token a client has as much from many small answers
+
+
+class Asked:
+    """An application that tells how many requests wait for it, and when a large answer is over."""
+
+    def __init__(self) -> None:
+        self.slow, self.large_is_over = trio.Semaphore(0), trio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/slow":
+            self.slow.release()
+            await trio.sleep_forever()
+        body = b"x" * MORE_THAN_BUFFERS if scope["path"] == "/large" else b"{}"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+        if scope["path"] == "/large":
+            self.large_is_over.set()
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[str, Asked]]:
+    sock, stop, application = server.open_socket(0, explicit=False), trio.Event(), Asked()
+    url = server.url_of(sock)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.serve, application, sock, stop.wait)
+        yield url, application
+        stop.set()
+
+
+async def connected(url: str, receive_bytes: int | None = None) -> trio.SocketStream:
+    raw = socket.socket()
+    if receive_bytes is not None:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    made = trio.socket.from_stdlib_socket(raw)
+    await made.connect(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+    return trio.SocketStream(made)
+
+
+async def unread_answer(url: str) -> trio.SocketStream:
+    """Ask for an answer and read no more than its beginning: the server cannot send the rest."""
+    stream = await connected(url, 1024)
+    await stream.send_all(REQUEST % b"/large")
+    await stream.receive_some(1)
+    return stream
+
+
+async def all_of(stream: trio.SocketStream) -> None:
+    while await stream.receive_some(65536):
+        pass
+    raise trio.BrokenResourceError("the answer is not whole")
+
+
+async def test_a_client_that_does_not_read_does_not_keep_the_api_from_ending() -> None:
+    with trio.fail_after(30):
+        async with served() as (url, _):
+            stream = await unread_answer(url)
+            assert await api_trouble(url) is None
+    await stream.aclose()
+
+
+async def test_a_client_that_does_not_read_does_not_keep_the_api_from_being_cancelled() -> None:
+    with trio.fail_after(30):
+        with trio.CancelScope() as scope:
+            async with served() as (url, _):
+                stream = await unread_answer(url)
+                scope.cancel()
+                await trio.sleep_forever()
+    await stream.aclose()
+
+
+async def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "SEND_S", 0.1)
+    with trio.fail_after(30):
+        async with served() as (url, application):
+            stream = await unread_answer(url)
+            await application.large_is_over.wait()
+            with pytest.raises(trio.BrokenResourceError):
+                await all_of(stream)
+    await stream.aclose()
+
+
+async def waiting_request(url: str, application: Asked) -> trio.SocketStream:
+    stream = await connected(url)
+    await stream.send_all(REQUEST % b"/slow")
+    await application.slow.acquire()
+    return stream
+
+
+async def test_idle_connections_give_way_and_those_with_a_request_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a limit, any program of the machine could take all file handles, and the node lost its peers."""
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 8)
+    with trio.fail_after(30):
+        async with served() as (url, application):
+            busy = await waiting_request(url, application)
+            idle = [await connected(url) for _ in range(40)]
+            assert await idle[0].receive_some(1) == b""  # it made room
+            assert await api_trouble(url) is None
+            with trio.move_on_after(0.2) as waiting:
+                await busy.receive_some(1)
+            assert waiting.cancelled_caught  # it still waits for its answer
+    for stream in (busy, *idle):
+        await stream.aclose()
+
+
+async def test_a_full_api_of_requests_refuses_further_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
+    with trio.fail_after(30):
+        async with served() as (url, application):
+            busy = [await waiting_request(url, application) for _ in range(2)]
+            assert await api_trouble(url) is not None
+    for stream in busy:
+        await stream.aclose()
