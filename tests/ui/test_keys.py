@@ -465,6 +465,17 @@ def test_the_terminal_says_afterwards_that_the_node_keeps_running(kind: Any, mes
     driven(ScriptedNode(), drive)
 
 
+def test_keys_after_the_one_that_leaves_do_nothing() -> None:
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.connected(ConnectionState("live"))
+        press_at_once(app, "q", "i", "q", "d", "ctrl+q")
+        await until(app, pilot, lambda: not app.is_running or app._exit)
+        app.action_leave()  # as SIGTERM does
+        assert app._exit_renderables == [keeps_running()]  # Textual calls a second one an error
+
+    driven(ScriptedNode(), drive)
+
+
 def test_ctrl_c_says_how_to_leave() -> None:
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
         await pilot.press("3", "ctrl+c")
