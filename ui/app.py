@@ -230,6 +230,8 @@ class Dashboard(NodeApp):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """True if the action works now; the footer shows only such keys."""
+        if action == "go" and parameters and parameters[0] not in self.tabs:
+            return False  # a recording has fewer tabs
         tab = self.screen_stack[0] if self.screen_stack else None
         if action in actions.LETTERS and isinstance(tab, MainScreen) and tab.TYPES:
             return False
