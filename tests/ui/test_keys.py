@@ -662,6 +662,22 @@ def test_a_bad_invite_is_told_where_it_was_pasted_and_gets_no_tick() -> None:
     driven(node, drive)
 
 
+@pytest.mark.parametrize("last", ["", "\r"])
+def test_an_invite_that_the_terminal_pastes_as_keys_is_no_row_of_commands(last: str) -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        first = FirstRun(app.store)
+        await app.push_screen(first)
+        press_at_once(app, *"shoal:cqjl2", *last)
+        await until(app, pilot, lambda: first.state.step == 1)
+        assert (first.state.target, node.asked, app.screen) == ("shoal:cqjl2", [], first)
+        await pilot.press("escape", "s", "l")  # no invite
+        await until(app, pilot, lambda: app.screen is not first)
+
+    driven(node, drive)
+
+
 def test_a_swarm_is_created_from_a_listed_model_under_a_checked_name() -> None:
     node = ScriptedNode()
 
