@@ -210,6 +210,9 @@ def test_a_job_that_does_not_run_here_says_what_can_be_done_with_it() -> None:
     assert trained(finished)[0] == "next       `shoal train export poems FOLDER` writes the model"
     assert ("next", "`shoal train export poems FOLDER` writes the model") in training_facts(finished, name_of)
     assert not any(line.startswith("next") for line in trained(TRAINING))
+    paused = replace(TRAINING, status="paused", waiting="", losses=())
+    assert trained(paused)[0] == "next       goes on by itself once this node is in its swarm again"
+    assert text_of(loss_rows(paused, 60, 8)[0]) == "No step was made here since the node started."
 
 
 def test_who_trains_alone_is_not_told_of_others_that_go_on() -> None:

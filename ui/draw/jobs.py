@@ -131,7 +131,8 @@ def loss_rows(job: AnyJob, width: int, height: int) -> list[Row]:
     """Plot of the latest losses over the whole width, with the steps below it if there is room."""
     losses = [loss if math.isfinite(loss) else None for loss in job.losses]
     if not losses:
-        return [row(("No step is done yet.", "dim"))]
+        words = "No step is done yet." if not job.step else "No step was made here since the node started."
+        return [row((words, "dim"))]
     columns = 2 * max(1, width - _AXIS)  # a braille cell is two samples wide
     if len(losses) < columns:
         losses = [losses[index * len(losses) // columns] for index in range(columns)]

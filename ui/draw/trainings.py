@@ -14,6 +14,7 @@ from ui.draw.rows import Row, cell, fit, row, shorten, tidy, width_of, wrap
 _SPARK = 40  # most cells of a sparkline
 _NEXT = {  # what can be done with a job that does not run here, by its status
     "finished": "`shoal train export {0} FOLDER` writes the model",
+    "paused": "goes on by itself once this node is in its swarm again",
     "left": "`shoal train join {0}` goes on, `shoal train export {0} FOLDER` writes the model",
 }
 
