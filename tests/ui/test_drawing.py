@@ -230,6 +230,18 @@ def test_links_alone_are_no_speed() -> None:
 # --- the node --------------------------------------------------------------------------------------------------------
 
 
+def test_a_node_that_serves_in_vain_says_which_blocks_nobody_hosts() -> None:
+    alone = replace(HEALTHY, peers=(), start=0, stop=29, blocks_total=30)
+    live = ConnectionState("live")
+    line = state_row(live, alone, 0.0, wide=False)
+    assert text_of(line).endswith("· ▲ nobody hosts block 29: replies wait for a member that does")
+    assert next(style for text, style in line if "serving 0:29" in text).endswith("on warning")
+    assert "nobody hosts blocks 20:30" in text_of(state_row(live, replace(alone, stop=20), 0.0, wide=False))
+    whole = state_row(live, replace(alone, stop=30), 0.0, wide=False)
+    assert "nobody" not in text_of(whole)
+    assert next(style for text, style in whole if "serving 0:30" in text).endswith("on success")
+
+
 def test_the_state_is_never_without_its_reason() -> None:
     for state in ("starting", "idle", "joining", "fetching", "loading", "serving", "client", "paused", "draining"):
         bare = Snapshot(ME, state, "", "")
