@@ -54,7 +54,7 @@ def test_a_peer_is_banned_and_comes_back() -> None:
 
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
         await pilot.press("2", "down", "b")
-        await until(app, pilot, lambda: "Never speak with" in text_of_screen(app))
+        await until(app, pilot, lambda: "“Unban a peer” in the palette" in text_of_screen(app))
         await pilot.press("enter")
         await until(app, pilot, lambda: len(node.config["deny"]) == 2)
         assert node.config["deny"][0] == "10.0.0.0/8"
