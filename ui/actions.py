@@ -327,20 +327,23 @@ def panels_of(screen: Screen[Any]) -> list[Widget]:
 
 
 def help_for(app: NodeApp) -> None:
-    """Show help: the focused panel first, then the keys that work now."""
+    """Show help: the focused panel first, then the keys that work now, one of several keys for the same.
+
+    What a screen's keys do to a node is left out where there is none to do it to, as in a recording.
+    """
     from ui.widgets.dialogs import Help
 
     screen = app.screen
     focused = screen.focused
     panel = str(getattr(focused, "HELP", None) or "")
-    about = [panel, str(getattr(screen, "HELP_TEXT", None) or "")]
+    about = [panel, "" if app.store.marker else str(getattr(screen, "HELP_TEXT", None) or "")]
     title = getattr(focused, "_border_title", None) if panel else None
-    keys = [
-        (app.get_key_display(active.binding), active.binding.description)
-        for active in screen.active_bindings.values()
-        if active.enabled and active.binding.description[:1].islower()  # Textual capitalises its scrolling keys
-    ]
-    app.push_screen(Help(title.plain if title else "", "\n\n".join(part for part in about if part), keys))
+    keys: dict[str, str] = {}
+    for active in screen.active_bindings.values():
+        if active.enabled and active.binding.description[:1].islower():  # Textual capitalises its scrolling keys
+            keys.setdefault(active.binding.description, app.get_key_display(active.binding))
+    rows = [(key, words) for words, key in keys.items()]
+    app.push_screen(Help(title.plain if title else "", "\n\n".join(part for part in about if part), rows))
 
 
 _CHAT = (  # actions of the chat's keys, for the palette

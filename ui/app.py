@@ -93,6 +93,7 @@ class Dashboard(NodeApp):
         self._show_pending = False
         self._latest: RawSnapshot | None = None
         self._footer_state: tuple[str, str | None] = ("", None)  # connection and node state it was made for
+        self._is_leaving = False
         self.asked_first_run = False
         self.first_tab = "overview"
         self._modes = {name: partial(make_screen, name, self.store) for name in self.tabs}
@@ -219,7 +220,9 @@ class Dashboard(NodeApp):
     # --- keys --------------------------------------------------------------------------------------------------------
 
     async def on_event(self, event: events.Event) -> None:
-        """Let the tab see a key before it is sent to the widget that has the focus."""
+        """Let the tab see a key before the widget that has the focus; drop keys that come after the one that leaves."""
+        if isinstance(event, events.Key) and self._is_leaving:
+            return
         if isinstance(event, events.Key) and not event.is_forwarded and self.screen_stack:
             if isinstance(self.screen, MainScreen):
                 self.screen.before_key(event)
@@ -227,6 +230,8 @@ class Dashboard(NodeApp):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """True if the action works now; the footer shows only such keys."""
+        if action == "go" and parameters and parameters[0] not in self.tabs:
+            return False  # a recording has fewer tabs
         tab = self.screen_stack[0] if self.screen_stack else None
         if action in actions.LETTERS and isinstance(tab, MainScreen) and tab.TYPES:
             return False
@@ -338,7 +343,10 @@ class Dashboard(NodeApp):
             self.theme = self._kept_theme
 
     def action_leave(self) -> None:
-        """Close the dashboard; the node keeps running, which the terminal says afterwards."""
+        """Close the dashboard, once; the node keeps running, which the terminal says afterwards."""
+        if self._is_leaving:
+            return
+        self._is_leaving = True
         is_own = self.door is not None and self.door.can_start and self.store.link.kind == "live"
         self.exit(message=keeps_running() if is_own else None)
 

@@ -67,14 +67,18 @@ def _end(jobs: JobStore, job: Job, action: str, *, as_json: bool) -> int:
 
 
 def _trainings(home: Home, name: str | None = None) -> list[dict[str, Any]]:
-    """The figures of the training jobs of this home, or of those of a name or beginning of a hash."""
+    """The figures of the training jobs of this home, or of those of a name or beginning of a hash.
+
+    The running node has them, since it knows which of them run; without one, none does.
+    """
     if not home.trainings_folder.is_dir():
         return []
+    from app.api.client import running_client
     from app.rounds.train_store import TrainStore
 
-    store = TrainStore(home)
-    known = [job for job in store.all() if name is None or name == job.record.name or job.id.startswith(name)]
-    return [store.facts(job) for job in known]
+    client = running_client(home.folder)
+    known = TrainStore(home).all_idle_facts() if client is None else client.get("/control/train")
+    return [facts for facts in known if name in (None, facts["name"]) or facts["hash"].startswith(name)]
 
 
 def _show_training(facts: dict[str, Any], *, as_json: bool) -> int:

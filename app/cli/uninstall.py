@@ -21,12 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_uninstall(arguments: argparse.Namespace) -> int:
     """List the files and the service, and remove them if --yes is given; the identity cannot be recovered."""
+    from app.api.client import running_client
     from app.cli.service import plan_here
     from app.config.home import cache_folder
     from app.system.uninstall import items_in_cache, items_in_home
 
     plan, cache = plan_here(arguments.home), cache_folder()
     service = plan.file if plan.file.exists() else None
+    is_running = running_client(arguments.home) is not None
     if arguments.yes and _stop(arguments.home, plan) and not arguments.json:
         print("stopped")
     shared = _is_used_by_others(cache, arguments.home)
@@ -37,11 +39,13 @@ def run_uninstall(arguments: argparse.Namespace) -> int:
         facts = [{"path": str(item.path), "bytes": item.size_bytes} for item in items]
         found = {"service": None if service is None else str(service), "items": facts, "program": program}
         kept = {"left": [str(folder) for folder in left], "used_by_others": str(cache) if shared else None}
-        print_json({"removed": arguments.yes, **found, **kept})
+        print_json({"removed": arguments.yes, "running": is_running, **found, **kept})
         return 0
     print("Removed:" if arguments.yes else "This would be removed (`shoal uninstall --yes` does it):")
     for line in [f"the service {service}"] * (service is not None) + [_line(item) for item in items]:
         print(f"  {line}")
+    if is_running and not arguments.yes:
+        print("The node that runs now would be stopped first")
     if shared:
         print(f"{cache} stays, because another node of this machine uses its models: stop that node first")
     for folder in left:

@@ -52,8 +52,8 @@ _AT_ONCE = 4  # newcomers whose tokens are looked up at a time
 _TEXTS = {
     Verdict.PENDING.value: "{who} has to let this node in first",
     Verdict.UNKNOWN.value: "{who}, who made this invite, does not know it: it may have been cancelled",
-    Verdict.EXPIRED.value: "the invite has expired",
-    Verdict.USED.value: "the invite was used already",
+    Verdict.EXPIRED.value: "the invite has expired: ask whoever sent it for a new one",
+    Verdict.USED.value: "the invite was used already: ask whoever sent it for a new one",
     Verdict.REFUSED.value: "{who} refused to let this node in",
     Verdict.CROWDED.value: "too many others wait for approval with this invite",
     wire.REVOKED: "this node was removed from the swarm",

@@ -13,12 +13,13 @@ from pathlib import Path
 from app.core.errors import UsageError
 from app.joining.offers import Machine, shape_words
 from app.snapshot.views import ModelView, OfferView
-from engine.sources import hub, starter
+from engine.sources import hub, starter, tiny
 from engine.sources.base import ModelSource
 from engine.sources.opening import list_cached, open_source
 from engine.stored_form import source_form, starter_form
 
 _USUAL_FOLDERS = ("~/models", "~/Models", "~/.lmstudio/models", "~/.cache/lm-studio/models", "~/.cache/huggingface/hub")
+_TINY_TITLE = f"{tiny.NAME} (for trying Shoal offline: its replies are nonsense)"
 _DEPTH = 5  # of folders below those
 _MAX_MODELS = 200
 _MAX_ENTRIES = 20_000
@@ -35,8 +36,9 @@ def list_models(cache: Path, folder: str | None = None) -> list[ModelView]:
             raise UsageError(f"{folder[:200]} is not a folder on the node's machine")
         return list(_below([top]))
     known = [ModelView(starter.NAME, starter.LABEL, starter.FILE_BYTES, "GGUF", starter.starter_file(cache).exists())]
+    known.append(ModelView(tiny.NAME, _TINY_TITLE, None, "", True))
     for cached in list_cached(cache):
-        if cached.name != starter.NAME:
+        if cached.name not in (starter.NAME, tiny.NAME):
             known.append(ModelView(cached.name, cached.name, cached.size_bytes, _format(cached.path), True))
     seen = {model.name for model in known}
     found = _below([Path(text).expanduser() for text in _USUAL_FOLDERS])

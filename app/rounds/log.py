@@ -322,7 +322,9 @@ def codec_of(record: TrainingRecord, entries: Sequence[RoundEntry], number: int)
 
 
 def newly_left_out(entries: Sequence[RoundEntry]) -> dict[str, str]:
-    """Return who takes no more part since the last round, and why."""
+    """Return who takes no more part since the last round, and why; nobody before the first round."""
+    if not entries:
+        return {}
     before = entries[-2].left_out if len(entries) > 1 else {}
     return {peer: why for peer, why in entries[-1].left_out.items() if peer not in before}
 

@@ -18,7 +18,7 @@ import trio
 from app.core.canonical_json import canonical
 from app.core.compute import Device
 from app.core.device_thread import DeviceThread
-from app.core.errors import AppError, RecordError
+from app.core.errors import AppError, RecordError, first_error
 from app.core.network import Network
 from app.core.wall_clock import wall_ms
 from app.planning.forecast import Terms, rounds_of
@@ -333,7 +333,8 @@ class TrainJobs:
             self._write(job, island, FAILED, str(error)[:1000])
         except Exception as error:  # torch raises errors of every kind; they must not end the node's other work
             log.exception("training %s failed", job.record.name)
-            self._write(job, island, FAILED, f"{type(error).__name__} while computing: {error}"[:1000])
+            first = first_error(error)
+            self._write(job, island, FAILED, f"{type(first).__name__} while computing: {first}"[:1000])
         finally:
             del self.running[job.record.id]
             running.ended.set()
@@ -348,8 +349,9 @@ class TrainJobs:
         self._note_left_out(job.record, entries)
         if (running := self.running.get(job.record.id)) is not None:
             self._write(job, running.island, RUNNING)
-            # A forecast is for islands of one machine.
-            if running.island.figures.measured_round == entries[-1].round and not running.island.machines:
+            measured = running.island.figures.measured_round
+            # A forecast is for islands of one machine. Who joins before the first round is over has no entry yet.
+            if entries and measured == entries[-1].round and not running.island.machines:
                 await self._compare(running, entries)
 
     def _note_left_out(self, record: TrainingRecord, entries: Sequence[RoundEntry]) -> None:

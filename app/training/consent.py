@@ -36,7 +36,7 @@ def terms_of(settings: Settings, own_peer: str, is_member: Callable[[str], bool]
         if settings.train == NEVER:
             return "this node trains for nobody"
         if settings.train == TRUSTED and owner not in settings.trusted:
-            return "this node trains only for peers that its user trusts"
+            return "this node trains only for peers in its setting `trusted`, unless `train` is members"
         if owner not in settings.trusted and not is_member(owner):
             return "this node trains only for members of its swarm"
         return None

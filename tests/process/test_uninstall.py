@@ -52,8 +52,11 @@ def test_uninstall_of_a_running_node_prints_nothing_but_json(
     with Serving(place) as node:
         node.ready()
         capsys.readouterr()
+        assert main(["uninstall"]) == 0
+        assert "The node that runs now would be stopped first\n" in capsys.readouterr().out
         assert main(["uninstall", "--yes", "--json"]) == 0
         printed = json.loads(capsys.readouterr().out)
+        assert printed["running"]
         assert node.ended() == 0
     assert printed["removed"]
     assert printed["left"] == []

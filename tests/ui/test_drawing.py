@@ -210,13 +210,36 @@ def test_the_parts_of_a_route_add_up_to_its_whole_time() -> None:
 def test_a_route_of_which_nothing_was_measured_invents_nothing() -> None:
     bare = RouteView("s", (HopView(ME, 0, 4), HopView(PEERS[0].peer, 4, 8)))
     text = "\n".join(text_of(line) for line in route_rows(bare, name_of, 100, 8))
-    assert "Nothing has been measured" in text
+    assert "No token has been timed" in text
     assert not any(character.isdigit() for character in text.replace("0:4", "").replace("4:8", ""))
     title = text_of(title_row(replace(HEALTHY, route=bare)))
     assert title.startswith("route  2 hops · — ms a token · — tok/s")
 
 
+def test_links_alone_are_no_speed() -> None:
+    """While the prompt was still read, the time on the links was shown as a token's: 47 tok/s on the way to 2.6."""
+    hops = (HopView(ME, 0, 4, None, 0.003), HopView(PEERS[0].peer, 4, 8, "lan", 0.018))
+    linked = RouteView("s", hops, return_s=0.0005)
+    assert token_seconds(linked) is None
+    assert text_of(title_row(replace(HEALTHY, route=linked))).startswith("route  2 hops · — ms a token · — tok/s")
+    rows = [text_of(line) for line in route_rows(linked, name_of, 100, 8)]
+    assert "18" in rows[0]
+    assert rows[-1] == "No token has been timed on this route yet."
+
+
 # --- the node --------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_serves_in_vain_says_which_blocks_nobody_hosts() -> None:
+    alone = replace(HEALTHY, peers=(), start=0, stop=29, blocks_total=30)
+    live = ConnectionState("live")
+    line = state_row(live, alone, 0.0, wide=False)
+    assert text_of(line).endswith("· ▲ nobody hosts block 29: replies wait for a member that does")
+    assert next(style for text, style in line if "serving 0:29" in text).endswith("on warning")
+    assert "nobody hosts blocks 20:30" in text_of(state_row(live, replace(alone, stop=20), 0.0, wide=False))
+    whole = state_row(live, replace(alone, stop=30), 0.0, wide=False)
+    assert "nobody" not in text_of(whole)
+    assert next(style for text, style in whole if "serving 0:30" in text).endswith("on success")
 
 
 def test_the_state_is_never_without_its_reason() -> None:

@@ -100,6 +100,21 @@ def test_only_what_is_known_of_a_job_is_told(job: JobView, said: str, unsaid: st
     assert unsaid not in text
 
 
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (FINISHED, f"`shoal chat --adapter {FINISHED.out}` uses it; in the chat ^g chooses it"),
+        (replace(FAILED, swarm="reef"), "p tries again from the last step that was kept"),
+        (replace(PAUSED, swarm="reef"), "p goes on with it"),
+        (replace(PAUSED, swarm=""), f"`shoal jobs resume {PAUSED.job}` goes on with it"),
+    ],
+)
+def test_a_fine_tuning_job_that_does_not_run_says_what_comes_next(job: JobView, words: str) -> None:
+    assert f"next       {words}" in shown(job)
+    assert ("next", words) in job_facts(job, name_of)
+    assert not any(line.startswith("next") for line in shown(RUNNING))
+
+
 @pytest.mark.parametrize("size", [(20, 4), (78, 8), (78, 40), (150, 12)])
 @pytest.mark.parametrize("job", [*JOBS, HOSTILE], ids=lambda job: job.out[:1])
 def test_a_job_keeps_to_its_panel(job: JobView, size: tuple[int, int]) -> None:
@@ -172,9 +187,9 @@ def test_everything_about_a_training_job_is_told() -> None:
     rows = trained(TRAINING)
     assert rows[0] == "waiting    for pike, for 12 s at most"
     assert rows[1].endswith("12 rounds, step 600 of 2 000")
-    assert rows[2] == "speed      412 tok/s · 1.8 M tokens · 91 % in steps · 2 h 20 m left"
+    assert rows[2] == "speed      412 tok/s · 1.8 M tokens · 91 % computing · 2 h 20 m left"
     assert rows[3].startswith("unseen     █") and rows[3].endswith("2.361")  # noqa: PT018
-    assert rows[4] == "exchange   12 MB a round as int8, every 50 steps · checkpoint 41 s old"
+    assert rows[4] == "exchange   12 MB a round of 50 steps, as int8 · checkpoint 41 s old"
     assert rows[5] == "left out   mako: its change agrees by -0.31 with the others, usual is 0.46"
     assert rows[6] == "doubted    heron: its change has the norm 9.1, the median is 1.6"
     assert rows[7:] == [
@@ -195,6 +210,9 @@ def test_a_job_that_does_not_run_here_says_what_can_be_done_with_it() -> None:
     assert trained(finished)[0] == "next       `shoal train export poems FOLDER` writes the model"
     assert ("next", "`shoal train export poems FOLDER` writes the model") in training_facts(finished, name_of)
     assert not any(line.startswith("next") for line in trained(TRAINING))
+    paused = replace(TRAINING, status="paused", waiting="", losses=())
+    assert trained(paused)[0] == "next       goes on by itself once this node is in its swarm again"
+    assert text_of(loss_rows(paused, 60, 8)[0]) == "No step was made here since the node started."
 
 
 def test_who_trains_alone_is_not_told_of_others_that_go_on() -> None:
@@ -235,7 +253,7 @@ def test_islands_without_a_row_are_counted() -> None:
         (replace(TRAINING, status="failed", why="the disk is full"), "failed     the disk is full", "alone"),
         (replace(TRAINING, islands=TRAINING.islands[:1]), "step 600 of 2 000, alone", "tern"),
         (replace(TRAINING, resting={STRANGER: "failed in 3 exchanges"}), "resting    AAAAAA: failed in 3", "12D3"),
-        (replace(TRAINING, left_s=None, utilisation=None), "— in steps", "h 20 m left"),
+        (replace(TRAINING, left_s=None, utilisation=None), "— computing", "h 20 m left"),
         (replace(TRAINING, left_out={}, doubted=None), "islands    you", "doubted"),
         (replace(TRAINING, status="left", islands=(), validation=(), validation_loss=None), "unseen     —", "alone"),
     ],

@@ -54,7 +54,7 @@ def test_a_peer_is_banned_and_comes_back() -> None:
 
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
         await pilot.press("2", "down", "b")
-        await until(app, pilot, lambda: "Never speak with" in text_of_screen(app))
+        await until(app, pilot, lambda: "“Unban a peer” in the palette" in text_of_screen(app))
         await pilot.press("enter")
         await until(app, pilot, lambda: len(node.config["deny"]) == 2)
         assert node.config["deny"][0] == "10.0.0.0/8"
@@ -465,6 +465,17 @@ def test_the_terminal_says_afterwards_that_the_node_keeps_running(kind: Any, mes
     driven(ScriptedNode(), drive)
 
 
+def test_keys_after_the_one_that_leaves_do_nothing() -> None:
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.connected(ConnectionState("live"))
+        press_at_once(app, "q", "i", "q", "d", "ctrl+q")
+        await until(app, pilot, lambda: not app.is_running or app._exit)
+        app.action_leave()  # as SIGTERM does
+        assert app._exit_renderables == [keeps_running()]  # Textual calls a second one an error
+
+    driven(ScriptedNode(), drive)
+
+
 def test_ctrl_c_says_how_to_leave() -> None:
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
         await pilot.press("3", "ctrl+c")
@@ -647,6 +658,22 @@ def test_a_bad_invite_is_told_where_it_was_pasted_and_gets_no_tick() -> None:
         await pilot.press("enter")
         await until(app, pilot, lambda: first.state.step == 2)
         assert node.asked == ["/control/join shoal:good"]
+
+    driven(node, drive)
+
+
+@pytest.mark.parametrize("last", ["", "\r"])
+def test_an_invite_that_the_terminal_pastes_as_keys_is_no_row_of_commands(last: str) -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        first = FirstRun(app.store)
+        await app.push_screen(first)
+        press_at_once(app, *"shoal:cqjl2", *last)
+        await until(app, pilot, lambda: first.state.step == 1)
+        assert (first.state.target, node.asked, app.screen) == ("shoal:cqjl2", [], first)
+        await pilot.press("escape", "s", "l")  # no invite
+        await until(app, pilot, lambda: app.screen is not first)
 
     driven(node, drive)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from textual.pilot import Pilot
+from textual.widgets import Static
 
 from app.snapshot.codec import to_json
 from app.snapshot.recording import FrameEncoder, Recording, read_recording
@@ -108,6 +109,22 @@ def test_nothing_can_be_changed_and_other_tabs_are_not_there() -> None:
         assert said == ["this is a recording: nothing can be changed in it"]
         assert " 2 swarm " in text_of_screen(app)
         assert "chat" not in text_of_screen(app).splitlines()[0]
+
+    replayed(kill(), drive)
+
+
+def test_help_lists_each_key_that_works_in_a_recording_once() -> None:
+    async def drive(app: Replay, pilot: Pilot[None], wall: Clock) -> None:
+        for tab in ("1", "2"):
+            await pilot.press(tab, "question_mark")
+            await pilot.pause()
+            rows = [str(line.content) for line in app.screen.query(Static)]
+            words = [row.split()[-1] for row in rows if len(row) > 10 and row[:8].strip() and row[8:10] == "  "]
+            assert {"overview", "swarm", "play/pause", "faster"} <= set(words)
+            assert len(words) == len(set(words)), words
+            assert not {"chat", "jobs", "logs", "settings", "ban", "pause", "invite", "cap"} & set(words)
+            assert not any("pauses hosting" in row or "bans it" in row for row in rows)
+            await pilot.press("escape")
 
     replayed(kill(), drive)
 

@@ -19,6 +19,11 @@ NameOf = Callable[[str], str]
 AnyJob = JobView | TrainingView
 NO_JOBS = "There are no jobs yet: `shoal finetune` and `shoal train` start one."
 RESUMABLE = ("paused", "failed")
+_NEXT = {  # what can be done with a fine-tuning job that does not run, by its status
+    "finished": "`shoal chat --adapter {0}` uses it; in the chat ^g chooses it",
+    "paused": "p goes on with it",
+    "failed": "p tries again from the last step that was kept",
+}
 _SIGNS = {
     "running": ("●", "success"),
     "paused": ("‖", "warning"),
@@ -126,7 +131,8 @@ def loss_rows(job: AnyJob, width: int, height: int) -> list[Row]:
     """Plot of the latest losses over the whole width, with the steps below it if there is room."""
     losses = [loss if math.isfinite(loss) else None for loss in job.losses]
     if not losses:
-        return [row(("No step is done yet.", "dim"))]
+        words = "No step is done yet." if not job.step else "No step was made here since the node started."
+        return [row((words, "dim"))]
     columns = 2 * max(1, width - _AXIS)  # a braille cell is two samples wide
     if len(losses) < columns:
         losses = [losses[index * len(losses) // columns] for index in range(columns)]
@@ -163,6 +169,7 @@ def _all_rows(job: JobView, name_of: NameOf, width: int, most: int) -> list[Row]
     rows: list[Row] = []
     if job.why:
         rows += entry("failed", reason(job.why, name_of, room, most, "error"))
+    rows += entry("next", wrap(_next(job), room)[:most]) if job.status in _NEXT else []
     rows += entry("steps", [_steps(job, room)]) + entry("speed", [_speed(job)])
     rows += entry("hops", _hops(job, name_of, room))
     if job.hops:
@@ -187,6 +194,7 @@ def job_facts(job: JobView, name_of: NameOf) -> list[tuple[str, str]]:
         ("model", _model(job)),
         ("data", job.data),
         ("status", f"{job.status}: {job.why}" if job.why else job.status),
+        *([("next", _next(job))] if job.status in _NEXT else []),
         ("steps", f"{job.step} of {job.steps}, {job.tokens} tokens in {duration(job.seconds)}"),
         ("hops", hops or _where(job)),
     ]
@@ -199,6 +207,12 @@ def job_facts(job: JobView, name_of: NameOf) -> list[tuple[str, str]]:
     facts += [("left out", tidy(with_names(f"{peer}: {why}", name_of))) for peer, why in (job.left_out or {}).items()]
     facts += [("validation", f"{loss_text(loss)} after step {step}") for step, loss in job.validation[-8:]]
     return facts
+
+
+def _next(job: JobView) -> str:
+    if not job.swarm and job.status in RESUMABLE:
+        return f"`shoal jobs resume {one_line(job.job)}` goes on with it"
+    return _NEXT[job.status].format(one_line(job.out))
 
 
 def entry(label: str, lines: Sequence[Row]) -> list[Row]:

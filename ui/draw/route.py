@@ -26,7 +26,12 @@ class Share:
 
 
 def token_seconds(route: RouteView) -> float | None:
-    """Seconds per token: as measured, but not less than its known parts together; None if nothing is known."""
+    """Seconds per token: as measured, but not less than its known parts together.
+
+    None before the first token, as long as some hop has not reported its computing: links alone would look fast.
+    """
+    if route.token_s is None and not route.is_reported:
+        return None
     return max(route.token_s or 0.0, route.known_s) or None
 
 
@@ -136,7 +141,7 @@ def waterfall(route: RouteView, name_of: NameOf, width: int) -> list[Row]:
     """One token's time to scale: computing solid, direct links thin, relays and queues hatched; names below."""
     shares = shares_of(route, name_of)
     total = sum(share.seconds for share in shares)
-    if total <= 0:
+    if total <= 0 or token_seconds(route) is None:
         return []
     line: Row = []
     labels = [" "] * width
@@ -170,7 +175,7 @@ def sentence(route: RouteView, name_of: NameOf) -> Row:
     shares = [share for share in shares_of(route, name_of) if share.kind != "rest"]
     total = token_seconds(route)
     if not shares or total is None:
-        return row(("Nothing has been measured on this route yet.", "dim"))
+        return row(("No token has been timed on this route yet.", "dim"))
     by_place: dict[tuple[str, str], float] = {}
     for share in shares:
         by_place[(share.kind, share.name)] = by_place.get((share.kind, share.name), 0.0) + share.seconds

@@ -10,6 +10,7 @@ from app.snapshot.views import Snapshot, StepView
 from ui.draw.events import DECIDES, guest_name
 from ui.draw.numbers import duration, plural, progress
 from ui.draw.rows import Row, row, tidy
+from ui.state.coverage import coverage_of
 from ui.state.store import ConnectionState
 
 _SIGNS = {
@@ -106,6 +107,16 @@ def _is_without_swarm(snapshot: Snapshot) -> bool:
     return snapshot.swarm is None and snapshot.why is not None and snapshot.why.code == "no_swarm"
 
 
+def _lack(snapshot: Snapshot) -> str:
+    """The blocks that nobody hosts while this node serves others: no reply can be made; empty if there are none."""
+    cover = coverage_of(snapshot) if snapshot.state == "serving" else None
+    if cover is None or not cover.holes:
+        return ""
+    start, stop = cover.holes[0]
+    blocks = f"block {start}" if stop == start + 1 else f"blocks {start}:{stop}"
+    return f"nobody hosts {blocks}: replies wait for a member that does"
+
+
 def state_row(
     link: ConnectionState,
     snapshot: Snapshot | None,
@@ -119,6 +130,8 @@ def state_row(
     That is sessions and the next pause; `name_of` gives the name of a peer that a warning names by its id.
     """
     words, style = pill(link, snapshot, now)
+    lack = _lack(snapshot) if snapshot is not None and link.kind == "live" else ""
+    style = "warning" if lack else style
     because = reason(link, snapshot)
     if snapshot is not None and snapshot.state == "paused":
         because = because.removeprefix("paused ")  # the state says so
@@ -132,6 +145,8 @@ def state_row(
         line.append((f" · ? {guest_name(snapshot.requests[0])} asks to join: {DECIDES}", "warning"))
     if snapshot.warning is not None:
         line.append((f" · ▲ {one_line(with_names(snapshot.warning.text, name_of))}", "warning"))
+    elif lack:
+        line.append((f" · ▲ {lack}", "warning"))
     elif why is not None and why.next_step and why.code not in _CHOSEN and not _is_without_swarm(snapshot):
         line.append((f" · {next_step(why.code, why.next_step)}", "secondary"))
     extra = []

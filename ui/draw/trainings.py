@@ -14,6 +14,7 @@ from ui.draw.rows import Row, cell, fit, row, shorten, tidy, width_of, wrap
 _SPARK = 40  # most cells of a sparkline
 _NEXT = {  # what can be done with a job that does not run here, by its status
     "finished": "`shoal train export {0} FOLDER` writes the model",
+    "paused": "goes on by itself once this node is in its swarm again",
     "left": "`shoal train join {0}` goes on, `shoal train export {0} FOLDER` writes the model",
 }
 
@@ -43,7 +44,7 @@ def training_facts(job: TrainingView, name_of: NameOf) -> list[tuple[str, str]]:
         ("status", f"{job.status}: {job.why}" if job.why else job.status),
         ("round", f"{job.round}, step {job.step} of {job.steps}{coming}"),
         ("tokens", f"{job.tokens}, {known_rate(job.tokens_per_s)} tok/s in the last round"),
-        ("in steps", _utilisation(job)),
+        ("computing", f"{_utilisation(job)} of the time; the rest goes to exchanges and waiting"),
         ("bytes", f"{job.bytes_per_round} in the last round, as {job.wire}"),
         ("checkpoint", f"{duration(job.checkpoint_age_s)} old"),
     ]
@@ -99,7 +100,7 @@ def _rounds(job: TrainingView, room: int) -> Row:
 
 def _speed(job: TrainingView) -> Row:
     left = f" · {duration(job.left_s)} left" if job.left_s is not None else ""
-    words = f" · {many(job.tokens)} tokens · {_utilisation(job)} in steps{left}"
+    words = f" · {many(job.tokens)} tokens · {_utilisation(job)} computing{left}"
     return row((f"{known_rate(job.tokens_per_s)} tok/s", "b"), words)
 
 
@@ -114,7 +115,7 @@ def _validation(job: TrainingView, room: int) -> Row:
 
 
 def _exchange(job: TrainingView) -> Row:
-    words = f" a round as {one_line(job.wire)}, every {plural(job.every, 'step')} · checkpoint "
+    words = f" a round of {plural(job.every, 'step')}, as {one_line(job.wire)} · checkpoint "
     return row((size(job.bytes_per_round), "b"), words, (duration(job.checkpoint_age_s), "b"), " old")
 
 

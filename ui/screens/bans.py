@@ -47,7 +47,9 @@ def offer_ban(app: NodeApp, peer: PeerView) -> None:
         if sure:
             app.ask(lambda client: ban(client, peer.peer), lambda _: app.say(f"{name} is banned; ^p unban undoes it"))
 
-    app.push_screen(Question(f"Never speak with {name} again? The setting `deny` keeps the list.", "Ban"), answered)
+    app.push_screen(
+        Question(f"Never speak with {name} again? “Unban a peer” in the palette (^p) takes it back.", "Ban"), answered
+    )
 
 
 def offer_unban(app: NodeApp) -> None:

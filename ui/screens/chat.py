@@ -64,7 +64,7 @@ class Chat(MainScreen):
         Binding("escape", "stop", "stop", key_display="esc"),
         Binding("escape", "keep_question", "keep the old", key_display="esc"),
         # With priority: the keys typed after it must find the focus where it has gone.
-        Binding("escape", "leave_box", "keys", key_display="esc", priority=True),
+        Binding("escape", "leave_box", "tabs", key_display="esc", priority=True),
         Binding("ctrl+r", "again", "again", key_display="^r", priority=True),
         Binding("ctrl+e", "edit", "edit", key_display="^e", priority=True),
         Binding("ctrl+y", "copy", "copy", key_display="^y", priority=True),

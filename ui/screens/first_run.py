@@ -11,6 +11,7 @@ from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
+from textual.timer import Timer
 
 from app.api.client import PATIENT_S, Client
 from app.snapshot.codec import prospects_from
@@ -25,6 +26,8 @@ from ui.widgets.dialogs import Dialog, TextDialog
 from ui.widgets.panel import RowWidget
 
 LOOK_AGAIN_S = 2.0
+INVITE = "shoal:"
+TYPED_S = 0.5  # after the last key of an invite that a terminal pastes as if it were typed
 LONGEST_S = 3600.0  # creating a swarm may download and import a model
 
 
@@ -56,6 +59,8 @@ class FirstRun(Dialog[None]):
         self._loading_offers = False
         self._preview: OfferView | None = None
         self._configured_memory = True  # until the settings have arrived
+        self._typed_invite = ""
+        self._typing: Timer | None = None
 
     @property
     def dashboard(self) -> NodeApp:
@@ -128,6 +133,8 @@ class FirstRun(Dialog[None]):
             self.show()
 
     def _where_key(self, event: events.Key) -> bool:
+        if self._is_of_invite(event):
+            return True
         if event.key == "q":
             self.dashboard.action_leave()
         elif event.key == "j":
@@ -143,6 +150,23 @@ class FirstRun(Dialog[None]):
         else:
             return False
         return True
+
+    def _is_of_invite(self, event: events.Key) -> bool:
+        """True if a key continues an invite: terminals without bracketed paste send pasted text as keys."""
+        if event.key == "enter":  # ends it: `action_next`
+            return False
+        typed = self._typed_invite + (event.character or "")
+        is_invite = typed.startswith(INVITE) and event.is_printable
+        self._typed_invite = typed if is_invite or INVITE.startswith(typed) else ""
+        if self._typing is not None:
+            self._typing.stop()
+        self._typing = self.set_timer(TYPED_S, self._take_typed) if is_invite else None
+        return len(self._typed_invite) > 1
+
+    def _take_typed(self) -> None:
+        target, self._typed_invite = self._typed_invite, ""
+        if target and self.state.step == 0:
+            self._look_at(target)
 
     def _found(self, offer: OfferView) -> None:
         self._preview = offer
@@ -223,7 +247,9 @@ class FirstRun(Dialog[None]):
         """Confirm the open step."""
         if self.state.busy:
             return
-        if self.state.step == 0:
+        if self.state.step == 0 and self._typed_invite.startswith(INVITE):
+            self._take_typed()
+        elif self.state.step == 0:
             self._choose(0)
         elif self.state.step == 1:
             self._enter()

@@ -200,7 +200,9 @@ class PeersTable(ScrollView, can_focus=True):
             self.action_move(offset.y - 1 + round(self.scroll_y) - self.cursor)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """True unless the key would sort peers while none are known: then it starts the node again."""
+        """True unless the key would sort while no peers are known (it starts the node then), or ban in a recording."""
+        if action == "ban":
+            return not self.store.marker
         return self.store.snapshot is not None if action == "sort" else True
 
     def action_sort(self) -> None:

@@ -8,6 +8,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -258,11 +259,32 @@ def test_jobs_shows_a_training_job(home: Path, capsys: pytest.CaptureFixture[str
     store.save_facts(job, {**store.facts(job), **said, "status": "running", "islands": [island], "loss": 2.5})
     assert main(["jobs", "show", "fish"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "round       0, step 0 of 40, alone" in lines
+    assert "status      paused" in lines  # no node runs, so that it does not either
+    assert "round       0, step 0 of 40" in lines
     assert lines[-3:] == ["left out    a: it lied", "resting     b: it failed", "doubted     c: it is unlike"]
     assert main(["jobs", "show", job.id, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["resting"], facts["islands"]) == ({"b": "it failed"}, [island])
+
+
+def test_a_running_node_says_which_training_jobs_run(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The files of a job say that it runs after its node has gone to another swarm."""
+    store = TrainStore(Home.open(home))
+    job = store.create(sign_training(PEOPLE[0], replace(RECORD, created_ms=wall_ms())), {})
+    store.save_facts(job, {**store.facts(job), "status": "running"})
+
+    class Node:
+        def get(self, path: str) -> list[dict[str, Any]]:
+            assert path == "/control/train"
+            return [store.idle_facts(job), {**store.idle_facts(job), "name": "reef", "hash": "ab", "status": "running"}]
+
+    monkeypatch.setattr("app.api.client.running_client", lambda folder: Node())
+    assert main(["jobs"]) == 0
+    assert [line.split(": ")[1].split(",")[0] for line in capsys.readouterr().out.splitlines()] == ["paused", "running"]
+    assert main(["jobs", "show", "reef"]) == 0
+    assert "round       0, step 0 of 40, alone" in capsys.readouterr().out
 
 
 def test_a_full_disk_leaves_no_half_adapter(

@@ -279,3 +279,24 @@ async def test_no_frame_carries_text_or_token_ids_of_a_member(tmp_path: Path) ->
     assert any(form in seen for form in forms_of(made_up(9)))  # the public text is sent, so the test would see others
     for seed in (1, 2):
         assert not any(form in seen for form in forms_of(made_up(seed)))
+
+
+async def test_who_joins_a_model_before_the_first_round_is_over_stays(tmp_path: Path) -> None:
+    """It takes the model over from a member, and saved that with a log which has no round yet."""
+    (tmp_path / "text.txt").write_text(made_up(1))
+    wish = TrainWish(
+        "fish", (str(tmp_path / "text.txt"),), model="tiny-random", steps=10**6, every=10**4, batch=32, length=16,
+        licence="MIT",
+    )  # fmt: skip
+    async with open_nodes(tmp_path) as nodes:
+        await nodes[0].jobs.found(wish)
+        await nodes[1].jobs.join("fish")
+        [running] = nodes[1].jobs.running.values()
+        saved = running.job.folder / "state"
+        with trio.fail_after(60):
+            while not saved.exists() and not running.ended.is_set():  # noqa: ASYNC110
+                await trio.sleep(0.05)
+            await running.island.checkpoint.finish()
+        assert (running.island.figures.fetched, running.island.log) == (1, [])
+        [facts] = await nodes[1].jobs.facts()
+        assert (facts["status"], facts["why"]) == ("running", "")
