@@ -10,8 +10,8 @@ from statistics import median
 from typing import NamedTuple
 
 LEAST_AGREEMENT = 0.2  # of the usual agreement of the others, below which a change is doubted
-# Besides, a doubted change agrees by so many median deviations less than is usual. Where a model has little left to learn,
-# directions differ by chance: of 59 honest islands, one in six agreed by less than a fifth of the usual in every round.
+# Besides, a doubted change agrees by so many median deviations less than is usual. Where a model has little left to
+# learn, directions differ by chance: of 59 honest islands, one in six agreed by less than that fifth in every round.
 AGREEMENT_DEVIATIONS = 4.0
 NORM_FACTOR = 5.0  # a change is doubted if its norm is so many times the median, or a fraction of it
 LEAST_LIKENESS = 0.99  # cosine with the last merged change, from which on a change may be a replay of it

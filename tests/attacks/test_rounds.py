@@ -363,9 +363,7 @@ async def test_many_statements_of_one_peer_do_not_hold_up_those_of_others(
         assert not node.island._turns
 
 
-async def test_one_member_alone_makes_no_round_while_others_are_there(
-    tmp_path: Path, patient_clock: MockClock
-) -> None:
+async def test_one_member_alone_makes_no_round_while_others_are_there(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, steps=60) as swarm:
         await joined(swarm, 3)
         honest, liar = swarm.nodes[0].island, swarm.nodes[2]
@@ -398,9 +396,7 @@ async def test_one_member_alone_makes_no_round_while_others_are_there(
         await swarm.finished(0, 1)
 
 
-async def test_a_log_without_end_is_given_up_at_its_first_wrong_entry(
-    tmp_path: Path, patient_clock: MockClock
-) -> None:
+async def test_a_log_without_end_is_given_up_at_its_first_wrong_entry(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, steps=60) as swarm:
         await joined(swarm, 2)
         stranger = swarm.fabric.node(identity(7).peer_id)

@@ -155,5 +155,5 @@ async def test_a_node_whose_blocks_take_more_than_was_forecast_hosts_fewer(
     async with living(tmp_path / "a", cache, max_vram=10**9, device="cpu") as node:
         await until(node, partial(serves, node))
         shown = node.snapshot()
-        assert shown.stop - shown.start == 5  # the first or the last ones, as the node's id decides
+        assert (shown.start, shown.stop) in ((0, 5), (3, 8))  # as the node's id decides
     assert tried == [8, 8, 6, 5]  # the first time as it was: a program may have ended in between

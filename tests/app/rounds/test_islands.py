@@ -174,9 +174,7 @@ async def test_a_slow_island_makes_fewer_steps_and_holds_nobody_up(tmp_path: Pat
         assert took < 9
 
 
-async def test_the_figures_say_who_is_slow_and_for_whom_a_round_waits(
-    tmp_path: Path, patient_clock: MockClock
-) -> None:
+async def test_the_figures_say_who_is_slow_and_for_whom_a_round_waits(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, steps=40) as swarm:
         slow = swarm.add(2, step_s=0.4)
         island = swarm.nodes[0].island
