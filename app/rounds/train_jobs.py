@@ -61,6 +61,7 @@ log = logging.getLogger("shoal.rounds")
 
 ASK_S = 10.0
 TRAIN = "train"  # these jobs among past forecasts
+KEPT_FINISHED_S = 600.0  # that a finished job, with its model in memory, is kept for islands that are late
 KEPT_VALIDATION = 200  # losses after the latest rounds, among the figures
 
 
@@ -340,9 +341,24 @@ class TrainJobs:
             running.ended.set()
             with trio.CancelScope(shield=True):
                 await island.close()
-            if not island.is_finished:  # a finished one still serves those who are late
-                self._server.islands.pop(job.record.id, None)
-                self._server.records.pop(job.record.id, None)
+            if island.is_finished:
+                assert self._nursery is not None, "this task is in it"
+                self._nursery.start_soon(self._serve_the_late, job.record.id, island)
+            else:
+                self._forget(job.record.id)
+
+    async def _serve_the_late(self, job: bytes, island: Island) -> None:
+        """Keep a finished island until no other one was heard for a while, then give its memory back."""
+        last_s = trio.current_time()
+        while (left_s := last_s + KEPT_FINISHED_S - trio.current_time()) > 0:
+            await trio.sleep(left_s)
+            last_s = max([last_s, *(one.at for one in island.heard.values())])
+        self._forget(job)
+
+    def _forget(self, job: bytes) -> None:
+        """Answer no more requests of a job's islands."""
+        self._server.islands.pop(job, None)
+        self._server.records.pop(job, None)
 
     async def _save(self, job: StoredTraining, entries: list[Any], states: list[bytes]) -> None:
         await trio.to_thread.run_sync(self._store.save, job, entries, states)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import struct
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +20,7 @@ from trio.testing import MockClock
 from app.config.home import Home
 from app.core.errors import AppError, RecordError
 from app.planning.machines import MachineSpec
-from app.rounds import wire
+from app.rounds import train_jobs, wire
 from app.rounds.founding import TokenText, TrainWish, own_texts, prepare
 from app.rounds.record import DOMAIN, read_training, sign_training
 from app.rounds.statements import DATA, OwnData, read_data, sign_data, signed, texts_of
@@ -300,3 +302,30 @@ async def test_who_joins_a_model_before_the_first_round_is_over_stays(tmp_path: 
         assert (running.island.figures.fetched, running.island.log) == (1, [])
         [facts] = await nodes[1].jobs.facts()
         assert (facts["status"], facts["why"]) == ("running", "")
+
+
+async def test_a_finished_job_serves_the_late_and_then_gives_its_memory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_jobs, "KEPT_FINISHED_S", 1.0)
+    (tmp_path / "text.txt").write_text(made_up(1))
+    wish = TrainWish(
+        "fish", (str(tmp_path / "text.txt"),), model="tiny-random", steps=2, every=2, batch=32, length=16, licence="MIT"
+    )
+    async with open_nodes(tmp_path) as nodes:
+        first, late = (node.jobs for node in nodes)
+        await first.found(wish)
+        [running] = first.running.values()
+        model = weakref.ref(running.island._model)
+        with trio.fail_after(60):
+            await running.ended.wait()
+            assert running.job.record.id in first._server.islands
+            await late.join("fish")
+            [other] = late.running.values()
+            await other.ended.wait()
+            assert other.island.is_finished
+            del running, other
+            while first._server.islands or first._server.records or late._server.islands:  # noqa: ASYNC110
+                await trio.sleep(0.05)
+        gc.collect()
+        assert model() is None
