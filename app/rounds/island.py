@@ -321,6 +321,12 @@ class Island:
         """Note the loss, on text that is not trained on, of the state after the last round."""
         self.figures.validation = [*self.figures.validation[-999:], (self.standing.step, loss)]
 
+    def replace_entries(self, entries: Sequence[RoundEntry]) -> None:
+        """Take entries of the log in another form, which needs less memory."""
+        for at, (known, entry) in enumerate(zip(self.log, entries, strict=False)):
+            if known.hash == entry.hash:
+                self.log[at] = entry
+
     def leave(self) -> None:
         """End `run` at the next step."""
         self._leaving = True
@@ -862,8 +868,12 @@ class Island:
         """Fetch another island's log and, if it is the better history, its state; False if ours is."""
         entries, standing = await self._log_of(peer)
         if self._has_state:
-            goes_on = len(entries) > len(self.log) and entries[: len(self.log)] == self.log
-            if not (self._counts(entries[len(self.log)]) if goes_on else is_better(self.log, entries)):
+            following = entries[len(self.log)] if len(entries) > len(self.log) else None
+            if following is not None and following.prev == self.head:
+                is_wanted = self._counts(following)
+            else:
+                is_wanted = await self._in_thread(is_better, list(self.log), entries)  # reads old entries from disk
+            if not is_wanted:
                 return False
         if self._has_state and len(entries) == len(self.log) + 1 and entries[-1].prev == self.head:
             await self._adopt(entries[-1])
@@ -1093,7 +1103,8 @@ class Island:
         if method == wire.LOG:
             first = fields.integer("round", 0, MAX_ROUNDS)
             count = fields.integer("count", 1, wire.MOST_RUN_ENTRIES)
-            return wire.pack(entry.raw for entry in self.log[first : first + count])
+            some = self.log[first : first + count]
+            return wire.pack(await self._in_thread(lambda: [entry.raw for entry in some]))  # older ones are on disk
         if method == wire.PARTS:
             wanted, kept = fields.integer("round", 0, MAX_ROUNDS), self.checkpoint
             if self._has_state:
@@ -1121,7 +1132,9 @@ class Island:
         if said.job != self.record.id or signer != peer:
             raise RecordError("a statement of another job or another peer")
         if said.round < len(self.log):
-            return self.log[said.round].raw
+            past = self.log[said.round]
+            told: bytes = await self._in_thread(lambda: past.raw)
+            return told
         if said.round != self.standing.round:
             return b""
         if isinstance(said, Result):

@@ -364,6 +364,7 @@ class TrainJobs:
         await trio.to_thread.run_sync(self._store.save, job, entries, states)
         self._note_left_out(job.record, entries)
         if (running := self.running.get(job.record.id)) is not None:
+            running.island.replace_entries(await trio.to_thread.run_sync(self._store.on_disk, job, entries))
             self._write(job, running.island, RUNNING)
             measured = running.island.figures.measured_round
             # A forecast is for islands of one machine. Who joins before the first round is over has no entry yet.

@@ -14,11 +14,13 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from app.config.home import Home
 from app.core.canonical_json import decode_object
@@ -34,6 +36,7 @@ ID_DIGITS = 12
 RUNNING, FINISHED, LEFT, FAILED = "running", "finished", "left", "failed"
 PAUSED = "paused"  # it goes on once the node is in the job's swarm again
 OWN_DATA_FILE = "own_data.json"
+KEPT_ENTRIES = 16  # the newest of a job that stay in memory: one of a round with 64 islands takes half a megabyte
 _MAX_BLOBS = 10**7
 _ANY_TIME_MS = 2**62  # what is on disk was checked when it came, and the clock may have been set back since
 
@@ -60,6 +63,31 @@ class _Written(NamedTuple):
     rounds: int
     head: bytes
     size: int
+
+
+class StoredEntry:
+    """An entry of a log on disk: its hash and root are known, all else is read again whenever it is asked for."""
+
+    def __init__(self, path: Path, offset: int, entry: RoundEntry) -> None:
+        """Its line begins at `offset`."""
+        self._path, self._offset, self.line_bytes = path, offset, len(_lines([entry]))
+        self.round, self.hash, self.root = entry.round, entry.hash, entry.root
+
+    @property
+    def raw(self) -> bytes:
+        """Its signed bytes; raises `RecordError` if they are not there any more."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                raw = base64.b64decode(file.read(self.line_bytes - 1))
+        except (OSError, binascii.Error) as error:
+            raise RecordError(f"round {self.round} cannot be read from the log: {error}") from error
+        if hashlib.sha256(raw).digest() != self.hash:
+            raise RecordError(f"the log has another round {self.round} by now")
+        return raw
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(read_entry(self.raw, _ANY_TIME_MS), name)
 
 
 class TrainStore:
@@ -133,6 +161,14 @@ class TrainStore:
         """Write the log, and then the states after its last entry."""
         self._write_log(job.folder / "log", entries)
         write_private(job.folder / "state", b"".join(wire.pack(states)))
+
+    def on_disk(self, job: StoredTraining, entries: Sequence[RoundEntry]) -> list[RoundEntry]:
+        """Return a log that was saved with all but its newest entries left on disk."""
+        path, offset, left = job.folder / "log", 0, list[Any]()
+        for entry in cast(Sequence[Any], entries[:-KEPT_ENTRIES]):
+            left.append(entry if isinstance(entry, StoredEntry) else StoredEntry(path, offset, entry))
+            offset += left[-1].line_bytes
+        return [*left, *entries[-KEPT_ENTRIES:]]
 
     def _write_log(self, path: Path, entries: list[RoundEntry]) -> None:
         """Append the entries that are not in the file yet; write it anew if it has another history."""

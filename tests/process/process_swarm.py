@@ -22,6 +22,9 @@ from tests.process.node_process import Place, Serving, wait_until
 
 Each = Callable[[int, Sequence[str]], None]
 MANY_READY_S = 240.0  # for nodes that start at once, and load torch on the same few cores
+# Replies are compared with those of float32. A processor with units for bf16 may choose either from start to start;
+# without those units it is far slower.
+FLOAT32 = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 TIE = 1e-3  # two logits so close may change places where sums are taken in another order
 WORDS = "tide reef kelp wave sand shell coral drift foam salt gull net hull mast oar sail deck rope buoy pier".split()
 
@@ -43,7 +46,7 @@ class Node:
         """Begin to come up."""
         pins = [f"--blocks={self.span}"] if self.span else []
         flags = ("--discovery=invite,remembered", "--device=cpu", *pins)
-        self.serving = Serving(self.place, *flags, max_vram=self._memory, SHOAL_INVITE=invite)
+        self.serving = Serving(self.place, *flags, max_vram=self._memory, SHOAL_INVITE=invite, **FLOAT32)
 
     def ready(self) -> None:
         """Wait until it serves."""

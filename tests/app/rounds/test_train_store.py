@@ -16,10 +16,10 @@ from app.rounds.island import hashed
 from app.rounds.log import RoundEntry, replay
 from app.rounds.record import sign_training
 from app.rounds.train_jobs import RunningTraining
-from app.rounds.train_store import StoredTraining, TrainStore
+from app.rounds.train_store import StoredEntry, StoredTraining, TrainStore
 from p2p.platform import write_private
 from tests.app.rounds.statements import NOW_MS, PEOPLE, RECORD, history, round_of
-from tests.app.rounds.test_own_data import open_nodes, wish_in
+from tests.app.rounds.test_own_data import made_up, open_nodes, wish_in
 
 ENTRIES = history(4)
 STATES = [b"state"]
@@ -128,6 +128,51 @@ def test_damage_before_the_last_line_is_said(store: TrainStore, job: StoredTrain
     path.write_bytes(b"\n".join(lines))
     with pytest.raises(RecordError, match="the log of fish is damaged at round 1"):
         store.log(job)
+
+
+def test_old_entries_are_read_from_disk(
+    store: TrainStore, job: StoredTraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app.rounds.train_store, "KEPT_ENTRIES", 1)
+    log: list[RoundEntry] = []
+    for entry in ENTRIES:
+        log.append(entry)
+        store.save(job, log, STATES)
+        log = store.on_disk(job, log)
+    assert [isinstance(entry, StoredEntry) for entry in log] == [True, True, True, False]
+    assert [entry.raw for entry in log] == [entry.raw for entry in ENTRIES]
+    assert [entry.list.members for entry in log] == [entry.list.members for entry in ENTRIES]
+    assert replay(RECORD, log).round == len(ENTRIES)
+    assert hashes(reopened(tmp_path).log(job)) == hashes(ENTRIES)
+    other = reopened(tmp_path)  # does not know what is in the file, and writes it anew
+    other.save(job, log, STATES)
+    assert hashes(store.log(job)) == hashes(ENTRIES)
+    store.save(job, [log[0], round_of(replay(RECORD, ENTRIES[:1]), PEOPLE[:2])[0]], STATES)
+    assert log[0].raw == ENTRIES[0].raw
+    with pytest.raises(RecordError, match=r"another round 1 by now|round 1 cannot be read"):
+        log[1].raw  # noqa: B018
+    (job.folder / "log").unlink()
+    with pytest.raises(RecordError, match="round 0 cannot be read"):
+        log[0].list  # noqa: B018
+
+
+async def test_a_newcomer_gets_the_rounds_that_a_member_has_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app.rounds.train_store, "KEPT_ENTRIES", 1)
+    async with open_nodes(tmp_path) as nodes:
+        await nodes[0].jobs.found(wish_in(tmp_path, "one"))
+        [first] = nodes[0].jobs.running.values()
+        await until_round(first, 4)
+        (tmp_path / "two.txt").write_text(made_up(2))
+        await nodes[1].jobs.join("fish", [str(tmp_path / "two.txt")], "MIT")
+        [late] = nodes[1].jobs.running.values()
+        await until_round(late, 6)
+        assert isinstance(first.island.log[0], StoredEntry)
+        assert isinstance(late.island.log[0], StoredEntry)
+        known = min(len(first.island.log), len(late.island.log))
+        assert known >= 5
+        assert hashes(first.island.log[:known]) == hashes(late.island.log[:known])
 
 
 async def test_a_node_that_died_between_entry_and_state_goes_on_from_the_round_before(tmp_path: Path) -> None:
