@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import trio
 from hypercorn.config import Config as ServerConfig
 from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.protocol.ws_stream import WSStream
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
@@ -32,6 +34,7 @@ from app.core.errors import AppError
 from app.core.signal import Signal
 
 if TYPE_CHECKING:
+    import h11
     from trio_typing import TaskStatus
 
 HOST = "127.0.0.1"
@@ -172,10 +175,30 @@ async def serve(
                 await one.aclose()
 
 
+class _Http1(H11Protocol):
+    """HTTP/1.1 and WebSockets, never HTTP/2: its clients can be willing to take nothing, and hold a place for ever."""
+
+    async def _check_protocol(self, event: h11.Request) -> None:
+        pass
+
+    async def _handle_events(self) -> None:
+        await super()._handle_events()
+        if isinstance(self.stream, WSStream) and self.stream.closed:  # refused before it was accepted
+            await self.send(Closed())
+
+
 class _Connection(TCPServer):
     """One client; it is given up if it takes nothing of an answer for `SEND_S`."""
 
     is_idle = True  # no request is under way
+
+    async def _read_data(self) -> None:
+        made = self.protocol
+        made.protocol = _Http1(
+            made.app, made.config, made.context, made.task_group, made.state, made.ssl, made.client, made.server,
+            made.send,
+        )  # fmt: skip
+        await super()._read_data()
 
     async def protocol_send(self, event: Event) -> None:
         """Carry out what HTTP asks for, as hypercorn does, but without waiting for ever."""
