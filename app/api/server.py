@@ -45,6 +45,9 @@ GRACE_S = 2.0
 IDLE_S = 30
 SEND_S = 60.0  # a client that takes nothing for so long is given up
 MAX_CONNECTIONS = 128  # beyond that one without a request gives way, the oldest first
+MAX_REFUSED = 16  # at the same time: told that there is no place; others are closed without a word
+REFUSE_S = 2.0
+_FULL = b"HTTP/1.1 503 \r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 log = logging.getLogger("shoal.api")
 
@@ -226,13 +229,14 @@ class _Connections:
         self._config, self._context = config, WorkerContext(None)
         self._open: dict[_Connection, None] = {}  # the oldest first
         self._ended_one = Signal()
+        self._refused = 0
 
     async def serve(self, stream: trio.SocketStream | trio.SSLStream) -> None:
         """Serve a client until one of the two ends the connection; whatever fails costs this client alone."""
         if len(self._open) >= MAX_CONNECTIONS:
             idle = next((one for one in self._open if one.is_idle), None)
             if idle is None:
-                await trio.aclose_forcefully(stream)
+                await self._refuse(stream)
                 return
             del self._open[idle]
             await trio.aclose_forcefully(idle.stream)
@@ -245,6 +249,20 @@ class _Connections:
         finally:
             self._open.pop(connection, None)
             self._ended_one.notify()
+            await trio.aclose_forcefully(stream)
+
+    async def _refuse(self, stream: trio.SocketStream | trio.SSLStream) -> None:
+        """Tell a client that there is no place, once it has asked: an answer before that could be lost."""
+        self._refused += 1
+        try:
+            if self._refused <= MAX_REFUSED:
+                with trio.move_on_after(REFUSE_S):
+                    await stream.receive_some(65536)
+                    await stream.send_all(_FULL)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # it is gone
+        finally:
+            self._refused -= 1
             await trio.aclose_forcefully(stream)
 
     async def end(self) -> None:

@@ -154,10 +154,15 @@ async def test_idle_connections_give_way_and_those_with_a_request_do_not(monkeyp
 
 
 async def test_a_full_api_of_requests_refuses_further_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is no trouble: the API was restarted under all these replies, and the node stopped hosting."""
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
     with trio.fail_after(30):
         async with served() as (url, application):
             busy = [await waiting_request(url, application) for _ in range(2)]
-            assert await api_trouble(url) is not None
+            refused = await connected(url)
+            await refused.send_all(REQUEST % b"/")
+            assert (await refused.receive_some(65536)).startswith(b"HTTP/1.1 503 ")
+            assert await api_trouble(url) is None
+            await refused.aclose()
     for stream in busy:
         await stream.aclose()

@@ -242,7 +242,12 @@ ROWS: dict[str, tuple[float, ...]] = {
         outbound.FRAME_COST_BYTES,
         trainer.Patience().stuck_s,
     ),
-    "connections to the API, and to the page of `shoal web`": (server.MAX_CONNECTIONS, server.IDLE_S, server.SEND_S),
+    "connections to the API, and to the page of `shoal web`": (
+        server.MAX_CONNECTIONS,
+        server.MAX_REFUSED,
+        server.IDLE_S,
+        server.SEND_S,
+    ),
     "peers from the local network (mDNS)": (seeker.MAX_NEIGHBOURS,),
     "schemas and grammars of requests": (
         constraint.MAX_CHARS,
