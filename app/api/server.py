@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import trio
 from hypercorn.config import Config as ServerConfig
 from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.protocol.ws_stream import WSStream
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
@@ -32,6 +34,7 @@ from app.core.errors import AppError
 from app.core.signal import Signal
 
 if TYPE_CHECKING:
+    import h11
     from trio_typing import TaskStatus
 
 HOST = "127.0.0.1"
@@ -42,6 +45,9 @@ GRACE_S = 2.0
 IDLE_S = 30
 SEND_S = 60.0  # a client that takes nothing for so long is given up
 MAX_CONNECTIONS = 128  # beyond that one without a request gives way, the oldest first
+MAX_REFUSED = 16  # at the same time: told that there is no place; others are closed without a word
+REFUSE_S = 2.0
+_FULL = b"HTTP/1.1 503 \r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 log = logging.getLogger("shoal.api")
 
@@ -172,10 +178,30 @@ async def serve(
                 await one.aclose()
 
 
+class _Http1(H11Protocol):
+    """HTTP/1.1 and WebSockets, never HTTP/2: its clients can be willing to take nothing, and hold a place for ever."""
+
+    async def _check_protocol(self, event: h11.Request) -> None:
+        pass
+
+    async def _handle_events(self) -> None:
+        await super()._handle_events()
+        if isinstance(self.stream, WSStream) and self.stream.closed:  # refused before it was accepted
+            await self.send(Closed())
+
+
 class _Connection(TCPServer):
     """One client; it is given up if it takes nothing of an answer for `SEND_S`."""
 
     is_idle = True  # no request is under way
+
+    async def _read_data(self) -> None:
+        made = self.protocol
+        made.protocol = _Http1(
+            made.app, made.config, made.context, made.task_group, made.state, made.ssl, made.client, made.server,
+            made.send,
+        )  # fmt: skip
+        await super()._read_data()
 
     async def protocol_send(self, event: Event) -> None:
         """Carry out what HTTP asks for, as hypercorn does, but without waiting for ever."""
@@ -203,13 +229,14 @@ class _Connections:
         self._config, self._context = config, WorkerContext(None)
         self._open: dict[_Connection, None] = {}  # the oldest first
         self._ended_one = Signal()
+        self._refused = 0
 
     async def serve(self, stream: trio.SocketStream | trio.SSLStream) -> None:
         """Serve a client until one of the two ends the connection; whatever fails costs this client alone."""
         if len(self._open) >= MAX_CONNECTIONS:
             idle = next((one for one in self._open if one.is_idle), None)
             if idle is None:
-                await trio.aclose_forcefully(stream)
+                await self._refuse(stream)
                 return
             del self._open[idle]
             await trio.aclose_forcefully(idle.stream)
@@ -222,6 +249,20 @@ class _Connections:
         finally:
             self._open.pop(connection, None)
             self._ended_one.notify()
+            await trio.aclose_forcefully(stream)
+
+    async def _refuse(self, stream: trio.SocketStream | trio.SSLStream) -> None:
+        """Tell a client that there is no place, once it has asked: an answer before that could be lost."""
+        self._refused += 1
+        try:
+            if self._refused <= MAX_REFUSED:
+                with trio.move_on_after(REFUSE_S):
+                    await stream.receive_some(65536)
+                    await stream.send_all(_FULL)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # it is gone
+        finally:
+            self._refused -= 1
             await trio.aclose_forcefully(stream)
 
     async def end(self) -> None:

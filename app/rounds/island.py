@@ -512,7 +512,7 @@ class Island:
         if first:
             if self._complete_at is None and alive <= arrived:
                 self._complete_at = trio.current_time()
-            half = sorted(self._arrived_at[peer] for peer in arrived)[: -(-len(standing.members) // 2)][-1]
+            half = sorted(self._arrived_at[peer] for peer in arrived)[: -(-len(self._met(standing)) // 2)][-1]
             grace = grace_s(self._lags_s, least_s=self.timing.grace_least_s, most_s=self.timing.grace_most_s)
             waited_until = half + grace if self._complete_at is None else min(self._complete_at, half + grace)
             ready_at = max(waited_until, self._arrived_at[self.peer])
@@ -625,15 +625,27 @@ class Island:
 
     def _may_count(self, standing: Standing, order: Sequence[str]) -> bool:
         """True if these members are a quorum, or the others were waited for long enough."""
-        if len(order) >= quorum(len(standing.members)):
+        met = self._met(standing)
+        if len(order) >= quorum(len(met)):
             return True
         until = self._arrived_at[self.peer] + self.timing.quorum_s
-        missing = sorted({*standing.members} - {*order})
+        missing = sorted(met - {*order})
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         self.figures.waiting = (
             f"waits for {', '.join(missing[:_NAMED])}{more}, for {until - trio.current_time():.0f} s at most"
         )
         return trio.current_time() >= until
+
+    def _met(self, standing: Standing) -> set[str]:
+        """Members of a round that this island has met: they made the last one, arrived, or were heard in its time.
+
+        The leader of the last round can name anybody as members of this one. A quorum of names that nobody answers to
+        would never be there.
+        """
+        last = self.log[-1].list.members if self.log else [self.record.founder]
+        since = self.figures.settled_at - self.timing.alive_s
+        heard = {peer for peer, one in self.heard.items() if one.at > since}
+        return {self.peer, *last, *self._arrivals, *heard} & {*standing.members}
 
     async def _gather(self, members: MemberList, own: Result) -> dict[str, Result] | None:
         """Wait for the results of all members; those of silent ones are missing. None: another list is better."""
@@ -1038,14 +1050,14 @@ class Island:
 
     def _counts(self, entry: RoundEntry) -> bool:
         """True for a round of a quorum, or if nobody else who was expected in it is there and has yet to make it."""
-        expected, made = {*self.standing.members}, {*entry.list.members}
-        if len(made) >= quorum(len(expected)):
+        met, made = self._met(self.standing), {*entry.list.members}
+        if len(made) >= quorum(len(met | made)):
             return True
-        return all(self.heard[peer].round > entry.round for peer in (self.alive() & expected) - made)
+        return all(self.heard[peer].round > entry.round for peer in (self.alive() & met) - made)
 
     def _is_late(self) -> bool:
         """True if most others have arrived, and the grace for the rest is over."""
-        others = {*self.standing.members} - {self.peer}
+        others = self._met(self.standing) - {self.peer}
         arrived = sorted(at for peer, at in self._arrived_at.items() if peer in others)
         if not others or 2 * len(arrived) < len(others):
             return False

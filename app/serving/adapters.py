@@ -42,7 +42,7 @@ class AdapterSource(Protocol):
 class AdapterLimits:
     """Limits of the adapters at one hop."""
 
-    adapter_bytes: int = 256 * 2**20  # of one adapter, as it is sent
+    asker_bytes: int = 256 * 2**20  # of the adapters of one asker, as they are sent
     total_bytes: int = 512 * 2**20  # of all of them
     loading: int = 8  # at the same time
     asker_loading: int = 2  # of one asker
@@ -69,21 +69,21 @@ class LoadedAdapter:
 
 
 class HopAdapters:
-    """The adapters at one hop; `make_way` ends resting sessions that hold one."""
+    """The adapters at one hop; `make_way` ends resting sessions that hold one, of one asker or of all."""
 
     def __init__(
         self,
         device: Device,
         source: AdapterSource | None,
         limits: AdapterLimits,
-        make_way: Callable[[], Awaitable[None]],
+        make_way: Callable[[str | None], Awaitable[None]],
     ) -> None:
         self._device, self._source, self._limits, self._make_way = device, source, limits, make_way
         self._loaded: dict[AdapterKey, LoadedAdapter] = {}
         self._loading: dict[AdapterKey, trio.CancelScope] = {}
         self._over = Signal()  # a load is over, or its blocks are given up
         self._generation = 0  # of the blocks that adapters are loaded for
-        self._reserved_bytes = 0  # of adapters on their way
+        self._reserved: dict[AdapterKey, int] = {}  # bytes of adapters on their way
 
     @property
     def is_served(self) -> bool:
@@ -93,7 +93,11 @@ class HopAdapters:
     @property
     def total_bytes(self) -> int:
         """Bytes of all adapters that are loaded or on their way."""
-        return self._reserved_bytes + sum(one.size_bytes for one in self._loaded.values())
+        return sum(self._reserved.values()) + sum(one.size_bytes for one in self._loaded.values())
+
+    def _bytes_of(self, asker: str) -> int:
+        on_their_way = sum(size for key, size in self._reserved.items() if key.asker == asker)
+        return on_their_way + sum(one.size_bytes for key, one in self._loaded.items() if key.asker == asker)
 
     def clear(self) -> None:
         """Drop all adapters, those on their way too: the blocks that they were loaded for are given up."""
@@ -162,32 +166,44 @@ class HopAdapters:
             )
             return HopError("refused", text, "adapter_refused")
         size = expected * len(key.span)
-        if size > self._limits.adapter_bytes:
-            limit = format_size(self._limits.adapter_bytes)
+        if size > self._limits.asker_bytes:
+            limit = format_size(self._limits.asker_bytes)
             text = f"the adapter takes {format_size(size)} here, and this node takes adapters up to {limit}"
             return HopError("refused", text, "adapter_refused")
-        if not self._has_room(size):
-            await self._make_way()
-            if not self._has_room(size):
-                return HopError("busy", "the adapters of other sessions leave no room for this one", "adapters_full")
-        self._reserved_bytes += size
+        if not self._has_room(key.asker, size):
+            is_own = self._bytes_of(key.asker) + size > self._limits.asker_bytes
+            await self._make_way(key.asker if is_own else None)
+            if not self._has_room(key.asker, size):
+                whose = "your other sessions" if is_own else "other sessions"
+                return HopError("busy", f"the adapters of {whose} leave no room for this one", "adapters_full")
+        self._reserved[key] = size
         try:
             vectors = await self._source.vectors(key.asker, index, key.span)
             blocks = dict(zip(key.span.blocks(), vectors, strict=True))
             weights = await self._device.run_later(runner.load_adapter, index.rank, index.alpha, index.targets, blocks)
         finally:
-            self._reserved_bytes -= size
+            del self._reserved[key]
         if self._loading[key].cancel_called:
             return _GIVEN_UP
         self._loaded[key] = loaded = LoadedAdapter(runner, weights, size, users=1)
         return loaded
 
-    def _has_room(self, size: int) -> bool:
-        """Drop adapters that nobody uses, the longest unused first, until there is room; False if there is none."""
-        unused = sorted((key for key, one in self._loaded.items() if not one.users), key=self._used_at, reverse=True)
-        while self.total_bytes + size > self._limits.total_bytes and unused:
-            del self._loaded[unused.pop()]
-        return self.total_bytes + size <= self._limits.total_bytes
+    def _has_room(self, asker: str, size: int) -> bool:
+        """Drop adapters that nobody uses, the longest unused first, until there is room; False if there is none.
+
+        An asker's own ones make way first where its share is full, so that it takes no room of others.
+        """
+        limits = self._limits
+        unused = sorted((key for key, one in self._loaded.items() if not one.users), key=self._used_at)
+        for key in unused:
+            if key.asker == asker and self._bytes_of(asker) + size > limits.asker_bytes:
+                del self._loaded[key]
+        if self._bytes_of(asker) + size > limits.asker_bytes:
+            return False
+        for key in unused:
+            if key in self._loaded and self.total_bytes + size > limits.total_bytes:
+                del self._loaded[key]
+        return self.total_bytes + size <= limits.total_bytes
 
     def _used_at(self, key: AdapterKey) -> float:
         return self._loaded[key].used_at

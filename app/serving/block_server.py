@@ -748,13 +748,14 @@ class BlockServer:
         finally:
             self._adapters.release(loaded)  # a session that the order opened holds it too
 
-    async def _end_resting_adapted(self) -> None:
-        """End the resting sessions that hold an adapter, between two steps."""
+    async def _end_resting_adapted(self, asker: str | None) -> None:
+        """End the resting sessions of an asker, or of all, that hold an adapter, between two steps."""
         ended = trio.Event()
 
         async def end() -> None:
             for session in list(self._sessions.values()):
-                if session.rests_until is not None and session.adapter is not None:
+                is_meant = asker in (None, session.asker)
+                if is_meant and session.rests_until is not None and session.adapter is not None:
                     self._end(session, session.epoch)
             ended.set()
 

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, Sized, ValuesView
 from contextvars import ContextVar
 from itertools import chain, islice
-from typing import Any, TypeVar
+from json.encoder import encode_basestring_ascii
+from typing import Any, TypeVar, cast
 
 import jinja2
 import jinja2.compiler
@@ -39,7 +40,7 @@ DEFAULT_TEMPLATE = (
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 _ANOTHER = "choose another model"
-MAX_SECONDS = 5.0
+MAX_SECONDS = 5.0  # of this thread's own computing: on a busy machine an honest template takes several times as long
 MAX_STEPS = 2_000_000
 MAX_OUTPUT = 16 << 20
 _MAX_NUMBER = 100_000  # bound on numeric arguments of string methods and filters, and on bases of powers
@@ -47,6 +48,8 @@ _MAX_TEXT = 16 << 20  # characters or elements of one value
 _MAX_BUILT_BYTES = 512 << 20  # all values that one rendering creates, together
 _MAX_DEPTH = 100
 _CHUNK = 1 << 16
+_FIXED, _TEXTS, _PLAIN = (bool, float), (str, bytes), (str, bytes, int, float)
+_LISTS = (list, tuple, set, frozenset, range)
 _CHARS_PER_ELEMENT = 16  # an element of a list counts as so many characters, because of the memory that it takes
 _ELEMENT_BYTES = 72  # a short text or list and the reference to it
 _OBJECT_BYTES = 512  # a namespace, an iterator
@@ -137,11 +140,12 @@ class _Exhausted(Exception):
 
 
 class _Budget:
-    """Stops a runaway template: counts its lines in this thread, its time, and the bytes that it creates."""
+    """Stops a runaway template: counts its lines in this thread, its computing time, and the bytes that it creates."""
 
     def __enter__(self) -> None:
         self._before = sys.gettrace()
-        self._steps, self._deadline = MAX_STEPS, time.monotonic() + MAX_SECONDS
+        self._steps, self._deadline = MAX_STEPS, time.thread_time() + MAX_SECONDS
+        self._look_at = time.monotonic() + MAX_SECONDS  # no sooner can it have computed for so long
         self._bytes_left = _MAX_BUILT_BYTES
         self._token = _running.set(self)
         sys.settrace(self._on_call)
@@ -169,8 +173,11 @@ class _Budget:
         return self._on_line
 
     def _check_time(self) -> None:
-        if time.monotonic() > self._deadline:
-            raise _Exhausted("too much time")
+        if time.monotonic() > self._look_at:
+            left_s = self._deadline - time.thread_time()
+            if left_s < 0:
+                raise _Exhausted("too much time")
+            self._look_at = time.monotonic() + left_s
 
 
 _running: ContextVar[_Budget | None] = ContextVar("_running", default=None)
@@ -205,10 +212,10 @@ class _BoundedCode(jinja2.compiler.CodeGenerator):
 
     def visit_Operand(self, node: jinja2.nodes.Operand, frame: jinja2.compiler.Frame) -> None:
         self.write(f" {jinja2.compiler.operators[node.op]} ")
-        self._visit_compared(node.expr, frame)
+        self._visit_compared(node.expr, frame, "searched" if node.op in ("in", "notin") else "compared")
 
-    def _visit_compared(self, node: jinja2.nodes.Node, frame: jinja2.compiler.Frame) -> None:
-        self.write("environment.compared(")
+    def _visit_compared(self, node: jinja2.nodes.Node, frame: jinja2.compiler.Frame, check: str = "compared") -> None:
+        self.write(f"environment.{check}(")
         self.visit(node, frame)
         self.write(")")
 
@@ -247,6 +254,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def compared(value: T) -> T:
         """Return a value that is compared or hashed next; raises `_Exhausted` if that may take long."""
         return _comparable(value)
+
+    @staticmethod
+    def searched(value: T) -> T:
+        """Return a value in which another one, which was measured, is looked for; as `compared`, but not for a dict.
+
+        Looking up a key compares few others. Templates look into each message for each message before it.
+        """
+        return value if type(value) is dict else _comparable(value)
 
     @staticmethod
     def text(value: Any) -> str:
@@ -323,7 +338,7 @@ def _bound(size: int) -> None:
 
 def _comparable(value: T) -> T:
     """Return a value; raises `_Exhausted` if comparing or hashing it may take long."""
-    if not isinstance(value, str | bytes | int | float | None):
+    if value is not None and not isinstance(value, _PLAIN):
         _bound(_text_length(value))
     return value
 
@@ -363,21 +378,27 @@ def _text_length(value: Any, indent: int = 0) -> int:
     def measure(item: Any, depth: int) -> int:
         if depth > _MAX_DEPTH:
             raise _Exhausted("values nested too deeply")
-        if item is None or isinstance(item, bool | float):
+        if item is None or isinstance(item, _FIXED):
             return 32
         if isinstance(item, int):
             large = _LARGE_NUMBER_CHARS if item.bit_length() > _HASH_BITS else 2
             return large + item.bit_length() // 3
         key = id(item), depth
         if key not in known:
-            known[key] = _quoted_length(item) if isinstance(item, str | bytes) else total(_children(item), depth)
+            known[key] = _quoted_length(item) if isinstance(item, _TEXTS) else total(_children(item), depth)
         return known[key]
 
     def total(children: Iterable[Any], depth: int) -> int:
         length = 256  # brackets, the name of a type, an address
         for child in children:
-            length += 4 + indent * (depth + 1) + measure(child, depth + 1)
-            _bound(length)
+            length += 4 + indent * (depth + 1)
+            # Most are short texts: a call for each would take longer than all else, as calls are watched.
+            if type(child) is str and len(child) <= _CHUNK and depth < _MAX_DEPTH:
+                length += max(len(repr(child)), len(encode_basestring_ascii(child)))
+            else:
+                length += measure(child, depth + 1)
+            if length > _MAX_TEXT:
+                _bound(length)
         return length
 
     return measure(value, 0)
@@ -385,21 +406,28 @@ def _text_length(value: Any, indent: int = 0) -> int:
 
 def _children(value: Any) -> Iterable[Any]:
     """Return the values that are written out when `value` is; none for objects whose text has a fixed length."""
+    if isinstance(value, _LISTS):
+        return cast("Iterable[Any]", value)
+    if isinstance(value, dict):  # most mappings: their abstract class is asked in Python, and calls are watched
+        return chain(value, value.values())
     if isinstance(value, Namespace):
         value = object.__getattribute__(value, "_Namespace__attrs")
     if isinstance(value, KeysView | ValuesView | ItemsView):
         value = getattr(value, "mapping", ())
     if isinstance(value, Mapping):
         return chain(value.keys(), value.values())
-    return value if isinstance(value, list | tuple | set | frozenset | range) else ()
+    return ()
 
 
 def _quoted_length(text: str | bytes) -> int:
     """Return at least the length of a text in quotes, with escapes, as `repr` or JSON writes it."""
     if isinstance(text, bytes):
         return 4 * len(text) + 3
-    chunks = (text[start : start + _CHUNK] for start in range(0, len(text), _CHUNK))
-    return 2 + sum(max(len(repr(chunk)), len(json.dumps(chunk))) for chunk in chunks)
+    length = 2
+    for start in range(0, len(text), _CHUNK):
+        chunk = text[start : start + _CHUNK]
+        length += max(len(repr(chunk)), len(encode_basestring_ascii(chunk)))
+    return length
 
 
 def _plain_length(value: Any) -> int:

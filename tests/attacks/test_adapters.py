@@ -31,14 +31,14 @@ from tests.engine.random_spans import random_span, small_config
 
 POND, LAKE, SEA = HashAdapter(1), HashAdapter(2), HashAdapter(3)
 ONE = 4 * ADAPTER_BYTES  # an adapter of rank 1 at a hop of four blocks
-LIMITS = AdapterLimits(adapter_bytes=2 * ONE, total_bytes=2 * ONE, loading=3, asker_loading=2, fetch_s=20.0)
+LIMITS = AdapterLimits(asker_bytes=2 * ONE, total_bytes=2 * ONE, loading=3, asker_loading=2, fetch_s=20.0)
 
 
 @asynccontextmanager
-async def adapted_hop(shelf: Any, runner: Any = None) -> AsyncIterator[Hop]:
+async def adapted_hop(shelf: Any, runner: Any = None, limits: AdapterLimits = LIMITS) -> AsyncIterator[Hop]:
     async with open_fabric() as fabric, trio.open_nursery() as nursery:
         runner = runner or HashRunner(0, 4)
-        settings = ServerSettings(adapters=LIMITS)
+        settings = ServerSettings(adapters=limits)
         server = BlockServer(fabric.node("victim"), runner, InlineDevice(), settings, shelf)
         await nursery.start(server.run)
         hop = Hop(server, runner, fabric)
@@ -206,6 +206,22 @@ async def test_unused_adapters_make_room_and_used_ones_do_not(autojump_clock: Mo
         await hop.open("third", new_session_id("third"), adapted(POND))
         assert {key.root for key in hop.server._adapters._loaded} == {POND.ref.root, SEA.ref.root}
         assert hop.server._adapters.total_bytes == 2 * ONE
+
+
+async def test_one_asker_leaves_room_for_the_adapters_of_others(autojump_clock: MockClock) -> None:
+    shelf = AdapterShelf(POND, LAKE, SEA, seconds=1.0)
+    async with adapted_hop(shelf, limits=replace(LIMITS, asker_bytes=ONE)) as hop:
+        for adapter in (POND, LAKE):  # both are on their way at once
+            await hop.send("evil", encode_turn(new_session_id("evil"), 1, KEEP, adapted(adapter)))
+        error = decode_hop_error(await next_frame(hop._streams["evil"], Kind.TROUBLE))
+        assert (error.why, "of your other sessions" in error.text) == ("adapters_full", True)
+        await hop.open("honest", id := new_session_id("honest"), adapted(SEA))
+        await hop.send("honest", data(id, 1, 0))
+        await next_frame(hop._streams["honest"], Kind.DATA)
+        await hop.send("honest", plain(Kind.CLOSE, id, 1, rows=600))
+        await trio.sleep(1)
+        assert (await refused(hop, SEA.ref))[0] == "adapters_full"
+        assert len(hop.server._sessions) == 2  # what others have at rest does not make way for more than a share
 
 
 async def test_askers_do_not_share_an_adapter(autojump_clock: MockClock) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,21 @@ from app.api.guard import Receive, Scope, Send
 from app.api.supervisor import api_trouble
 
 REQUEST = b"GET %s HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+# HTTP/2 with settings that grant no window, and a request for /
+HTTP2 = (
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    b"\x00\x00\x06\x04\x00\x00\x00\x00\x00\x00\x04\x00\x00\x00\x00"
+    b"\x00\x00\x0e\x01\x05\x00\x00\x00\x01\x82\x86\x84\x01\x09127.0.0.1"
+)
+UPGRADE = (
+    b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\n"
+    b"HTTP2-Settings: AAQAAAAA\r\n\r\n"
+)
+# WebSockets: one without a key, and one that sends something before it was accepted
+WITHOUT_KEY = b"GET /slow HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+TOO_EARLY = (
+    WITHOUT_KEY[:-2] + b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n" + b"early"
+)
 MORE_THAN_BUFFERS = 64 << 20  # without a token a client has as much from many small answers
 
 
@@ -96,6 +112,24 @@ async def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.Monke
     await stream.aclose()
 
 
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [(HTTP2, b"200"), (UPGRADE, b"200"), (WITHOUT_KEY, b"400"), (TOO_EARLY, b"400")],
+    ids=["http2", "upgrade", "without key", "too early"],
+)
+async def test_a_client_that_speaks_something_else_holds_no_place(request_bytes: bytes, status: bytes) -> None:
+    """Its connection was neither idle nor closed, for ever, so that a few of them kept everybody else out."""
+    with trio.fail_after(10):
+        async with served() as (url, _):
+            stream, answer = await connected(url), b""
+            await stream.send_all(request_bytes)
+            with contextlib.suppress(trio.BrokenResourceError):  # what it sent is not all read
+                while some := await stream.receive_some(65536):
+                    answer += some
+            assert answer.startswith(b"HTTP/1.1 " + status)
+    await stream.aclose()
+
+
 async def waiting_request(url: str, application: Asked) -> trio.SocketStream:
     stream = await connected(url)
     await stream.send_all(REQUEST % b"/slow")
@@ -120,10 +154,15 @@ async def test_idle_connections_give_way_and_those_with_a_request_do_not(monkeyp
 
 
 async def test_a_full_api_of_requests_refuses_further_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is no trouble: the API was restarted under all these replies, and the node stopped hosting."""
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
     with trio.fail_after(30):
         async with served() as (url, application):
             busy = [await waiting_request(url, application) for _ in range(2)]
-            assert await api_trouble(url) is not None
+            refused = await connected(url)
+            await refused.send_all(REQUEST % b"/")
+            assert (await refused.receive_some(65536)).startswith(b"HTTP/1.1 503 ")
+            assert await api_trouble(url) is None
+            await refused.aclose()
     for stream in busy:
         await stream.aclose()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from app.api import response_store
+from app.api import response_store, server
 from app.config.settings import Settings
 from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
@@ -36,6 +36,7 @@ from p2p.channel import yamux_flow, yamux_table
 from p2p.dht import lookup, public_directory, store
 from p2p.dht import streams as kad
 from p2p.dht import wire as dht_wire
+from p2p.discovery import seeker
 from p2p.discovery.known_peers import MAX_REMEMBERED, MAX_UNREACHED
 from p2p.envelope import MAX_PAYLOAD_BYTES
 from p2p.host import dialer, heartbeat, peer_record
@@ -80,7 +81,7 @@ ROWS: dict[str, tuple[float, ...]] = {
     ),
     "sessions at a hop": (PLACES.peer_sessions, PLACES.sessions),
     "adapters at a hop": (
-        ADAPTERS.adapter_bytes / MIB,
+        ADAPTERS.asker_bytes / MIB,
         ADAPTERS.total_bytes / MIB,
         ADAPTERS.asker_loading,
         ADAPTERS.loading,
@@ -241,6 +242,13 @@ ROWS: dict[str, tuple[float, ...]] = {
         outbound.FRAME_COST_BYTES,
         trainer.Patience().stuck_s,
     ),
+    "connections to the API, and to the page of `shoal web`": (
+        server.MAX_CONNECTIONS,
+        server.MAX_REFUSED,
+        server.IDLE_S,
+        server.SEND_S,
+    ),
+    "peers from the local network (mDNS)": (seeker.MAX_NEIGHBOURS,),
     "schemas and grammars of requests": (
         constraint.MAX_CHARS,
         grammar_trial.CPU_S,

@@ -17,7 +17,7 @@ from app.core.errors import RecordError
 from app.rounds import wire
 from app.rounds.decisions import leading_order, share_ranges
 from app.rounds.exchange import OwnChange, hashes_of
-from app.rounds.island import KEPT_ATTEMPTS, MAX_PEERS, Island, hashed
+from app.rounds.island import KEPT_ATTEMPTS, MAX_PEERS, Heard, Island, hashed
 from app.rounds.log import make_entry
 from app.rounds.statements import (
     ARRIVAL,
@@ -39,7 +39,7 @@ from engine.training import codecs
 from engine.training.codecs import GROUP
 from engine.training.parameters import drawn_model
 from p2p.errors import P2PError, RemoteError
-from tests.app.rounds.island_swarm import CONFIG, IslandSwarm, Lesson, Node, Text, members_of, open_islands
+from tests.app.rounds.island_swarm import CONFIG, TIMING, IslandSwarm, Lesson, Node, Text, members_of, open_islands
 from tests.app.swarms import identity
 
 NOW_MS = 1_800_000_000_000
@@ -583,6 +583,24 @@ async def test_a_leader_leaves_nobody_out_who_was_heard(tmp_path: Path, patient_
         log = swarm.nodes[0].island.log
         assert any(entry.round >= since for entry in log)
         assert all(swarm.nodes[1].name in entry.list.members for entry in log if entry.round >= since)
+
+
+async def test_members_that_a_leader_made_up_are_not_waited_for(tmp_path: Path, patient_clock: MockClock) -> None:
+    ghosts = {identity(number).peer_id for number in range(100, 112)}
+    async with open_islands(tmp_path, 0, 1, 2, steps=60) as swarm:
+        liar = swarm.add(3)
+        count = liar.island._count
+
+        async def with_ghosts(standing: Any, *more: Any) -> None:
+            now = trio.current_time()
+            liar.island.heard |= {peer: Heard(now, standing.round, standing.prev) for peer in ghosts}
+            await count(standing, *more)
+
+        liar.island._count = with_ghosts  # type: ignore[assignment, method-assign]
+        began = trio.current_time()
+        await swarm.finished(0, 1, 2)
+        assert any(ghosts <= {*entry.next} for entry in swarm.nodes[0].island.log)
+        assert trio.current_time() - began < TIMING.quorum_s
 
 
 @pytest.mark.soak

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from typing import Any
@@ -212,3 +213,9 @@ def test_a_hostile_template_ends_soon_and_costs_only_the_prompt(template: str) -
         ChatTemplate(spec(template)).render(CHAT)
     assert time.process_time() - started < 20
     assert sys.gettrace() is tracer
+
+
+def test_a_busy_machine_takes_no_time_of_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what a template computes counts: on a busy machine honest ones with many tools were refused."""
+    monkeypatch.setattr(time, "monotonic", itertools.count(0.0, 60.0).__next__)  # a minute passes at each look
+    assert ChatTemplate(spec(LLAMA3)).render(CHAT).endswith("<|end_header_id|>\n\n")

@@ -62,7 +62,7 @@ async def test_a_hop_that_freezes_while_it_fetches_is_replaced(autojump_clock: M
 
 
 async def test_hops_that_refuse_the_adapter_are_left_out_of_its_replies_alone(autojump_clock: MockClock) -> None:
-    strict = ServerSettings(adapters=AdapterLimits(adapter_bytes=1))
+    strict = ServerSettings(adapters=AdapterLimits(asker_bytes=1))
     async with open_swarm() as swarm:
         for name in ("small", "smaller"):
             await swarm.serve(name, HashRunner(0, 8), speed=1000.0, settings=strict, adapters=AdapterShelf(POND))
