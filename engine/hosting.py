@@ -6,6 +6,7 @@ Which blocks to host is decided by `app.hosting`; the arithmetic of what fits is
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import logging
@@ -405,8 +406,10 @@ def _has_room_for_copies(share: DeviceShare, blocks: int) -> bool:
 
 
 def release(device_id: str) -> None:
-    """Free unused memory and return what torch's allocator keeps on this device to the system."""
+    """Free unused memory and return what allocators keep, on this device and in the process, to the system."""
     gc.collect()
     kind = kind_of(torch.device(device_id)).torch_type
     if kind != "cpu":
         getattr(torch, kind).empty_cache()
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # only glibc has it, and Windows has no such library
+        ctypes.CDLL(None).malloc_trim(0)

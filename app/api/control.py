@@ -17,6 +17,7 @@ from app.snapshot.views import (
     GuestView,
     InviteView,
     JobView,
+    JoinableView,
     ModelView,
     OfferView,
     ProspectsView,
@@ -116,6 +117,9 @@ class Control(Protocol):
 
     async def trainings(self) -> list[dict[str, Any]]:
         """List the training jobs of this home, the newest first."""
+
+    async def joinable_trainings(self) -> list[JoinableView]:
+        """List the training jobs of other members that this node could join."""
 
     async def found_training(self, wish: TrainWish) -> dict[str, Any]:
         """Found a training job in the active swarm and take part in it."""

@@ -337,6 +337,11 @@ def _read_routes(control: Control) -> APIRouter:
         """The training jobs of this home, the newest first."""
         return await control.trainings()
 
+    @router.get("/train/joinable")
+    async def joinable_trainings() -> list[dict[str, Any]]:
+        """The training jobs of other members that this node never took part in, by name."""
+        return [to_json(job) for job in await control.joinable_trainings()]
+
     @router.get("/prospects")
     async def prospects() -> dict[str, Any]:
         """Swarms nearby and models on this machine, with the speed to expect."""

@@ -392,7 +392,7 @@ class ReplyService:
                         f"the tokenizer, embedding and head of {self._membership.record} are not on this machine yet: "
                         f"{self._problem or self._describe() or 'they are being looked for'}; ask again in a while"
                     )
-                self._asker = Asker(
+                asker = Asker(
                     self._network,
                     await self._loaded_ends(),
                     self.device,
@@ -402,7 +402,10 @@ class ReplyService:
                     options=self._options,
                 )
                 assert self._nursery is not None, "replies need a running node"
-                await self._nursery.start(self._asker.run)
+                # Who asked may have hung up, and a task that a cancelled one starts stays in its scope for ever.
+                with trio.CancelScope(shield=True):
+                    await self._nursery.start(asker.run)
+                self._asker = asker
             assert self._ends is not None, "an asker has its ends"
             return self._ends, self._asker
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from app.cli.command import Command, print_json
@@ -13,9 +14,10 @@ from app.core.units import format_size
 
 if TYPE_CHECKING:
     from app.config.home import Home
+    from app.snapshot.views import JoinableView
     from app.training.job_store import Job, JobStore
 
-ACTIONS = ("show", "pause", "resume", "stop")
+ACTIONS = ("list", "show", "pause", "resume", "stop")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +33,11 @@ def run_jobs(arguments: argparse.Namespace) -> int:
 
     home = Home.open(arguments.home)
     jobs = JobStore(home)
-    if arguments.action is None:
-        return _list(jobs, _trainings(home), as_json=arguments.json)
+    if arguments.action in (None, "list"):
+        if arguments.job is not None:
+            raise UsageError(f"list takes no job: `shoal jobs show {arguments.job}` shows one")
+        joinable = [] if arguments.json else _joinable(home)
+        return _list(jobs, _trainings(home), joinable, as_json=arguments.json)
     if arguments.job is None:
         raise UsageError(f"name the job: `shoal jobs {arguments.action} ID`")
     for facts in _trainings(home, arguments.job):
@@ -81,6 +86,15 @@ def _trainings(home: Home, name: str | None = None) -> list[dict[str, Any]]:
     return [facts for facts in known if name in (None, facts["name"]) or facts["hash"].startswith(name)]
 
 
+def _joinable(home: Home) -> list[JoinableView]:
+    """The training jobs of other members that the running node could join; none without one."""
+    from app.api.client import PATIENT_S, running_client
+    from app.snapshot.codec import joinable_from
+
+    client = running_client(home.folder)
+    return [] if client is None else joinable_from(client.get("/control/train/joinable", timeout_s=PATIENT_S))
+
+
 def _show_training(facts: dict[str, Any], *, as_json: bool) -> int:
     if as_json:
         print_json(facts)
@@ -109,7 +123,7 @@ def _show_training(facts: dict[str, Any], *, as_json: bool) -> int:
     return 0
 
 
-def _list(jobs: JobStore, trainings: list[dict[str, Any]], *, as_json: bool) -> int:
+def _list(jobs: JobStore, trainings: list[dict[str, Any]], joinable: Sequence[JoinableView], *, as_json: bool) -> int:
     found = jobs.all()
     if as_json:
         print_json([*trainings, *(_facts(job) for job in found)])
@@ -120,7 +134,10 @@ def _list(jobs: JobStore, trainings: list[dict[str, Any]], *, as_json: bool) -> 
         loss = f", loss {job.progress.losses[-1]:.3f}" if job.progress.losses else ""
         record, progress = job.record, job.progress
         print(f"{record.id}  {record.out}: {progress.status}, step {progress.step} of {record.steps}{loss}")
-    if not found and not trainings:
+    for other in joinable:
+        words = f"a training job of other members, {other.steps} steps; {other.join_command} takes part"
+        print(one_line(f"{other.name}: {words}"))
+    if not found and not trainings and not joinable:
         print("There are no jobs. `shoal finetune` and `shoal train` start one.")
     return 0
 

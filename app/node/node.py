@@ -57,6 +57,7 @@ from app.snapshot.views import (
     GuestView,
     InviteView,
     JobView,
+    JoinableView,
     ModelView,
     OfferView,
     ProspectsView,
@@ -568,6 +569,13 @@ class Node:
         from app.rounds.train_store import TrainStore
 
         return await trio.to_thread.run_sync(TrainStore(home).all_idle_facts)
+
+    async def joinable_trainings(self) -> list[JoinableView]:
+        """List the training jobs of other members of the active swarm that this node could join."""
+        active_swarm = self._network_owner.active_swarm
+        if active_swarm is None or active_swarm.trainings is None:
+            return []
+        return await active_swarm.trainings.joinable()
 
     async def found_training(self, wish: TrainWish) -> dict[str, Any]:
         """Found a training job in the active swarm and take part in it."""

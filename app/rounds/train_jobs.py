@@ -42,8 +42,10 @@ from app.rounds.train_store import (
     facts_of,
     one_of,
     require_record,
+    short_id,
 )
 from app.routing.cost import ASSUMED_BYTES_PER_S
+from app.snapshot.views import JoinableView
 from app.training.forecasts import step_here_s
 from app.training.states import StateStore
 from app.training.trainer import RouteFinder, TrustNotes
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("shoal.rounds")
 
 ASK_S = 10.0
+ASK_FOR_LIST_S = 3.0  # each member, for a list that somebody waits for
 TRAIN = "train"  # these jobs among past forecasts
 KEPT_FINISHED_S = 600.0  # that a finished job, with its model in memory, is kept for islands that are late
 KEPT_VALIDATION = 200  # losses after the latest rounds, among the figures
@@ -155,7 +158,9 @@ class TrainJobs:
                 if target in (record.name, record.id.hex()) or (len(target) >= 8 and record.id.hex().startswith(target))
             ]
             if not known:
-                raise AppError(f"no member of this swarm trains a job named {target}")
+                raise AppError(
+                    f"no member of this swarm trains a job named {target}: `shoal jobs` lists those that can be joined"
+                )
             record, raw, _ = one_of(known, target)
             stored = [job for job in await trio.to_thread.run_sync(self._store.all) if job.record.id == record.id]
             if stored and self._store.facts(stored[0])["status"] == FINISHED:
@@ -184,6 +189,13 @@ class TrainJobs:
     async def facts(self) -> list[dict[str, Any]]:
         """Return the figures of all training jobs of this home, the newest first."""
         return [self._facts(job.record, job) for job in await trio.to_thread.run_sync(self._store.all)]
+
+    async def joinable(self) -> list[JoinableView]:
+        """Return the jobs that other members train and that this node never took part in, by name."""
+        own = {job.record.id for job in await trio.to_thread.run_sync(self._store.all)}
+        others = {record.id: record for record, _, _ in await self._known(ASK_FOR_LIST_S) if record.id not in own}
+        found = [JoinableView(short_id(one), one.name, one.founder, one.steps, one.own_data) for one in others.values()]
+        return sorted(found, key=lambda one: (one.name, one.founder))
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -240,7 +252,7 @@ class TrainJobs:
             raise error
         return machine_routes(self._place.helpers, error.config.n_blocks, block_needs(error.config, error.length))
 
-    async def _known(self) -> list[tuple[TrainingRecord, bytes, str]]:
+    async def _known(self, timeout_s: float = ASK_S) -> list[tuple[TrainingRecord, bytes, str]]:
         """Return the jobs that members take part in, with who does: (record, its signed bytes, peer)."""
         own = await trio.to_thread.run_sync(self._store.all)
         found = [
@@ -249,7 +261,7 @@ class TrainJobs:
 
         async def ask(peer: str) -> None:
             try:
-                answer = await self._place.network.call(peer, wire.JOBS, b"", timeout_s=ASK_S)
+                answer = await self._place.network.call(peer, wire.JOBS, b"", timeout_s=timeout_s)
                 for raw in wire.unpack(answer, wire.MAX_JOBS):
                     found.append((require_record(raw, self._place.swarm), raw, peer))
                     await trio.lowlevel.checkpoint()  # a record takes milliseconds to check

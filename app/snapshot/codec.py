@@ -7,7 +7,16 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from app.snapshot.views import JobView, ModelView, OfferView, PeerView, ProspectsView, Snapshot, TrainingView
+from app.snapshot.views import (
+    JobView,
+    JoinableView,
+    ModelView,
+    OfferView,
+    PeerView,
+    ProspectsView,
+    Snapshot,
+    TrainingView,
+)
 
 _T = TypeVar("_T")
 STATUS_FIELDS = (
@@ -114,6 +123,11 @@ def jobs_from(values: Sequence[Mapping[str, Any]]) -> list[JobView]:
 def trainings_from(values: Sequence[Mapping[str, Any]]) -> list[TrainingView]:
     """Build a list of training jobs from the JSON that a node sent."""
     return [_read(TrainingView, value) for value in values]
+
+
+def joinable_from(values: Sequence[Mapping[str, Any]]) -> list[JoinableView]:
+    """Build a list of training jobs that could be joined from the JSON that a node sent."""
+    return [_read(JoinableView, value) for value in values]
 
 
 @cache

@@ -476,6 +476,22 @@ class TrainingView:
 
 
 @dataclass(frozen=True)
+class JoinableView:
+    """A training job of other members that this node could join."""
+
+    job: str
+    name: str
+    founder: str  # peer id
+    steps: int
+    own_data: bool = False  # every member names a text of its own
+
+    @property
+    def join_command(self) -> str:
+        """What to type to take part."""
+        return f"`shoal train join {self.name}{' --data FILE' if self.own_data else ''}`"
+
+
+@dataclass(frozen=True)
 class TrainedView:
     """A fine-tuning job that trains blocks of this node now."""
 

@@ -334,7 +334,10 @@ def check_peers(links: int, members: int, swarm: str | None, discovery: Sequence
     if links or members:
         return Check("peers", "ok", detail)
     means = ", ".join(discovery) or "nothing"
-    mend = "ask a member for an invite (`shoal invite`), or give the address of one with --peer"
+    mend = (
+        "ask a member for an invite (`shoal invite`), or give the address of one with --peer; "
+        "members that have banned this node do not answer it"
+    )
     return Check("peers", "warn", f"{detail}; searched by {means}", mend)
 
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 import trio
 
 from p2p.addresses import Address, Scope, same_lan, scope_of
+from p2p.channel.raw import ConnectionClosed
 from p2p.errors import P2PError, PeerUnreachable
 
 STAGGER_S = 0.15
@@ -120,7 +121,12 @@ async def first_of(
 
 
 def _words(error: P2PError | OSError) -> str:
-    """An attempt's error in words; the system's own for a socket, whose errors repeat the address and a number."""
+    """An attempt's error in words; the system's own for a socket, whose errors repeat the address and a number.
+
+    A peer that refuses this node takes the connection and closes it without a word.
+    """
+    if isinstance(error, ConnectionClosed):
+        return "the peer closed the connection, as one does that has banned this node or is full,"
     if isinstance(error, OSError) and error.errno is not None:
         return os.strerror(error.errno).lower()
     return str(error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from engine.hosting import (
     load_blocks,
     measured_host,
     plan_hosting,
+    release,
 )
 from engine.model.hosted_span import HostedSpan, SessionLease, SessionRows
 from engine.model.kv_cache import KVPool
@@ -415,3 +418,26 @@ def test_a_session_that_was_taken_over_frees_nothing_any_more(tiny: ModelSource)
     runner.take_over(b"new", 24, b"old", 0)
     assert (runner.tokens_freed_by([b"old"]), runner.tokens_freed_by([b"old", b"new"])) == (0, held)
     assert held > 0
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are not known to keep freed memory")
+def test_release_returns_what_the_allocator_keeps() -> None:
+    """A piece at the end keeps glibc from returning the freed ones before it by itself."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    size = 64 * 2**10  # below the size that gets pages of its own
+    pieces = [libc.malloc(size) for _ in range(2000)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, size)
+    for piece in pieces[:-1]:
+        libc.free(piece)
+    kept = resident_bytes()
+    release("cpu")
+    assert kept - resident_bytes() > 0.8 * size * len(pieces)
+    libc.free(pieces[-1])
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmRSS:")).split()[1])

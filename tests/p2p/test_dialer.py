@@ -9,6 +9,7 @@ import pytest
 import trio
 
 from p2p.addresses import Address, parse_address
+from p2p.channel.raw import ConnectionClosed
 from p2p.errors import PeerUnreachable
 from p2p.host import dialer
 from p2p.host.dialer import STAGGER_S, first_of, order
@@ -112,6 +113,14 @@ async def test_each_kind_of_failure_is_named_once(autojump_clock: trio.abc.Clock
     assert said[2].endswith("through a relay")
     with pytest.raises(PeerUnreachable, match="no address"):
         await places.race()
+
+
+async def test_a_peer_that_closes_the_connection_may_have_banned_this_node(autojump_clock: trio.abc.Clock) -> None:
+    places = Places(h10_0_0_1=ConnectionClosed("the connection was lost: [Errno 104] Connection reset by peer"))
+    with pytest.raises(PeerUnreachable) as caught:
+        await places.race("10.0.0.1")
+    words = "the peer closed the connection, as one does that has banned this node or is full, at 10.0.0.1:1"
+    assert str(caught.value) == f"{PEER} could not be reached: {words}"
 
 
 async def test_a_second_success_in_the_same_moment_is_discarded(autojump_clock: trio.abc.Clock) -> None:

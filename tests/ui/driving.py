@@ -16,7 +16,16 @@ from textual.pilot import Pilot
 from app.api.client import Client, Hangup
 from app.core.errors import AppError
 from app.snapshot.codec import to_json
-from app.snapshot.views import FitView, JobView, ModelView, OfferView, ProspectsView, Snapshot, TrainingView
+from app.snapshot.views import (
+    FitView,
+    JobView,
+    JoinableView,
+    ModelView,
+    OfferView,
+    ProspectsView,
+    Snapshot,
+    TrainingView,
+)
 from tests.ui.fixed import HEALTHY, Clock, fill
 from tests.ui.rendering import StillDashboard, settle, text_of_screen
 from ui.state.store import Store
@@ -43,6 +52,7 @@ class ScriptedNode(Client):
         self.pulling.set()
         self.jobs: list[JobView] | AppError = []
         self.trainings: list[TrainingView] = []
+        self.joinable: list[JoinableView] = []
         self.reply: list[dict[str, Any] | AppError] = [{"text": "Because."}]  # pieces; an `AppError` is raised
 
     def get(self, path: str, *, timeout_s: float | None = None) -> Any:
@@ -61,6 +71,8 @@ class ScriptedNode(Client):
             return [to_json(job) for job in self.jobs]
         if path == "/control/train":
             return [to_json(job) for job in self.trainings]
+        if path == "/control/train/joinable":
+            return [to_json(job) for job in self.joinable]
         if path == "/v1/models":
             return {"data": [{"id": "reading-club"}, {"id": "reading-club+sonnets"}]}
         if path.startswith("/control/logs"):

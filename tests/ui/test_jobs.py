@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 
 from app.core.errors import AppError
 from app.snapshot.codec import to_json, trainings_from
-from app.snapshot.views import IslandView, JobHopView, JobView, TrainedView, TrainingView
+from app.snapshot.views import IslandView, JobHopView, JobView, JoinableView, TrainedView, TrainingView
 from tests.ui.driving import DrivenDashboard, ScriptedNode, driven, until
 from tests.ui.fixed import HEALTHY, JOBS, ME, PEERS, TRAINING
 from tests.ui.rendering import settle, text_of_screen
@@ -297,6 +297,24 @@ def test_a_training_job_is_read_from_the_json_of_a_node() -> None:
     for name in ("islands", "losses", "validation", "doubted", "left_s"):
         del facts[name]  # of a job that an earlier version wrote down
     assert trainings_from([facts])[0].islands == ()
+
+
+def test_jobs_of_the_swarm_that_could_be_joined_are_shown() -> None:
+    node = ScriptedNode()
+    node.joinable = [
+        JoinableView(TRAINING.job, "poems", PEERS[0].peer, 40),
+        JoinableView("1a2b", "diaries", PEERS[0].peer, 9, own_data=True),
+    ]
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("4")
+        await until(app, pilot, lambda: "○ poems can be joined: `shoal train join poems`" in text_of_screen(app))
+        assert "○ diaries can be joined: `shoal train join diaries --data FILE`" in text_of_screen(app)
+        node.trainings = [TRAINING]
+        await until(app, pilot, lambda: "poems can be joined" not in text_of_screen(app))
+        assert "diaries can be joined" in text_of_screen(app)
+
+    driven(node, drive)
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------

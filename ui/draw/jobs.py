@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from app.core.terminal_text import one_line, with_names
-from app.snapshot.views import JobHopView, JobView, Snapshot, TrainingView
+from app.snapshot.views import JobHopView, JobView, JoinableView, Snapshot, TrainingView
 from ui.draw.bars import bar, ceiling, plot
 from ui.draw.numbers import count, duration, known_rate, many, plural, size
 from ui.draw.rows import UNKNOWN, Row, cell, fit, row, shorten, text_of, tidy, width_of, wrap
 
 NameOf = Callable[[str], str]
 AnyJob = JobView | TrainingView
-NO_JOBS = "There are no jobs yet: `shoal finetune` and `shoal train` start one."
+NO_JOBS = "This node has no jobs yet: `shoal finetune` and `shoal train` start one."
 RESUMABLE = ("paused", "failed")
 _NEXT = {  # what can be done with a fine-tuning job that does not run, by its status
     "finished": "`shoal chat --adapter {0}` uses it; in the chat ^g chooses it",
@@ -101,6 +101,13 @@ def trained_rows(snapshot: Snapshot | None, name_of: NameOf) -> list[Row]:
         row(("◆ ", "mine"), f"trains blocks {job.start}:{job.stop} for ", (one_line(name_of(job.owner)), "b"))
         for job in snapshot.trained
         if job.owner != snapshot.peer_id
+    ]
+
+
+def joinable_rows(jobs: Sequence[JoinableView]) -> list[Row]:
+    """One row for each training job of other members that this node could join."""
+    return [
+        row(("○ ", "dim"), (one_line(job.name), "b"), f" can be joined: {one_line(job.join_command)}") for job in jobs
     ]
 
 

@@ -18,8 +18,8 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from app.api.client import Client
-from app.snapshot.codec import jobs_from, trainings_from
-from app.snapshot.views import JobView, TrainingView
+from app.snapshot.codec import jobs_from, joinable_from, trainings_from
+from app.snapshot.views import JobView, JoinableView, TrainingView
 from ui.draw.jobs import (
     NO_JOBS,
     RESUMABLE,
@@ -30,6 +30,7 @@ from ui.draw.jobs import (
     job_row,
     job_rows,
     job_title,
+    joinable_rows,
     loss_rows,
     loss_title,
     name_of_job,
@@ -43,16 +44,17 @@ from ui.state.store import Store
 from ui.widgets.panel import Panel, strip_of, title_of
 
 _POLL_S = 1.0
+_POLL_JOINABLE_S = 30.0  # the node asks every member for it
 
 
 class JobsTable(ScrollView, can_focus=True):
-    """The table of jobs, and below them the jobs of others that train blocks of this node."""
+    """The table of jobs; below them the jobs of others that train blocks of this node, or that it could join."""
 
     DEFAULT_CLASSES = "panel"
     HELP = (
         "The training jobs and the fine-tuning jobs of this home, the newest first, and below them the members whose "
-        "jobs train blocks of this node. A fine-tuning job pauses after the step that it is at; what it had learned by "
-        "then is kept."
+        "jobs train blocks of this node, and training jobs of the swarm that this node could join. A fine-tuning job "
+        "pauses after the step that it is at; what it had learned by then is kept."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "details", "details"),
@@ -87,7 +89,9 @@ class JobsTable(ScrollView, can_focus=True):
         columns = job_columns(self.size.width, [name_of_job(job) for job in jobs or ()])
         head = job_header(columns) if jobs else row((UNKNOWN if jobs is None else NO_JOBS, "dim"))
         trained = trained_rows(self.store.snapshot, self.store.peer_name)
-        lines = [head, *(job_row(job, columns) for job in jobs or ()), *trained]
+        own = {job.job for job in jobs or ()}  # asked for more often: this node may have joined one since
+        others = joinable_rows([job for job in self.store.joinable if job.job not in own])
+        lines = [head, *(job_row(job, columns) for job in jobs or ()), *trained, *others]
         drawn = (lines, self.cursor, self.size, self.app.theme)
         if drawn == self._drawn:
             return
@@ -211,7 +215,7 @@ class Jobs(MainScreen):
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
-        self._asking = False
+        self._asking = self._asking_joinable = False
         self._last_error = ""  # shown once, not at every poll
         self._keys_for: tuple[str, str] | None = None  # job and status that the footer was made for
 
@@ -221,13 +225,15 @@ class Jobs(MainScreen):
         yield Horizontal(LossPanel(self.store, id="loss"), JobPanel(self.store, id="job"), id="job-figures")
 
     def on_mount(self) -> None:
-        """Ask for the jobs every second."""
+        """Ask for the jobs every second, and now and then for those that could be joined."""
         self.set_interval(_POLL_S, self._poll)
+        self.set_interval(_POLL_JOINABLE_S, self._poll_joinable)
 
     def on_screen_resume(self) -> None:
         """Redraw, and ask for the jobs at once."""
         super().on_screen_resume()
         self._poll()
+        self._poll_joinable()
 
     def show(self) -> None:
         """Redraw from the store; without a job only the table is shown."""
@@ -247,6 +253,21 @@ class Jobs(MainScreen):
             return
         self._asking = True
         self.dashboard.ask(self._jobs_of, self._take, self._failed)
+
+    def _poll_joinable(self) -> None:
+        if self._asking_joinable or not self.is_current or self.dashboard.door is None:
+            return
+        self._asking_joinable = True
+        path = "/control/train/joinable"
+        self.dashboard.ask(lambda client: joinable_from(client.get(path)), self._take_joinable, self._failed_joinable)
+
+    def _take_joinable(self, jobs: list[JoinableView]) -> None:
+        self._asking_joinable = False
+        self.store.take_joinable(jobs)
+        self.show()
+
+    def _failed_joinable(self, text: str) -> None:
+        self._asking_joinable = False  # the jobs of this home fail for the same reasons, and say so
 
     @staticmethod
     def _jobs_of(client: Client) -> list[AnyJob]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
-from app.snapshot.views import JobView, PeerView, Snapshot, TrainingView
+from app.snapshot.views import JobView, JoinableView, PeerView, Snapshot, TrainingView
 from ui.state.coverage import Coverage, coverage_of
 
 KEPT_SAMPLES = 600  # ten minutes at one a second
@@ -80,6 +80,7 @@ class Store:
         self.link = ConnectionState("connecting")
         self.snapshot: Snapshot | None = None
         self.jobs: tuple[JobView | TrainingView, ...] | None = None  # None: not known
+        self.joinable: tuple[JoinableView, ...] = ()  # training jobs of other members
         self.notes: deque[Event] = deque(maxlen=KEPT_NOTES)
         self.served: deque[float | None] = deque(maxlen=KEPT_SAMPLES)
         self.up: deque[float | None] = deque(maxlen=KEPT_SAMPLES)
@@ -103,6 +104,7 @@ class Store:
         self.link = link
         if link.kind != "live":
             self.snapshot = self.jobs = None
+            self.joinable = ()
         self.version += 1
 
     def take(self, snapshot: Snapshot) -> None:
@@ -119,6 +121,11 @@ class Store:
         """Replace the jobs; an answer that arrives after the connection was lost is dropped."""
         if self.link.kind == "live":
             self.jobs = tuple(jobs)
+
+    def take_joinable(self, jobs: Sequence[JoinableView]) -> None:
+        """Replace the jobs that could be joined; an answer that arrives after the connection was lost is dropped."""
+        if self.link.kind == "live":
+            self.joinable = tuple(jobs)
 
     def note(self, data: Mapping[str, Any]) -> None:
         """Add an event, once: a reconnected stream repeats earlier ones."""

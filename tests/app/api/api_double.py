@@ -33,6 +33,7 @@ from app.snapshot.views import (
     GuestView,
     InviteView,
     JobView,
+    JoinableView,
     ModelView,
     OfferView,
     PeerView,
@@ -163,6 +164,9 @@ class DoubleNode:
 
     async def trainings(self) -> list[dict[str, Any]]:
         return [TRAINING]
+
+    async def joinable_trainings(self) -> list[JoinableView]:
+        return [JoinableView("1a2b", "birds", "12D3KooWAnna", 40)]
 
     async def found_training(self, wish: TrainWish) -> dict[str, Any]:
         self.asked.append(("found_training", wish))

@@ -182,6 +182,7 @@ async def test_training_jobs() -> None:
         for action in ("join", "leave"):
             assert (await threaded(client.post, f"/control/train/{action}", {"job": "fish"}))["name"] == "fish"
         assert [job["name"] for job in await threaded(client.get, "/control/train")] == ["fish"]
+        assert [job["name"] for job in await threaded(client.get, "/control/train/joinable")] == ["birds"]
         wrongs: list[dict[str, object]] = [
             {"data": []},
             {"optimizer": "sgd"},

@@ -276,13 +276,21 @@ def test_a_running_node_says_which_training_jobs_run(
     store.save_facts(job, {**store.facts(job), "status": "running"})
 
     class Node:
-        def get(self, path: str) -> list[dict[str, Any]]:
+        def get(self, path: str, timeout_s: float | None = None) -> list[dict[str, Any]]:
+            if path == "/control/train/joinable":
+                return [{"job": "1a2b", "name": "poems", "founder": "a", "steps": 40, "own_data": False}]
             assert path == "/control/train"
             return [store.idle_facts(job), {**store.idle_facts(job), "name": "reef", "hash": "ab", "status": "running"}]
 
     monkeypatch.setattr("app.api.client.running_client", lambda folder: Node())
     assert main(["jobs"]) == 0
-    assert [line.split(": ")[1].split(",")[0] for line in capsys.readouterr().out.splitlines()] == ["paused", "running"]
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[1].split(",")[0] for line in lines] == ["paused", "running"]
+    assert last == "poems: a training job of other members, 40 steps; `shoal train join poems` takes part"
+    assert main(["jobs", "list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [*lines, last]
+    assert main(["jobs", "list", "reef"]) == 2
+    assert "`shoal jobs show reef`" in capsys.readouterr().err
     assert main(["jobs", "show", "reef"]) == 0
     assert "round       0, step 0 of 40, alone" in capsys.readouterr().out
 

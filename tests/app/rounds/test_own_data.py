@@ -25,6 +25,7 @@ from app.rounds.founding import TokenText, TrainWish, own_texts, prepare
 from app.rounds.record import DOMAIN, read_training, sign_training
 from app.rounds.statements import DATA, OwnData, read_data, sign_data, signed, texts_of
 from app.rounds.train_jobs import TrainJobs, TrainPlace
+from app.snapshot.views import JoinableView
 from app.training.states import StateStore
 from engine.sources.shape import config_values
 from engine.training.parameters import drawn_model
@@ -264,11 +265,15 @@ async def test_no_frame_carries_text_or_token_ids_of_a_member(tmp_path: Path) ->
     (tmp_path / "two.txt").write_text(made_up(2))
     async with open_nodes(tmp_path) as nodes:
         await nodes[0].jobs.found(wish)
+        (known,) = await nodes[0].jobs.facts()
+        named = JoinableView(known["job"], "fish", identity(0).peer_id, wish.steps, own_data=True)
+        assert (await nodes[0].jobs.joinable(), await nodes[1].jobs.joinable()) == ([], [named])
         with pytest.raises(AppError, match="--data"):
             await nodes[1].jobs.join("fish")
         with pytest.raises(AppError, match="--licence"):
             await nodes[1].jobs.join("fish", [str(tmp_path / "two.txt")])
         await nodes[1].jobs.join("fish", [str(tmp_path / "two.txt")], "CC0-1.0")
+        assert await nodes[1].jobs.joinable() == []
         running = next(iter(nodes[1].jobs.running.values())).island
         with trio.fail_after(60):
             while sum(len(entry.list.members) == 2 for entry in running.log) < 3:  # noqa: ASYNC110
