@@ -7,6 +7,7 @@ that ran when the node ended go on when it joins the same swarm again.
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -63,6 +64,8 @@ log = logging.getLogger("shoal.rounds")
 
 ASK_S = 10.0
 ASK_FOR_LIST_S = 3.0  # each member, for a list that somebody waits for
+ASKED_FOR_LIST = 32  # members, drawn anew each time: a dashboard asks again and again
+LISTED = 32  # jobs that can be joined
 TRAIN = "train"  # these jobs among past forecasts
 KEPT_FINISHED_S = 600.0  # that a finished job, with its model in memory, is kept for islands that are late
 KEPT_VALIDATION = 200  # losses after the latest rounds, among the figures
@@ -193,9 +196,12 @@ class TrainJobs:
     async def joinable(self) -> list[JoinableView]:
         """Return the jobs that other members train and that this node never took part in, by name."""
         own = {job.record.id for job in await trio.to_thread.run_sync(self._store.all)}
-        others = {record.id: record for record, _, _ in await self._known(ASK_FOR_LIST_S) if record.id not in own}
+        members = list(self._place.members())
+        asked = random.sample(members, min(ASKED_FOR_LIST, len(members)))
+        known = await self._known(asked, ASK_FOR_LIST_S)
+        others = {record.id: record for record, _, _ in known if record.id not in own}
         found = [JoinableView(short_id(one), one.name, one.founder, one.steps, one.own_data) for one in others.values()]
-        return sorted(found, key=lambda one: (one.name, one.founder))
+        return sorted(found, key=lambda one: (one.name, one.founder))[:LISTED]
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -252,8 +258,10 @@ class TrainJobs:
             raise error
         return machine_routes(self._place.helpers, error.config.n_blocks, block_needs(error.config, error.length))
 
-    async def _known(self, timeout_s: float = ASK_S) -> list[tuple[TrainingRecord, bytes, str]]:
-        """Return the jobs that members take part in, with who does: (record, its signed bytes, peer)."""
+    async def _known(
+        self, members: Sequence[str] | None = None, timeout_s: float = ASK_S
+    ) -> list[tuple[TrainingRecord, bytes, str]]:
+        """Return the jobs that members (None: all) take part in, with who does: (record, its signed bytes, peer)."""
         own = await trio.to_thread.run_sync(self._store.all)
         found = [
             (job.record, job.raw, self._place.network.peer_id) for job in own if job.record.swarm == self._place.swarm
@@ -269,7 +277,7 @@ class TrainJobs:
                 log.debug("%s names no training jobs: %s", peer, error)
 
         async with trio.open_nursery() as nursery:
-            for peer in self._place.members():
+            for peer in self._place.members() if members is None else members:
                 nursery.start_soon(ask, peer)
         return found
 
