@@ -54,7 +54,7 @@ def run_peers(arguments: argparse.Namespace) -> int:
     if not peers and client.snapshot().swarm is None:
         print(NO_SWARM)
     elif not peers:
-        print("No other members yet. `shoal invite` prints an invite for others.")
+        print("No other members are here now. `shoal invite` prints an invite for others.")
     return 0
 
 

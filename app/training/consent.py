@@ -30,15 +30,15 @@ CHANGES_BYTES_PER_S = 1.25e6  # 10 Mbit/s
 def terms_of(settings: Settings, own_peer: str, is_member: Callable[[str], bool]) -> TrainingTerms:
     """Return what this node gives to jobs; its own user's jobs are never refused, those of strangers always."""
 
-    def refuses(owner: str) -> str | None:
+    def refuses(owner: str) -> str | None:  # in words for the owner
         if owner == own_peer:
             return None
         if settings.train == NEVER:
-            return "this node trains for nobody"
+            return "it trains for nobody: its setting `train` is never"
         if settings.train == TRUSTED and owner not in settings.trusted:
-            return "this node trains only for peers in its setting `trusted`, unless `train` is members"
+            return "it trains only for peers that its user trusts: `shoal trust` there adds this node"
         if owner not in settings.trusted and not is_member(owner):
-            return "this node trains only for members of its swarm"
+            return "it trains only for members of its swarm"
         return None
 
     memory = 2**62 if settings.train_memory is None else settings.train_memory
