@@ -70,6 +70,7 @@ class TerminalChat:
         self._answers, self._store, self._parsers = answers, store, settings
         self._system: str | None = None
         self._messages: Chat = []  # questions and replies in turn
+        self._unanswered: str | None = None  # the last question, if its reply never began
         self._id: int | None = None  # of the conversation in the store
         self._title = ""
         self._is_interactive = self._was_interrupted = False  # the latter by the latest key
@@ -136,6 +137,7 @@ class TerminalChat:
 
     def say(self, text: str, *, as_json: bool = False) -> None:
         """Print the reply to one message, and keep both; a reply that Ctrl-C stops is kept as far as it came."""
+        self._unanswered = text
         self._ask([*self._messages, {"role": "user", "content": text}], as_json=as_json)
 
     def _take(self, line: str) -> None:
@@ -190,6 +192,7 @@ class TerminalChat:
             figures = self._answers.figures(is_whole=is_whole)
             self._keep(messages[-1]["content"], "".join(pieces), figures, replaces)
             self._messages = [*messages, {"role": "assistant", "content": split_thinking("".join(pieces))[1]}]
+            self._unanswered = None
         if as_json:
             print_json(self._answers.facts)
 
@@ -212,13 +215,16 @@ class TerminalChat:
         _note(_KEYS)
 
     def _clear(self, rest: str) -> None:
-        self._messages, self._id = [], None
+        self._messages, self._id, self._unanswered = [], None, None
         _note("A new conversation.")
 
     def _regenerate(self, rest: str) -> None:
-        if len(self._messages) < 2:
+        if self._unanswered is not None:
+            self.say(self._unanswered)
+        elif len(self._messages) < 2:
             raise UsageError("there is no question to ask again")
-        self._ask(self._messages[:-1], replaces=True)
+        else:
+            self._ask(self._messages[:-1], replaces=True)
 
     def _save(self, rest: str) -> None:
         from ui.state.conversations import as_markdown, export_to
