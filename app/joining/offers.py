@@ -8,7 +8,6 @@ links measured.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from app.swarm.saved import SavedSwarm, record_of
 from app.weights.library import Library
 from app.weights.manifest_store import ManifestStore, model_name
 from engine.budget import Precision, block_bytes, ends_bytes, fit, unquantised
+from engine.device.sensors import disk_free_bytes
 
 if TYPE_CHECKING:
     from app.manifest.manifest import Manifest
@@ -147,7 +147,7 @@ def look_around(
             record, manifest = record_of(known), store.load(known.model_hash)
             named = "" if record is None else record.model_name
             offers.append(_swarm_offer(machine, store, str(known), manifest, named))
-    free = shutil.disk_usage(_existing(cache)).free
+    free = disk_free_bytes(cache)
     return ProspectsView(tuple(offers), machine.view(), free, machine.reading_bytes_per_s)
 
 
@@ -209,8 +209,3 @@ def shape_words(config: ModelConfig) -> str:
     weights = config.n_blocks * block_bytes(config, one) + ends_bytes(config, one, embedding=True, head=True)
     amount = f"{weights / 10**9:.1f} billion" if weights >= 10**9 else f"{weights / 10**6:.1f} million"
     return f"a {config.family} of {amount} weights"
-
-
-def _existing(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
-    return next(path for path in (folder, *folder.parents) if path.exists())

@@ -186,21 +186,25 @@ def few_steps(steps: Mapping[str, int]) -> set[str]:
 
 
 def doubted(figures: Mapping[str, Measured], few: Collection[str] = ()) -> dict[str, str]:
-    """Return the members whose change is unlike those of the others, and why; with fewer than three, nobody.
+    """Return the members whose change is unlike those of the others, and why; with fewer than three, nobody."""
+    return odd_directions(figures, few) | odd_norms(figures, few)
 
-    That of one with `few` steps, which weighs little, need not agree with the others'.
+
+def odd_directions(figures: Mapping[str, Measured], few: Collection[str] = ()) -> dict[str, str]:
+    """Return the members whose change points elsewhere than those of the others, and by how much.
+
+    With fewer than three, nobody; and that of one with `few` steps, which weighs little, need not agree.
     """
     if len(figures) < 3:
         return {}
     usual = median(one.agreement for one in figures.values())
     spread = median(abs(one.agreement - usual) for one in figures.values())
     least = min(LEAST_AGREEMENT * usual, usual - AGREEMENT_DEVIATIONS * spread)
-    unlike = {
+    return {
         peer: f"its change agrees by {one.agreement:.2f} with the others, usual is {usual:.2f}"
         for peer, one in figures.items()
         if peer not in few and usual > 0 and one.agreement < least
     }
-    return unlike | odd_norms(figures, few)
 
 
 def odd_norms(figures: Mapping[str, Measured], few: Collection[str] = ()) -> dict[str, str]:

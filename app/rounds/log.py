@@ -33,11 +33,11 @@ from app.rounds.decisions import (
     DOUBTED_ROUNDS,
     MOST_GROWTH,
     copied,
-    doubted,
     few_steps,
     leading_order,
     left_out_after,
     measured,
+    odd_directions,
     odd_norms,
     past_likeness,
     quorum,
@@ -383,7 +383,7 @@ def _doubts(record: TrainingRecord, standing: Standing, members: MemberList, res
         told = [result for result in results if result.peer in row]
         reports = [result.report for result in told]
         figures = measured(row, reports)
-        unlike |= doubted(figures, few)
+        unlike |= odd_directions(figures, few)
         sure |= odd_norms(figures, few)
         sure |= replayed(past_likeness(row, reports, [result.past for result in told]))
     sure |= copied({arrival.peer: arrival.change for arrival in members.arrivals})

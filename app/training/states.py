@@ -22,16 +22,17 @@ from app.core.signal import Signal
 from app.core.units import format_size
 from app.manifest.manifest import Part
 from app.manifest.merkle import CHUNK_BYTES, leaf_hash, root_of
+from app.training.activations import FREE_BYTES
 from app.training.wire import StatePart
 from app.weights.chunk_server import ChunkServer
 from app.weights.download import Download
 from app.weights.extents import WeightsError
 from app.weights.part_set import PartSet
 from app.weights.wire import ChunkMethods
+from engine.device.sensors import disk_free_bytes
 
 METHODS = ChunkMethods("train.leaves", "train.chunk")
 FETCH_S = 45.0  # until a holder that sends nothing is given up; a frozen one must not hold up a job for minutes
-FREE_BYTES = 2**30  # of the disk that are left to others
 SLOWEST_BYTES_PER_S = 125_000  # so much longer is waited for large states
 
 
@@ -178,8 +179,7 @@ class StateStore:
 
 def _require_room(folder: Path, size_bytes: int) -> None:
     """Raise `WeightsError` if a download would leave less than `FREE_BYTES` of the disk."""
-    existing = next(place for place in (folder, *folder.parents) if place.exists())
-    free = shutil.disk_usage(existing).free
+    free = disk_free_bytes(folder)
     if free < size_bytes + FREE_BYTES:
         text = f"{format_size(size_bytes)} do not fit, {format_size(free)} are free"
         raise WeightsError(f"no room on the disk for states of a training job: {text}")
