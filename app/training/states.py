@@ -86,7 +86,7 @@ class StateStore:
         await self._removed.wait_for(lambda: state.root not in self._removing)
         if not self._parts.files.holds(part):
             await self._in_thread(self._parts.files.keep, part, leaves, data)
-        self._name_again([part])
+        self._add([part])
         return state
 
     async def fetch(
@@ -102,7 +102,7 @@ class StateStore:
 
     async def read(self, state: StatePart) -> bytes:
         """Return the bytes of a state that is here; raises `WeightsError` if it is not."""
-        data: bytes = await self._in_thread(self._parts.whole, _name(state))
+        data: bytes = await self._in_thread(self._parts.whole, _part(state))
         return data
 
     async def obtain(
@@ -124,7 +124,7 @@ class StateStore:
         others = [peer for peer in holders if peer != self._network.peer_id and self._is_member(peer)]
         with trio.fail_after(FETCH_S + sum(state.size_bytes for state in states) / SLOWEST_BYTES_PER_S):
             await self._removed.wait_for(lambda: self._removing.isdisjoint(parts))
-            self._name_again(parts.values())
+            self._add(parts.values())
             if missing := self._parts.missing(names):
                 if not others:
                     raise WeightsError(f"{missing[0]} is not here, and no member that has it is named")
@@ -133,6 +133,7 @@ class StateStore:
                 under_way = [(run, root) for root in parts]
                 self._downloads.update(under_way)
                 try:
+                    self._add(parts.values())  # another run may have named other sizes meanwhile
                     download = Download(self._network, self._parts, self._server, lambda name: others, hangs_up=False)
                     await download.fetch(names)
                     if gave is not None:
@@ -140,11 +141,18 @@ class StateStore:
                 finally:
                     self._downloads.subtract(under_way)
                     self._downloads = +self._downloads
-                self._name_again(parts.values())
+                self._add(parts.values())
 
-    def _name_again(self, parts: Iterable[Part]) -> None:
-        """Let these parts have the sizes named here: another run may have named others while this one waited."""
+    def _add(self, parts: Iterable[Part]) -> None:
+        """Let these parts have the sizes named here; raises `WeightsError` if one is here and has another size.
+
+        Runs may name different sizes of a part: a wrong one, which nobody has, must not stand in the way of the right
+        one, neither before that one is here nor afterwards.
+        """
         for part in parts:
+            known = self._parts.part(part.root)
+            if known is not None and known.size_bytes != part.size_bytes and self._parts.files.holds(known):
+                raise WeightsError(f"{part.name} has {known.size_bytes} bytes, not {part.size_bytes}")
             self._parts.add(part)
 
     async def forget(self, run: bytes, keep: Sequence[StatePart] = ()) -> None:
@@ -167,12 +175,8 @@ class StateStore:
                 self._removed.notify()
 
     def _part(self, run: bytes, state: StatePart) -> Part:
-        part = Part(_name(state), state.size_bytes, state.root)
-        known = self._parts.part(state.root)
-        # a size that somebody named and that nobody has must not stand in the way of the right one
-        if known is not None and known.size_bytes != state.size_bytes and self._parts.files.holds(known):
-            raise WeightsError(f"{part.name} has {known.size_bytes} bytes, not {state.size_bytes}")
-        self._parts.add(part)
+        part = _part(state)
+        self._add([part])
         self._runs.setdefault(state.root, set()).add(run)
         return part
 
@@ -185,8 +189,8 @@ def _require_room(folder: Path, size_bytes: int) -> None:
         raise WeightsError(f"no room on the disk for states of a training job: {text}")
 
 
-def _name(state: StatePart) -> str:
-    return f"the state {state.root.hex()}"
+def _part(state: StatePart) -> Part:
+    return Part(f"the state {state.root.hex()}", state.size_bytes, state.root)
 
 
 def part_of(data: bytes) -> tuple[StatePart, list[bytes]]:

@@ -127,7 +127,7 @@ class Library(PartSet):
         for name in wanted:
             self.files.touch(self.by_name[name])
         parts = {name: self._entries(self.by_name[name]) for name in wanted if name != TOKENIZER_PART}
-        tokenizer = self.whole(TOKENIZER_PART) if TOKENIZER_PART in wanted else b""
+        tokenizer = self.whole(self.by_name[TOKENIZER_PART]) if TOKENIZER_PART in wanted else b""
         spec = self.manifest.tokenizer_spec(tokenizer)
         return ModelSource(self._owner, self.manifest.config, parts, spec, self.manifest.licence)
 

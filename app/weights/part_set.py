@@ -79,13 +79,12 @@ class PartSet:
             return None
         return read_at_hand(extents, index * CHUNK_BYTES, chunk_length(part.size_bytes, index))
 
-    def whole(self, name: str) -> bytes:
+    def whole(self, part: Part) -> bytes:
         """Read all bytes of a part; raises `WeightsError` if it is not here or cannot be read."""
-        part = self.by_name[name]
         try:
             return read_range(self._extents(part), 0, part.size_bytes)
         except OSError as error:
-            raise WeightsError(f"{name} of {self._owner} cannot be read: {error}") from error
+            raise WeightsError(f"{part.name} of {self._owner} cannot be read: {error}") from error
 
     def _extents_of_chunk(self, part: Part, index: int) -> Sequence[Extent]:
         new = self._new.get(part.root)

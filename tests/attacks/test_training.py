@@ -15,6 +15,7 @@ import trio.testing
 
 from app.core.network import FrameStream, Priority
 from app.core.span import Span
+from app.manifest.manifest import Part
 from app.routing.route import Route
 from app.session.frame import HopError, decode_hop_error, new_session_id, plain, with_json
 from app.session.outbound import OutboundFrame, PeerOutbox
@@ -277,9 +278,9 @@ def reads_of(swarm: JobSwarm, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     parts: Any = swarm.nodes["n0"].states._parts
     whole, names = parts.whole, list[str]()
 
-    def noted(name: str) -> bytes:
-        names.append(name)
-        return bytes(whole(name))
+    def noted(part: Part) -> bytes:
+        names.append(part.name)
+        return bytes(whole(part))
 
     monkeypatch.setattr(parts, "whole", noted)
     return names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,13 @@ async def test_a_state_that_somebody_else_never_gets_holds_up_nobody(
         named = StatePart(state.root, state.size_bytes + wrong_bytes)
         for way in ("keep", "obtain"):
             states = store(fabric.node(way), tmp_path / way)
+
+            async def other(states: StateStore = states) -> None:
+                with contextlib.suppress(WeightsError):  # of a wrong size, if the right one is here by then
+                    await states.obtain(b"other run", [named], ["silent"])
+
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(states.obtain, b"other run", [named], ["silent"])
+                nursery.start_soon(other)
                 await trio.testing.wait_all_tasks_blocked()
                 with trio.fail_after(5):
                     if way == "keep":
@@ -120,6 +126,35 @@ async def test_a_state_that_somebody_else_never_gets_holds_up_nobody(
                         await states.obtain(b"run", [state], ["giver"])
                 assert await states.read(state) == data
                 nursery.cancel_scope.cancel()
+
+
+async def test_a_wrong_size_is_not_named_again_once_the_state_is_here(patient_clock: MockClock, tmp_path: Path) -> None:
+    """Whoever named it looked at the disk all the time that the download for another run took."""
+    came, run_sync, calls = trio.Event(), trio.to_thread.run_sync, list[Any]()
+
+    async def first_is_late(function: Any, *args: Any) -> Any:
+        calls.append(function)
+        if len(calls) == 1:
+            await came.wait()
+        return await run_sync(function, *args)
+
+    data = bytes(CHUNK_BYTES + 1000)
+    async with open_fabric() as fabric:
+        given = store(fabric.node("giver"), tmp_path / "giver")
+        given.serve()
+        state = await given.keep(b"run", data)
+        states = StateStore(fabric.node("me"), tmp_path / "me", lambda peer: True, first_is_late)
+
+        async def named_wrongly() -> None:
+            with pytest.raises(WeightsError, match="has 1049576 bytes, not 1049575"):
+                await states.obtain(b"other run", [StatePart(state.root, state.size_bytes - 1)], ["giver"])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(named_wrongly)
+            await trio.testing.wait_all_tasks_blocked()
+            await states.obtain(b"run", [state], ["giver"])
+            came.set()
+        assert await states.read(state) == data
 
 
 async def test_nothing_is_fetched_that_would_fill_the_disk(patient_clock: MockClock, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ async def test_parts_that_belong_to_no_model_travel_the_same_way(tmp_path: Path)
         with trio.fail_after(30):
             sharing = ChunkServer(taken, lambda peer: True)
             await Download(network, taken, sharing, lambda part: ["giver"]).fetch(list(pieces))
-    assert {name: taken.whole(name) for name in taken.held()} == pieces
+    assert {name: taken.whole(taken.by_name[name]) for name in taken.held()} == pieces
 
 
 async def test_what_is_here_is_not_fetched_again(tmp_path: Path) -> None:
