@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -54,6 +55,8 @@ log = logging.getLogger("shoal.device")
 # 186 MiB more.
 GRID_ROUNDING = 17 / 16
 GRID_KERNEL_BYTES = 32 << 20  # that the kernels of such products take on a card beside other ones
+# What torch's allocator for ARM takes for unused and may return, and a size that it asks the system for.
+_UNUSED_S, _LARGE_BYTES = 0.2, 64 << 20
 CPU_ENDS = WeightOptions(torch.device("cpu"), torch.float32, "stored")
 
 
@@ -409,7 +412,10 @@ def release(device_id: str) -> None:
     """Free unused memory and return what allocators keep, on this device and in the process, to the system."""
     gc.collect()
     kind = kind_of(torch.device(device_id)).torch_type
-    if kind != "cpu":
+    if kind == "cpu":  # torch's allocator for ARM looks for pages to return only when something large is freed
+        time.sleep(_UNUSED_S)
+        torch.empty(_LARGE_BYTES, dtype=torch.uint8)
+    else:
         getattr(torch, kind).empty_cache()
     with contextlib.suppress(AttributeError, OSError, TypeError):  # only glibc has it, and Windows has no such library
         ctypes.CDLL(None).malloc_trim(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,16 @@ from engine.model import onnx_graph
 from engine.model.block import Quantisation
 from engine.model.kv_cache import Segment
 from engine.model.linear import DenseLinear, GridLinear, Linear
+from engine.model.onnx_graph import GridProduct
 from engine.model.span import SpanOptions, SpanRunner, load_span
 from engine.sources.gguf import open_gguf
+from engine.sources.grid import quantise
 from tests.engine.gguf_models import write_gguf
 from tests.engine.models import VARIANT
 from tests.engine.random_spans import random_span, small_config
 from tests.engine.test_gguf import WIDE as WIDE_FILE
 from tests.engine.test_grid import COLUMNS, ROWS, random_grid
+from tests.engine.test_hosting import resident_bytes
 
 pytest.importorskip("onnxruntime", reason="ONNX Runtime, the optional package for 4-bit blocks on a CPU, is not here")
 
@@ -238,6 +242,17 @@ def test_graphs_take_no_more_memory_than_the_budget_allows(monkeypatch: pytest.M
     for rows in (1, 40):  # both ways to multiply
         span.step(torch.randn(rows, 96), [Segment(span.open(64), 0, rows)])
     assert span.weight_bytes <= 2 * block_bytes(span.config, grid_weights(INT4_BYTES, 4, on_cpu=True))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_graphs_need_the_memory_of_one_for_what_they_compute() -> None:
+    grid, rows = quantise(torch.randn(4096, 64)), torch.randn(1000, 64)
+    products = [GridProduct(grid) for _ in range(12)]
+    products[0](rows)
+    before = resident_bytes()
+    for product in products:
+        product(rows)
+    assert resident_bytes() - before < 4 * 4 * 1000 * 4096
 
 
 @pytest.mark.parametrize("quantisation", ["none", "int8", "stored"])
