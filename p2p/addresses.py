@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from p2p.errors import P2PError
+from p2p.errors import IdentityError, P2PError
+from p2p.identity import peer_id_bytes, peer_id_from_bytes
 
 MAX_ADDRESS_CHARS = 512
 MAX_ADDRESSES_PER_PEER = 16
 _HOST_KINDS = ("ip4", "ip6", "dns", "dns4", "dns6")
-_PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,64}")
 _DNS_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _DNSADDR = re.compile(r"/dnsaddr/(\w(?:[\w.-]{0,238}\w)?)(?:/p2p/(\w+))?", re.ASCII)
 PUBLIC_ENTRIES = ("/dnsaddr/bootstrap.libp2p.io",)  # of the public libp2p directory
@@ -84,8 +84,11 @@ class Address:
 
 
 def is_peer_id(text: str) -> bool:
-    """True if `text` has the form of a peer id."""
-    return _PEER_ID.fullmatch(text) is not None
+    """True if `text` is a peer id of any kind of key, as libp2p writes it."""
+    try:
+        return peer_id_from_bytes(peer_id_bytes(text)) == text
+    except IdentityError:
+        return False
 
 
 def scope_of(ip: IPAddress) -> Scope:

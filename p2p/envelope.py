@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from p2p.errors import EnvelopeError
+from p2p.errors import EnvelopeError, Untimely
 from p2p.identity import KEY_BYTES, SIGNATURE_BYTES, Identity, is_signed, peer_id_of
 
 VERSION, LONG_VERSION = 1, 2
@@ -169,16 +169,16 @@ def verify(envelope: Envelope, rule: Rule[T], *, now_ms: int, peer: str | None =
 
 
 def _check_times(envelope: Envelope, max_lifetime_ms: int | None, now_ms: int) -> None:
-    """Raise `EnvelopeError` for a statement that has expired, is from the future, or has too long a lifetime."""
+    """Raise `Untimely` for a statement that has expired or is from the future, `EnvelopeError` for impossible times."""
     lifetime_ms = envelope.expires_at_ms - envelope.sequence
     if lifetime_ms <= 0 or envelope.expires_at_ms > NEVER:
         raise EnvelopeError("the statement expires before it was made, or at an impossible time")
     if max_lifetime_ms is not None and lifetime_ms > max_lifetime_ms:
         raise EnvelopeError(f"a {envelope.domain} may last {max_lifetime_ms} ms, this one lasts {lifetime_ms} ms")
     if envelope.sequence > now_ms + CLOCK_TOLERANCE_MS:
-        raise EnvelopeError(f"the statement of {envelope.peer} is from the future; check both machines' clocks")
+        raise Untimely(f"the statement of {envelope.peer} is from the future; check both machines' clocks")
     if envelope.expires_at_ms + CLOCK_TOLERANCE_MS <= now_ms:
-        raise EnvelopeError(f"the statement of {envelope.peer} has expired; if it is new, check both clocks")
+        raise Untimely(f"the statement of {envelope.peer} has expired; if it is new, check both clocks")
 
 
 class Sequence:

@@ -99,3 +99,7 @@ class EnvelopeError(P2PError):
     """A signed envelope is malformed, forged, expired or from the future, or its payload is invalid; drop it."""
 
     reason_code = "bad_envelope"
+
+
+class Untimely(EnvelopeError):
+    """A signed envelope has expired or is from the future, by this node's clock; whoever passed it on may be honest."""

@@ -13,6 +13,7 @@ from app.routing.route import Route
 from app.session.frame import Frame
 
 SLOW_LINK_BYTES_PER_S = 250_000  # tokens may be under way for as long as such a link takes
+STEP_TOKENS = 64  # of a prompt that a hop reads at once, at least; one that takes longer for fewer counts as stuck
 
 
 class HopFailed(Exception):
@@ -33,19 +34,23 @@ class HopLoss(NamedTuple):
 class HopProgress:
     """Follows the hops' progress while an answer is late, from their STATE frames.
 
-    A hop's claim counts up to the tokens that were fed, so it can fake progress only that many times.
+    A hop's claim counts up to the tokens that were fed. One that claims a token now and then is not waited for without
+    end: in all, each hop has `stuck_s` for every `STEP_TOKENS` beyond those that were `cached` before, and once more.
     """
 
-    def __init__(self, now: float, row_bytes: int, stuck_s: float) -> None:
-        self._row_bytes, self._stuck_s = row_bytes, stuck_s
+    def __init__(self, now: float, row_bytes: int, stuck_s: float, cached: int = 0) -> None:
+        self._row_bytes, self._stuck_s, self._cached = row_bytes, stuck_s, cached
         self._advanced_at, self._sum = now, -1
+        self._looked_at = now
+        self._waited_s: dict[str, float] = {}  # for each hop that was the first not to have all tokens
 
     def loss(self, route: Route, states: Mapping[str, Frame], epoch: int, fed: int, now: float) -> HopLoss | None:
         """Return what was lost between hops that all answer; None while a hop still computes or receives."""
         progress = sum(min(state.position, fed) + min(state.rows, fed) for state in states.values())
         if progress > self._sum:
             self._advanced_at, self._sum = now, progress
-        quiet_s = now - self._advanced_at
+        quiet_s, since_s = now - self._advanced_at, now - self._looked_at
+        self._looked_at = now
         before = ""
         for hop in route:
             state = states[hop.peer]  # `rows` it has received, and cached up to `position`
@@ -53,15 +58,22 @@ class HopProgress:
                 why = because("hop_forgot", "it has forgotten the session", hop.peer)
                 return HopLoss(HopFailed(hop.peer, why, blameless=True))
             if state.rows < fed:
-                if quiet_s < (fed - state.rows) * self._row_bytes / SLOW_LINK_BYTES_PER_S:
+                is_coming = quiet_s < (fed - state.rows) * self._row_bytes / SLOW_LINK_BYTES_PER_S
+                if is_coming and self._may_take(hop.peer, fed, since_s):
                     return None
                 why = because("tokens_lost", "what was sent to it is lost", hop.peer)
                 return HopLoss(HopFailed(hop.peer, why, blameless=True), before)
             if state.position < fed:
                 why = because("hop_stuck", "it answers but does not advance", hop.peer)
-                return HopLoss(HopFailed(hop.peer, why)) if quiet_s > self._stuck_s else None
+                is_stuck = quiet_s > self._stuck_s or not self._may_take(hop.peer, fed, since_s)
+                return HopLoss(HopFailed(hop.peer, why)) if is_stuck else None
             before = hop.peer
         return HopLoss(HopFailed(before, because("answer_lost", "its answer is lost", before), blameless=True))
+
+    def _may_take(self, peer: str, fed: int, since_s: float) -> bool:
+        """Count the seconds since the last look as a wait for this hop; False if those are too many in all."""
+        waited_s = self._waited_s[peer] = self._waited_s.get(peer, 0.0) + since_s
+        return waited_s <= self._stuck_s * (1 + max(fed - self._cached, 0) / STEP_TOKENS)
 
 
 class HopState(NamedTuple):

@@ -782,6 +782,7 @@ class RouteSession:
         self.recoveries = 0
         self.moves = 0  # to better routes while nothing was wrong
         self.answered = 0  # tokens that all hops of the route have cached: an answer came back for them
+        self._answered_in = 0  # the epoch of that answer
         self.first_answer = trio.Event()  # also set when the session is closed
         self.reused = 0  # tokens that every hop had cached when the session began
         self.prompt_fed_at = 0.0  # when the first route was open and the prompt began to go through it
@@ -924,7 +925,7 @@ class RouteSession:
                     self._step_s.add(now - begin)
                     self.own_s = fed_at - begin + now - hops.answered_at
                 self._excuses.clear()
-                self.answered = first + len(token_ids)  # guesses may be wrong
+                self.answered, self._answered_in = first + len(token_ids), hops.epoch  # guesses may be wrong
                 self.first_answer.set()
                 return answer
         raise SessionLost("the route failed again and again without a single token; try again later")
@@ -966,7 +967,8 @@ class RouteSession:
         while True:
             await hops.settle(overdue_s(self._step_s.value))
             if hops.answer is None and hops.trouble is None:
-                progress = progress or HopProgress(begin, self._row_bytes, self._settings.stuck_s)
+                cached = self.answered if self._answered_in == hops.epoch else 0
+                progress = progress or HopProgress(begin, self._row_bytes, self._settings.stuck_s, cached)
                 await self._probe(progress)
             if hops.answer is not None:
                 return hops.answer

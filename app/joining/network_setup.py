@@ -15,7 +15,7 @@ from app.courtesy.rules import limits_at
 from app.courtesy.watch import local_now
 from app.snapshot.views import NetworkView, PublicView
 from app.swarm.saved import SavedSwarm
-from p2p.addresses import parse_address
+from p2p.addresses import parse_address, parse_known
 from p2p.host.admission import DenyList
 from p2p.network import Libp2pNetwork, NetworkConfig
 
@@ -57,14 +57,13 @@ def uses_public(config: Config, *, private: bool) -> bool:
 
 def named_peers(config: Config, swarm: SavedSwarm | None) -> dict[str, list[str]]:
     """Return the peers named in the settings and in the swarm's invite: peer id to addresses."""
-    texts = list(config.settings.peers)
+    addresses = [parse_address(text) for text in config.settings.peers]
     if swarm is not None and "invite" in config.settings.discovery:
-        texts += swarm.addresses
+        addresses += parse_known(swarm.addresses)
     found: dict[str, list[str]] = {}
-    for text in texts:
-        peer = parse_address(text).peer
-        if peer is not None:
-            found.setdefault(peer, []).append(text)
+    for address in addresses:
+        if address.peer is not None:
+            found.setdefault(address.peer, []).append(str(address))
     return found
 
 

@@ -14,7 +14,7 @@ from app.snapshot.views import SwarmView
 from app.swarm.invite import MAX_ADDRESSES, Invite, Pass, is_invite, parse_invite
 from app.swarm.names import SwarmName, pinned
 from app.swarm.saved import SavedSwarm, SavedSwarms
-from p2p.addresses import Scope, parse_address
+from p2p.addresses import Scope, parse_address, parse_known
 
 _OWN_ADDRESSES = 4  # of this node in an invite; the rest of `MAX_ADDRESSES` is for other members
 
@@ -78,10 +78,12 @@ def _only(found: tuple[SavedSwarm, ...], wanted: SwarmName) -> SavedSwarm:
 def invite_to(swarm: SavedSwarm, own: Iterable[str], others: Iterable[str] = (), entry: Pass | None = None) -> Invite:
     """Return an invite with addresses of this node, `own`, and of other members as far as there is room.
 
+    What others announce need not be an address. Such texts are left out, or one member could prevent all invites.
+
     One to a guarded swarm needs `entry`, the pass that `app.joining.admission.issue` made for it.
     """
     first = _best_first(own)[:_OWN_ADDRESSES]
-    rest = [address for address in dict.fromkeys(others) if address not in first]
+    rest = [text for address in parse_known(others) if (text := str(address)) not in first]
     return Invite(swarm.name, swarm.model_hash, tuple([*first, *rest])[:MAX_ADDRESSES], swarm.secret, entry)
 
 

@@ -31,7 +31,17 @@ from app.swarm.records import (
     verify_suspicion,
 )
 from p2p.envelope import Envelope, parse
-from p2p.errors import Denied, EnvelopeError, P2PError, PeerUnreachable, ProtocolError, QueueFull, Refused, RemoteError
+from p2p.errors import (
+    Denied,
+    EnvelopeError,
+    P2PError,
+    PeerUnreachable,
+    ProtocolError,
+    QueueFull,
+    Refused,
+    RemoteError,
+    Untimely,
+)
 from p2p.rate_limit import PeerRateLimit
 
 log = logging.getLogger("shoal.membership")
@@ -263,7 +273,8 @@ class MembershipExchange:
         """Process one statement; strangers in an answer that was `asked` for are known to others and not passed on.
 
         This is the only place that feeds the table: it parses and verifies the bytes of members. Invalid statements are
-        dropped; a peer that sends too many of them misbehaves.
+        dropped; a peer that sends too many of them misbehaves. Those that are not of this time do not count: they were
+        good where the peer has them from, by another clock or a moment ago.
         """
         now = trio.current_time()
         try:
@@ -278,7 +289,7 @@ class MembershipExchange:
                     self._guard.keep(envelope)
         except EnvelopeError as error:
             log.debug("a statement from %s was refused: %s", sender, error)
-            if not self._invalid_limit.take(sender, now):
+            if not isinstance(error, Untimely) and not self._invalid_limit.take(sender, now):
                 self._events.misbehaved(sender, f"too many invalid statements, the last one: {error}")
 
     def _receive_announcement(self, envelope: Envelope, sender: str, now: float, asked: bool) -> None:

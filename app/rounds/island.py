@@ -102,6 +102,7 @@ KEPT_ATTEMPTS = 4  # whose merged leaves are kept for members that are late
 MAX_PEERS = 256
 _LISTS_MORE = 2  # lists of one leader in a round, beyond one for each member that it may have to leave out
 _LONGEST_DISREGARD = 7  # doublings
+_LOOKS_APART = 4  # times as long as a look at a history that was of no use took, no other is looked at
 _BRIEFLY_S = 0.5
 _NAMED = 4  # members that a round waits for, in words
 _SAID_TRIES = 4
@@ -248,6 +249,7 @@ class Island:
         self._sizes: list[int] = []  # of the parts of a state
         self._disregarded: dict[str, tuple[int, float]] = {}  # peer -> how often its history was of no use, until when
         self._strangers = (0, 0.0)  # the same for all who are not of the round
+        self._look_again_at = 0.0  # at histories that few have
         self.figures = IslandFigures()
         self._arrivals: dict[str, Arrival] = {}  # of the current round
         self._arrived_at: dict[str, float] = {}
@@ -811,17 +813,24 @@ class Island:
         self._news.notify()
 
     def _behind(self) -> list[str]:
-        """Islands that are further, or that have another history; those of the round come first."""
+        """Islands that are further, or that have another history: first what most have, then those of the round.
+
+        No steps are made while a history is looked at, so after one that was of no use others have to wait, unless
+        most members of the round that are there have them.
+        """
         known = self._heads if self._has_state else set()
         alive, now, members = self.alive(), trio.current_time(), self.standing.members
+        there = Counter([self.head, *(self.heard[peer].head for peer in alive & {*members})])
         ahead = [peer for peer, one in self.heard.items() if one.head not in known and peer in alive]
+        of_most = {peer for peer in ahead if 2 * there[self.heard[peer].head] > there.total()}
         useful = [
             peer
             for peer in ahead
             if self._disregarded.get(peer, (0, 0.0))[1] <= now
             and (peer in members or not self._has_state or self._strangers[1] <= now)
+            and (peer in of_most or not self._has_state or self._look_again_at <= now)
         ]
-        return sorted(useful, key=lambda peer: (peer not in members, -self.heard[peer].round))
+        return sorted(useful, key=lambda peer: (peer not in of_most, peer not in members, -self.heard[peer].round))
 
     def _disregard(self, peer: str, *, is_brief: bool = False) -> None:
         """Do not look at the history of a peer for a while, longer each time, because it was of no use.
@@ -853,15 +862,19 @@ class Island:
         for peer in dict.fromkeys([*made_it, *behind]):
             if peer == self.peer or (peer not in made_it and peer not in self._behind()):
                 continue
+            began, is_brief = trio.current_time(), False
             try:
                 if await self._take_over(peer):
                     self._disregarded.pop(peer, None)
                     self._strangers = (0, 0.0)
                     return
-                self._disregard(peer)
             except (RecordError, AppError, EngineError, P2PError, trio.TooSlowError) as error:
                 log.info("what %s has of %s could not be taken over: %s", peer, self.record.name, error)
-                self._disregard(peer, is_brief=isinstance(error, WentOn) or not self._has_state)
+                is_brief = isinstance(error, WentOn) or not self._has_state
+            self._disregard(peer, is_brief=is_brief)
+            if not is_brief:
+                now = trio.current_time()
+                self._look_again_at = now + _LOOKS_APART * (now - began)
         await trio.lowlevel.checkpoint()
 
     async def _take_over(self, peer: str) -> bool:

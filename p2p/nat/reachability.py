@@ -2,9 +2,9 @@
 
 `reach` is a call with the JSON body `{"version": 1, "address": …}` of at most 1024 bytes. The peer dials the address
 only if its IP is the one that the asker's connection comes from, so that a node cannot be made to dial third parties.
-It then checks the asker's identity there and answers `{"version": 1, "reached": …}`. For a public address of its own,
-or one whose port its router forwards, a node needs the confirmation of one peer; for an address at which peers merely
-see it, those of peers in two networks.
+It then checks the asker's identity there and answers `{"version": 1, "reached": …}`, of at most 1024 bytes too. For a
+public address of its own, or one whose port its router forwards, a node needs the confirmation of one peer; for an
+address at which peers merely see it, those of peers in two networks.
 """
 
 from __future__ import annotations
@@ -156,11 +156,14 @@ class Reachability:
     async def _ask(self, peer: str, address: Address) -> bool:
         try:
             body = json.dumps({"version": 1, "address": str(address)}).encode()
-            answer = json.loads(await self._call(peer, body, _ASK_TIMEOUT_S))
+            answer = await self._call(peer, body, _ASK_TIMEOUT_S)
+            if len(answer) > _MAX_BODY_BYTES:
+                raise ProtocolError(f"its answer has {len(answer)} bytes; at most {_MAX_BODY_BYTES} are read")
+            said = json.loads(answer)
         except (P2PError, ValueError, RecursionError) as error:
             log.debug("%s did not dial back: %s", peer, error)
             return False
-        return isinstance(answer, dict) and answer.get("reached") is True
+        return isinstance(said, dict) and said.get("reached") is True
 
     async def handle(self, peer: str, body: bytes) -> bytes:
         """Answer a `reach` call of `peer`; raises `ProtocolError`, or `Refused` for another IP or too many requests."""

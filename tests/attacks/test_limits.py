@@ -46,7 +46,7 @@ from p2p.host.host import ADDRESSES_OF_A_RELAY, LOOKUPS, UNAWAITED_DIALS
 from p2p.host.pruning import ENOUGH_LINKS
 from p2p.link import link
 from p2p.link.quota import Limits
-from p2p.nat import hole_punching
+from p2p.nat import hole_punching, reachability
 from p2p.nat.relay_server import RelayLimits
 from p2p.values import MAX_BODY_BYTES, WINDOW_BYTES
 
@@ -177,6 +177,11 @@ ROWS: dict[str, tuple[float, ...]] = {
         dialer.MAX_NAMES,
         LOOKUPS,
         UNAWAITED_DIALS,
+    ),
+    "dial-backs (whether a node can be reached)": (
+        reachability._AT_ONCE,
+        reachability._PER_PEER_S,
+        reachability._MAX_BODY_BYTES / KIB,
     ),
     "hole punching": (
         hole_punching.PUNCHES_AT_ONCE,

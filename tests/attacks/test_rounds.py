@@ -473,6 +473,51 @@ async def test_a_history_that_is_never_shown_holds_nobody_up(tmp_path: Path, pat
         assert trio.current_time() - began < 90  # 19 rounds of half a second, and some vain looks of four seconds
 
 
+async def test_histories_of_members_that_are_never_shown_cost_little_time(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    """Three names that were taken into the rounds claim other histories in turn: most of the time is left for steps."""
+    async with open_islands(tmp_path, 0, 1, 2, steps=60) as swarm:
+        island, ghosts = swarm.nodes[0].island, [swarm.fabric.node(identity(number).peer_id) for number in (7, 8, 9)]
+        looks: list[float] = []
+
+        async def silent(peer: str, body: bytes) -> Any:
+            began = trio.current_time()
+            try:
+                await trio.sleep_forever()
+            finally:
+                if peer == island.peer:
+                    looks.append(trio.current_time() - began)
+
+        async def say(round_number: int, head: str) -> None:
+            body = wire.request(swarm.record.id, {"round": round_number, "head": head})
+            for ghost in ghosts:
+                ghost.serve(wire.LOG, silent)
+                for node in swarm.nodes.values():
+                    await ghost.call(node.name, wire.HELLO, body, timeout_s=5)
+
+        names = {ghost.peer_id for ghost in ghosts}
+        while not names <= {*island.standing.members}:
+            await say(island.standing.round, island.head.hex())
+            await trio.sleep(0.2)
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+
+            async def boast() -> None:
+                number = 0
+                while True:
+                    number += 1
+                    await say(10**6, f"{number:064x}")
+                    await trio.sleep(1)
+
+            nursery.start_soon(boast)
+            await swarm.finished(0, 1, 2)
+            nursery.cancel_scope.cancel()
+        took = trio.current_time() - began
+        assert looks
+        assert sum(looks) < took / 3
+
+
 async def test_who_waits_for_a_place_does_not_keep_the_changes_of_all_rounds(
     tmp_path: Path, patient_clock: MockClock
 ) -> None:

@@ -314,6 +314,32 @@ async def test_a_hop_that_only_claims_progress_is_left(autojump_clock: MockClock
         assert stats.token_ids == greedy(PROMPT, 4)
 
 
+async def test_a_hop_that_claims_a_token_now_and_then_is_left(autojump_clock: MockClock) -> None:
+    """A hop claims one more token of the prompt every 25 s and sends nothing: that lasts a minute, not an hour."""
+    claimed, claimed_at = 0, 0.0
+
+    async def claim(stream: MemoryStream) -> None:
+        nonlocal claimed, claimed_at
+        while True:
+            frame = decode(await stream.receive())
+            if frame.kind == Kind.TURN:
+                await stream.send(plain(Kind.READY, frame.session, frame.epoch))
+            elif frame.kind == Kind.PROBE:
+                if trio.current_time() >= claimed_at + 25:
+                    claimed, claimed_at = claimed + 1, trio.current_time()
+                await stream.send(plain(Kind.STATE, frame.session, frame.epoch, claimed, len(PROMPT)))
+
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        await swarm.serve("liar", HashRunner(4, 8), speed=500.0)
+        swarm.fabric.nodes["liar"].accept(PROTOCOL, claim)
+        asker = await swarm.asker()
+        begun = trio.current_time()
+        stats = await ask(asker, PROMPT, 4)
+        assert claimed > 0
+        assert stats.token_ids == greedy(PROMPT, 4)
+        assert trio.current_time() - begun < 90
+
+
 # --- epochs -----------------------------------------------------------------------------------------------------------
 
 

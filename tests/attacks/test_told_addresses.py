@@ -14,6 +14,7 @@ import trio
 from p2p.addresses import Address, parse_address
 from p2p.dht.host_view import network_of
 from p2p.errors import P2PError
+from p2p.host.heartbeat import Hello
 from p2p.host.host import UNAWAITED_DIALS, Host
 from p2p.identity import Identity
 from p2p.nat.relay_client import RelayClient
@@ -74,6 +75,22 @@ async def test_peers_that_are_said_to_be_behind_each_other_are_not_all_dialled()
                     most = max(most, len(victim._dials))
                     await trio.sleep(0.05)
             assert 1 < most <= 5, "itself and four relays"
+
+
+async def test_a_relay_that_is_no_peer_does_not_silence_the_directory() -> None:
+    """A stranger says that it is behind a relay whose name is no peer id: a node that knows it still answers others."""
+    victim, stranger, honest = make_network("dht"), make_network("dht"), make_network("dht")
+    nobody = Address("ip4", OF_SOMEBODY_ELSE, 7464, stranger.peer_id, "1" * 40)
+    stranger.traversal.hello = lambda connection: Hello((nobody,))  # type: ignore[method-assign]
+    async with victim.running(), stranger.running(), honest.running():
+        await stranger.host.connect(victim.peer_id, victim.host.addresses)
+        assert victim._directory is not None
+        table = victim._directory.table
+        await until(lambda: stranger.peer_id in table)
+        await honest.host.connect(victim.peer_id, victim.host.addresses)
+        assert honest._directory is not None
+        assert await honest._directory.greet(victim.peer_id), "everybody near it in the table has to be named"
+        assert stranger.peer_id in table
 
 
 async def test_dials_that_nobody_waits_for_are_few() -> None:

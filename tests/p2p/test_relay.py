@@ -280,6 +280,19 @@ async def test_what_the_votes_say(own: str, votes: dict[str, bool], state: Reach
         host._connections.clear()
 
 
+async def test_a_long_answer_to_the_question_of_reachability_is_not_read() -> None:
+    """Whoever is asked may answer 64 MiB of JSON, over which a node would think for 8 s and take 2 GB."""
+    host = make_host(listen=("/ip4/127.0.0.1/tcp/0",), advertise=("/ip4/8.8.8.8/tcp/7464",))
+
+    async def call(peer: str, body: bytes, timeout_s: float) -> bytes:
+        return json.dumps({"version": 1, "reached": True, "more": [[]] * 1024}).encode()
+
+    async with running(host):
+        host._connections["a"] = [_Open("a")]  # type: ignore[list-item]
+        assert await Reachability(host, call).check() is Reach.UNVERIFIED
+        host._connections.clear()
+
+
 class _Open:
     is_open, relayed, opened_at = True, False, 0.0
 

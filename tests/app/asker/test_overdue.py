@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.asker.recovery import HopLoss, HopProgress
+from app.asker.recovery import STEP_TOKENS, HopLoss, HopProgress
 from app.asker.route_session import overdue_s
 from app.core.span import Span
 from app.routing.route import Hop
@@ -55,11 +55,24 @@ def test_what_is_only_late(a: Frame, b: Frame, quiet_s: float) -> None:
 
 
 def test_progress_gives_more_time() -> None:
-    progress = HopProgress(0.0, row_bytes=1000, stuck_s=30.0)
-    for cached, now in ((1, 0.0), (2, 20.0), (3, 40.0)):
-        states = {"a": state(cached, 10), "b": state(0, 0)}
-        assert progress.loss(ROUTE, states, EPOCH, FED, now) is None
-    assert progress.loss(ROUTE, states, EPOCH, FED, 71.0) is not None
+    progress, fed = HopProgress(0.0, row_bytes=1000, stuck_s=30.0), 4 * STEP_TOKENS
+    for steps, now in ((1, 20.0), (2, 45.0), (3, 70.0)):
+        states = {"a": state(steps * STEP_TOKENS, fed), "b": state(0, 0)}
+        assert progress.loss(ROUTE, states, EPOCH, fed, now) is None
+    assert progress.loss(ROUTE, states, EPOCH, fed, 101.0) is not None
+
+
+@pytest.mark.parametrize(("fed", "cached", "most_s"), [(10, 9, 31), (1000, 999, 31), (1000, 0, 500), (64, 0, 61)])
+def test_a_hop_that_claims_one_token_at_a_time_is_waited_for_as_long_as_a_slow_one(
+    fed: int, cached: int, most_s: int
+) -> None:
+    progress = HopProgress(0.0, row_bytes=1000, stuck_s=30.0, cached=cached)
+    given_up_at = next(
+        second
+        for second in range(1, 10_000)
+        if progress.loss(ROUTE, {"a": state(second // 20, fed), "b": state(0, 0)}, EPOCH, fed, second) is not None
+    )
+    assert 30 <= given_up_at <= most_s
 
 
 def test_a_step_is_late_after_a_second_or_eight_times_its_usual() -> None:

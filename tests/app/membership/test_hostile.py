@@ -17,6 +17,7 @@ from app.manifest.manifest import Manifest
 from app.membership import QueryService, exchange, wire
 from app.membership.exchange import MembershipExchange
 from app.swarm.records import Announcement, Suspicion, sign_announcement, sign_suspicion, verify_suspicion
+from p2p.envelope import CLOCK_TOLERANCE_MS
 from p2p.errors import P2PError, Refused, RemoteError
 from p2p.identity import Identity
 from tests.app.swarms import Sim, identity, open_sim, wall_clock
@@ -115,6 +116,33 @@ async def test_worthless_statements_without_end_are_cut_off(autojump_clock: Mock
         assert refused > 10
         assert hostile.peer not in target.knows()
         assert target.knows() >= {nodes[1].peer, nodes[2].peer}
+
+
+async def test_statements_that_expire_on_their_way_are_not_held_against_whoever_passed_them_on(
+    autojump_clock: MockClock,
+) -> None:
+    """A crowd meets one node with announcements that are about to expire: others that ask it for its table keep it."""
+    async with open_sim() as sim:
+        victim, other, _ = await sim.grow(3)
+        expires_at_ms = int(wall_clock() * 1000) - CLOCK_TOLERANCE_MS + 2000
+
+        async def meet(who: Identity) -> None:
+            said = Announcement(who.peer_id, expires_at_ms - 1, expires_at_ms, sim.record.id, "client")
+            raw, node = sign_announcement(who, said), sim.fabric.node(who.peer_id)
+
+            async def answer(peer: str, body: bytes) -> bytes:
+                return wire.pack([raw])
+
+            node.serve(wire.PROBE, answer)
+            await node.call(victim.peer, wire.TELL, told(sim, [raw])[0], timeout_s=5)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(exchange.INVALID_AT_ONCE + 100):
+                nursery.start_soon(meet, identity(1000 + number))
+        await sim.until(lambda: wall_clock() * 1000 >= expires_at_ms + CLOCK_TOLERANCE_MS, 5)
+        assert len(victim.swarm.table.present()) > exchange.INVALID_AT_ONCE
+        await other.swarm._exchange.compare(victim.peer)
+        assert victim.peer in other.knows(), "an honest node is taken for one that misbehaves"
 
 
 async def test_a_member_that_changes_its_mind_all_the_time_cannot_flood_the_others(autojump_clock: MockClock) -> None:
