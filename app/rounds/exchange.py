@@ -389,8 +389,8 @@ class Exchange:
         where = {"list": attempt.members.hash.hex(), **({} if of is None else {"of": of})}
         size = MAX_MEMBERS * MAX_ARRIVAL_BYTES  # a share is bounded like an arrival
         raw = await self._ask(peer, wire.SIGNED, where, deadline, attempt, size)
-        raws, now_ms = wire.unpack(raw, MAX_MEMBERS), self._wall_ms()
-        shares: list[MergedShare] = await self._in_thread(lambda: [read_share(one, now_ms) for one in raws])
+        raws = wire.unpack(raw, MAX_MEMBERS)
+        shares: list[MergedShare] = await self._in_thread(lambda: [read_share(one) for one in raws])
         if any((share.job, share.list) != (self._job, attempt.members.hash) for share in shares):
             raise RecordError("it sends what was signed for another list")
         return shares

@@ -988,7 +988,7 @@ class Island:
         raws = raws_in(fields, "data", 1)
         if not raws or (peer in self.data_of and self.data_of[peer].raw == raws[0]):
             return
-        data = read_data(raws[0], self._wall_ms())
+        data = read_data(raws[0])
         if (data.job, data.peer) != (self.record.id, peer):
             raise RecordError("what is said of a text is of another job or another peer")
         if self.record.licence and not data.licence.strip():
@@ -1011,7 +1011,7 @@ class Island:
                 log.debug("%s was not told of round %s: %s", peer, self.standing.round, error)
             await trio.sleep(0.2 * 2**attempt)
 
-    async def _verified(self, peer: str, read: Callable[[bytes, int], T], raw: bytes) -> T:
+    async def _verified(self, peer: str, read: Callable[[bytes], T], raw: bytes) -> T:
         """Read a peer's statement with all its signatures, dozens in an entry: beside the loop, one at a time.
 
         Peers take turns, so that nobody waits for all that another one has sent.
@@ -1019,7 +1019,7 @@ class Island:
         turn = self._turns.setdefault(peer, trio.Lock())
         try:
             async with turn, self._verifying:
-                found: T = await self._in_thread(read, raw, self._wall_ms())
+                found: T = await self._in_thread(read, raw)
                 return found
         finally:
             if not turn.locked():  # nobody else waits for it
@@ -1030,7 +1030,7 @@ class Island:
         if _domain(raw) != ARRIVAL:
             self._note_entry(await self._verified(peer, read_entry, raw))
             return
-        arrival = read_arrival(raw, self._wall_ms())
+        arrival = read_arrival(raw)
         if arrival.peer != self.peer:
             self._note_arrival(arrival)
 

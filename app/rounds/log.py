@@ -205,23 +205,23 @@ def make_entry(
         "start": next_start(standing.start, len(standing.members), standing.every, record.batch),
         "tokens": standing.tokens + sum(arrival.tokens for arrival in members.arrivals),
     }  # fmt: skip
-    return read_entry(signed(identity, ENTRY, values, now_ms, most_entry_bytes(record)), now_ms)
+    return read_entry(signed(identity, ENTRY, values, now_ms, most_entry_bytes(record)))
 
 
 @verified_once(4)
-def read_entry(raw: bytes, now_ms: int) -> RoundEntry:
+def read_entry(raw: bytes) -> RoundEntry:
     """Verify the signatures of an entry and read it; raises `RecordError`. `follow` checks what it says."""
-    envelope, fields = opened(raw, ENTRY, now_ms, MAX_ENTRY_BYTES)
+    envelope, fields = opened(raw, ENTRY, MAX_ENTRY_BYTES)
     lists = raws_in(fields, "list", 1)
     if not lists:
         raise RecordError("a round's entry has no member list")
-    members = read_list(lists[0], now_ms)
+    members = read_list(lists[0])
     entry = RoundEntry(
         job=fields.hex_bytes("job", HASH_BYTES),
         round=fields.integer("round", 0, MAX_ROUNDS),
         prev=fields.hex_bytes("prev", HASH_BYTES),
         list=members,
-        results=tuple(read_result(one, now_ms) for one in raws_in(fields, "results", MAX_MEMBERS)),
+        results=tuple(read_result(one) for one in raws_in(fields, "results", MAX_MEMBERS)),
         root=fields.hex_bytes("root", HASH_BYTES),
         doubted=reasons_in(fields, "doubted"),
         left_out=reasons_in(fields, "left_out"),

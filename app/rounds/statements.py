@@ -73,22 +73,22 @@ KEPT_STATEMENTS = 4 * MAX_MEMBERS  # of one kind that were verified, so that the
 T = TypeVar("T")
 
 
-def verified_once(most: int) -> Callable[[Callable[[bytes, int], T]], Callable[[bytes, int], T]]:
+def verified_once(most: int) -> Callable[[Callable[[bytes], T]], Callable[[bytes], T]]:
     """Let a reader of signed statements read the same bytes once, of the last `most` that it has accepted.
 
     These statements never expire, so what was accepted is accepted later as well. What is refused is not kept.
     """
 
-    def decorated(read: Callable[[bytes, int], T]) -> Callable[[bytes, int], T]:
+    def decorated(read: Callable[[bytes], T]) -> Callable[[bytes], T]:
         known: dict[bytes, T] = {}
         lock = threading.Lock()  # many are read in threads
 
         @wraps(read)
-        def reading(raw: bytes, now_ms: int) -> T:
+        def reading(raw: bytes) -> T:
             with lock:
                 found = known.get(raw)
             if found is None:
-                found = read(raw, now_ms)
+                found = read(raw)
                 with lock:
                     known[raw] = found
                     if len(known) > most:
@@ -187,13 +187,13 @@ def sign_arrival(identity: Identity, arrival: Arrival, now_ms: int) -> Arrival:
         **({"traces": arrival.traces.hex()} if arrival.traces else {}),
         **({} if arrival.network is None else {"network": arrival.network}),
     }  # fmt: skip
-    return read_arrival(signed(identity, ARRIVAL, values, now_ms), now_ms)
+    return read_arrival(signed(identity, ARRIVAL, values, now_ms))
 
 
 @verified_once(KEPT_STATEMENTS)
-def read_arrival(raw: bytes, now_ms: int) -> Arrival:
+def read_arrival(raw: bytes) -> Arrival:
     """Verify and read an arrival; raises `RecordError`."""
-    envelope, fields = opened(raw, ARRIVAL, now_ms, MAX_ARRIVAL_BYTES)
+    envelope, fields = opened(raw, ARRIVAL, MAX_ARRIVAL_BYTES)
     return Arrival(
         job=fields.hex_bytes("job", HASH_BYTES),
         round=fields.integer("round", 0, MAX_ROUNDS),
@@ -214,20 +214,20 @@ def sign_list(identity: Identity, job: bytes, attempt: int, arrivals: Sequence[A
         "job": job.hex(), "round": arrivals[0].round, "attempt": attempt, "prev": arrivals[0].prev.hex(),
         "arrivals": [_text(arrival.raw) for arrival in arrivals],
     }  # fmt: skip
-    return read_list(signed(identity, LIST, values, now_ms), now_ms)
+    return read_list(signed(identity, LIST, values, now_ms))
 
 
 @verified_once(MAX_MEMBERS)
-def read_list(raw: bytes, now_ms: int) -> MemberList:
+def read_list(raw: bytes) -> MemberList:
     """Verify and read a member list and the arrivals in it; raises `RecordError`."""
-    envelope, fields = opened(raw, LIST, now_ms)
+    envelope, fields = opened(raw, LIST)
     texts = fields.texts("arrivals", MAX_MEMBERS, 2 * MAX_ENVELOPE_BYTES)
     found = MemberList(
         job=fields.hex_bytes("job", HASH_BYTES),
         round=fields.integer("round", 0, MAX_ROUNDS),
         attempt=fields.integer("attempt", 0, MAX_ATTEMPTS),
         prev=fields.hex_bytes("prev", HASH_BYTES),
-        arrivals=tuple(read_arrival(_bytes(text), now_ms) for text in texts),
+        arrivals=tuple(read_arrival(_bytes(text)) for text in texts),
         leader=envelope.peer,
         raw=raw,
     )
@@ -248,13 +248,13 @@ def sign_result(identity: Identity, result: Result, now_ms: int) -> Result:
         "past": list(result.past), "tested": list(result.tested),
         **({"recomputed": list(result.recomputed)} if result.recomputed else {}),
     }  # fmt: skip
-    return read_result(signed(identity, RESULT, values, now_ms), now_ms)
+    return read_result(signed(identity, RESULT, values, now_ms))
 
 
 @verified_once(KEPT_STATEMENTS)
-def read_result(raw: bytes, now_ms: int) -> Result:
+def read_result(raw: bytes) -> Result:
     """Verify and read a result; raises `RecordError`."""
-    envelope, fields = opened(raw, RESULT, now_ms, MAX_RESULT_BYTES)
+    envelope, fields = opened(raw, RESULT, MAX_RESULT_BYTES)
     root = fields.text("root", 2 * HASH_BYTES)
     if root and len(envelope.payload) > MAX_COUNTED_BYTES:
         raise RecordError(f"a result of {len(envelope.payload)} bytes is too long to be part of a round's entry")
@@ -281,13 +281,13 @@ def read_result(raw: bytes, now_ms: int) -> Result:
 def sign_share(identity: Identity, share: MergedShare, now_ms: int) -> MergedShare:
     """Return the word for a merged share with its signed bytes."""
     values = {"job": share.job.hex(), "list": share.list.hex(), "root": share.root.hex()}
-    return read_share(signed(identity, SHARE, values, now_ms), now_ms)
+    return read_share(signed(identity, SHARE, values, now_ms))
 
 
 @verified_once(KEPT_STATEMENTS)
-def read_share(raw: bytes, now_ms: int) -> MergedShare:
+def read_share(raw: bytes) -> MergedShare:
     """Verify and read a member's word for the share that it merged; raises `RecordError`."""
-    envelope, fields = opened(raw, SHARE, now_ms, MAX_ARRIVAL_BYTES)
+    envelope, fields = opened(raw, SHARE, MAX_ARRIVAL_BYTES)
     job, found, root = (fields.hex_bytes(name, HASH_BYTES) for name in ("job", "list", "root"))
     return MergedShare(job, found, root, envelope.peer, raw)
 
@@ -295,12 +295,12 @@ def read_share(raw: bytes, now_ms: int) -> MergedShare:
 def sign_data(identity: Identity, data: OwnData, now_ms: int) -> OwnData:
     """Return what a member says of its text with its signed bytes."""
     values = {"job": data.job.hex(), "tokens": data.tokens, "source": data.source, "licence": data.licence}
-    return read_data(signed(identity, DATA, values, now_ms), now_ms)
+    return read_data(signed(identity, DATA, values, now_ms))
 
 
-def read_data(raw: bytes, now_ms: int) -> OwnData:
+def read_data(raw: bytes) -> OwnData:
     """Verify and read what a member says of its text; raises `RecordError`."""
-    envelope, fields = opened(raw, DATA, now_ms, MAX_DATA_BYTES)
+    envelope, fields = opened(raw, DATA, MAX_DATA_BYTES)
     return OwnData(
         job=fields.hex_bytes("job", HASH_BYTES),
         tokens=fields.integer("tokens", 1, MAX_TOKENS),
@@ -325,8 +325,12 @@ def signed(
         raise RecordError(f"{domain}: {error}") from error
 
 
-def opened(raw: bytes, domain: str, now_ms: int, max_bytes: int = MAX_PAYLOAD_BYTES) -> tuple[Envelope, Fields]:
-    """Verify a statement and return its fields; raises `RecordError`."""
+def opened(raw: bytes, domain: str, max_bytes: int = MAX_PAYLOAD_BYTES) -> tuple[Envelope, Fields]:
+    """Verify a statement and return its fields; raises `RecordError`.
+
+    Its time is not looked at, since nothing goes by it: a member that dates its own ahead would part those whose clocks
+    let them read a list with it from the others.
+    """
 
     def read(envelope: Envelope) -> Fields:
         fields = decode_object(envelope.payload, domain, max_bytes=len(envelope.payload))
@@ -334,7 +338,7 @@ def opened(raw: bytes, domain: str, now_ms: int, max_bytes: int = MAX_PAYLOAD_BY
         return fields
 
     try:
-        return open_envelope(raw, Rule(domain, read, max_bytes), now_ms=now_ms)
+        return open_envelope(raw, Rule(domain, read, max_bytes), now_ms=NEVER)
     except EnvelopeError as error:
         raise RecordError(f"{domain}: {error}") from error
 

@@ -87,7 +87,7 @@ class StoredEntry:
         return raw
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(read_entry(self.raw, _ANY_TIME_MS), name)
+        return getattr(read_entry(self.raw), name)
 
 
 class TrainStore:
@@ -144,7 +144,7 @@ class TrainStore:
         entries = []
         for number, line in enumerate(lines):
             try:
-                entries.append(read_entry(base64.b64decode(line, validate=True), _ANY_TIME_MS))
+                entries.append(read_entry(base64.b64decode(line, validate=True)))
             except (binascii.Error, RecordError) as error:
                 raise RecordError(f"the log of {job.record.name} is damaged at round {number}: {error}") from error
         self._written[path] = _written(entries, sum(len(line) + 1 for line in lines))

@@ -98,9 +98,9 @@ def said(number: int = 1, **changes: Any) -> OwnData:
 )
 def test_a_word_for_a_text_with_a_wrong_field_is_refused(values: dict[str, Any]) -> None:
     right: dict[str, Any] = {"job": OWN.id.hex(), "tokens": 1, "source": "s", "licence": "l"}
-    assert read_data(signed(PEOPLE[0], DATA, right, NOW_MS), NOW_MS).peer == PEOPLE[0].peer_id
+    assert read_data(signed(PEOPLE[0], DATA, right, NOW_MS)).peer == PEOPLE[0].peer_id
     with pytest.raises(RecordError):
-        read_data(signed(PEOPLE[0], DATA, right | values, NOW_MS), NOW_MS)
+        read_data(signed(PEOPLE[0], DATA, right | values, NOW_MS))
 
 
 async def test_who_says_nothing_true_of_its_text_does_not_take_part(tmp_path: Path, autojump_clock: MockClock) -> None:

@@ -152,7 +152,7 @@ def test_an_arrival_with_traces_is_short_enough() -> None:
     plain = arrival(PEOPLE[0], standing)
     assert (b"traces" in plain.raw, plain.traces) == (False, b"")
     with pytest.raises(RecordError):
-        read_arrival(signed(PEOPLE[0], ARRIVAL, {"traces": "ab"}, NOW_MS), NOW_MS)
+        read_arrival(signed(PEOPLE[0], ARRIVAL, {"traces": "ab"}, NOW_MS))
 
 
 @pytest.mark.parametrize("record", [RECORD, CHECKED])
