@@ -53,6 +53,7 @@ from app.routing.route import KnownCosts, NoRoute, Route, RouteRequest
 from app.routing.search import search_route
 from app.routing.trust import TrustBook
 from app.swarm.records import Announcement
+from engine.errors import EngineError
 from p2p.errors import P2PError
 
 log = logging.getLogger("shoal.trust")
@@ -168,13 +169,14 @@ class Auditor:
         if route is None:
             self._conclude(run)
             return True
-        computed = await self._compute(run.sample, route)
-        if computed is None:  # a hop failed: try again later, `MOST_BROKEN` times at most
-            run.broken += 1
+        try:
+            await self._weigh(run, route, *await self._compute(run.sample, route))
+        except (AppError, EngineError, P2PError, trio.TooSlowError) as error:
+            log.info("an audit broke off: %s", error)
+            run.broken += 1  # a hop failed, or this device is full: try again later, `MOST_BROKEN` times at most
             if run.broken >= MOST_BROKEN or len(run.answered) == 1:
                 self._conclude(run)
             return False
-        await self._weigh(run, route, *computed)
         if self._under_way is run and self._is_settled(run):
             self._conclude(run)  # now, even if the share is used up
         return True
@@ -253,8 +255,8 @@ class Auditor:
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    async def _compute(self, sample: AuditSample, route: Route) -> tuple[tuple[HiddenState, ...], bool] | None:
-        """Repeat the reply on this route, and return its answers where the sample's are; None if the route breaks.
+    async def _compute(self, sample: AuditSample, route: Route) -> tuple[tuple[HiddenState, ...], bool]:
+        """Repeat the reply on this route, and return its answers where the sample's are; raises if the route breaks.
 
         Also returns True if rows were rounded on the way.
         """
@@ -263,24 +265,20 @@ class Auditor:
         rounds = iter(sample.rounds)
         wanted = range(sample.first, sample.first + len(sample.answers))
         self._sessions += 1
-        try:
-            with trio.fail_after(AUDIT_S):
-                async with self._context.pinned(route, sample.room, sample.adapter) as session:
-                    while until <= sample.stop:
-                        guesses = next(rounds, ())
-                        self._tokens += until - fed + len(guesses)
-                        states = await self._context.answers_of(session, sample.tokens[fed:until], guesses)
-                        guesses = guesses[: len(states) - 1]
-                        await self._context.sample_and_discard(states, sample.tokens[:until], guesses, sample.settings)
-                        right = right_guesses(guesses, sample.tokens[until:])
-                        if right < len(guesses):
-                            session.cut(until + right)
-                        answers += [state for at, state in enumerate(states[: right + 1], until) if at in wanted]
-                        fed, until = until + right, until + right + 1
-                    rounded = bool(session.wires)
-        except (AppError, P2PError, trio.TooSlowError) as error:
-            log.info("an audit broke off: %s", error)
-            return None
+        with trio.fail_after(AUDIT_S):
+            async with self._context.pinned(route, sample.room, sample.adapter) as session:
+                while until <= sample.stop:
+                    guesses = next(rounds, ())
+                    self._tokens += until - fed + len(guesses)
+                    states = await self._context.answers_of(session, sample.tokens[fed:until], guesses)
+                    guesses = guesses[: len(states) - 1]
+                    await self._context.sample_and_discard(states, sample.tokens[:until], guesses, sample.settings)
+                    right = right_guesses(guesses, sample.tokens[until:])
+                    if right < len(guesses):
+                        session.cut(until + right)
+                    answers += [state for at, state in enumerate(states[: right + 1], until) if at in wanted]
+                    fed, until = until + right, until + right + 1
+                rounded = bool(session.wires)
         return tuple(answers), rounded
 
     async def _weigh(self, run: _AuditRun, route: Route, answers: tuple[HiddenState, ...], rounded: bool) -> None:

@@ -22,7 +22,7 @@ from app.routing.planner import PrivacyPreferences
 from app.routing.trust import TrustBook
 from app.swarm.records import tail
 from engine.budget import CacheFormat
-from engine.errors import SessionError
+from engine.errors import DeviceFull, SessionError
 from engine.model.block import Quantisation, WeightOptions
 from engine.model.hosted_span import HostedSpan
 from engine.model.span import BlockAdapter, SpanOptions, load_span
@@ -298,6 +298,39 @@ async def test_honest_nodes_that_round_or_fail_are_not_accused(
         assert distrusted(asker) == set()
         flaky = asker.planner.book.standing("flaky")
         assert flaky.score == 1 or flaky.why.startswith("failed: ")
+
+
+@pytest.mark.parametrize("what", ["choose", "deviation"])
+async def test_a_device_that_is_full_for_a_moment_costs_an_audit_and_not_the_asker(
+    source: ModelSource, what: str, autojump_clock: MockClock
+) -> None:
+    """The head is computed for audits too; here only they need it, and then it does not fit."""
+    async with audit_swarm() as swarm:
+        for index in range(3):
+            await swarm.hold(source, f"a{index}", index)
+            await swarm.hold(source, f"b{index}", index)
+        own = load_swarm_ends(source, WeightOptions(CPU, torch.float32))
+        asker = await swarm.audited(own, seed=5)
+        full, right, failed = False, getattr(own, what), 0
+
+        def fails(*args: Any) -> Any:
+            nonlocal failed
+            if not full:
+                return right(*args)
+            failed += 1
+            raise DeviceFull("the device has no room for the head")
+
+        setattr(own, what, fails)
+        for number in range(60):
+            full = False
+            async with asker.reply(PROMPTS[number], SETTINGS, max_tokens=REPLY_TOKENS) as reply:
+                async for _ in reply:
+                    pass
+            full = number < 40
+            await trio.sleep(40)
+        assert failed
+        assert asker.stats().audits.passed
+        assert distrusted(asker) == set()
 
 
 @pytest.mark.parametrize("slow", ["all", "some"])
