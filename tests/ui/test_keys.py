@@ -998,6 +998,25 @@ def test_guests_are_followed_from_their_knock_to_their_end() -> None:
     assert told(base) == ["× guest failed: it does not answer any more"]
 
 
+def test_a_guest_that_knocks_before_it_uses_its_invite_is_no_failure() -> None:
+    """mDNS shows a guest this node before it has the secret; "invite it again" stood here, of a good invite."""
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("i")
+        await until(app, pilot, lambda: "New ones appear here" in text_of_screen(app))
+        text = "turned away a node outside the swarm: it has used no invite yet"
+        app.store.note({"number": 1, "at_ms": 1 << 41, "kind": "knock", "text": text})
+        await settle(app, pilot)
+        await until(app, pilot, lambda: f"│  · {text}" in text_of_screen(app))
+        guest = PeerView("12D3KooWguest1", "ann", state="joining")
+        app.store.take(replace(HEALTHY, peers=(*HEALTHY.peers, guest)))
+        await settle(app, pilot)
+        await until(app, pilot, lambda: "◐ ann is choosing blocks" in text_of_screen(app))
+        assert "│  · turned away" not in text_of_screen(app)
+
+    driven(ScriptedNode(), drive, size=(80, 24))
+
+
 def test_a_peer_that_asks_to_join_is_let_in_by_a_key() -> None:
     node = ScriptedNode()
 

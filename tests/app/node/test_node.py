@@ -297,6 +297,9 @@ async def test_a_node_in_a_swarm_of_its_own_says_that_a_named_peer_has_another_s
             check = next(check for check in b.network_checks() if check.name == "warning")
             assert (check.status, check.detail, check.mend) == ("warn", warning.text, warning.next_step)
             assert a.snapshot().warning is None, "anybody can knock at a node's door"
+            await until(a, lambda: any(note.kind == "knock" for note in a.event_log.notes_after(0)))
+            (told,) = [note.text for note in a.event_log.notes_after(0) if note.kind == "knock"]
+            assert told == "turned away a node outside the swarm: it has used no invite yet"
 
 
 async def test_the_event_loop_never_waits_for_the_disk(
