@@ -1067,6 +1067,19 @@ def test_the_keys_of_an_invite_are_in_view(size: tuple[int, int]) -> None:
     driven(Inviting(), drive, size=size)
 
 
+def test_a_copied_invite_can_be_had_where_the_terminal_has_no_clipboard() -> None:
+    """A terminal that ignores the sequence says nothing: "the invite is in the clipboard" was not known to be true."""
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("i")
+        await until(app, pilot, lambda: "shoal:a2b3" in text_of_screen(app))
+        await pilot.press("y")
+        assert app.clipboard == "shoal:a2b3"
+        assert app.said == ["copied the invite; if it cannot be pasted, `shoal invite` prints one"]
+
+    driven(ScriptedNode(), drive)
+
+
 def test_an_invite_that_nobody_has_used_is_shown_again() -> None:
     """Each time that the dialog was opened, one more invite was left open."""
 

@@ -524,8 +524,8 @@ class Chat(MainScreen):
         """Copy the last reply to the terminal's clipboard."""
         last = next((m for m in reversed(self._messages) if m.role == "assistant"), None)
         if last is not None:
-            self.app.copy_to_clipboard(split_thinking(last.content)[1] or last.content)
-            self.dashboard.say("the reply is in the clipboard")
+            reply = split_thinking(last.content)[1] or last.content
+            self.dashboard.copy(reply, "the reply", "^x writes the conversation to a file")
 
     def action_replier(self) -> None:
         """Choose who replies: the own swarm, it with an adapter, or another saved swarm."""

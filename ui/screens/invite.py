@@ -274,8 +274,7 @@ class InviteScreen(Dialog[None]):
     def action_copy(self) -> None:
         """Copy the invite to the terminal's clipboard."""
         if self.line:
-            self.app.copy_to_clipboard(self.line)
-            self.notify("the invite is in the clipboard", timeout=3)
+            cast(NodeApp, self.app).copy(self.line, "the invite", "`shoal invite` prints one")
 
     def action_close(self) -> None:
         """Close the dialog."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from rich.style import Style
 from textual import events, on
@@ -31,6 +31,7 @@ from ui.draw.peers import (
 from ui.draw.route import route_rows, title_row
 from ui.draw.rows import Row, beside, fit, row
 from ui.draw.theme import style_of
+from ui.node_app import NodeApp
 from ui.screens.frame import MainScreen
 from ui.screens.overview import CoveragePanel
 from ui.state.store import Store
@@ -217,8 +218,7 @@ class PeersTable(ScrollView, can_focus=True):
     def action_copy_id(self) -> None:
         """Copy the peer's id to the terminal's clipboard."""
         if self.chosen is not None:
-            self.app.copy_to_clipboard(self.chosen.peer)
-            self.notify("the peer id is in the clipboard", timeout=3)
+            cast(NodeApp, self.app).copy(self.chosen.peer, "the peer's id", "`shoal peers` prints it")
 
     def action_details(self) -> None:
         """Show everything known about the peer under the cursor."""
