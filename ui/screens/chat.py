@@ -211,7 +211,7 @@ class Chat(MainScreen):
         route = self._route if self._thread is not None else last.get("route") or ()
         live = self.query_one(LiveLine)
         read = [] if self._conversation is None else self._kept.hops(self._conversation.id)
-        side.hops = live.hops = [*read, *self._left, *route]
+        live.hops = [*read, *self._left, *route]
         live.route = self._route if self._thread is not None else ()
         live.is_visit = self._replier.swarm is not None
         side.show()

@@ -74,7 +74,7 @@ class PeersTable(ScrollView, can_focus=True):
     DEFAULT_CLASSES = "panel"
     HELP = (
         "Every member as this node sees it. The line shows where its span lies in the model; rtt is measured from "
-        "here, tok/s is reported by the peer. s sorts, / filters, enter shows everything known about one."
+        "here, tok/s is reported by the peer."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "filter", key_display="/", priority=True),  # what is typed after it is no command
@@ -256,7 +256,7 @@ class Swarm(MainScreen):
     """The screen of the swarm."""
 
     TAB = "swarm"
-    HELP_TEXT = "s sorts the peers, / filters them, enter shows one, y copies its id, b bans it."
+    HELP_TEXT = "s sorts the peers, / filters them, enter shows all that is known of one, y copies its id, b bans it."
     AUTO_FOCUS = "PeersTable"
 
     def body(self) -> Iterable[Widget]:
