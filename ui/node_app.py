@@ -153,3 +153,8 @@ class NodeApp(App[None]):
     def say(self, text: str) -> None:
         """Confirm an action for 4 seconds."""
         self.notify(text, timeout=4, markup=False)
+
+    def copy(self, text: str, what: str, otherwise: str) -> None:
+        """Send text to the terminal's clipboard, and name another way to it: some terminals ignore this silently."""
+        self.copy_to_clipboard(text)
+        self.say(f"copied {what}; if it cannot be pasted, {otherwise}")

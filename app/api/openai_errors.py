@@ -16,6 +16,7 @@ from engine.text.output_form import FieldError
 from p2p.errors import P2PError
 
 PREFIX = "/v1"
+_SHOULD = "Input should be "  # with which pydantic begins
 _STATUS: tuple[tuple[type[Exception], int], ...] = (  # the first match counts
     (PromptTooLong, 400),
     (UsageError, 400),
@@ -80,4 +81,6 @@ def invalid_reason(errors: Sequence[Any]) -> tuple[Reason, str | None]:
         param = first["ctx"].get("field") if not where else where
         text = first["msg"] if not where or first["msg"].startswith(where) else f"{where}: {first['msg']}"
         return because("unsupported_parameter", text), param
-    return because("bad_request", f"the request's {where or 'body'} is wrong: {first['msg']}"), where or None
+    said = str(first["msg"])
+    wrong = f"must be {said.removeprefix(_SHOULD)}" if said.startswith(_SHOULD) else f"is wrong: {said}"
+    return because("bad_request", f"the request's {where or 'body'} {wrong}"), where or None

@@ -27,7 +27,7 @@ from app.courtesy.pause import LONGEST_S
 from app.joining.admission import invite_facts
 from app.routing.route import MAX_PRIVATE_BLOCKS
 from app.snapshot.codec import coverage, status_facts, to_json
-from app.swarm.invitations import MAX_EXPIRY_S, MAX_USES, InviteLimits
+from app.swarm.invitations import MAX_EXPIRY_S, InviteLimits
 from app.system.logs import RECENT
 from app.training.job_view import hop_views
 from engine.budget import ADAPTER_ROLES
@@ -85,7 +85,7 @@ class InviteRequest(_Body):
 
     name: str | None = Field(default=None, max_length=_MAX_TEXT)
     expires_in_s: float | None = Field(default=None, ge=1, le=MAX_EXPIRY_S)
-    uses: int | None = Field(default=None, ge=1, le=MAX_USES)
+    uses: int | None = None  # the node says what is allowed
     approve: bool = False
     delegate: bool = False
 
@@ -95,7 +95,8 @@ class InviteRequest(_Body):
             return None
         usual = InviteLimits()
         expires_in_s = self.expires_in_s or usual.expires_in_s
-        return InviteLimits(expires_in_s, self.uses or usual.uses, self.approve, self.delegate)
+        uses = usual.uses if self.uses is None else self.uses
+        return InviteLimits(expires_in_s, uses, self.approve, self.delegate)
 
 
 class PeerRequest(_Body):

@@ -234,8 +234,11 @@ class TerminalChat:
         messages = self._store.messages(self._id)
         if rest:
             path = Path(rest).expanduser()
-            with open(path, "x", encoding="utf-8") as file:
-                file.write(as_markdown(self._title, messages))
+            try:
+                with open(path, "x", encoding="utf-8") as file:
+                    file.write(as_markdown(self._title, messages))
+            except FileExistsError:
+                raise UsageError(f"{path} exists already: give another name, or none for one of the title") from None
         else:
             path = export_to(Path.cwd(), self._title, messages)
         _note(f"Saved to {path}.")

@@ -222,9 +222,9 @@ def wanted_models(name: str | None) -> Mapping[str, ModelSource]:
 def print_check(check: Check) -> None:
     """Print a check on one line, with the fix on the next."""
     status = "\N{EN DASH}" if check.status == "skip" else check.status
-    print(f"{status:<5} {check.name:<14} {check.detail}", flush=True)
+    print(f"{status:<5} {check.name:<22} {check.detail}", flush=True)
     if check.mend:
-        print(f"{'':<21}→ {check.mend}", flush=True)
+        print(f"{'':<29}→ {check.mend}", flush=True)
 
 
 COMMANDS = (Command("doctor", "check this machine and say what to fix", run_doctor, add_doctor_arguments, True),)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _FIELDS = ("out", "rank", "alpha", "dropout", "epochs", "batch", "length", "wire", "seed")  # that the API names alike
 _REDRAW_S = 0.2
 _POLL_S = 0.5
+_REMOVED = ", and what it had learned is removed"
 _LINES = 20  # lines of progress where there is no terminal
 
 
@@ -188,10 +189,10 @@ def _follow(client: Client, facts: dict[str, Any], arguments: argparse.Namespace
         print(f"Job {job_id} failed after step {facts['step']} of {facts['steps']}: {facts['why']}")
         print(f"`shoal jobs resume {job_id}` goes on from there.")
     elif facts["status"] == "stopped":
-        print(f"Job {job_id} was stopped after step {facts['step']} of {facts['steps']}.")
+        print(f"Job {job_id} was stopped after step {facts['step']} of {facts['steps']}{_REMOVED}.")
     else:
         print(f"Job {job_id} is paused after step {facts['step']} of {facts['steps']}.")
-        print(f"`shoal jobs resume {job_id}` goes on, `shoal jobs stop {job_id}` ends it.")
+        print(f"`shoal jobs resume {job_id}` goes on, `shoal jobs stop {job_id}` gives it up.")
     return {"finished": 0, "paused": 3}.get(facts["status"], 1)
 
 
@@ -208,7 +209,7 @@ def _show_forecast(facts: dict[str, Any], *, as_json: bool) -> int:
         return 0
     print(
         f"{facts['records']} records, {facts['tokens_per_epoch']} tokens that count, {facts['steps']} steps through "
-        f"{len(facts['route'])} members{_takes(facts.get('seconds'))}:"
+        f"{len(facts['route'])} {'member' if len(facts['route']) == 1 else 'members'}{_takes(facts.get('seconds'))}:"
     )
     for hop in facts["route"]:
         print(f"  blocks {hop['start']}:{hop['stop']}  {hop['peer']}")
@@ -224,10 +225,10 @@ def _say_unfinished(job: Job, progress: Progress, *, as_json: bool) -> int:
     if as_json:
         print_json(_facts(job, progress))
     elif progress.status == "stopped":
-        print(f"Job {job_id} was stopped after step {progress.step} of {job.record.steps}.")
+        print(f"Job {job_id} was stopped after step {progress.step} of {job.record.steps}{_REMOVED}.")
     else:
         print(f"Job {job_id} is paused after step {progress.step} of {job.record.steps}{_losses(progress)}.")
-        print(f"`shoal jobs resume {job_id}` goes on, `shoal jobs stop {job_id}` ends it.")
+        print(f"`shoal jobs resume {job_id}` goes on, `shoal jobs stop {job_id}` gives it up.")
     return 1 if progress.status == "stopped" else 3
 
 

@@ -22,8 +22,10 @@ ACTIONS = ("list", "show", "pause", "resume", "stop")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the action and the job."""
-    parser.add_argument("action", nargs="?", choices=ACTIONS, help="what to do with the job; without it, list all")
+    words = "what to do with the job; without it, list all. stop ends it for good and removes what it has learned"
+    parser.add_argument("action", nargs="?", choices=ACTIONS, help=words)
     parser.add_argument("job", nargs="?", metavar="ID", help="the job's id, its beginning, or a training job's name")
+    parser.add_argument("--yes", action="store_true", help="with stop: remove what the job has learned")
 
 
 def run_jobs(arguments: argparse.Namespace) -> int:
@@ -52,6 +54,13 @@ def run_jobs(arguments: argparse.Namespace) -> int:
         from app.cli.finetune import resume
 
         return resume(require_unfinished(job), arguments)
+    steps = require_unfinished(job).progress.step
+    if arguments.action == "stop" and steps and not arguments.yes:
+        job_id = job.record.id
+        raise UsageError(
+            f"to stop job {job_id} is to lose what it has learned in {steps} {'step' if steps == 1 else 'steps'}: "
+            f"`shoal jobs pause {job_id}` keeps it, `shoal jobs stop {job_id} --yes` removes it"
+        )
     return _end(jobs, job, arguments.action, as_json=arguments.json)
 
 
@@ -59,7 +68,8 @@ def _end(jobs: JobStore, job: Job, action: str, *, as_json: bool) -> int:
     """Pause or stop a job, whether or not a process runs it."""
     job_id = job.record.id
     if jobs.end(job, "stop" if action == "stop" else "pause"):
-        words = f"Job {job_id} will {action} after the step that it is at."
+        then = ", and what it has learned will be removed" if action == "stop" else ""
+        words = f"Job {job_id} will {action} after the step that it is at{then}."
     elif action == "stop":
         words = f"Job {job_id} is stopped, and what it had learned is removed."
     else:

@@ -50,8 +50,9 @@ class Parser(argparse.ArgumentParser):
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return `: did you mean …?` with the closest known word, or nothing if none is close."""
-    found = difflib.get_close_matches(word.split("=")[0], list(known), n=1)
-    return f": did you mean {found[0]}?" if found else ""
+    bare = {one.strip("-"): one for one in known}  # the dashes of options would make all short ones alike
+    found = difflib.get_close_matches(word.split("=")[0].strip("-"), bare, n=1)
+    return f": did you mean {bare[found[0]]}?" if found else ""
 
 
 def followed(message: str, more: str) -> str:

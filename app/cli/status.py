@@ -128,7 +128,8 @@ def describe_peer(peer: dict[str, Any]) -> str:
     rtt = f" {peer['rtt_s'] * 1000:.1f} ms" if peer["rtt_s"] is not None else ""
     speed = peer.get("down_bytes_per_s")
     rate = "" if speed is None else f" {speed / 1e6:.1f} MB/s"
-    trust = "" if peer["score"] >= 1 else f", score {peer['score']:.2f} {peer['why']}".rstrip()
+    why = f" ({peer['why']})" if peer["why"] else ""
+    trust = "" if peer["score"] >= 1 else f", score {peer['score']:.2f}{why}"
     unused = peer.get("unused")
     excluded = "" if unused is None else f"; not used: {unused['text']} → {unused['next_step']}"
     return f"{who}  {peer['state']}, {span}, {link}{rtt}{rate}{trust}{excluded}"

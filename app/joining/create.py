@@ -45,17 +45,18 @@ def create_swarm(home: Home, cache: Path, spec: SwarmSpec, fetching: Progress, r
     """
     name = new_name(home, spec.name)
     source = open_source(spec.model, cache, fetching)
-    total, done = _total_bytes(source), 0
+    tokenizer = tokenizer_bytes(source)
+    total, done = _weight_bytes(source) + len(tokenizer), 0
 
     def count(read: int) -> None:
         nonlocal done
         done += read
-        reading(min(done, total), total)
+        reading(done, total)
 
     surveyed = hash_source(source, count)
     label = spec.model if spec.model in BUILT_IN else str(Path(spec.model).expanduser().absolute())
     ManifestStore(cache).save_survey(surveyed, label)
-    remember_source(cache, surveyed.manifest, source, tokenizer_bytes(source))
+    remember_source(cache, surveyed.manifest, source, tokenizer)
     now_ms = wall_ms()
     identity = load_or_create(home.key_file)
     named = "".join(c for c in source.label if c.isprintable())[:MAX_MODEL_NAME_CHARS]
@@ -77,5 +78,5 @@ def new_name(home: Home, text: str) -> str:
     return wanted.name
 
 
-def _total_bytes(source: ModelSource) -> int:
+def _weight_bytes(source: ModelSource) -> int:
     return sum(entry.length for name in part_names(source.config) for entry in in_order(source, name))

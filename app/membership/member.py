@@ -83,9 +83,9 @@ def kind_of_news(before: Announcement, announcement: Announcement) -> ChangeKind
 _BECAME = {
     "proven": "joined",
     "joined": "joined",  # again: it was dead
-    "dead": "is gone: it does not answer",
+    "dead": "does not answer this node any more",  # it may be gone, or have banned this node
     "left": "left",
-    "draining": "is about to leave",
+    "draining": "is about to stop serving its blocks",  # for good, to pause or to load others
 }
 _DOES = {"serving": "serves", "fetching": "fetches", "loading": "loads", "paused": "pauses", "client": "hosts nothing"}
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 RefusalListener = Callable[[WrongSecret], None]
-KNOCKS_APART_S = 30.0  # between two notes of rejected peers, so that strangers cannot fill the log
+KNOCKS_APART_S = 600.0  # between two notes of rejected peers: nodes of no swarm dial all neighbours again and again
 
 
 class NetworkOwner:
@@ -187,8 +187,7 @@ class NetworkOwner:
         knocked = isinstance(error, WrongSecret) and error.peer is None and self._secret is not None
         if knocked and trio.current_time() >= self._next_knock_note_at:
             self._next_knock_note_at = trio.current_time() + KNOCKS_APART_S
-            text = "rejected a peer with another secret; if a friend, invite it again"
-            self._context.note("knock", text)
+            self._context.note("knock", "turned away a node outside the swarm: it has used no invite yet")
         if isinstance(error, WrongSecret) and error.peer is not None:
             if self.active_swarm is not None:
                 self.active_swarm.refused(error)

@@ -101,7 +101,7 @@ class SpanGraphs:
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
-        self._blocks: dict[int, BlockGraphs] = {}
+        self._blocks: Mapping[int, BlockGraphs] = {}  # replaced, never changed: other threads read it meanwhile
         self._rows: dict[int, BoundRows] = {}
 
     def __len__(self) -> int:
@@ -117,7 +117,7 @@ class SpanGraphs:
         on_cpu = block.attn_norm.device.type == "cpu"
         in_grids = all(isinstance(each, GridLinear) and isinstance(each.grid, Grid) for each in block.linears)
         if on_cpu and in_grids and runtime() is not None:
-            self._blocks[block.index] = BlockGraphs(block, self._config)
+            self._blocks = {**self._blocks, block.index: BlockGraphs(block, self._config)}
 
     def keep(self, start: int, stop: int) -> None:
         """Drop the graphs of all blocks but [start, stop)."""

@@ -166,8 +166,9 @@ class SpanRunner:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all loaded weights, with the copies that a CPU's products are computed with."""
-        joined = 0 if self._session_graph is None else self._session_graph.nbytes
-        return sum(block.nbytes for block in self.blocks) + self._cpu_graphs.nbytes + joined
+        joined = self._session_graph  # read once: `keep` may run in another thread
+        graphs = self._cpu_graphs.nbytes + (0 if joined is None else joined.nbytes)
+        return sum(block.nbytes for block in self.blocks) + graphs
 
     def open(self, expected_tokens: int = 0) -> KVLease:
         """Lease cache for a new session.

@@ -15,6 +15,7 @@ from engine.model import onnx_graph
 from engine.model.block import Quantisation
 from engine.model.kv_cache import Segment
 from engine.model.linear import DenseLinear, GridLinear, Linear
+from engine.model.onnx_block import BlockGraphs
 from engine.model.onnx_graph import GridProduct
 from engine.model.span import SpanOptions, SpanRunner, load_span
 from engine.sources.gguf import open_gguf
@@ -234,6 +235,22 @@ def test_blocks_that_go_take_their_graphs_along() -> None:
     assert len(span._cpu_graphs) == 1
     assert span.step(torch.randn(1, 96), [Segment(span.open(4), 0, 1)]).isfinite().all()
     assert span.weight_bytes == whole // 2
+
+
+def test_a_span_is_measured_while_another_thread_loads_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    span = random_span(CONFIGS["plain"], quantisation="int4")
+    whole = span.weight_bytes
+    span._cpu_graphs.keep(0, 1)
+    nbytes = vars(BlockGraphs)["nbytes"].fget
+
+    def loaded_meanwhile(graphs: BlockGraphs) -> int:
+        if len(span._cpu_graphs) == 1:
+            span._cpu_graphs.add(span.blocks[1])
+        return int(nbytes(graphs))
+
+    monkeypatch.setattr(BlockGraphs, "nbytes", property(loaded_meanwhile))
+    assert span.weight_bytes < whole, "the block that came meanwhile is in the next measurement"
+    assert span.weight_bytes == whole
 
 
 def test_graphs_take_no_more_memory_than_the_budget_allows(monkeypatch: pytest.MonkeyPatch) -> None:

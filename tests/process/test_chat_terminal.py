@@ -206,7 +206,7 @@ def test_a_pasted_text_is_one_message_and_is_kept_saved_and_resumed(node: Servin
         terminal.wait("Saved to")
         terminal.wait(PROMPT)
         terminal.type(f"/save {tmp_path / 'chat.md'}\r")
-        terminal.wait("File exists")  # nothing is overwritten
+        terminal.wait("exists already: give another name")  # nothing is overwritten
         terminal.type("/quit\r")
         assert terminal.ended() == 0
     text = (tmp_path / "chat.md").read_text()

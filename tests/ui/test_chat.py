@@ -381,6 +381,7 @@ def test_a_chat_that_others_have_read_does_not_become_private_again() -> None:
         app.store.take(replace(HEALTHY, start=0, stop=80, peers=()))
         app.show_now()
         await until(app, pilot, lambda: "This chat stays on this machine." in text_of_screen(app))
+        assert text_of_screen(app).count("This chat stays") == 1  # it stood in the panel of the sampling, too
         app.store.take(HEALTHY)
         app.show_now()
         await until(app, pilot, lambda: "hops can read your next message." in text_of_screen(app))

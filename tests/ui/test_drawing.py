@@ -21,13 +21,14 @@ from app.snapshot.views import (
     SessionView,
     Snapshot,
     StepView,
+    WeightsView,
 )
 from tests.ui.fixed import EMPTY, HEALTHY, HOLE, ME, PEERS, ROUTE, five_hundred
 from ui.draw.bars import area, bar, ceiling, resample, spark
 from ui.draw.coverage import strip_rows, weak_sentence
 from ui.draw.events import happening_row
 from ui.draw.first_run import FirstState, first_rows
-from ui.draw.node import courtesy_rows, gauge_rows, session_rows, step_rows
+from ui.draw.node import courtesy_rows, gauge_rows, given_rows, session_rows, step_rows
 from ui.draw.numbers import clock, duration, gigabytes, known_rate, many, milliseconds, rate, size
 from ui.draw.peers import SORTS, arranged, columns_for, look_of, peer_row, table_peers
 from ui.draw.route import route_rows, sentence, shares_of, title_row, token_seconds, waterfall
@@ -333,11 +334,20 @@ def test_nothing_known_of_a_device_is_no_figure() -> None:
     assert not any(character.isdigit() for character in text.partition("pauses")[0])
 
 
+def test_no_two_rows_of_a_panel_have_the_same_name() -> None:
+    """Tokens and weights were both said to be given."""
+    weights = WeightsView(parts_total=33, parts_held=33, given_bytes=98 * 10**6)
+    names = [text_of(line)[:8] for line in given_rows(replace(HEALTHY, weights=weights), 0, 40, 12)]
+    assert len(set(names)) == len(names)
+    assert "passed  " in names
+
+
 def test_memory_that_is_only_reserved_is_not_shown_as_used() -> None:
     device = DeviceView("cpu", "", 25 * 10**9, 20 * 10**9, None, 2 * 10**6, 5 * 10**9, 0)
-    shown = [text_of(line) for line in gauge_rows(replace(HEALTHY, hardware=device), 70, 10)]
-    assert "0.00 of 25.0 GB" in shown[0]
-    assert shown[1].endswith("cache 0.0 ▒ others 5.0 free 20 ░ reserves 5.0")
+    for width, end in ((70, ""), (80, " GB")):
+        shown = [text_of(line) for line in gauge_rows(replace(HEALTHY, hardware=device), width, 10)]
+        assert "0.00 of 25.0 GB" in shown[0]
+        assert shown[1].endswith(f"cache 0.0 ▒ others 5.0 free 20 ░ reserves 5.0{end}")
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda:0"])

@@ -998,6 +998,25 @@ def test_guests_are_followed_from_their_knock_to_their_end() -> None:
     assert told(base) == ["× guest failed: it does not answer any more"]
 
 
+def test_a_guest_that_knocks_before_it_uses_its_invite_is_no_failure() -> None:
+    """mDNS shows a guest this node before it has the secret; "invite it again" stood here, of a good invite."""
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("i")
+        await until(app, pilot, lambda: "New ones appear here" in text_of_screen(app))
+        text = "turned away a node outside the swarm: it has used no invite yet"
+        app.store.note({"number": 1, "at_ms": 1 << 41, "kind": "knock", "text": text})
+        await settle(app, pilot)
+        await until(app, pilot, lambda: f"│  · {text}" in text_of_screen(app))
+        guest = PeerView("12D3KooWguest1", "ann", state="joining")
+        app.store.take(replace(HEALTHY, peers=(*HEALTHY.peers, guest)))
+        await settle(app, pilot)
+        await until(app, pilot, lambda: "◐ ann is choosing blocks" in text_of_screen(app))
+        assert "│  · turned away" not in text_of_screen(app)
+
+    driven(ScriptedNode(), drive, size=(80, 24))
+
+
 def test_a_peer_that_asks_to_join_is_let_in_by_a_key() -> None:
     node = ScriptedNode()
 
@@ -1046,6 +1065,19 @@ def test_the_keys_of_an_invite_are_in_view(size: tuple[int, int]) -> None:
         assert nobody_new(known) in text_of_screen(app)  # who joined before the dialog was opened is counted
 
     driven(Inviting(), drive, size=size)
+
+
+def test_a_copied_invite_can_be_had_where_the_terminal_has_no_clipboard() -> None:
+    """A terminal that ignores the sequence says nothing: "the invite is in the clipboard" was not known to be true."""
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("i")
+        await until(app, pilot, lambda: "shoal:a2b3" in text_of_screen(app))
+        await pilot.press("y")
+        assert app.clipboard == "shoal:a2b3"
+        assert app.said == ["copied the invite; if it cannot be pasted, `shoal invite` prints one"]
+
+    driven(ScriptedNode(), drive)
 
 
 def test_an_invite_that_nobody_has_used_is_shown_again() -> None:

@@ -16,7 +16,7 @@ _SIGNS = {
     "peer": ("●", "success"),
     "setting": ("·", "dim"),
     "problem": ("▲", "warning"),
-    "knock": ("▲", "warning"),
+    "knock": ("·", "dim"),
     "request": ("?", "warning"),
 }
 DECIDES = "i on the overview lets it in or refuses it"

@@ -228,7 +228,8 @@ def _memory(state: FirstState, known: Snapshot | None, width: int, height: int) 
     words_of = {name: words for name, words, _, _ in PAUSES}
     for name in state.toggles:
         if name == "private":
-            rows.append(_toggle(state, name, "members", state.private, "only those whom you invite; this stays so"))
+            words = "only those whom you invite; cannot be changed later"
+            rows.append(_toggle(state, name, "members", state.private, words))
         elif name == "public":
             words = "from anywhere, through the public libp2p directory"
             rows.append(_toggle(state, name, "be found", bool(state.public), words))

@@ -112,8 +112,10 @@ def _memory_legend(device: DeviceView | None, width: int) -> Row:
         (f"▒ others {_short(device.others_bytes)} free {_short(device.memory_free_bytes)}", "dim"),
     )
     room = device.reserved_bytes - device.held_bytes
-    more = row((" ░", "mine"), (f" reserves {_short(room)}", "dim"))
-    return legend + more if room and width_of(legend) + width_of(more) <= width else legend
+    more = row((" ░", "mine"), (f" reserves {_short(room)}", "dim")) if room else []
+    unit = row((" GB", "dim"))
+    ends = (more + unit, more, unit)
+    return legend + next((end for end in ends if width_of(legend + end) <= width), [])
 
 
 def _short(size_bytes: int | None) -> str:
@@ -254,7 +256,7 @@ def weight_rows(snapshot: Snapshot, width: int) -> list[Row]:
     if weights.from_peers_bytes:
         rows.append(labelled("fetched", size(weights.from_peers_bytes), (" from peers", "dim")))
     if weights.given_bytes:
-        rows.append(labelled("gave", size(weights.given_bytes), (" to peers", "dim")))
+        rows.append(labelled("passed", size(weights.given_bytes), (" on to peers", "dim")))
     if weights.giving:
         rows.append(labelled("giving", ", ".join(one_line(peer)[-6:] for peer in weights.giving[:4])))
     if weights.cache_bytes:

@@ -211,7 +211,7 @@ class Chat(MainScreen):
         route = self._route if self._thread is not None else last.get("route") or ()
         live = self.query_one(LiveLine)
         read = [] if self._conversation is None else self._kept.hops(self._conversation.id)
-        side.hops = live.hops = [*read, *self._left, *route]
+        live.hops = [*read, *self._left, *route]
         live.route = self._route if self._thread is not None else ()
         live.is_visit = self._replier.swarm is not None
         side.show()
@@ -524,8 +524,8 @@ class Chat(MainScreen):
         """Copy the last reply to the terminal's clipboard."""
         last = next((m for m in reversed(self._messages) if m.role == "assistant"), None)
         if last is not None:
-            self.app.copy_to_clipboard(split_thinking(last.content)[1] or last.content)
-            self.dashboard.say("the reply is in the clipboard")
+            reply = split_thinking(last.content)[1] or last.content
+            self.dashboard.copy(reply, "the reply", "^x writes the conversation to a file")
 
     def action_replier(self) -> None:
         """Choose who replies: the own swarm, it with an adapter, or another saved swarm."""

@@ -131,7 +131,7 @@ class GuestPanel(RowWidget):
     opened_ms = 0
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """One row for each arrived peer, then the last one that was refused, then those that ask to join."""
+        """One row for each arrived peer, or the last one that was turned away; then those that ask to join."""
         known = self.store.snapshot
         if known is None:
             return [row(("the node is away", "dim"))]
@@ -139,8 +139,9 @@ class GuestPanel(RowWidget):
             self.guests = GuestList(known)
         self.guests.look(known)
         rows = self.guests.rows(known)
-        refused = [note for note in self.store.notes if note.kind == "knock" and note.at_ms >= self.opened_ms]
-        rows += [row(("×", "error"), f" {one_line(refused[-1].text)}")] if refused else []
+        if not rows:  # whoever joined may have knocked just before, without the secret: mDNS shows it this node
+            knocks = [note for note in self.store.notes if note.kind == "knock" and note.at_ms >= self.opened_ms]
+            rows = [row(("·", "dim"), f" {one_line(note.text)}") for note in knocks[-1:]]
         rows += [request_row(guest) for guest in known.requests]
         return (rows or [row((nobody_new(known), "dim"))])[-height:]
 
@@ -273,8 +274,7 @@ class InviteScreen(Dialog[None]):
     def action_copy(self) -> None:
         """Copy the invite to the terminal's clipboard."""
         if self.line:
-            self.app.copy_to_clipboard(self.line)
-            self.notify("the invite is in the clipboard", timeout=3)
+            cast(NodeApp, self.app).copy(self.line, "the invite", "`shoal invite` prints one")
 
     def action_close(self) -> None:
         """Close the dialog."""

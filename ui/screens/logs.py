@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from textual import events, on
 from textual.binding import Binding, BindingType
@@ -14,6 +14,7 @@ from textual.widgets import Input
 from app.core.terminal_text import one_line, with_names
 from ui.draw.numbers import plural, time_of_day
 from ui.draw.rows import Row, cut, row, tidy, width_of
+from ui.node_app import NodeApp
 from ui.screens.frame import MainScreen
 from ui.state.store import LogRow, Store
 from ui.widgets.filter_field import FilterField
@@ -126,8 +127,8 @@ class LogList(FollowingList):
         """Copy the last 500 of the shown rows to the terminal's clipboard."""
         from ui.draw.rows import text_of
 
-        self.app.copy_to_clipboard("\n".join(text_of(line) for line in self._lines[-500:]))
-        self.notify("the last rows are in the clipboard", timeout=3)
+        rows = "\n".join(text_of(line) for line in self._lines[-500:])
+        cast(NodeApp, self.app).copy(rows, "the last rows", "`shoal logs` prints them")
 
 
 class Logs(MainScreen):

@@ -96,10 +96,7 @@ class SettingsList(ScrollView, can_focus=True):
     """The list of settings."""
 
     DEFAULT_CLASSES = "panel"
-    HELP = (
-        "Enter changes a setting, x resets it to its default, / finds one by its name or help, esc shows all again. "
-        "Those marked `restart` apply after a node restart."
-    )
+    HELP = "Those marked `restart` apply after a node restart. After a search, esc shows all again."
     BINDINGS: ClassVar[list[BindingType]] = [
         # With priority: what is typed into the opened field must not be a command to the node.
         Binding("enter", "change", "edit", priority=True),
@@ -244,7 +241,7 @@ class SettingsScreen(MainScreen):
 
     TAB = "settings"
     AUTO_FOCUS = "SettingsList"
-    HELP_TEXT = "⏎ changes a setting, x resets it to its default, / finds one, r loads all settings again."
+    HELP_TEXT = "⏎ changes a setting, x resets it to its default, / finds one by its name or help, r loads all again."
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from rich.style import Style
 from textual import events, on
@@ -31,6 +31,7 @@ from ui.draw.peers import (
 from ui.draw.route import route_rows, title_row
 from ui.draw.rows import Row, beside, fit, row
 from ui.draw.theme import style_of
+from ui.node_app import NodeApp
 from ui.screens.frame import MainScreen
 from ui.screens.overview import CoveragePanel
 from ui.state.store import Store
@@ -73,7 +74,7 @@ class PeersTable(ScrollView, can_focus=True):
     DEFAULT_CLASSES = "panel"
     HELP = (
         "Every member as this node sees it. The line shows where its span lies in the model; rtt is measured from "
-        "here, tok/s is reported by the peer. s sorts, / filters, enter shows everything known about one."
+        "here, tok/s is reported by the peer."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "filter", key_display="/", priority=True),  # what is typed after it is no command
@@ -217,8 +218,7 @@ class PeersTable(ScrollView, can_focus=True):
     def action_copy_id(self) -> None:
         """Copy the peer's id to the terminal's clipboard."""
         if self.chosen is not None:
-            self.app.copy_to_clipboard(self.chosen.peer)
-            self.notify("the peer id is in the clipboard", timeout=3)
+            cast(NodeApp, self.app).copy(self.chosen.peer, "the peer's id", "`shoal peers` prints it")
 
     def action_details(self) -> None:
         """Show everything known about the peer under the cursor."""
@@ -256,7 +256,7 @@ class Swarm(MainScreen):
     """The screen of the swarm."""
 
     TAB = "swarm"
-    HELP_TEXT = "s sorts the peers, / filters them, enter shows one, y copies its id, b bans it."
+    HELP_TEXT = "s sorts the peers, / filters them, enter shows all that is known of one, y copies its id, b bans it."
     AUTO_FOCUS = "PeersTable"
 
     def body(self) -> Iterable[Widget]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from textual import events
 from textual.app import ComposeResult
@@ -18,8 +18,7 @@ from textual.widgets.option_list import Option
 from app.core.terminal_text import one_line
 from ui.draw.node import now_ms
 from ui.draw.numbers import count, day_or_time
-from ui.draw.reply import readers_words
-from ui.draw.rows import Row, cell, row, shorten, wrap
+from ui.draw.rows import Row, cell, row, shorten
 from ui.state.conversations import Branch, Conversation
 from ui.state.reply_stream import BOUNDS, Replier, Sampling, sampling_value
 from ui.state.store import Store
@@ -128,14 +127,13 @@ class ConversationList(Panel):
 
 
 class SamplingPanel(Panel):
-    """The sampling settings, the model, and who can read the chat."""
+    """The sampling settings, the model, and the API's address."""
 
     HELP = (
         "^s changes these, ^g who replies. Hops of the route can read the chat: for private chats use a private swarm."
     )
     sampling = Sampling()
     replier = Replier()
-    hops: Sequence[Mapping[str, Any]] = ()  # of all replies of the conversation
 
     def title(self) -> Row:
         """A fixed title."""
@@ -161,10 +159,7 @@ class SamplingPanel(Panel):
             ("seed", "random" if s.seed is None else str(s.seed)),
             ("API", f"{known.api_url.removeprefix('http://')}" if known is not None else "—"),
         ]
-        rows = [row((name.ljust(8), "dim"), cell(value, max(1, width - 8))) for name, value in facts]
-        is_visit = self.replier.swarm is not None
-        readers = readers_words(self.hops, known, self.store.peer_name, is_visit=is_visit)
-        return [*rows, [], *wrap(readers, width, "dim")][:height]
+        return [row((name.ljust(8), "dim"), cell(value, max(1, width - 8))) for name, value in facts][:height]
 
 
 class ConversationPicker(Dialog[tuple[str, int, str] | None]):

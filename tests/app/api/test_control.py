@@ -161,15 +161,17 @@ async def test_invites_and_members() -> None:
         assert (await threaded(client.post, "/control/invites/cancel", {"id": "1a2b3c4d"}))["id"] == "1a2b3c4d"
         assert await threaded(client.get, "/control/revoked") == {"revoked": ["12D3gone"]}
         assert await threaded(client.post, "/control/revoke", {"peer": "12D3gone"}) == {"revoked": ["12D3gone"]}
-        for wrong in ({"uses": 0}, {"uses": 10**6}, {"expires_in_s": 10**9}, {"expires_in_s": -1}):
-            with pytest.raises(UsageError):
+        for wrong in ({"uses": "x"}, {"expires_in_s": 10**9}, {"expires_in_s": -1}):
+            with pytest.raises(UsageError, match="must be"):
                 await threaded(client.post, "/control/invite", wrong)
+        await threaded(client.post, "/control/invite", {"name": "home", "uses": 0})  # the node refuses it
     assert node.asked == [
         ("invite", "home", InviteLimits(60.0, 1, approve=True)),
         ("decide", "guest", True),
         ("decide", "guest", False),
         ("cancel", "1a2b3c4d"),
         ("revoke", "12D3gone", False),
+        ("invite", "home", InviteLimits(uses=0)),
     ]
 
 
@@ -203,10 +205,10 @@ async def test_training_jobs() -> None:
         ("/control/join", {"target": "nowhere"}, UnknownSwarm, "nobody knows the swarm nowhere"),
         ("/control/join", {"target": "broken"}, ApiFailure, "internal error: ZeroDivisionError; the node's log"),
         ("/control/join", {}, UsageError, "the request's target is wrong"),
-        ("/control/join", {"target": 5}, UsageError, "the request's target is wrong"),
+        ("/control/join", {"target": 5}, UsageError, "the request's target must be a valid string"),
         ("/control/join", {"target": "x" * 5000}, UsageError, "the request's target is wrong"),
         ("/control/join", {"target": "x", "more": 1}, UsageError, "the request's more is wrong"),
-        ("/control/pause", {"for_s": -5}, UsageError, "the request's for_s is wrong"),
+        ("/control/pause", {"for_s": -5}, UsageError, "the request's for_s must be"),
         ("/control/nothing", {}, ApiFailure, "POST /control/nothing: Not Found"),
     ],
 )

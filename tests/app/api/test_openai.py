@@ -180,7 +180,7 @@ async def test_what_is_not_served_is_refused_by_name(more: dict[str, Any], param
         ),
         ("/v1/chat/completions", {**CHAT, "stream_options": {}}, 400, None, "bad_request", "stream"),
         ("/v1/chat/completions", {"model": "home", "messages": []}, 400, "messages", "bad_request", "messages"),
-        ("/v1/chat/completions", [], 400, None, "bad_request", "wrong"),
+        ("/v1/chat/completions", [], 400, None, "bad_request", "must be"),
         ("/v1/completions", {**TEXT, "echo": True, "logprobs": 1}, 400, "echo", "unsupported_parameter", "echo"),
         ("/v1/completions", {**TEXT, "suffix": 5}, 400, "suffix", "bad_request", "suffix"),
         ("/v1/completions", {**TEXT, "frequency_penalty": 3}, 400, "frequency_penalty", "bad_request", "2"),

@@ -70,6 +70,7 @@ def test_every_command_of_the_contract_is_there(name: str, capsys: pytest.Captur
         (["serve", "--log-level", "inf"], "unknown choice 'inf' for --log-level: did you mean info?"),
         (["completion", "bsh"], "unknown choice 'bsh': did you mean bash?"),
         (["config", "gte"], "unknown command 'gte': did you mean get?"),
+        (["invite", "--frob"], "unknown option '--frob'; `shoal invite --help` explains"),
         (["status", "surplus"], "unexpected argument 'surplus'; `shoal status --help` explains"),
         (["pause", "--for", "soon"], "write it like 90s, 30m, 2h"),
         (["create"], "required: NAME, --model"),

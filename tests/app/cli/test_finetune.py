@@ -144,11 +144,17 @@ def test_a_job_can_be_stopped_while_it_rests_and_data_must_stay_as_it_was(
     assert main(["jobs", "pause", job_id]) == 0
     assert "is not running" in capsys.readouterr().out
     with JobStore(Home(home)).hold(job_id):  # as another process does while it trains
-        assert main(["jobs", "stop", job_id]) == 0
+        assert main(["jobs", "stop", job_id, "--yes"]) == 0
+        assert "what it has learned will be removed" in capsys.readouterr().out
         assert JobStore(Home(home)).wished(job_id) == "stop"
         assert main(["jobs", "resume", job_id]) == 1
     assert "is running in another process" in capsys.readouterr().err
-    assert main(["jobs", "stop", job_id]) == 0
+    assert main(["jobs", "stop", job_id]) == 2
+    said = capsys.readouterr().err
+    assert "lose what it has learned in 1 step:" in said
+    assert f"`shoal jobs pause {job_id}` keeps it" in said
+    assert JobStore(Home(home)).load_state(job_id) is not None
+    assert main(["jobs", "stop", job_id, "--yes"]) == 0
     assert JobStore(Home(home)).all()[0].progress.status == "stopped"
     assert JobStore(Home(home)).load_state(job_id) is None
     assert finetune(data) == 0  # its name is free again

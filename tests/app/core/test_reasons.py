@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,8 @@ def test_command_line_doctor_and_dashboard_have_the_same_words() -> None:
     why = because("peer_paused", "its owner has paused it", "p")
     view = PeerView("p", state="paused", unused=why)
     assert f"not used: {why.text} → {why.next_step}" in describe_peer(to_json(view))
+    doubted = replace(view, score=0.5, why="failed: its stream broke, 2 minutes ago")
+    assert ", score 0.50 (failed: its stream broke, 2 minutes ago); not used" in describe_peer(to_json(doubted))
     check = check_peer(view)
     assert why.text in check.detail
     assert check.mend == why.next_step

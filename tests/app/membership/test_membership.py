@@ -55,7 +55,7 @@ async def test_a_change_is_heard_once_by_everybody(autojump_clock: MockClock) ->
             await trio.sleep(10)
         assert all(kinds(node, mover) == ["moved", "draining", "moved"] for node in others)
         told = [describe(change) for _, change in others[0].changes if change.member.peer == mover.peer]
-        does = ("serves blocks 0:8", "is about to leave", "serves blocks 8:16")
+        does = ("serves blocks 0:8", "is about to stop serving its blocks", "serves blocks 8:16")
         assert told == [f"{mover.peer} {did}" for did in does]
         assert all(node.swarm.table.get(mover.peer).announcement == mover.swarm.own for node in others)  # type: ignore[union-attr]
 

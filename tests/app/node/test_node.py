@@ -35,6 +35,7 @@ from app.core.wall_clock import wall_ms
 from app.joining.create import Progress, SwarmSpec, create_swarm
 from app.joining.name_lookup import NoMember
 from app.joining.wrong_secret import SecretCheck
+from app.manifest.importing import hash_source
 from app.node.node import Node
 from app.rounds.record import sign_training
 from app.rounds.train_store import TrainStore
@@ -43,6 +44,7 @@ from app.snapshot.views import StepView
 from app.swarm.invite import Invite, new_secret
 from app.swarm.saved import SavedSwarm, load, update
 from app.weights.manifest_store import ManifestStore
+from engine.sources.opening import open_source
 from p2p.errors import WrongSecret
 from p2p.identity import Identity
 from p2p.memory.fabric import open_fabric
@@ -277,6 +279,16 @@ async def test_a_refused_node_goes_back_to_where_it_was(tmp_path: Path, cache: P
             await b.join("den")
 
 
+def test_all_that_is_read_of_a_model_counts_to_its_size(tmp_path: Path, cache: Path) -> None:
+    """The tokenizer was left out: a model of 98 MB had 97 while it was read."""
+    steps: list[tuple[int, int]] = []
+    spec = SwarmSpec("home", "tiny-random", private=False)
+    create_swarm(Home.open(tmp_path), cache, spec, lambda done, total: None, lambda *step: steps.append(step))
+    size = hash_source(open_source("tiny-random", cache)).manifest.size_bytes
+    assert steps[-1] == (size, size)
+    assert {total for _, total in steps} == {size}
+
+
 async def test_a_node_in_a_swarm_of_its_own_says_that_a_named_peer_has_another_secret(
     tmp_path: Path, cache: Path
 ) -> None:
@@ -297,6 +309,9 @@ async def test_a_node_in_a_swarm_of_its_own_says_that_a_named_peer_has_another_s
             check = next(check for check in b.network_checks() if check.name == "warning")
             assert (check.status, check.detail, check.mend) == ("warn", warning.text, warning.next_step)
             assert a.snapshot().warning is None, "anybody can knock at a node's door"
+            await until(a, lambda: any(note.kind == "knock" for note in a.event_log.notes_after(0)))
+            (told,) = [note.text for note in a.event_log.notes_after(0) if note.kind == "knock"]
+            assert told == "turned away a node outside the swarm: it has used no invite yet"
 
 
 async def test_the_event_loop_never_waits_for_the_disk(
