@@ -227,20 +227,20 @@ class TerminalChat:
             self._ask(self._messages[:-1], replaces=True)
 
     def _save(self, rest: str) -> None:
-        from ui.state.conversations import as_markdown, export_to
+        from ui.state.conversations import export_in, export_to
 
-        if self._id is None:
+        kept = None if self._id is None else self._store.get(self._id)
+        if kept is None:
             raise UsageError("there is nothing to save yet")
-        messages = self._store.messages(self._id)
+        messages = self._store.messages(kept.id)
         if rest:
             path = Path(rest).expanduser()
             try:
-                with open(path, "x", encoding="utf-8") as file:
-                    file.write(as_markdown(self._title, messages))
+                export_to(path, kept, messages)
             except FileExistsError:
                 raise UsageError(f"{path} exists already: give another name, or none for one of the title") from None
         else:
-            path = export_to(Path.cwd(), self._title, messages)
+            path = export_in(Path.cwd(), kept, messages)
         _note(f"Saved to {path}.")
 
     def _show_system(self, rest: str) -> None:

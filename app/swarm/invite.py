@@ -23,6 +23,7 @@ import binascii
 import hashlib
 import io
 import ipaddress
+import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ MAX_ADDRESSES = 8
 MAX_INVITE_CHARS = 3000
 _CHECKSUM_BYTES = 4
 _NAME, _MODEL, _SECRET, _PEER, _IP, _TEXT, _AUTHORITY, _ISSUER, _TOKEN = range(1, 10)
+_ADDED = re.compile(r"[\s\u2500-\u259f]+")  # spaces, and what frames are drawn with
 _ALPHABET = frozenset("abcdefghijklmnopqrstuvwxyz234567")
 
 
@@ -108,7 +110,7 @@ class Invite:
 
 def parse_invite(text: str) -> Invite:
     """Read an invite as a user pasted it; raises `RecordError` that says what is wrong with it."""
-    line = "".join(text.split()).lower()
+    line = _bare(text)
     if not line.startswith(PREFIX):
         raise RecordError(f"this is not an invite: it does not begin with {PREFIX!r}")
     if len(line) > MAX_INVITE_CHARS:
@@ -121,7 +123,12 @@ def parse_invite(text: str) -> Invite:
 
 def is_invite(text: str) -> bool:
     """True if a user's argument is meant as an invite, not as a name."""
-    return text.strip().lower().startswith(PREFIX)
+    return _bare(text).startswith(PREFIX)
+
+
+def _bare(text: str) -> str:
+    """Take out what a terminal adds: breaks of lines, and the frame of a dialog that was selected with it."""
+    return _ADDED.sub("", text).lower()
 
 
 def _body(code: str) -> bytes:

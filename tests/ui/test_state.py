@@ -24,7 +24,15 @@ from tests.ui.fixed import HEALTHY, ME, PEERS, Clock
 from ui.draw.reply import NEW_ROUTE_S, Hole, done_words, hole_in, live_rows, lost_hops, prompt_of, readers_words
 from ui.draw.rows import text_of
 from ui.screens.logs import matching
-from ui.state.conversations import FILE, Conversations, ConversationsError, as_markdown, split_thinking
+from ui.state.conversations import (
+    FILE,
+    Conversations,
+    ConversationsError,
+    as_markdown,
+    export_in,
+    export_to,
+    split_thinking,
+)
 from ui.state.coverage import coverage_of
 from ui.state.follower import START_AGAIN, EventNote, Follower, Heard, RawSnapshot
 from ui.state.reply_stream import ReplyProgress, Sampling, read_text_file, sampling_value
@@ -178,7 +186,16 @@ def test_conversations_are_kept_in_a_private_file(tmp_path: Path) -> None:
     assert [message.content for message in again.messages(known.id)] == ["Why?", "Because."]
     assert again.messages(known.id)[1].figures == {"tokens_per_s": 4.5}
     assert again.choice("sampling") == {"temperature": 0.5}
-    assert "**You**" in as_markdown(known.title, again.messages(known.id))
+    assert "**You**" in as_markdown(known, again.messages(known.id))
+    again.set_system(known.id, "Be brief.")
+    found = again.get(known.id)
+    assert found
+    path = export_in(tmp_path, found, again.messages(known.id))
+    assert "Be brief." in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert export_in(tmp_path, found, []) != path
+    with pytest.raises(FileExistsError):
+        export_to(path, found, [])
     again.delete(known.id)
     assert again.all() == []
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600

@@ -27,7 +27,7 @@ from ui.state.conversations import (
     ConversationsError,
     Message,
     export_folder,
-    export_to,
+    export_in,
     files_of,
     sent_text,
     split_thinking,
@@ -316,7 +316,7 @@ class Chat(MainScreen):
         if self._conversation is None:
             return
         try:
-            path = export_to(export_folder(), self._conversation.title, self._messages)
+            path = export_in(export_folder(), self._conversation, self._messages)
             self.dashboard.say(f"conversation written to {path}")
         except OSError as error:
             self.dashboard.complain(f"the conversation cannot be written: {error.strerror or error}")

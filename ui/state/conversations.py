@@ -12,6 +12,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -285,9 +286,11 @@ def _open(path: Path | None) -> sqlite3.Connection:
     return connection
 
 
-def as_markdown(title: str, messages: list[Message]) -> str:
+def as_markdown(conversation: Conversation, messages: list[Message]) -> str:
     """A conversation as a Markdown document."""
-    parts = [f"# {title}"]
+    parts = [f"# {conversation.title}"]
+    if conversation.system:
+        parts.append(f"**System message**\n\n{conversation.system}")
     for message in messages:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(message.at_ms / 1000))
         who = {"user": "You", "assistant": "The swarm"}.get(message.role, message.role)
@@ -301,16 +304,19 @@ def export_folder() -> Path:
     return next((place for place in (home / "Documents", home / "Downloads") if place.is_dir()), home)
 
 
-def export_to(folder: Path, title: str, messages: list[Message]) -> Path:
-    """Write a conversation to a new Markdown file that only its owner can read; never overwrite a file."""
-    name = "".join(c if c.isalnum() else "-" for c in title.lower())[:40].strip("-") or "chat"
+def export_in(folder: Path, conversation: Conversation, messages: list[Message]) -> Path:
+    """Write a conversation to a new Markdown file in a folder, named by its title."""
+    name = "".join(c if c.isalnum() else "-" for c in conversation.title.lower())[:40].strip("-") or "chat"
     for number in count(1):
         path = folder / (f"{name}.md" if number == 1 else f"{name}-{number}.md")
-        try:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            continue
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(as_markdown(title, messages))
-        return path
+        with suppress(FileExistsError):
+            export_to(path, conversation, messages)
+            return path
     raise AssertionError("unreachable: the loop is endless")
+
+
+def export_to(path: Path, conversation: Conversation, messages: list[Message]) -> None:
+    """Write a conversation to a new Markdown file that only its owner can read; never overwrite a file."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(as_markdown(conversation, messages))

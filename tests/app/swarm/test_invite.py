@@ -164,6 +164,13 @@ def test_the_secret_is_not_printed_by_accident() -> None:
     assert len(new_secret()) == 32
 
 
+def test_a_frame_that_was_selected_with_it_does_no_harm() -> None:
+    line = str(TYPICAL)
+    framed = "\n".join(["┌────┐", *(f"│ {line[at : at + 20]:<20} ┃" for at in range(0, len(line), 20)), "└────┘"])
+    assert is_invite(framed)
+    assert parse_invite(framed) == TYPICAL
+
+
 def test_what_is_meant_as_an_invite() -> None:
     assert is_invite(" SHOAL:abc")
     assert not is_invite("shoal")
