@@ -191,8 +191,8 @@ class HopJob:
     sizes: dict[int, UsualSize] = field(default_factory=lambda: {kind: UsualSize() for kind in PASSES})
     kept: dict[int, list[StatePart]] = field(default_factory=dict)  # version -> states on disk; the last two versions
     dropped: Counter[str] = field(default_factory=Counter)  # verdict -> frames
-    handed_over: bytes = b""  # sums of the last round
     sums: SumsBuffer | None = None  # those of all holders, on their way here
+    sums_slices: int = 0  # in which these come
     rejections: Counter[int] = field(default_factory=Counter)  # epoch -> passes that were rejected
     sent: Counter[str] = field(default_factory=Counter)  # neighbour ("": the owner) -> bytes in this epoch
     busy: StepBusy = field(default_factory=StepBusy)
@@ -209,7 +209,7 @@ class HopJob:
 
     def has_room(self, sender: str, frame: Frame) -> bool:
         """True if a frame may wait; one sender's frames never keep out those of another, least of all the owner's."""
-        if self.waiting_frames[sender] > 2 * self.ledger.order.under_way + 8 + len(self.handed_over) // SLICE_BYTES:
+        if self.waiting_frames[sender] > 2 * self.ledger.order.under_way + 8 + self.sums_slices:
             return False
         size, owner = len(frame.body), self.ledger.owner
         if sender == owner:
@@ -360,12 +360,11 @@ class TrainingServer:
             return
         job = self._jobs.get(frame.session)
         if frame.kind == Kind.PROBE:
-            known = job is not None and job.ledger.owner == peer
-            epoch, version = (job.ledger.epoch, job.ledger.version) if job is not None and known else (0, 0)
-            waiting = len(job.waiting) + job.is_busy if job is not None and known else 0
-            await answers.push(_control(plain(Kind.STATE, frame.session, epoch, version, rows=waiting)))
-            if job is not None and known:
+            if job is not None and job.ledger.owner == peer:
+                await answers.push(_control(self._state_of(job)))
                 job.heard_at = trio.current_time()
+            else:
+                await answers.push(_control(plain(Kind.STATE, frame.session, 0)))
             return
         if job is None or (frame.kind not in PASSES and peer != job.ledger.owner):
             self.dropped += 1
@@ -381,6 +380,12 @@ class TrainingServer:
         else:
             job.heard_at = trio.current_time()
             job.put(peer, frame)
+
+    def _state_of(self, job: HopJob) -> bytes:
+        neighbours = job.ledger.order.neighbours
+        sending = bool(job.answers.waiting_bytes) + sum(self._outboxes.has_waiting(peer) for peer in neighbours)
+        computing = len(job.waiting) + job.is_busy
+        return plain(Kind.STATE, job.run, job.ledger.epoch, job.ledger.version, rows=computing, width=sending)
 
     async def _on_open(self, frame: Frame, peer: str, answers: PeerOutbox) -> None:
         order = decode_open(frame)
@@ -691,7 +696,10 @@ class TrainingServer:
             await self._answer(job, encode_tally(job.run, frame.epoch, frame.position, tally))
 
     async def _reduce(self, job: HopJob, sender: str, frame: Frame) -> None:
-        """Hand over the sums of blocks that others hold too, and begin new ones; the same again if ordered again."""
+        """Hand over the sums of blocks that others hold too, and begin new ones.
+
+        If it is ordered again, they are on their way: another copy would hold up all that comes after it.
+        """
         order, blocks, shared = decode_reduce(frame, job.ledger.order), self._blocks(job), job.ledger.order.shared
         if not await self._is_current(job, frame):
             return
@@ -699,13 +707,15 @@ class TrainingServer:
         if verdict is None:
             await self._stale(job, frame)
             return
-        if verdict:
-            taken = {
-                block: await self._device.run_later(blocks.take_sums, block) for run in shared for block in run.blocks()
-            }
-            job.handed_over = b"".join(taken[block] for run in order.wanted for block in run.blocks())
-            job.sums = SumsBuffer(sum(map(len, taken.values())))
-        for parts in sums_frames(job.run, frame.epoch, frame.position, order.round, job.handed_over):
+        if not verdict:
+            return
+        taken = {
+            block: await self._device.run_later(blocks.take_sums, block) for run in shared for block in run.blocks()
+        }
+        size_bytes = sum(map(len, taken.values()))
+        job.sums, job.sums_slices = SumsBuffer(size_bytes), size_bytes // SLICE_BYTES
+        wanted = b"".join(taken[block] for run in order.wanted for block in run.blocks())
+        for parts in sums_frames(job.run, frame.epoch, frame.position, order.round, wanted):
             await job.answers.push(OutboundFrame(parts, Priority.BULK))
 
     async def _sums(self, job: HopJob, sender: str, frame: Frame) -> None:

@@ -110,7 +110,7 @@ class JobLedger:
         return (epoch, version) == (self.epoch, self.version)
 
     def hand_over(self, number: int) -> bool | None:
-        """Judge a REDUCE of a round: True hands the sums over, False hands the same over again, None refuses."""
+        """Judge a REDUCE of a round: True hands the sums over, False if they were before, None refuses."""
         if number == self.round - 1:
             return False
         if number != self.round or self.stepped or not self.order.shared:

@@ -537,7 +537,11 @@ class _HopGroup:
         self._heard = Signal()
         self._forward_at = trio.current_time()  # when something last brought the job forward
         self._busy: dict[int, int] = {}  # hop -> micro-batches that wait or are computed there, as it said last
+        self._sending: dict[int, int] = {}  # hop -> peers for which something waits there, as it said last
         self._pause_s = Ewma(0.2)  # between two frames
+        self._waited_s = 0.0  # since the last frame, before all seemed lost
+        self._in_vain = 0  # times that all seemed lost since the job last came forward
+        self._troubled: str | None = None  # whose error was the latest reason to run micro-batches again
         self._sizes = {kind: UsualSize() for kind in PASSES}
         self._rejected: Counter[str] = Counter()
         self._complaints: Counter[tuple[str, str]] = Counter()  # (who complains, about whose numbers)
@@ -634,6 +638,7 @@ class _HopGroup:
             if link.hop.peer not in planned:
                 del self._links[index]
                 self._busy.pop(index, None)
+                self._sending.pop(index, None)
                 await link.outbox.push(_control(plain(Kind.CLOSE, self._owner.run_id, self._epoch)))
                 with suppress(P2PError), trio.move_on_after(self._patience.quiet_s):
                     await link.outbox.stream.aclose()
@@ -672,7 +677,7 @@ class _HopGroup:
                 if frame.session != self._owner.run_id:
                     continue
                 if frame.kind == Kind.STATE:
-                    self._busy[index] = frame.rows
+                    self._busy[index], self._sending[index] = frame.rows, frame.width
                     self._heard.notify()
                     if not frame.epoch:
                         self._send.send_nowait((index, HopLost(peer, "it has forgotten the job")))
@@ -688,10 +693,13 @@ class _HopGroup:
     async def _next(self, awaited: Collection[int] = ()) -> tuple[int, Frame] | None:
         """Return the next frame of a hop; None if all hops are well and idle, so something got lost.
 
+        It may also be on its way over a slow link, where nobody sees it: so each time it takes twice as long until
+        something is taken for lost, as long as nothing brings the job forward.
+
         Raises `HopLost` if nothing brought the job forward for `stuck_s`: for one of the hops that are `awaited`, or
-        else for one that says it computes.
+        else for one that says it computes, or does not read what is sent to it.
         """
-        quiet_s = max(self._patience.quiet_s, 8 * self._pause_s.value)
+        quiet_s = max(self._patience.quiet_s, 8 * self._pause_s.value) * 2**self._in_vain
         begun = trio.current_time()
         while True:
             self._check_progress(awaited)
@@ -704,25 +712,40 @@ class _HopGroup:
                     continue  # of a hop that was left, or of the epoch before
                 if isinstance(found, HopLost):
                     raise found
-                self._pause_s.add(trio.current_time() - begun)
+                self._pause_s.add(self._waited_s + trio.current_time() - begun)
+                self._waited_s = 0.0
                 if found.kind != Kind.TROUBLE:
                     return index, found
                 if self._on_trouble(index, self._checked(self._links[index], decode_hop_error, found)):
+                    self._troubled = self._links[index].hop.peer
                     return None
                 continue
             await self._probe()
-            is_quiet = quiet_s <= PROBE_EVERY_S or trio.current_time() - begun >= quiet_s
-            if is_quiet and not any(self._busy.values()) and not self._arrived.statistics().current_buffer_used:
+            waited_s = trio.current_time() - begun
+            if (quiet_s <= PROBE_EVERY_S or waited_s >= quiet_s) and self._is_idle():
+                self._waited_s += waited_s
+                self._in_vain += 1
+                self._troubled = None
                 return None
+
+    def _is_idle(self) -> bool:
+        """True if nothing is computed or waits to be sent, here or, as they say, at the hops."""
+        is_working = any(self._busy.values()) or any(self._sending.values()) or self._not_reading()
+        return not is_working and not self._arrived.statistics().current_buffer_used
+
+    def _not_reading(self) -> list[int]:
+        """The hops to which this node could not send everything yet."""
+        return [index for index, link in self._links.items() if link.outbox.waiting_bytes]
 
     def _came_forward(self) -> None:
         self._forward_at = trio.current_time()
+        self._in_vain = 0
 
     def _check_progress(self, awaited: Collection[int]) -> None:
         stuck_s = trio.current_time() - self._forward_at
         if stuck_s <= self._patience.stuck_s:
             return
-        busy = [index for index, count in self._busy.items() if count]
+        busy = [*(index for index, count in self._busy.items() if count), *self._not_reading()]
         suspects = [index for index in awaited or busy if index in self._links] or list(self._links)
         raise self._owner.suspected(
             [self._links[index].hop.peer for index in suspects], f"nothing came of its work for {stuck_s:.0f} s"
@@ -899,7 +922,7 @@ class _HopGroup:
                 await self._send_pass(kinds[0], self._plan.ways[way][0].peer, one, batches[number], data)
             came = await self._next()
             if came is None:
-                self._run_again(progress)
+                self._run_lost_again(progress)
                 continue
             index, frame = came
             if frame.kind not in kinds or frame.position != version:
@@ -1061,6 +1084,16 @@ class _HopGroup:
         shape = (self._ends.hidden_size, *self._ends.shape(batch))
         return (frame.width, sequences_of(frame), length_of(frame)) == shape
 
+    def _run_lost_again(self, progress: StepProgress) -> None:
+        """Run again what is under way: on the ways of the hop that is in trouble, or on all if all is quiet."""
+        ways = [
+            number
+            for number, way in enumerate(self._plan.ways)
+            if self._troubled is None or any(hop.peer == self._troubled for hop in way)
+        ]
+        if lost := progress.under_way_on(ways):
+            self._run_again(progress, lost)
+
     def _run_again(self, progress: StepProgress, numbers: Sequence[int] | None = None) -> None:
         self._owner.figures.micro_batches_again += progress.under_way if numbers is None else len(numbers)
         if not progress.run_again(numbers):
@@ -1132,8 +1165,8 @@ class _HopGroup:
         """Send the sums of all holders to each, and wait until they have them: an order would overtake them."""
         owner, waiting = self._owner, {index for index, link in self._links.items() if self._plan.shared(link.hop.peer)}
 
-        async def send_rest() -> None:
-            for index in waiting:
+        async def send(to: Collection[int]) -> None:
+            for index in to:
                 link = self._links[index]
                 data = b"".join(agreed[span].tobytes() for span in self._plan.shared(link.hop.peer))
                 for parts in sums_frames(owner.run_id, self._epoch, self.version, self._round, data):
@@ -1141,12 +1174,12 @@ class _HopGroup:
                     await link.outbox.push(OutboundFrame(parts, Priority.BULK))
 
         self._came_forward()
-        await send_rest()
+        await send(waiting)
         while waiting:
             came = await self._next(waiting)
             if came is None:
-                await send_rest()
-            elif came[1].kind == Kind.REDUCE and came[0] in waiting:
+                await send(waiting - set(self._not_reading()))
+            elif came[1].kind == Kind.REDUCE and came[1].position == self.version and came[0] in waiting:
                 self._came_forward()
                 waiting.discard(came[0])
 
@@ -1161,7 +1194,7 @@ class _HopGroup:
             for index, link in self._links.items():
                 runs = tuple(wanted.get(link.hop.peer, ()))
                 if index not in found and self._plan.shared(link.hop.peer):
-                    if runs:
+                    if runs and index not in buffers:  # slices may be on their way already
                         buffers[index] = SumsBuffer(self._terms.sums_bytes * sum(map(len, runs)))
                     order = encode_reduce(owner.run_id, self._epoch, version, ReduceOrder(self._round, runs))
                     await link.outbox.push(_control(order))

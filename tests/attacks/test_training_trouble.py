@@ -1,0 +1,133 @@
+"""Neither a hop that reports trouble nor a slow link costs other hops their places in a job, or ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+from trio.testing import MockClock
+
+from app.core.network import Priority
+from app.session.frame import Frame, HopError
+from app.session.outbound import OutboundFrame
+from app.training import trainer, wire
+from app.training.audits import Caution
+from app.training.hop import HopJob
+from app.training.trainer import Patience, Replicas, StepDone, SwarmTrainer
+from app.training.wire import SumsBuffer, encode_trouble
+from engine.sources.base import ModelSource
+from engine.sources.tiny import open_tiny
+from p2p.memory.fabric import LinkProfile
+from tests.app.training.job_swarm import UNHURRIED, JobSwarm, Losses, batches_of, open_job_swarm
+
+PLAIN = {"caution": Caution(clips=False, audit_every=None)}
+ALL = (0, 8)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    return open_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The model is too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def owner_of(swarm: JobSwarm, **more: Any) -> SwarmTrainer:
+    """An owner whose jobs all nodes train that hold a block."""
+    more.setdefault("patience", UNHURRIED)
+    return swarm.owner(replicas=Replicas(swarm.holders), terms=PLAIN, **more)
+
+
+async def report_lost_link(job: HopJob) -> None:
+    trouble = HopError("link", "the link to somebody broke")
+    raw = encode_trouble(job.run, job.ledger.epoch, job.ledger.version, trouble)
+    await job.answers.push(OutboundFrame((raw,), Priority.CONTROL))
+
+
+async def test_a_holder_keeps_its_place_if_another_reports_trouble_while_it_hands_over_its_sums(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner began to collect anew, took the next slice for a wrong one, and never asked the honest holder again."""
+    monkeypatch.setattr(wire, "SLICE_BYTES", 2**14)
+    came = trio.Event()  # the first slice of the honest holder
+
+    class Buffer(SumsBuffer):
+        def add(self, frame: Frame) -> bytes | None:
+            came.set()
+            return super().add(frame)
+
+    monkeypatch.setattr(trainer, "SumsBuffer", Buffer)
+    async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
+        swarm.fabric.set_link("n0", "owner", LinkProfile(bytes_per_s=1e6))  # ten slices, 0.016 s each
+        server: Any = swarm.nodes["n1"].server
+        honest = server._reduce
+
+        async def reduce(job: HopJob, sender: str, frame: Frame) -> None:
+            await came.wait()
+            await report_lost_link(job)
+            await honest(job, sender, frame)
+
+        server._reduce = reduce
+        losses, owner = Losses(), owner_of(swarm)
+        with trio.fail_after(60):
+            await owner.run(1, batches_of, losses)
+        assert not owner.figures.lost
+        assert {hop.peer for hop in owner.route} == {"n0", "n1"}
+
+
+async def test_a_hop_that_reports_trouble_is_not_on_the_ways_of_others(source: ModelSource, tmp_path: Path) -> None:
+    """Whatever was under way ran again, on all ways: hops that the liar had nothing to do with were left for it."""
+    async with open_job_swarm(source, tmp_path, ALL, ALL, ALL) as swarm:
+        server: Any = swarm.nodes["n2"].server
+
+        async def forward(job: HopJob, sender: str, frame: Frame) -> None:
+            for _ in range(64):
+                await report_lost_link(job)
+
+        server._forward = forward
+        losses, owner = Losses(), owner_of(swarm)
+        with trio.fail_after(60):
+            await owner.run(2, batches_of, losses)
+        assert owner.figures.lost
+        assert all(why.startswith("n2") for why in owner.figures.lost)
+        assert {hop.peer for hop in owner.route} == {"n0", "n1"}
+
+
+class Enough(Exception):
+    """Ends a run before its snapshot, which is written in threads that an autojumping clock does not wait for."""
+
+
+@pytest.mark.parametrize("spans", [((0, 4), (4, 8)), (ALL, ALL)])
+@pytest.mark.parametrize("bytes_per_s", [20_000, 4_000, 1_000])
+async def test_a_job_goes_on_over_slow_links(
+    autojump_clock: MockClock,
+    source: ModelSource,
+    tmp_path: Path,
+    spans: tuple[tuple[int, int], ...],
+    bytes_per_s: int,
+) -> None:
+    """A micro-batch takes up to 4 s on a link, and the sums of a holder up to 160 s: longer than hops may be quiet."""
+
+    def stop(step: StepDone) -> None:
+        if step.version == 3:
+            raise Enough
+
+    async with open_job_swarm(source, tmp_path, *spans, delay_s=0.02) as swarm:
+        for one, other in combinations(("n0", "n1", "owner"), 2):
+            swarm.fabric.set_link(one, other, LinkProfile(delay_s=0.02, bytes_per_s=bytes_per_s))
+        owner = owner_of(swarm, every=100, patience=Patience())
+        with pytest.raises(Enough):
+            await owner.run(100, batches_of, stop)
+        assert not owner.figures.lost
+        assert owner.figures.micro_batches_again <= 15, "no more than were sent"
