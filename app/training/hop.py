@@ -95,10 +95,10 @@ class JobBlocks(Protocol):
     def memory_bytes(self) -> int: ...
     def rows(self, data: memoryview, dtype: str) -> Any: ...
     def data(self, rows: Any, dtype: str) -> bytes: ...
-    def forward(self, block: int, number: int, rows: Any, sequences: int) -> Any: ...
-    def backward(self, block: int, number: int, rows: Any, counts: bool) -> Any: ...
+    def forward(self, block: int, number: int, rows: Any, sequences: int, way: int) -> Any: ...
+    def backward(self, block: int, number: int, rows: Any, counts: bool, way: int) -> Any: ...
     def evaluate(self, block: int, rows: Any, sequences: int) -> Any: ...
-    def discard(self, number: int) -> None: ...
+    def discard(self, number: int, way: int) -> None: ...
     def clear(self) -> None: ...
     def squared_norms(self) -> list[float]: ...
     @property
@@ -197,8 +197,9 @@ class HopJob:
     sent: Counter[str] = field(default_factory=Counter)  # neighbour ("": the owner) -> bytes in this epoch
     busy: StepBusy = field(default_factory=StepBusy)
     activations: Activations | None = None  # if hidden states are sent as changes
-    to_agree: dict[int, tuple[Pass, list[bool]]] = field(default_factory=dict)  # micro-batch -> what is kept of it
-    shapes: dict[int, tuple[int, int]] = field(default_factory=dict)  # micro-batch -> (sequences, length) forwards
+    # By `Pass.place`: which sequences of a micro-batch are kept, and how many of which length it had forwards.
+    to_agree: dict[tuple[int, int], tuple[Pass, list[bool]]] = field(default_factory=dict)
+    shapes: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
     def put(self, sender: str, frame: Frame) -> None:
         """Leave a frame to the job's task."""
@@ -570,11 +571,14 @@ class TrainingServer:
         if not self._is_accepted(job, job.ledger.forward(sender, frame.epoch, one)):
             return
         way = self._way(job, one)
-        job.shapes[one.number] = sequences_of(frame), length_of(frame)
+        for given_up in job.ledger.take_displaced():
+            blocks.discard(given_up.number, given_up.way)
+        job.shapes[one.place] = sequences_of(frame), length_of(frame)
         try:
             rows, samples = await self._arrived(job, frame, one, way)
             for block in way.span.blocks():
-                rows = await self._device.run_later(blocks.forward, block, one.number, rows, sequences_of(frame))
+                args = block, one.number, rows, sequences_of(frame), one.way
+                rows = await self._device.run_later(blocks.forward, *args)
             data = await self._device.run_later(blocks.data, rows, job.ledger.order.row_format)
             if job.activations is not None:
                 boundary, pack = Boundary(way.successor, way.span.stop), job.activations.pack
@@ -589,7 +593,7 @@ class TrainingServer:
             return
         except BaseException:
             job.ledger.failed(one)
-            blocks.discard(one.number)
+            blocks.discard(one.number, one.way)
             raise
         await self._send(job, way.successor, frame, one, data)
 
@@ -604,12 +608,12 @@ class TrainingServer:
         boundary = Boundary(way.predecessor, way.span.start)
         arrival = await trio.to_thread.run_sync(job.activations.unpack, boundary, frame)
         rows = await self._admitted(job, arrival.frame)
-        job.to_agree[one.number] = one, await trio.to_thread.run_sync(job.activations.keep, arrival)
+        job.to_agree[one.place] = one, await trio.to_thread.run_sync(job.activations.keep, arrival)
         return rows, arrival.samples
 
     async def _came_back(self, job: HopJob, frame: Frame, one: Pass) -> Any:
         """Return the rows of a BACK, and note what the hop after this one keeps; raises `_Rejected`."""
-        if (sequences_of(frame), length_of(frame)) != job.shapes[one.number]:
+        if (sequences_of(frame), length_of(frame)) != job.shapes[one.place]:
             raise _Rejected("another shape than the micro-batch had forwards", "shape")
         if job.activations is not None and frame.dtype == FORMATS[CHANGES]:
             way = self._way(job, one)
@@ -624,21 +628,22 @@ class TrainingServer:
         try:
             rows = await self._came_back(job, frame, one)
         except _Rejected as rejected:
-            blocks.discard(one.number)
+            blocks.discard(one.number, one.way)
             await self._reject(job, frame, rejected)
             return
         way = self._way(job, one)
         try:
             counting = {block for run in job.ledger.count(one) for block in run.blocks()}
             for block in reversed(way.span.blocks()):
-                rows = await self._device.run_later(blocks.backward, block, one.number, rows, block in counting)
+                args = block, one.number, rows, block in counting, one.way
+                rows = await self._device.run_later(blocks.backward, *args)
             data = await self._device.run_later(blocks.data, rows, job.ledger.order.row_format)
         except BaseException:
             blocks.clear()  # some blocks may have counted it and others not
             job.ledger.clear()
             raise
         if job.activations is not None:
-            accepted, kept = job.to_agree.pop(one.number, (None, []))
+            accepted, kept = job.to_agree.pop(one.place, (None, []))
             data = with_kept(data, kept if accepted == one else [False] * sequences_of(frame))
         await self._send(job, way.predecessor, frame, one, data)
 

@@ -92,6 +92,7 @@ MAX_REJECTED = 3  # frames of one hop that must not be computed with, in one epo
 MAX_QUEUED_BYTES = 2**26  # of one hop's frames that wait here; then its stream is not read
 MAX_FAILURES = 12  # epochs in a row without a step
 PROBE_EVERY_S = 60.0  # at least, however long pauses usually are: hops forget an owner that is silent for minutes
+MOST_PATIENCE = 16  # times the usual quiet time, before what did not come is taken for lost
 MAX_SUSPECTED = 3  # times that a hop may have stopped the job, before it is not asked again
 
 
@@ -694,12 +695,13 @@ class _HopGroup:
         """Return the next frame of a hop; None if all hops are well and idle, so something got lost.
 
         It may also be on its way over a slow link, where nobody sees it: so each time it takes twice as long until
-        something is taken for lost, as long as nothing brings the job forward.
+        something is taken for lost, up to `MOST_PATIENCE` times, as long as nothing brings the job forward.
 
         Raises `HopLost` if nothing brought the job forward for `stuck_s`: for one of the hops that are `awaited`, or
-        else for one that says it computes, or does not read what is sent to it.
+        else for one that says it computes, or does not read what is sent to it, or for one on a way with a hop that
+        cannot send.
         """
-        quiet_s = max(self._patience.quiet_s, 8 * self._pause_s.value) * 2**self._in_vain
+        quiet_s = max(self._patience.quiet_s, 8 * self._pause_s.value) * min(2**self._in_vain, MOST_PATIENCE)
         begun = trio.current_time()
         while True:
             self._check_progress(awaited)
@@ -746,10 +748,12 @@ class _HopGroup:
         if stuck_s <= self._patience.stuck_s:
             return
         busy = [*(index for index, count in self._busy.items() if count), *self._not_reading()]
-        suspects = [index for index in awaited or busy if index in self._links] or list(self._links)
-        raise self._owner.suspected(
-            [self._links[index].hop.peer for index in suspects], f"nothing came of its work for {stuck_s:.0f} s"
-        )
+        peers = [self._links[index].hop.peer for index in awaited or busy if index in self._links]
+        sending = {link.hop.peer for index, link in self._links.items() if self._sending.get(index)}
+        beside = {hop.peer for way in self._plan.ways for hop in way if any(one.peer in sending for one in way)}
+        everybody = [link.hop.peer for link in self._links.values()]
+        suspects = peers or [peer for peer in everybody if peer in beside] or everybody
+        raise self._owner.suspected(suspects, f"nothing came of its work for {stuck_s:.0f} s")
 
     async def _probe(self) -> None:
         """Ask every hop how it is; raises `HopLost` for one that does not answer."""

@@ -269,6 +269,11 @@ class Pass(NamedTuple):
     attempt: int
     way: int = 0
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Micro-batch and way: a later attempt replaces an earlier one here, and nothing that comes on another way."""
+        return self.number, self.way
+
 
 def pass_of(frame: Frame) -> Pass:
     """Return which pass a FORWARD or BACK frame belongs to."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from trio.testing import MockClock
 from app.core.network import Priority
 from app.session.frame import Frame, HopError
 from app.session.outbound import OutboundFrame
-from app.training import trainer, wire
+from app.training import progress, trainer, wire
 from app.training.audits import Caution
 from app.training.hop import HopJob
 from app.training.trainer import Patience, Replicas, StepDone, SwarmTrainer
-from app.training.wire import SumsBuffer, encode_trouble
+from app.training.wire import MAX_ATTEMPTS, SumsBuffer, encode_trouble, pass_of
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
 from p2p.memory.fabric import LinkProfile
@@ -131,3 +132,32 @@ async def test_a_job_goes_on_over_slow_links(
             await owner.run(100, batches_of, stop)
         assert not owner.figures.lost
         assert owner.figures.micro_batches_again <= 15, "no more than were sent"
+
+
+@pytest.mark.parametrize("numbers", [range(5), range(100, 200)], ids=["those of others", "more than there are"])
+async def test_a_hop_cannot_keep_out_what_comes_to_its_neighbour_on_other_ways(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: range
+) -> None:
+    """A hop took each micro-batch once and so many at a time, whichever way it came: honest hops were left for that.
+
+    Now the liar leaves itself no room, and is the only one that is left.
+    """
+    monkeypatch.setattr(progress, "MAX_ATTEMPTS", 4)
+    async with open_job_swarm(source, tmp_path, (0, 4), (0, 4), (4, 8)) as swarm:
+        server: Any = swarm.nodes["n1"].server
+        honest = server._forward
+
+        async def forward(job: HopJob, sender: str, frame: Frame) -> None:
+            one = pass_of(frame)
+            for number in numbers:
+                if number != one.number:
+                    foreign = one._replace(number=number, attempt=MAX_ATTEMPTS - 1)
+                    await server._send(job, "n2", frame, foreign, bytes(frame.body))
+            await honest(job, sender, frame)
+
+        server._forward = forward
+        losses, owner = Losses(), owner_of(swarm, patience=replace(UNHURRIED, quiet_s=0.2))
+        with trio.fail_after(60):
+            await owner.run(3, batches_of, losses)
+        assert all(why.startswith("n1") for why in owner.figures.lost)
+        assert {"n0", "n2"} <= {hop.peer for hop in owner.route}
