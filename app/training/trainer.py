@@ -352,7 +352,8 @@ class SwarmTrainer:
         """Train until `steps` steps are committed, or `hooks` end the run; `batches` gives a step's micro-batches.
 
         `on_step` is called for each committed step, again for steps that are repeated after a hop was lost. At the end
-        the states of all blocks are in `snapshot`. Raises `TrainingStopped` or `NoRoute`.
+        the states of all blocks are in `snapshot`. Raises `TrainingStopped` or `NoRoute`, and `WeightsError` if the
+        disk is full.
         """
         self._hooks = hooks = hooks or JobHooks()
         failures = 0
@@ -807,7 +808,7 @@ class _HopGroup:
     def _reject(self, peer: str, why: str, before: Sequence[str] = ()) -> None:
         """Count numbers of a hop that must not be computed with; too many of them end the epoch.
 
-        They cost it its place for good, unless hops `before` it may have sent it what was wrong already.
+        They cost it its place for good, unless hops `before` it on the way may have sent it what was wrong already.
         """
         self._note_rejected(peer, why)
         self._rejected[peer] += 1
@@ -1078,8 +1079,12 @@ class _HopGroup:
             self._reject(peer, "another number format than was agreed")
         elif not self._has_shape(frame, batch):
             self._reject_shape(index, frame)
-        elif not self._sizes[Kind(frame.kind)].accepts(root_mean_square(frame)):
-            self._reject(peer, "numbers that are not finite, or far beyond the usual")
+        elif not math.isfinite(size := root_mean_square(frame)):
+            self._reject(peer, "numbers that are not finite")
+        elif not self._sizes[Kind(frame.kind)].accepts(size):
+            # others on the way may have let it get used to large numbers, of which this node has seen fewer
+            others = [hop.peer for hop in self._plan.ways[pass_of(frame).way] if hop.peer != peer]
+            self._reject(peer, f"numbers of size {size:.3g}, far beyond the usual", others)
         else:
             return True
         return False
@@ -1363,7 +1368,7 @@ class _HopGroup:
     async def _obtain(self, parts: Sequence[StatePart], supplier: str) -> None:
         """Fetch the states that a hop names, and read them once: a snapshot of anything else would be the job's end.
 
-        Raises `HopLost`.
+        Raises `HopLost`, or `WeightsError` if this node's disk is full.
         """
         owner, version_of = self._owner, self._terms.version_of
         try:
@@ -1371,6 +1376,8 @@ class _HopGroup:
         except trio.TooSlowError:
             raise HopLost(supplier, "it did not send its states in time") from None
         except WeightsError as error:
+            if error.code == "disk_full":
+                raise  # this node's own
             raise HopLost(supplier, f"its states cannot be kept: {error}") from error
         if version_of is None:
             return

@@ -1,4 +1,4 @@
-"""Neither a hop that reports trouble nor a slow link costs other hops their places in a job, or ends it."""
+"""Neither a hop in trouble, nor a slow link or a full disk, costs other hops their places in a job."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from trio.testing import MockClock
 from app.core.network import Priority
 from app.session.frame import Frame, HopError
 from app.session.outbound import OutboundFrame
-from app.training import progress, trainer, wire
+from app.training import ledger, progress, states, trainer, wire
 from app.training.audits import Caution
 from app.training.hop import HopJob
 from app.training.trainer import Patience, Replicas, StepDone, SwarmTrainer
 from app.training.wire import MAX_ATTEMPTS, SumsBuffer, encode_trouble, pass_of
+from app.weights.extents import WeightsError
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
 from p2p.memory.fabric import LinkProfile
@@ -161,3 +162,39 @@ async def test_a_hop_cannot_keep_out_what_comes_to_its_neighbour_on_other_ways(
             await owner.run(3, batches_of, losses)
         assert all(why.startswith("n1") for why in owner.figures.lost)
         assert {"n0", "n2"} <= {hop.peer for hop in owner.route}
+
+
+async def test_a_hop_whose_neighbour_swells_its_numbers_does_not_answer_for_it_alone(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`n0` gets `n1` used to large numbers, on which the owner then found what `n1` made of larger ones too large."""
+    monkeypatch.setattr(ledger, "USUAL_FROM", 1)
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8), ALL) as swarm:
+        sent = 0
+
+        def swell(blocks: Any) -> None:
+            def data(rows: torch.Tensor, wire: str) -> bytes:
+                nonlocal sent
+                sent += 1
+                return (rows * (50 if sent <= 4 else 4000)).numpy().tobytes()
+
+            blocks.data = data
+
+        swarm.nodes["n0"].changes.append(swell)
+        owner = owner_of(swarm)
+        with trio.fail_after(60):
+            await owner.run(6, batches_of, lambda step: None)
+        assert any("cannot be used" in why for why in owner.figures.lost)
+        assert "n1" not in owner._refused
+
+
+async def test_an_owner_whose_disk_is_full_is_told_so_and_blames_no_hop(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hops were blamed for it one after the other, and the same steps were made 13 times."""
+    monkeypatch.setattr(states, "disk_free_bytes", lambda folder: 0 if folder.name == "owner" else 2**40)
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        owner = swarm.owner(every=1)
+        with trio.fail_after(60), pytest.raises(WeightsError, match="no room on the disk"):
+            await owner.run(2, batches_of, Losses())
+        assert not owner.figures.lost
