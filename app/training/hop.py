@@ -640,7 +640,7 @@ class TrainingServer:
             data = await self._device.run_later(blocks.data, rows, job.ledger.order.row_format)
         except BaseException:
             blocks.clear()  # some blocks may have counted it and others not
-            job.ledger.clear()
+            job.ledger.forget_passes()
             raise
         if job.activations is not None:
             accepted, kept = job.to_agree.pop(one.place, (None, []))

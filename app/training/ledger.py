@@ -50,15 +50,19 @@ class JobLedger:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the passes and what was counted in this version."""
+        """Forget all of this version: passes, what was counted, and the rounds of sums."""
+        self.forget_passes()
+        self.round = 0  # of sums that others add up with theirs
+        self.awaits_sums = False  # those of all holders, which the next step needs
+
+    def forget_passes(self) -> None:
+        """Forget the passes and what was counted; sums that were handed over stay so."""
         # By `Pass.place`: the latest attempt that was accepted forwards, and the one whose inputs are kept for the pass
         # backwards, in the order in which they came.
         self._forward: dict[tuple[int, int], int] = {}
         self._held: dict[tuple[int, int], Pass] = {}
         self._displaced: list[Pass] = []
         self._counted: dict[Span, set[int]] = {run: set() for run in self.order.runs()}
-        self.round = 0  # of sums that others add up with theirs
-        self.awaits_sums = False  # those of all holders, which the next step needs
 
     # --- passes -------------------------------------------------------------------------------------------------------
 

@@ -1162,13 +1162,32 @@ class _HopGroup:
                 if tokens:
                     runs.setdefault(run.span, []).append(HolderSums(peer, tokens, answers[peer, run.span]))
         device, caution = self._owner._device, self._terms.caution
-        for suspect in await device.run_later(self._owner._lots.choose, runs, self.version):
+        suspects = await device.run_later(self._owner._lots.choose, runs, self.version)
+        for suspect in suspects:
             await self._audit(suspect, progress, batches, answers[suspect.peer, suspect.span])
+        if suspects:
+            await self._count_own_again(progress, batches)
         agreed: dict[Span, Numbers] = {}
         for span, shares in runs.items():
             agreed[span] = await device.run_later(partial(reduced, clipped=caution.clips), shares)
         await self._hand_out(agreed)
         return [await device.run_later(squared_norm, sums) for sums in agreed.values()]
+
+    async def _count_own_again(self, progress: StepProgress, batches: Sequence[Any]) -> None:
+        """Run again what blocks with one holder have not counted any more: a hop that fails in an audit loses its sums.
+
+        What others count meanwhile is replaced by the sums of all holders.
+        """
+        shared = {run.span for run in self._plan.shared_runs}
+        while True:
+            tallies = await self._tally(progress)
+            own = [tally._replace(counted=tuple(one for one in tally.counted if one[0] not in shared))
+                   for tally in tallies]  # fmt: skip
+            missing = progress.missing(own)
+            if not missing:
+                return
+            self._run_again(progress, missing)
+            await self._run_passes(progress, batches, (Kind.FORWARD, Kind.BACK))
 
     async def _hand_out(self, agreed: Mapping[Span, Numbers]) -> None:
         """Send the sums of all holders to each, and wait until they have them: an order would overtake them."""

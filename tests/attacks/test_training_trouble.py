@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
@@ -16,11 +17,12 @@ from trio.testing import MockClock
 from app.core.network import Priority
 from app.session.frame import Frame, HopError
 from app.session.outbound import OutboundFrame
-from app.training import ledger, progress, states, trainer, wire
+from app.training import progress, states, trainer, wire
 from app.training.audits import Caution
-from app.training.hop import HopJob
+from app.training.hop import HopFrame, HopJob
+from app.training.ledger import UsualSize
 from app.training.trainer import Patience, Replicas, StepDone, SwarmTrainer
-from app.training.wire import MAX_ATTEMPTS, SumsBuffer, encode_trouble, pass_of
+from app.training.wire import MAX_ATTEMPTS, Kind, Pass, SumsBuffer, encode_trouble, length_of, pass_header, pass_of
 from app.weights.extents import WeightsError
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
@@ -167,25 +169,24 @@ async def test_a_hop_cannot_keep_out_what_comes_to_its_neighbour_on_other_ways(
 async def test_a_hop_whose_neighbour_swells_its_numbers_does_not_answer_for_it_alone(
     source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`n0` gets `n1` used to large numbers, on which the owner then found what `n1` made of larger ones too large."""
-    monkeypatch.setattr(ledger, "USUAL_FROM", 1)
-    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8), ALL) as swarm:
-        sent = 0
+    """A hop may be used to larger numbers than its owner, who has seen those of other ways too."""
 
-        def swell(blocks: Any) -> None:
-            def data(rows: torch.Tensor, wire: str) -> bytes:
-                nonlocal sent
-                sent += 1
-                return (rows * (50 if sent <= 4 else 4000)).numpy().tobytes()
+    class Strict(UsualSize):
+        def accepts(self, size: float) -> bool:
+            return size < 1000
 
-            blocks.data = data
+    def swell(blocks: Any) -> None:
+        blocks.data = lambda rows, wire: (rows * 4000).numpy().tobytes()
 
+    monkeypatch.setattr(trainer, "UsualSize", Strict)
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        await swarm.train("spare", 0, 4)
         swarm.nodes["n0"].changes.append(swell)
-        owner = owner_of(swarm)
+        losses, owner = Losses(), swarm.owner(patience=UNHURRIED)
         with trio.fail_after(60):
-            await owner.run(6, batches_of, lambda step: None)
-        assert any("cannot be used" in why for why in owner.figures.lost)
-        assert "n1" not in owner._refused
+            await owner.run(1, batches_of, losses)
+        assert sorted(losses.steps) == [1]
+        assert {hop.peer for hop in owner.route} == {"spare", "n1"}
 
 
 async def test_an_owner_whose_disk_is_full_is_told_so_and_blames_no_hop(
@@ -198,3 +199,54 @@ async def test_an_owner_whose_disk_is_full_is_told_so_and_blames_no_hop(
         with trio.fail_after(60), pytest.raises(WeightsError, match="no room on the disk"):
             await owner.run(2, batches_of, Losses())
         assert not owner.figures.lost
+
+
+def spoils_audits(swarm: JobSwarm, name: str) -> Counter[str]:
+    """Let a node send gradients that have no place in 16 bits, twice, when micro-batches run again; counts them."""
+    server: Any = swarm.nodes[name].server
+    honest, spoilt = server._send, Counter[str]()
+
+    async def send(job: HopJob, neighbour: str, frame: Frame, one: Pass, data: bytes) -> None:
+        if frame.kind != Kind.BACK or not one.attempt or spoilt[name] == 2:
+            await honest(job, neighbour, frame, one, data)
+            return
+        spoilt[name] += 1
+        numbers = torch.full((len(data) // 2,), 1e11).numpy().tobytes()
+        head = pass_header(
+            Kind.BACK, job.run, frame.epoch, one, dtype="f32", rows=length_of(frame), width=frame.width,
+            length=len(numbers),
+        )  # fmt: skip
+        sent = HopFrame(job.run, (head, numbers), Priority.BULK, frame.epoch, job.ledger.owner)
+        await server._outboxes.push(neighbour, sent, job.ledger.owner)
+
+    server._send = send
+    return spoilt
+
+
+async def test_a_hop_whose_neighbour_spoils_an_audit_keeps_its_place(source: ModelSource, tmp_path: Path) -> None:
+    """It forgot which sums it had handed over, and the next order made no sense to it."""
+    async with open_job_swarm(source, tmp_path, (0, 4), (0, 4), (4, 8)) as swarm:
+        spoilt = spoils_audits(swarm, "n2")
+        owner = swarm.owner(replicas=Replicas(swarm.holders), wire="f16", patience=UNHURRIED)
+        with trio.fail_after(60):
+            await owner.run(2, batches_of, Losses())
+        assert spoilt["n2"] == 2
+        assert not owner.figures.lost
+
+
+async def test_sums_that_an_audit_costs_a_hop_are_made_again(source: ModelSource, tmp_path: Path) -> None:
+    """Its step was made with the gradients of the micro-batches alone that ran after that, and nobody saw it."""
+    counted: list[set[int]] = []
+
+    def note(blocks: Any) -> None:
+        if blocks.start == 0:
+            counted.append({number for span in blocks._spans for number in span.counted(span.start)})
+
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8), (4, 8)) as swarm:
+        swarm.before_step = note
+        spoilt = [spoils_audits(swarm, name) for name in ("n1", "n2")]
+        owner = swarm.owner(replicas=Replicas(swarm.holders), wire="f16", patience=UNHURRIED)
+        with trio.fail_after(60):
+            await owner.run(2, batches_of, Losses())
+        assert any(spoilt)
+        assert counted == [set(range(5))] * 2
