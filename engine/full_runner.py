@@ -56,7 +56,7 @@ class FullRunner:
             config, {index: torch.zeros(size) for index in range(self.start, self.stop)}, options, self._how
         )
         self._steps = 0  # since the moments were fresh
-        self._inputs: dict[tuple[int, int], tuple[Tensor, int]] = {}  # (block, micro-batch) -> input, sequences
+        self._inputs: dict[tuple[int, int, int], tuple[Tensor, int]] = {}  # by block, micro-batch and way
         self._next: tuple[float, float] | None = None  # rate and factor of the step that waits for `commit`
 
     # Passes
@@ -70,25 +70,25 @@ class FullRunner:
         return data_of(rows, dtype)
 
     @torch.no_grad()
-    def forward(self, block: int, number: int, rows: Tensor, sequences: int) -> Tensor:
+    def forward(self, block: int, number: int, rows: Tensor, sequences: int, way: int = 0) -> Tensor:
         """Run a micro-batch through one block, and keep its input for the pass backwards."""
         x = self._admitted(rows, sequences)
-        self._inputs[block, number] = x, sequences
+        self._inputs[block, number, way] = x, sequences
         return self._blocks.run(block, x, sequences, self._turns(x, sequences))
 
-    def backward(self, block: int, number: int, rows: Tensor, counts: bool) -> Tensor:
+    def backward(self, block: int, number: int, rows: Tensor, counts: bool, way: int = 0) -> Tensor:
         """Run a gradient back through one block, adding to its sums if it counts; raises `TrainingError`.
 
         The block is computed again, so that its input alone is kept between the passes.
         """
-        kept = self._inputs.get((block, number))
+        kept = self._inputs.get((block, number, way))
         if kept is None:
             raise TrainingError(f"micro-batch {number} has no forward pass here: send it forward first")
         x, sequences = kept
         dy = self._admitted(rows, sequences)
         if dy.shape != x.shape:
             raise TrainingError(f"micro-batch {number} has {x.shape[0]} rows, not {dy.shape[0]}")
-        del self._inputs[block, number]
+        del self._inputs[block, number, way]
         leaf = x.detach().requires_grad_()
         return self._blocks.back(block, leaf, None, dy, sequences, self._turns(x, sequences), counts=counts)
 
@@ -98,10 +98,10 @@ class FullRunner:
         x = self._admitted(rows, sequences)
         return self._blocks.run(block, x, sequences, self._turns(x, sequences))
 
-    def discard(self, number: int) -> None:
+    def discard(self, number: int, way: int = 0) -> None:
         """Drop what a micro-batch's forward pass has kept."""
         for block in range(self.start, self.stop):
-            self._inputs.pop((block, number), None)
+            self._inputs.pop((block, number, way), None)
 
     def clear(self) -> None:
         """Drop all passes and sums of this version, and the step that waits."""

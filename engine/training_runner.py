@@ -84,22 +84,22 @@ class TrainingRunner:
         """Return rows as numbers for the wire; raises `NotFinite` if they do not fit its format."""
         return data_of(rows, dtype)
 
-    def forward(self, block: int, number: int, rows: Tensor, sequences: int) -> Tensor:
+    def forward(self, block: int, number: int, rows: Tensor, sequences: int, way: int = 0) -> Tensor:
         """Run a micro-batch through one block; see `TrainedSpan.forward`."""
-        return self._spans[block - self.start].forward(number, rows, sequences)
+        return self._spans[block - self.start].forward(number, rows, sequences, way=way)
 
-    def backward(self, block: int, number: int, rows: Tensor, counts: bool) -> Tensor:
+    def backward(self, block: int, number: int, rows: Tensor, counts: bool, way: int = 0) -> Tensor:
         """Run a gradient back through one block, adding to its sums if it counts; see `TrainedSpan.backward`."""
-        return self._spans[block - self.start].backward(number, rows, () if counts else (block,))
+        return self._spans[block - self.start].backward(number, rows, () if counts else (block,), way=way)
 
     def evaluate(self, block: int, rows: Tensor, sequences: int) -> Tensor:
         """Run rows through one block without keeping anything; see `TrainedSpan.evaluate`."""
         return self._spans[block - self.start].evaluate(rows, sequences)
 
-    def discard(self, number: int) -> None:
+    def discard(self, number: int, way: int = 0) -> None:
         """Drop what a micro-batch's forward pass has kept."""
         for span in self._spans:
-            span.discard(number)
+            span.discard(number, way)
 
     def clear(self) -> None:
         """Drop all passes and sums of this version, and the next one if there is one."""

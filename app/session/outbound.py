@@ -81,8 +81,9 @@ class WaitingBytes:
         if self._total <= MAX_WAITING_IN_ALL:
             return None
         peer = max(self._by_peer, key=self._by_peer.__getitem__)
-        fullest = max((one for one in self._outboxes if one.stream.peer == peer), key=_waiting_in, default=None)
-        return fullest if fullest is not None and _waiting_in(fullest) else None
+        own = (one for one in self._outboxes if one.stream.peer == peer)
+        fullest = max(own, key=lambda one: one.waiting_bytes, default=None)
+        return fullest if fullest is not None and fullest.waiting_bytes else None
 
     def add(self, peer: str, size: int) -> None:
         """Count bytes that wait for a peer, or, if negative, that wait no longer."""
@@ -211,6 +212,11 @@ class PeerOutbox:
         self._flushing = False
         self.used_at = trio.current_time()
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of messages for which the stream has no room yet."""
+        return self._backlog.bytes
+
     async def push(self, frame: Sendable) -> None:
         """Send a message or queue it; never waits, and never raises what the network did."""
         if self.broken:
@@ -325,6 +331,10 @@ class PeerOutboxes(Generic[SendableT]):
         waiting.append(frame)
         return True
 
+    def has_waiting(self, peer: str) -> bool:
+        """True if messages wait for the stream to a peer, or for room on it."""
+        return peer in self._opening or (peer in self._open and self._open[peer].waiting_bytes > 0)
+
     def drop(self, peer: str, unwanted: Callable[[Sendable], bool]) -> int:
         """Forget queued messages to a peer that are not wanted any more; returns how many were looked at."""
         if peer in self._open:
@@ -365,10 +375,6 @@ class PeerOutboxes(Generic[SendableT]):
             if self._open.get(peer) is outbox:  # else it was closed as idle
                 del self._open[peer]
                 self._lost(peer)
-
-
-def _waiting_in(outbox: PeerOutbox) -> int:
-    return outbox._backlog.bytes
 
 
 def _size_of(frame: Sendable) -> int:

@@ -95,10 +95,10 @@ class JobBlocks(Protocol):
     def memory_bytes(self) -> int: ...
     def rows(self, data: memoryview, dtype: str) -> Any: ...
     def data(self, rows: Any, dtype: str) -> bytes: ...
-    def forward(self, block: int, number: int, rows: Any, sequences: int) -> Any: ...
-    def backward(self, block: int, number: int, rows: Any, counts: bool) -> Any: ...
+    def forward(self, block: int, number: int, rows: Any, sequences: int, way: int) -> Any: ...
+    def backward(self, block: int, number: int, rows: Any, counts: bool, way: int) -> Any: ...
     def evaluate(self, block: int, rows: Any, sequences: int) -> Any: ...
-    def discard(self, number: int) -> None: ...
+    def discard(self, number: int, way: int) -> None: ...
     def clear(self) -> None: ...
     def squared_norms(self) -> list[float]: ...
     @property
@@ -191,14 +191,15 @@ class HopJob:
     sizes: dict[int, UsualSize] = field(default_factory=lambda: {kind: UsualSize() for kind in PASSES})
     kept: dict[int, list[StatePart]] = field(default_factory=dict)  # version -> states on disk; the last two versions
     dropped: Counter[str] = field(default_factory=Counter)  # verdict -> frames
-    handed_over: bytes = b""  # sums of the last round
     sums: SumsBuffer | None = None  # those of all holders, on their way here
+    sums_slices: int = 0  # in which these come
     rejections: Counter[int] = field(default_factory=Counter)  # epoch -> passes that were rejected
     sent: Counter[str] = field(default_factory=Counter)  # neighbour ("": the owner) -> bytes in this epoch
     busy: StepBusy = field(default_factory=StepBusy)
     activations: Activations | None = None  # if hidden states are sent as changes
-    to_agree: dict[int, tuple[Pass, list[bool]]] = field(default_factory=dict)  # micro-batch -> what is kept of it
-    shapes: dict[int, tuple[int, int]] = field(default_factory=dict)  # micro-batch -> (sequences, length) forwards
+    # By `Pass.place`: which sequences of a micro-batch are kept, and how many of which length it had forwards.
+    to_agree: dict[tuple[int, int], tuple[Pass, list[bool]]] = field(default_factory=dict)
+    shapes: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
     def put(self, sender: str, frame: Frame) -> None:
         """Leave a frame to the job's task."""
@@ -209,7 +210,7 @@ class HopJob:
 
     def has_room(self, sender: str, frame: Frame) -> bool:
         """True if a frame may wait; one sender's frames never keep out those of another, least of all the owner's."""
-        if self.waiting_frames[sender] > 2 * self.ledger.order.under_way + 8 + len(self.handed_over) // SLICE_BYTES:
+        if self.waiting_frames[sender] > 2 * self.ledger.order.under_way + 8 + self.sums_slices:
             return False
         size, owner = len(frame.body), self.ledger.owner
         if sender == owner:
@@ -360,12 +361,11 @@ class TrainingServer:
             return
         job = self._jobs.get(frame.session)
         if frame.kind == Kind.PROBE:
-            known = job is not None and job.ledger.owner == peer
-            epoch, version = (job.ledger.epoch, job.ledger.version) if job is not None and known else (0, 0)
-            waiting = len(job.waiting) + job.is_busy if job is not None and known else 0
-            await answers.push(_control(plain(Kind.STATE, frame.session, epoch, version, rows=waiting)))
-            if job is not None and known:
+            if job is not None and job.ledger.owner == peer:
+                await answers.push(_control(self._state_of(job)))
                 job.heard_at = trio.current_time()
+            else:
+                await answers.push(_control(plain(Kind.STATE, frame.session, 0)))
             return
         if job is None or (frame.kind not in PASSES and peer != job.ledger.owner):
             self.dropped += 1
@@ -381,6 +381,12 @@ class TrainingServer:
         else:
             job.heard_at = trio.current_time()
             job.put(peer, frame)
+
+    def _state_of(self, job: HopJob) -> bytes:
+        neighbours = job.ledger.order.neighbours
+        sending = bool(job.answers.waiting_bytes) + sum(self._outboxes.has_waiting(peer) for peer in neighbours)
+        computing = len(job.waiting) + job.is_busy
+        return plain(Kind.STATE, job.run, job.ledger.epoch, job.ledger.version, rows=computing, width=sending)
 
     async def _on_open(self, frame: Frame, peer: str, answers: PeerOutbox) -> None:
         order = decode_open(frame)
@@ -565,11 +571,14 @@ class TrainingServer:
         if not self._is_accepted(job, job.ledger.forward(sender, frame.epoch, one)):
             return
         way = self._way(job, one)
-        job.shapes[one.number] = sequences_of(frame), length_of(frame)
+        for given_up in job.ledger.take_displaced():
+            blocks.discard(given_up.number, given_up.way)
+        job.shapes[one.place] = sequences_of(frame), length_of(frame)
         try:
             rows, samples = await self._arrived(job, frame, one, way)
             for block in way.span.blocks():
-                rows = await self._device.run_later(blocks.forward, block, one.number, rows, sequences_of(frame))
+                args = block, one.number, rows, sequences_of(frame), one.way
+                rows = await self._device.run_later(blocks.forward, *args)
             data = await self._device.run_later(blocks.data, rows, job.ledger.order.row_format)
             if job.activations is not None:
                 boundary, pack = Boundary(way.successor, way.span.stop), job.activations.pack
@@ -584,7 +593,7 @@ class TrainingServer:
             return
         except BaseException:
             job.ledger.failed(one)
-            blocks.discard(one.number)
+            blocks.discard(one.number, one.way)
             raise
         await self._send(job, way.successor, frame, one, data)
 
@@ -599,12 +608,12 @@ class TrainingServer:
         boundary = Boundary(way.predecessor, way.span.start)
         arrival = await trio.to_thread.run_sync(job.activations.unpack, boundary, frame)
         rows = await self._admitted(job, arrival.frame)
-        job.to_agree[one.number] = one, await trio.to_thread.run_sync(job.activations.keep, arrival)
+        job.to_agree[one.place] = one, await trio.to_thread.run_sync(job.activations.keep, arrival)
         return rows, arrival.samples
 
     async def _came_back(self, job: HopJob, frame: Frame, one: Pass) -> Any:
         """Return the rows of a BACK, and note what the hop after this one keeps; raises `_Rejected`."""
-        if (sequences_of(frame), length_of(frame)) != job.shapes[one.number]:
+        if (sequences_of(frame), length_of(frame)) != job.shapes[one.place]:
             raise _Rejected("another shape than the micro-batch had forwards", "shape")
         if job.activations is not None and frame.dtype == FORMATS[CHANGES]:
             way = self._way(job, one)
@@ -619,21 +628,22 @@ class TrainingServer:
         try:
             rows = await self._came_back(job, frame, one)
         except _Rejected as rejected:
-            blocks.discard(one.number)
+            blocks.discard(one.number, one.way)
             await self._reject(job, frame, rejected)
             return
         way = self._way(job, one)
         try:
             counting = {block for run in job.ledger.count(one) for block in run.blocks()}
             for block in reversed(way.span.blocks()):
-                rows = await self._device.run_later(blocks.backward, block, one.number, rows, block in counting)
+                args = block, one.number, rows, block in counting, one.way
+                rows = await self._device.run_later(blocks.backward, *args)
             data = await self._device.run_later(blocks.data, rows, job.ledger.order.row_format)
         except BaseException:
             blocks.clear()  # some blocks may have counted it and others not
-            job.ledger.clear()
+            job.ledger.forget_passes()
             raise
         if job.activations is not None:
-            accepted, kept = job.to_agree.pop(one.number, (None, []))
+            accepted, kept = job.to_agree.pop(one.place, (None, []))
             data = with_kept(data, kept if accepted == one else [False] * sequences_of(frame))
         await self._send(job, way.predecessor, frame, one, data)
 
@@ -691,7 +701,10 @@ class TrainingServer:
             await self._answer(job, encode_tally(job.run, frame.epoch, frame.position, tally))
 
     async def _reduce(self, job: HopJob, sender: str, frame: Frame) -> None:
-        """Hand over the sums of blocks that others hold too, and begin new ones; the same again if ordered again."""
+        """Hand over the sums of blocks that others hold too, and begin new ones.
+
+        If it is ordered again, they are on their way: another copy would hold up all that comes after it.
+        """
         order, blocks, shared = decode_reduce(frame, job.ledger.order), self._blocks(job), job.ledger.order.shared
         if not await self._is_current(job, frame):
             return
@@ -699,13 +712,15 @@ class TrainingServer:
         if verdict is None:
             await self._stale(job, frame)
             return
-        if verdict:
-            taken = {
-                block: await self._device.run_later(blocks.take_sums, block) for run in shared for block in run.blocks()
-            }
-            job.handed_over = b"".join(taken[block] for run in order.wanted for block in run.blocks())
-            job.sums = SumsBuffer(sum(map(len, taken.values())))
-        for parts in sums_frames(job.run, frame.epoch, frame.position, order.round, job.handed_over):
+        if not verdict:
+            return
+        taken = {
+            block: await self._device.run_later(blocks.take_sums, block) for run in shared for block in run.blocks()
+        }
+        size_bytes = sum(map(len, taken.values()))
+        job.sums, job.sums_slices = SumsBuffer(size_bytes), size_bytes // SLICE_BYTES
+        wanted = b"".join(taken[block] for run in order.wanted for block in run.blocks())
+        for parts in sums_frames(job.run, frame.epoch, frame.position, order.round, wanted):
             await job.answers.push(OutboundFrame(parts, Priority.BULK))
 
     async def _sums(self, job: HopJob, sender: str, frame: Frame) -> None:

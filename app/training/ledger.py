@@ -2,7 +2,9 @@
 
 Invariants, by which duplicates, late frames and frames of dead routes do no harm:
 - only the owner raises the epoch, and nothing of another epoch or version is accepted;
-- each attempt of a micro-batch passes forwards once and backwards once at most;
+- each attempt of a micro-batch passes forwards once and backwards once at most, on each way;
+- what comes on one way neither replaces nor keeps out what comes on another: each hop before this one has its share of
+  the micro-batches that may be under way, and who takes more makes way;
 - a micro-batch is counted once for a version and block, in whichever attempt it first comes back;
 - sums of blocks that others hold too are handed over once; what is counted later is in the sums of the next round;
 - after a step no pass is accepted until it is committed, or an epoch begins that drops it.
@@ -11,7 +13,7 @@ Invariants, by which duplicates, late frames and frames of dead routes do no har
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import Counter, deque
 from enum import Enum
 
 from app.core.span import Span
@@ -48,12 +50,19 @@ class JobLedger:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the passes and what was counted in this version."""
-        self._forward: dict[int, int] = {}  # micro-batch -> latest attempt that was accepted forwards
-        self._held: dict[int, Pass] = {}  # micro-batch -> attempt whose inputs are kept for the pass backwards
-        self._counted: dict[Span, set[int]] = {run: set() for run in self.order.runs()}
+        """Forget all of this version: passes, what was counted, and the rounds of sums."""
+        self.forget_passes()
         self.round = 0  # of sums that others add up with theirs
         self.awaits_sums = False  # those of all holders, which the next step needs
+
+    def forget_passes(self) -> None:
+        """Forget the passes and what was counted; sums that were handed over stay so."""
+        # By `Pass.place`: the latest attempt that was accepted forwards, and the one whose inputs are kept for the pass
+        # backwards, in the order in which they came.
+        self._forward: dict[tuple[int, int], int] = {}
+        self._held: dict[tuple[int, int], Pass] = {}
+        self._displaced: list[Pass] = []
+        self._counted: dict[Span, set[int]] = {run: set() for run in self.order.runs()}
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
@@ -62,13 +71,30 @@ class JobLedger:
         verdict = self._judge(sender, epoch, one, back=False)
         if verdict is not PassVerdict.RUN:
             return verdict
-        if one.attempt <= self._forward.get(one.number, -1):
+        if one.attempt <= self._forward.get(one.place, -1):
             return PassVerdict.REPEATED
-        if one.number not in self._held and len(self._held) >= self.order.under_way:
+        if one.place not in self._held and len(self._held) >= self.order.under_way and not self._makes_way(one):
             return PassVerdict.FULL
-        self._forward[one.number] = one.attempt
-        self._held[one.number] = one  # an earlier attempt will not come back
+        self._forward[one.place] = one.attempt
+        self._held[one.place] = one  # an earlier attempt will not come back
         return PassVerdict.RUN
+
+    def _makes_way(self, one: Pass) -> bool:
+        """Give up a pass of the hop that has most under way here, if it has more than its share and this one less."""
+        before = {way.number: way.predecessor for way in self.order.ways}
+        held = Counter(before.get(other.way) for other in self._held.values())
+        share = max(1, self.order.under_way // max(1, len(set(before.values()))))
+        most = max(held, key=held.__getitem__, default=None)
+        if held[before.get(one.way)] >= share or held[most] <= share:
+            return False
+        latest = [other for other in self._held.values() if before.get(other.way) == most][-1]
+        self._displaced.append(self._held.pop(latest.place))
+        return True
+
+    def take_displaced(self) -> list[Pass]:
+        """Return the passes that were given up since the last call; they will not be accepted backwards."""
+        displaced, self._displaced = self._displaced, []
+        return displaced
 
     def evaluate(self, sender: str, epoch: int, one: Pass) -> PassVerdict:
         """Judge an EVALUATE frame; `RUN` accepts it. Nothing is kept of it, so it may come twice."""
@@ -79,10 +105,10 @@ class JobLedger:
         verdict = self._judge(sender, epoch, one, back=True)
         if verdict is not PassVerdict.RUN:
             return verdict
-        if self._held.get(one.number) != one:
-            seen = one.attempt <= self._forward.get(one.number, -1)
+        if self._held.get(one.place) != one:
+            seen = one.attempt <= self._forward.get(one.place, -1)
             return PassVerdict.REPEATED if seen else PassVerdict.UNKNOWN
-        del self._held[one.number]
+        del self._held[one.place]
         return PassVerdict.RUN
 
     def count(self, one: Pass) -> list[Span]:
@@ -96,7 +122,7 @@ class JobLedger:
 
     def failed(self, one: Pass) -> None:
         """A pass forwards could not be computed: nothing is kept of it, and a later attempt may be."""
-        self._held.pop(one.number, None)
+        self._held.pop(one.place, None)
 
     @property
     def counted(self) -> tuple[tuple[Span, frozenset[int]], ...]:
@@ -110,7 +136,7 @@ class JobLedger:
         return (epoch, version) == (self.epoch, self.version)
 
     def hand_over(self, number: int) -> bool | None:
-        """Judge a REDUCE of a round: True hands the sums over, False hands the same over again, None refuses."""
+        """Judge a REDUCE of a round: True hands the sums over, False if they were before, None refuses."""
         if number == self.round - 1:
             return False
         if number != self.round or self.stepped or not self.order.shared:

@@ -75,6 +75,11 @@ class StepProgress:
         self._to_send = sorted({*self._to_send, *again})
         return True
 
+    def under_way_on(self, ways: Iterable[int]) -> list[int]:
+        """The micro-batches that are under way on these ways."""
+        wanted = set(ways)
+        return [number for number in self._under_way if self.ways[number] in wanted]
+
     @property
     def most_tried(self) -> int:
         """The micro-batch that was sent most often."""

@@ -186,7 +186,7 @@ def _require_room(folder: Path, size_bytes: int) -> None:
     free = disk_free_bytes(folder)
     if free < size_bytes + FREE_BYTES:
         text = f"{format_size(size_bytes)} do not fit, {format_size(free)} are free"
-        raise WeightsError(f"no room on the disk for states of a training job: {text}")
+        raise WeightsError(f"no room on the disk for states of a training job: {text}", code="disk_full")
 
 
 def _part(state: StatePart) -> Part:

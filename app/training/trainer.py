@@ -92,6 +92,7 @@ MAX_REJECTED = 3  # frames of one hop that must not be computed with, in one epo
 MAX_QUEUED_BYTES = 2**26  # of one hop's frames that wait here; then its stream is not read
 MAX_FAILURES = 12  # epochs in a row without a step
 PROBE_EVERY_S = 60.0  # at least, however long pauses usually are: hops forget an owner that is silent for minutes
+MOST_PATIENCE = 16  # times the usual quiet time, before what did not come is taken for lost
 MAX_SUSPECTED = 3  # times that a hop may have stopped the job, before it is not asked again
 
 
@@ -351,7 +352,8 @@ class SwarmTrainer:
         """Train until `steps` steps are committed, or `hooks` end the run; `batches` gives a step's micro-batches.
 
         `on_step` is called for each committed step, again for steps that are repeated after a hop was lost. At the end
-        the states of all blocks are in `snapshot`. Raises `TrainingStopped` or `NoRoute`.
+        the states of all blocks are in `snapshot`. Raises `TrainingStopped` or `NoRoute`, and `WeightsError` if the
+        disk is full.
         """
         self._hooks = hooks = hooks or JobHooks()
         failures = 0
@@ -537,7 +539,11 @@ class _HopGroup:
         self._heard = Signal()
         self._forward_at = trio.current_time()  # when something last brought the job forward
         self._busy: dict[int, int] = {}  # hop -> micro-batches that wait or are computed there, as it said last
+        self._sending: dict[int, int] = {}  # hop -> peers for which something waits there, as it said last
         self._pause_s = Ewma(0.2)  # between two frames
+        self._waited_s = 0.0  # since the last frame, before all seemed lost
+        self._in_vain = 0  # times that all seemed lost since the job last came forward
+        self._troubled: str | None = None  # whose error was the latest reason to run micro-batches again
         self._sizes = {kind: UsualSize() for kind in PASSES}
         self._rejected: Counter[str] = Counter()
         self._complaints: Counter[tuple[str, str]] = Counter()  # (who complains, about whose numbers)
@@ -634,6 +640,7 @@ class _HopGroup:
             if link.hop.peer not in planned:
                 del self._links[index]
                 self._busy.pop(index, None)
+                self._sending.pop(index, None)
                 await link.outbox.push(_control(plain(Kind.CLOSE, self._owner.run_id, self._epoch)))
                 with suppress(P2PError), trio.move_on_after(self._patience.quiet_s):
                     await link.outbox.stream.aclose()
@@ -672,7 +679,7 @@ class _HopGroup:
                 if frame.session != self._owner.run_id:
                     continue
                 if frame.kind == Kind.STATE:
-                    self._busy[index] = frame.rows
+                    self._busy[index], self._sending[index] = frame.rows, frame.width
                     self._heard.notify()
                     if not frame.epoch:
                         self._send.send_nowait((index, HopLost(peer, "it has forgotten the job")))
@@ -688,10 +695,14 @@ class _HopGroup:
     async def _next(self, awaited: Collection[int] = ()) -> tuple[int, Frame] | None:
         """Return the next frame of a hop; None if all hops are well and idle, so something got lost.
 
+        It may also be on its way over a slow link, where nobody sees it: so each time it takes twice as long until
+        something is taken for lost, up to `MOST_PATIENCE` times, as long as nothing brings the job forward.
+
         Raises `HopLost` if nothing brought the job forward for `stuck_s`: for one of the hops that are `awaited`, or
-        else for one that says it computes.
+        else for one that says it computes, or does not read what is sent to it, or for one on a way with a hop that
+        cannot send.
         """
-        quiet_s = max(self._patience.quiet_s, 8 * self._pause_s.value)
+        quiet_s = max(self._patience.quiet_s, 8 * self._pause_s.value) * min(2**self._in_vain, MOST_PATIENCE)
         begun = trio.current_time()
         while True:
             self._check_progress(awaited)
@@ -704,29 +715,46 @@ class _HopGroup:
                     continue  # of a hop that was left, or of the epoch before
                 if isinstance(found, HopLost):
                     raise found
-                self._pause_s.add(trio.current_time() - begun)
+                self._pause_s.add(self._waited_s + trio.current_time() - begun)
+                self._waited_s = 0.0
                 if found.kind != Kind.TROUBLE:
                     return index, found
                 if self._on_trouble(index, self._checked(self._links[index], decode_hop_error, found)):
+                    self._troubled = self._links[index].hop.peer
                     return None
                 continue
             await self._probe()
-            is_quiet = quiet_s <= PROBE_EVERY_S or trio.current_time() - begun >= quiet_s
-            if is_quiet and not any(self._busy.values()) and not self._arrived.statistics().current_buffer_used:
+            waited_s = trio.current_time() - begun
+            if (quiet_s <= PROBE_EVERY_S or waited_s >= quiet_s) and self._is_idle():
+                self._waited_s += waited_s
+                self._in_vain += 1
+                self._troubled = None
                 return None
+
+    def _is_idle(self) -> bool:
+        """True if nothing is computed or waits to be sent, here or, as they say, at the hops."""
+        is_working = any(self._busy.values()) or any(self._sending.values()) or self._not_reading()
+        return not is_working and not self._arrived.statistics().current_buffer_used
+
+    def _not_reading(self) -> list[int]:
+        """The hops to which this node could not send everything yet."""
+        return [index for index, link in self._links.items() if link.outbox.waiting_bytes]
 
     def _came_forward(self) -> None:
         self._forward_at = trio.current_time()
+        self._in_vain = 0
 
     def _check_progress(self, awaited: Collection[int]) -> None:
         stuck_s = trio.current_time() - self._forward_at
         if stuck_s <= self._patience.stuck_s:
             return
-        busy = [index for index, count in self._busy.items() if count]
-        suspects = [index for index in awaited or busy if index in self._links] or list(self._links)
-        raise self._owner.suspected(
-            [self._links[index].hop.peer for index in suspects], f"nothing came of its work for {stuck_s:.0f} s"
-        )
+        busy = [*(index for index, count in self._busy.items() if count), *self._not_reading()]
+        peers = [self._links[index].hop.peer for index in awaited or busy if index in self._links]
+        sending = {link.hop.peer for index, link in self._links.items() if self._sending.get(index)}
+        beside = {hop.peer for way in self._plan.ways for hop in way if any(one.peer in sending for one in way)}
+        everybody = [link.hop.peer for link in self._links.values()]
+        suspects = peers or [peer for peer in everybody if peer in beside] or everybody
+        raise self._owner.suspected(suspects, f"nothing came of its work for {stuck_s:.0f} s")
 
     async def _probe(self) -> None:
         """Ask every hop how it is; raises `HopLost` for one that does not answer."""
@@ -780,7 +808,7 @@ class _HopGroup:
     def _reject(self, peer: str, why: str, before: Sequence[str] = ()) -> None:
         """Count numbers of a hop that must not be computed with; too many of them end the epoch.
 
-        They cost it its place for good, unless hops `before` it may have sent it what was wrong already.
+        They cost it its place for good, unless hops `before` it on the way may have sent it what was wrong already.
         """
         self._note_rejected(peer, why)
         self._rejected[peer] += 1
@@ -899,7 +927,7 @@ class _HopGroup:
                 await self._send_pass(kinds[0], self._plan.ways[way][0].peer, one, batches[number], data)
             came = await self._next()
             if came is None:
-                self._run_again(progress)
+                self._run_lost_again(progress)
                 continue
             index, frame = came
             if frame.kind not in kinds or frame.position != version:
@@ -1051,8 +1079,12 @@ class _HopGroup:
             self._reject(peer, "another number format than was agreed")
         elif not self._has_shape(frame, batch):
             self._reject_shape(index, frame)
-        elif not self._sizes[Kind(frame.kind)].accepts(root_mean_square(frame)):
-            self._reject(peer, "numbers that are not finite, or far beyond the usual")
+        elif not math.isfinite(size := root_mean_square(frame)):
+            self._reject(peer, "numbers that are not finite")
+        elif not self._sizes[Kind(frame.kind)].accepts(size):
+            # others on the way may have let it get used to large numbers, of which this node has seen fewer
+            others = [hop.peer for hop in self._plan.ways[pass_of(frame).way] if hop.peer != peer]
+            self._reject(peer, f"numbers of size {size:.3g}, far beyond the usual", others)
         else:
             return True
         return False
@@ -1060,6 +1092,16 @@ class _HopGroup:
     def _has_shape(self, frame: Frame, batch: Any) -> bool:
         shape = (self._ends.hidden_size, *self._ends.shape(batch))
         return (frame.width, sequences_of(frame), length_of(frame)) == shape
+
+    def _run_lost_again(self, progress: StepProgress) -> None:
+        """Run again what is under way: on the ways of the hop that is in trouble, or on all if all is quiet."""
+        ways = [
+            number
+            for number, way in enumerate(self._plan.ways)
+            if self._troubled is None or any(hop.peer == self._troubled for hop in way)
+        ]
+        if lost := progress.under_way_on(ways):
+            self._run_again(progress, lost)
 
     def _run_again(self, progress: StepProgress, numbers: Sequence[int] | None = None) -> None:
         self._owner.figures.micro_batches_again += progress.under_way if numbers is None else len(numbers)
@@ -1120,20 +1162,39 @@ class _HopGroup:
                 if tokens:
                     runs.setdefault(run.span, []).append(HolderSums(peer, tokens, answers[peer, run.span]))
         device, caution = self._owner._device, self._terms.caution
-        for suspect in await device.run_later(self._owner._lots.choose, runs, self.version):
+        suspects = await device.run_later(self._owner._lots.choose, runs, self.version)
+        for suspect in suspects:
             await self._audit(suspect, progress, batches, answers[suspect.peer, suspect.span])
+        if suspects:
+            await self._count_own_again(progress, batches)
         agreed: dict[Span, Numbers] = {}
         for span, shares in runs.items():
             agreed[span] = await device.run_later(partial(reduced, clipped=caution.clips), shares)
         await self._hand_out(agreed)
         return [await device.run_later(squared_norm, sums) for sums in agreed.values()]
 
+    async def _count_own_again(self, progress: StepProgress, batches: Sequence[Any]) -> None:
+        """Run again what blocks with one holder have not counted any more: a hop that fails in an audit loses its sums.
+
+        What others count meanwhile is replaced by the sums of all holders.
+        """
+        shared = {run.span for run in self._plan.shared_runs}
+        while True:
+            tallies = await self._tally(progress)
+            own = [tally._replace(counted=tuple(one for one in tally.counted if one[0] not in shared))
+                   for tally in tallies]  # fmt: skip
+            missing = progress.missing(own)
+            if not missing:
+                return
+            self._run_again(progress, missing)
+            await self._run_passes(progress, batches, (Kind.FORWARD, Kind.BACK))
+
     async def _hand_out(self, agreed: Mapping[Span, Numbers]) -> None:
         """Send the sums of all holders to each, and wait until they have them: an order would overtake them."""
         owner, waiting = self._owner, {index for index, link in self._links.items() if self._plan.shared(link.hop.peer)}
 
-        async def send_rest() -> None:
-            for index in waiting:
+        async def send(to: Collection[int]) -> None:
+            for index in to:
                 link = self._links[index]
                 data = b"".join(agreed[span].tobytes() for span in self._plan.shared(link.hop.peer))
                 for parts in sums_frames(owner.run_id, self._epoch, self.version, self._round, data):
@@ -1141,12 +1202,12 @@ class _HopGroup:
                     await link.outbox.push(OutboundFrame(parts, Priority.BULK))
 
         self._came_forward()
-        await send_rest()
+        await send(waiting)
         while waiting:
             came = await self._next(waiting)
             if came is None:
-                await send_rest()
-            elif came[1].kind == Kind.REDUCE and came[0] in waiting:
+                await send(waiting - set(self._not_reading()))
+            elif came[1].kind == Kind.REDUCE and came[1].position == self.version and came[0] in waiting:
                 self._came_forward()
                 waiting.discard(came[0])
 
@@ -1161,7 +1222,7 @@ class _HopGroup:
             for index, link in self._links.items():
                 runs = tuple(wanted.get(link.hop.peer, ()))
                 if index not in found and self._plan.shared(link.hop.peer):
-                    if runs:
+                    if runs and index not in buffers:  # slices may be on their way already
                         buffers[index] = SumsBuffer(self._terms.sums_bytes * sum(map(len, runs)))
                     order = encode_reduce(owner.run_id, self._epoch, version, ReduceOrder(self._round, runs))
                     await link.outbox.push(_control(order))
@@ -1326,7 +1387,7 @@ class _HopGroup:
     async def _obtain(self, parts: Sequence[StatePart], supplier: str) -> None:
         """Fetch the states that a hop names, and read them once: a snapshot of anything else would be the job's end.
 
-        Raises `HopLost`.
+        Raises `HopLost`, or `WeightsError` if this node's disk is full.
         """
         owner, version_of = self._owner, self._terms.version_of
         try:
@@ -1334,6 +1395,8 @@ class _HopGroup:
         except trio.TooSlowError:
             raise HopLost(supplier, "it did not send its states in time") from None
         except WeightsError as error:
+            if error.code == "disk_full":
+                raise  # this node's own
             raise HopLost(supplier, f"its states cannot be kept: {error}") from error
         if version_of is None:
             return

@@ -22,7 +22,8 @@ several hops hold a block there are several ways, and a hop has neighbours and b
     EVALUATE  any  hidden states of data that is not trained on: as FORWARD, but nothing is kept or counted
     TALLY     A>H  ask what the sums of this version contain
     TALLY     H>A  a JSON object (`Tally`)
-    REDUCE    A>H  a JSON object (`ReduceOrder`): hand over the sums of blocks that others hold too, and begin new ones
+    REDUCE    A>H  a JSON object (`ReduceOrder`): hand over the sums of blocks that others hold too, and begin new ones;
+                   once for each round, however often it is ordered
     SUMS      H>A  float32 numbers: the sums of the blocks that were asked for, one after another; revision: number of
                    the slice, width: number of the round
     SUMS      A>H  the same for all blocks that others hold too: the sums of all their holders, which replace its own
@@ -37,7 +38,8 @@ several hops hold a block there are several ways, and a hop has neighbours and b
     KEEP      H>A  they are here
     CLOSE     A>H  the job is over: free everything
     PROBE     A>H  ask for STATE
-    STATE     H>A  position: version, rows: micro-batches that wait or are being computed
+    STATE     H>A  position: version, rows: micro-batches that wait or are being computed, width: peers for which the
+                   hop has something that it could not send yet
     TROUBLE   H>A  a JSON object (`HopError`)
 
 In a job whose `wire` is `changes` (AQ-SGD), FORWARD and BACK have number format 5. Both ends of a link keep the hidden
@@ -266,6 +268,11 @@ class Pass(NamedTuple):
     number: int
     attempt: int
     way: int = 0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Micro-batch and way: a later attempt replaces an earlier one here, and nothing that comes on another way."""
+        return self.number, self.way
 
 
 def pass_of(frame: Frame) -> Pass:

@@ -98,7 +98,7 @@ class TrainedSpan:
         self._optimiser = optimiser or AdamW()
         self._rope = RotaryTable(config.rope, config.head_dim, options.device, options.dtype)
         self._precision = unquantised(options.dtype.itemsize)
-        self._passes: dict[int, _Pass] = {}
+        self._passes: dict[tuple[int, int], _Pass] = {}  # by micro-batch and way
         groups = layout(config, settings.rank, settings.targets)
         self._blocks = [
             _TrainedBlock(block, groups, settings, drawn(settings, config, block.index).to(options.device))
@@ -131,21 +131,24 @@ class TrainedSpan:
         )
 
     @torch.no_grad()
-    def forward(self, number: int, x: Tensor, batch: int, blocks: tuple[int, int] | None = None) -> Tensor:
+    def forward(
+        self, number: int, x: Tensor, batch: int, blocks: tuple[int, int] | None = None, *, way: int = 0
+    ) -> Tensor:
         """Run micro-batch `number` through the span, or through blocks [start, stop) of it: (N, hidden) -> (N, hidden).
 
-        The rows are `batch` sequences of one length. A repeated number replaces the earlier pass. Raises
-        `TrainingError` for input that does not fit, `NotFinite` for NaN, and `TrainingFull` without memory.
+        The rows are `batch` sequences of one length. A repeated number replaces the earlier pass on the same way: what
+        others send under this number on theirs does not touch it. Raises `TrainingError` for input that does not fit,
+        `NotFinite` for NaN, and `TrainingFull` without memory.
         """
         start, stop = self._range(blocks)
         self._admit(x, "input")
         self._check_batch(x.shape[0], batch)
-        self.discard(number)
+        self.discard(number, way)
         if not self.has_room(x.shape[0], (start, stop)):
             raise TrainingFull(f"no memory to keep another micro-batch of {x.shape[0]} rows")
         x = self._on_device(x)
         rope = self._turns(x.shape[0], batch)
-        made = self._passes[number] = _Pass(batch, start, [], [])
+        made = self._passes[number, way] = _Pass(batch, start, [], [])
         for index in range(start, stop):
             keep = self._keeps_graph(x.shape[0])
             with torch.set_grad_enabled(keep):
@@ -157,19 +160,19 @@ class TrainedSpan:
         return x
 
     @torch.no_grad()
-    def backward(self, number: int, dy: Tensor, uncounted: Collection[int] = ()) -> Tensor:
+    def backward(self, number: int, dy: Tensor, uncounted: Collection[int] = (), *, way: int = 0) -> Tensor:
         """Run a micro-batch backwards from the gradient of its output; return that of its input, both (N, hidden).
 
         The adapters' gradients are added to the sums of each block that has not counted this micro-batch yet and is not
         among the `uncounted`. Raises `TrainingError` if its forward pass is not here, `NotFinite` for NaN.
         """
-        kept = self._passes.get(number)
+        kept = self._passes.get((number, way))
         if kept is None:
             raise TrainingError(f"micro-batch {number} has no forward pass here: send it forward first")
         self._admit(dy, "gradient")
         if dy.shape != kept.inputs[0].shape:
             raise TrainingError(f"micro-batch {number} has {kept.inputs[0].shape[0]} rows, not {dy.shape[0]}")
-        del self._passes[number]
+        del self._passes[number, way]
         dy = self._on_device(dy)
         rope = self._turns(dy.shape[0], kept.batch)
         try:
@@ -191,9 +194,9 @@ class TrainedSpan:
             x = self._run(index, None, x, batch, rope)
         return x
 
-    def discard(self, number: int) -> None:
+    def discard(self, number: int, way: int = 0) -> None:
         """Drop what a micro-batch's forward pass has kept; unknown numbers are ignored."""
-        self._passes.pop(number, None)
+        self._passes.pop((number, way), None)
 
     def counted(self, block: int) -> frozenset[int]:
         """Micro-batches that this version's sums of a block contain."""

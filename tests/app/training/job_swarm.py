@@ -169,9 +169,9 @@ class JobSwarm:
         def change(blocks: Any) -> None:
             function, sent = blocks.backward, 0
 
-            def spoilt(block: int, number: int, rows: Any, counts: bool) -> Any:
+            def spoilt(block: int, *args: Any) -> Any:
                 nonlocal sent
-                result = function(block, number, rows, counts)
+                result = function(block, *args)
                 sent += block == blocks.start
                 return result * value if block == blocks.start and sent > after_steps * 5 else result
 

@@ -159,8 +159,24 @@ def test_a_pass_goes_back_on_the_way_it_came() -> None:
     assert hop.forward("owner", 1, Pass(0, 0, 0, 1)) is PassVerdict.FOREIGN  # no such way here
     assert hop.forward("a", 1, Pass(0, 0, 0, 3)) is PassVerdict.RUN
     assert hop.back("b", 1, Pass(0, 0, 0, 3)) is PassVerdict.FOREIGN
-    assert hop.back("b", 1, Pass(0, 0, 0, 0)) is PassVerdict.REPEATED
+    assert hop.back("b", 1, Pass(0, 0, 0, 0)) is PassVerdict.UNKNOWN
     assert hop.back("c", 1, Pass(0, 0, 0, 3)) is PassVerdict.RUN
+
+
+def test_what_comes_on_one_way_does_not_keep_out_what_comes_on_another() -> None:
+    ways = (HopWay(0, Span(0, 2), "a", ""), HopWay(1, Span(0, 2), "b", ""))
+    hop = JobLedger("owner", 1, replace(ORDER, ways=ways, under_way=4), 0)
+    assert [hop.forward("a", 1, Pass(0, number, 15, 0)) for number in range(4)] == [PassVerdict.RUN] * 4
+    assert hop.forward("a", 1, Pass(0, 4, 0, 0)) is PassVerdict.FULL  # its own make no way
+    assert not hop.take_displaced()
+    assert [hop.forward("b", 1, Pass(0, number, 0, 1)) for number in range(3)] == [
+        PassVerdict.RUN, PassVerdict.RUN, PassVerdict.FULL  # more than its share
+    ]  # fmt: skip
+    assert hop.take_displaced() == [Pass(0, 3, 15, 0), Pass(0, 2, 15, 0)]
+    assert not hop.take_displaced()
+    assert hop.back("owner", 1, Pass(0, 3, 15, 0)) is PassVerdict.REPEATED
+    assert hop.back("owner", 1, Pass(0, 0, 0, 1)) is PassVerdict.RUN
+    assert hop.back("owner", 1, Pass(0, 0, 15, 0)) is PassVerdict.RUN
 
 
 # --- schedules --------------------------------------------------------------------------------------------------------

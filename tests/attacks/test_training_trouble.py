@@ -1,0 +1,252 @@
+"""Neither a hop in trouble, nor a slow link or a full disk, costs other hops their places in a job."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+from trio.testing import MockClock
+
+from app.core.network import Priority
+from app.session.frame import Frame, HopError
+from app.session.outbound import OutboundFrame
+from app.training import progress, states, trainer, wire
+from app.training.audits import Caution
+from app.training.hop import HopFrame, HopJob
+from app.training.ledger import UsualSize
+from app.training.trainer import Patience, Replicas, StepDone, SwarmTrainer
+from app.training.wire import MAX_ATTEMPTS, Kind, Pass, SumsBuffer, encode_trouble, length_of, pass_header, pass_of
+from app.weights.extents import WeightsError
+from engine.sources.base import ModelSource
+from engine.sources.tiny import open_tiny
+from p2p.memory.fabric import LinkProfile
+from tests.app.training.job_swarm import UNHURRIED, JobSwarm, Losses, batches_of, open_job_swarm
+
+PLAIN = {"caution": Caution(clips=False, audit_every=None)}
+ALL = (0, 8)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    return open_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The model is too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def owner_of(swarm: JobSwarm, **more: Any) -> SwarmTrainer:
+    """An owner whose jobs all nodes train that hold a block."""
+    more.setdefault("patience", UNHURRIED)
+    return swarm.owner(replicas=Replicas(swarm.holders), terms=PLAIN, **more)
+
+
+async def report_lost_link(job: HopJob) -> None:
+    trouble = HopError("link", "the link to somebody broke")
+    raw = encode_trouble(job.run, job.ledger.epoch, job.ledger.version, trouble)
+    await job.answers.push(OutboundFrame((raw,), Priority.CONTROL))
+
+
+async def test_a_holder_keeps_its_place_if_another_reports_trouble_while_it_hands_over_its_sums(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner began to collect anew, took the next slice for a wrong one, and never asked the honest holder again."""
+    monkeypatch.setattr(wire, "SLICE_BYTES", 2**14)
+    came = trio.Event()  # the first slice of the honest holder
+
+    class Buffer(SumsBuffer):
+        def add(self, frame: Frame) -> bytes | None:
+            came.set()
+            return super().add(frame)
+
+    monkeypatch.setattr(trainer, "SumsBuffer", Buffer)
+    async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
+        swarm.fabric.set_link("n0", "owner", LinkProfile(bytes_per_s=1e6))  # ten slices, 0.016 s each
+        server: Any = swarm.nodes["n1"].server
+        honest = server._reduce
+
+        async def reduce(job: HopJob, sender: str, frame: Frame) -> None:
+            await came.wait()
+            await report_lost_link(job)
+            await honest(job, sender, frame)
+
+        server._reduce = reduce
+        losses, owner = Losses(), owner_of(swarm)
+        with trio.fail_after(60):
+            await owner.run(1, batches_of, losses)
+        assert not owner.figures.lost
+        assert {hop.peer for hop in owner.route} == {"n0", "n1"}
+
+
+async def test_a_hop_that_reports_trouble_is_not_on_the_ways_of_others(source: ModelSource, tmp_path: Path) -> None:
+    """Whatever was under way ran again, on all ways: hops that the liar had nothing to do with were left for it."""
+    async with open_job_swarm(source, tmp_path, ALL, ALL, ALL) as swarm:
+        server: Any = swarm.nodes["n2"].server
+
+        async def forward(job: HopJob, sender: str, frame: Frame) -> None:
+            for _ in range(64):
+                await report_lost_link(job)
+
+        server._forward = forward
+        losses, owner = Losses(), owner_of(swarm)
+        with trio.fail_after(60):
+            await owner.run(2, batches_of, losses)
+        assert owner.figures.lost
+        assert all(why.startswith("n2") for why in owner.figures.lost)
+        assert {hop.peer for hop in owner.route} == {"n0", "n1"}
+
+
+class Enough(Exception):
+    """Ends a run before its snapshot, which is written in threads that an autojumping clock does not wait for."""
+
+
+@pytest.mark.parametrize("spans", [((0, 4), (4, 8)), (ALL, ALL)])
+@pytest.mark.parametrize("bytes_per_s", [20_000, 4_000, 1_000])
+async def test_a_job_goes_on_over_slow_links(
+    autojump_clock: MockClock,
+    source: ModelSource,
+    tmp_path: Path,
+    spans: tuple[tuple[int, int], ...],
+    bytes_per_s: int,
+) -> None:
+    """A micro-batch takes up to 4 s on a link, and the sums of a holder up to 160 s: longer than hops may be quiet."""
+
+    def stop(step: StepDone) -> None:
+        if step.version == 3:
+            raise Enough
+
+    async with open_job_swarm(source, tmp_path, *spans, delay_s=0.02) as swarm:
+        for one, other in combinations(("n0", "n1", "owner"), 2):
+            swarm.fabric.set_link(one, other, LinkProfile(delay_s=0.02, bytes_per_s=bytes_per_s))
+        owner = owner_of(swarm, every=100, patience=Patience())
+        with pytest.raises(Enough):
+            await owner.run(100, batches_of, stop)
+        assert not owner.figures.lost
+        assert owner.figures.micro_batches_again <= 15, "no more than were sent"
+
+
+@pytest.mark.parametrize("numbers", [range(5), range(100, 200)], ids=["those of others", "more than there are"])
+async def test_a_hop_cannot_keep_out_what_comes_to_its_neighbour_on_other_ways(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: range
+) -> None:
+    """A hop took each micro-batch once and so many at a time, whichever way it came: honest hops were left for that.
+
+    Now the liar leaves itself no room, and is the only one that is left.
+    """
+    monkeypatch.setattr(progress, "MAX_ATTEMPTS", 4)
+    async with open_job_swarm(source, tmp_path, (0, 4), (0, 4), (4, 8)) as swarm:
+        server: Any = swarm.nodes["n1"].server
+        honest = server._forward
+
+        async def forward(job: HopJob, sender: str, frame: Frame) -> None:
+            one = pass_of(frame)
+            for number in numbers:
+                if number != one.number:
+                    foreign = one._replace(number=number, attempt=MAX_ATTEMPTS - 1)
+                    await server._send(job, "n2", frame, foreign, bytes(frame.body))
+            await honest(job, sender, frame)
+
+        server._forward = forward
+        losses, owner = Losses(), owner_of(swarm, patience=replace(UNHURRIED, quiet_s=0.2))
+        with trio.fail_after(60):
+            await owner.run(3, batches_of, losses)
+        assert all(why.startswith("n1") for why in owner.figures.lost)
+        assert {"n0", "n2"} <= {hop.peer for hop in owner.route}
+
+
+async def test_a_hop_whose_neighbour_swells_its_numbers_does_not_answer_for_it_alone(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hop may be used to larger numbers than its owner, who has seen those of other ways too."""
+
+    class Strict(UsualSize):
+        def accepts(self, size: float) -> bool:
+            return size < 1000
+
+    def swell(blocks: Any) -> None:
+        blocks.data = lambda rows, wire: (rows * 4000).numpy().tobytes()
+
+    monkeypatch.setattr(trainer, "UsualSize", Strict)
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        await swarm.train("spare", 0, 4)
+        swarm.nodes["n0"].changes.append(swell)
+        losses, owner = Losses(), swarm.owner(patience=UNHURRIED)
+        with trio.fail_after(60):
+            await owner.run(1, batches_of, losses)
+        assert sorted(losses.steps) == [1]
+        assert {hop.peer for hop in owner.route} == {"spare", "n1"}
+
+
+async def test_an_owner_whose_disk_is_full_is_told_so_and_blames_no_hop(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hops were blamed for it one after the other, and the same steps were made 13 times."""
+    monkeypatch.setattr(states, "disk_free_bytes", lambda folder: 0 if folder.name == "owner" else 2**40)
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        owner = swarm.owner(every=1)
+        with trio.fail_after(60), pytest.raises(WeightsError, match="no room on the disk"):
+            await owner.run(2, batches_of, Losses())
+        assert not owner.figures.lost
+
+
+def spoils_audits(swarm: JobSwarm, name: str) -> Counter[str]:
+    """Let a node send gradients that have no place in 16 bits, twice, when micro-batches run again; counts them."""
+    server: Any = swarm.nodes[name].server
+    honest, spoilt = server._send, Counter[str]()
+
+    async def send(job: HopJob, neighbour: str, frame: Frame, one: Pass, data: bytes) -> None:
+        if frame.kind != Kind.BACK or not one.attempt or spoilt[name] == 2:
+            await honest(job, neighbour, frame, one, data)
+            return
+        spoilt[name] += 1
+        numbers = torch.full((len(data) // 2,), 1e11).numpy().tobytes()
+        head = pass_header(
+            Kind.BACK, job.run, frame.epoch, one, dtype="f32", rows=length_of(frame), width=frame.width,
+            length=len(numbers),
+        )  # fmt: skip
+        sent = HopFrame(job.run, (head, numbers), Priority.BULK, frame.epoch, job.ledger.owner)
+        await server._outboxes.push(neighbour, sent, job.ledger.owner)
+
+    server._send = send
+    return spoilt
+
+
+async def test_a_hop_whose_neighbour_spoils_an_audit_keeps_its_place(source: ModelSource, tmp_path: Path) -> None:
+    """It forgot which sums it had handed over, and the next order made no sense to it."""
+    async with open_job_swarm(source, tmp_path, (0, 4), (0, 4), (4, 8)) as swarm:
+        spoilt = spoils_audits(swarm, "n2")
+        owner = swarm.owner(replicas=Replicas(swarm.holders), wire="f16", patience=UNHURRIED)
+        with trio.fail_after(60):
+            await owner.run(2, batches_of, Losses())
+        assert spoilt["n2"] == 2
+        assert not owner.figures.lost
+
+
+async def test_sums_that_an_audit_costs_a_hop_are_made_again(source: ModelSource, tmp_path: Path) -> None:
+    """Its step was made with the gradients of the micro-batches alone that ran after that, and nobody saw it."""
+    counted: list[set[int]] = []
+
+    def note(blocks: Any) -> None:
+        if blocks.start == 0:
+            counted.append({number for span in blocks._spans for number in span.counted(span.start)})
+
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8), (4, 8)) as swarm:
+        swarm.before_step = note
+        spoilt = [spoils_audits(swarm, name) for name in ("n1", "n2")]
+        owner = swarm.owner(replicas=Replicas(swarm.holders), wire="f16", patience=UNHURRIED)
+        with trio.fail_after(60):
+            await owner.run(2, batches_of, Losses())
+        assert any(spoilt)
+        assert counted == [set(range(5))] * 2
