@@ -110,8 +110,7 @@ def _show_training(facts: dict[str, Any], *, as_json: bool) -> int:
         print_json(facts)
         return 0
     print(f"job         {facts['name']} ({facts['hash']})")
-    why = f": {facts['why']}" if facts["why"] else ""
-    print(f"status      {facts['status']}{why}")
+    print(f"status      {facts['status']}{_because(facts['why'])}")
     alone = ", alone" if facts["status"] == "running" and len(facts["islands"]) < 2 else ""
     print(f"round       {facts['round']}, step {facts['step']} of {facts['steps']}{alone}")
     for name in ("loss", "validation_loss", "tokens", "tokens_per_s", "bytes_per_round", "utilisation"):
@@ -139,11 +138,13 @@ def _list(jobs: JobStore, trainings: list[dict[str, Any]], joinable: Sequence[Jo
         print_json([*trainings, *(_facts(job) for job in found)])
         return 0
     for facts in trainings:
-        print(f"{facts['job']}  {facts['name']}: {facts['status']}, round {facts['round']}, step {facts['step']}")
+        words = f"{facts['status']}, round {facts['round']}, step {facts['step']}"
+        print(one_line(f"{facts['job']}  {facts['name']}: {words}{_because(facts['why'])}"))
     for job in found:
         loss = f", loss {job.progress.losses[-1]:.3f}" if job.progress.losses else ""
         record, progress = job.record, job.progress
-        print(f"{record.id}  {record.out}: {progress.status}, step {progress.step} of {record.steps}{loss}")
+        words = f"{progress.status}, step {progress.step} of {record.steps}{loss}"
+        print(one_line(f"{record.id}  {record.out}: {words}{_because(progress.why)}"))
     for other in joinable:
         words = f"a training job of other members, {other.steps} steps; {other.join_command} takes part"
         print(one_line(f"{other.name}: {words}"))
@@ -163,7 +164,7 @@ def _show(job: Job, *, as_json: bool) -> int:
     where = "over the swarm" if job.source.swarm else "in one process"
     print(f"model       {job.source.model} ({record.model[:8]}), trained {where}")
     print(f"data        {job.source.data}")
-    print(f"status      {progress.status}{f': {progress.why}' if progress.why else ''}")
+    print(f"status      {progress.status}{_because(progress.why)}")
     print(f"steps       {progress.step} of {record.steps}, {progress.tokens} tokens in {progress.seconds:.0f} s")
     if progress.losses:
         print(f"loss        {progress.losses[0]:.3f} at first, {progress.losses[-1]:.3f} now")
@@ -174,6 +175,10 @@ def _show(job: Job, *, as_json: bool) -> int:
     for peer, why in progress.left_out:
         print(f"left out    {peer}: {why}")
     return 0
+
+
+def _because(why: str) -> str:
+    return f": {why}" if why else ""
 
 
 def _facts(job: Job) -> dict[str, Any]:

@@ -212,6 +212,8 @@ def test_a_loss_that_is_not_finite_stops_at_the_last_good_step(
     job = JobStore(Home(home)).all()[0]
     assert job.progress.status == "failed"
     assert job.progress.step == len(job.progress.losses) >= 1
+    assert main(["jobs"]) == 0
+    assert job.progress.why in capsys.readouterr().out
 
 
 def test_an_adapter_of_another_model_is_refused_with_both_hashes(
