@@ -104,7 +104,9 @@ def address_from_bytes(data: bytes) -> Address:
 
 def addresses_from_bytes(encoded: Sequence[bytes], peer: str) -> tuple[Address, ...]:
     """Decode the addresses that a message gives for `peer`, at most 16; others than usable ones are left out."""
-    decoded = (_usable_address(data, peer) for data in encoded[: 4 * MAX_ADDRESSES_PER_PEER])
+    # `_usable_address` keeps what it was asked for, so it is asked for nothing that is too long anyway.
+    short = (data for data in encoded[: 4 * MAX_ADDRESSES_PER_PEER] if len(data) <= MAX_ADDRESS_CHARS)
+    decoded = (_usable_address(data, peer) for data in short)
     return tuple(dict.fromkeys(address for address in decoded if address is not None))[:MAX_ADDRESSES_PER_PEER]
 
 

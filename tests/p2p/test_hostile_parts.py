@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -19,17 +20,18 @@ from p2p.channel.yamux import YamuxConnection
 from p2p.channel.yamux_flow import UnreadBytes, WindowBudget
 from p2p.channel.yamux_wire import SYN, WINDOW_UPDATE, pack_header
 from p2p.dht.directory import Directory
-from p2p.dht.wire import Contact, Message, Op
+from p2p.dht.wire import Contact, Message, Op, decode
 from p2p.discovery.known_peers import MAX_UNREACHED, KnownPeer, load_peers, merge, save_peers
 from p2p.discovery.seeker import Seeker
 from p2p.errors import HandshakeError, ProtocolError
 from p2p.host.address_book import AddressBook
 from p2p.host.admission import Admission, ConnectionLimits
-from p2p.identity import Identity, peer_id_of
+from p2p.identity import Identity, peer_id_bytes, peer_id_of
 from p2p.link.frames import Kind
 from p2p.link.outbox import Outbox, Outgoing
 from p2p.link.quota import Limits, Quota
 from p2p.network import NetworkConfig
+from p2p.protobuf import encode
 from tests.p2p.channels import attacked, close_sockets, socket_pair, transport
 from tests.p2p.network_contract import echo
 from tests.p2p.networks import wired_world
@@ -224,6 +226,19 @@ async def test_one_liar_cannot_hide_a_provider_behind_dead_ones(autojump_clock: 
         directory.saw(name)
     found = await directory.find_providers(bytes(32), timeout_s=5)
     assert found[0] == living
+
+
+def test_long_addresses_are_not_kept_in_memory() -> None:
+    """A stranger's requests to the directory have 64 KiB each, and what was decoded is remembered."""
+    tracemalloc.start()
+    try:
+        for number in range(200):
+            contact = encode((1, peer_id_bytes(peer(1))), (2, [number.to_bytes(4) + bytes(60_000)]))
+            assert decode(encode((1, Op.PING), (9, [contact]))).providers == (Contact(peer(1)),)
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes < 2**20
 
 
 async def test_a_wanted_peer_that_is_forgotten_before_its_turn_harms_nobody() -> None:
