@@ -8,6 +8,8 @@ import logging
 import time
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
@@ -28,6 +30,7 @@ from p2p.errors import HandshakeError, ProtocolError, Refused
 from p2p.host import messages
 from p2p.host.address_book import AddressBook
 from p2p.host.admission import Admission, ConnectionLimits
+from p2p.host.heartbeat import Heartbeat, Hello
 from p2p.host.messages import address_bytes
 from p2p.identity import Identity, peer_id_bytes, peer_id_of
 from p2p.link.frames import Kind
@@ -272,6 +275,29 @@ async def test_a_request_to_the_directory_costs_little_whatever_it_names(monkeyp
         with contextlib.suppress(Refused):
             await directory.handle(peer(30), body)
         assert len(read) <= (MAX_ADDRESSES_PER_PEER if op is Op.ADD_PROVIDER else 0)
+
+
+async def test_few_hellos_of_a_peer_are_read(autojump_clock: trio.abc.Clock) -> None:
+    """One with many addresses takes milliseconds; an honest peer sends a few, when its own addresses change."""
+    heard: list[Hello] = []
+    body = Hello((PLACE,)).encode()
+    frame = b"\x01" + len(body).to_bytes(2) + body
+    pause_s = 1.0
+
+    async def read(count: int | None = None) -> bytes:
+        await trio.sleep(pause_s)
+        return frame
+
+    link: Any = SimpleNamespace(initiated=False)
+    stream: Any = SimpleNamespace(peer=peer(1), connection=link, read=read)
+    beat = Heartbeat(lambda connection: Hello(), lambda connection, hello: heard.append(hello))
+    with trio.move_on_after(100):
+        await beat._listen(stream)
+    assert len(heard) >= 99
+    pause_s = 0.001
+    with pytest.raises(ProtocolError, match="floods"):
+        await beat._listen(stream)
+    assert len(heard) < 99 + 20
 
 
 async def test_a_wanted_peer_that_is_forgotten_before_its_turn_harms_nobody() -> None:
