@@ -416,6 +416,7 @@ def release(device_id: str) -> None:
         time.sleep(_UNUSED_S)
         torch.empty(_LARGE_BYTES, dtype=torch.uint8)
     else:
-        getattr(torch, kind).empty_cache()
+        with contextlib.suppress(RuntimeError):  # a card that has failed raises at everything
+            getattr(torch, kind).empty_cache()
     with contextlib.suppress(AttributeError, OSError, TypeError):  # only glibc has it, and Windows has no such library
         ctypes.CDLL(None).malloc_trim(0)

@@ -47,7 +47,7 @@ from p2p.nat import reachability
 from p2p.nat.reachability import Reachability
 from p2p.nat.relay_server import RelayServer
 from p2p.nat.traversal import Traversal
-from p2p.sockets import own_interfaces
+from p2p.sockets import recent_interfaces
 from p2p.supervise import guarded, supervise
 from p2p.values import BULK, CONTROL, LinkInfo, LinkKind, Payload
 
@@ -452,5 +452,5 @@ def _kind(connection: Connection) -> LinkKind:
     if connection.relayed:
         return "relayed"
     scope, ip = connection.address.scope, connection.address.ip
-    near = scope is Scope.LOOPBACK or (scope is Scope.LAN and ip is not None and same_lan(ip, own_interfaces()))
+    near = scope is Scope.LOOPBACK or (scope is Scope.LAN and ip is not None and same_lan(ip, recent_interfaces()))
     return "lan" if near else "direct"

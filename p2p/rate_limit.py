@@ -158,7 +158,7 @@ class FloodGuard:
     def __init__(self, burst: float, per_s: float, now: float) -> None:
         self._bucket = TokenBucket(per_s, burst, now)
 
-    def count(self, now: float) -> None:
-        """Count one frame; raises `ProtocolError` where there were too many."""
-        if not self._bucket.take(now):
+    def count(self, now: float, frames: float = 1.0) -> None:
+        """Count a frame, or one that counts as several; raises `ProtocolError` where there were too many."""
+        if not self._bucket.take(now, frames):
             raise ProtocolError("floods this node with frames that do nothing")

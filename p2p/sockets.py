@@ -140,7 +140,7 @@ def _interfaces_of_period(period: int) -> list[ipaddress.IPv4Interface | ipaddre
 
 
 def recent_interfaces() -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
-    """Like `own_interfaces`, up to `_INTERFACES_S` old: peers can cause many dials, and reading them costs as much."""
+    """Like `own_interfaces`, up to `_INTERFACES_S` old: for every dial, and every link whenever links are listed."""
     return _interfaces_of_period(int(time.monotonic() / _INTERFACES_S))
 
 

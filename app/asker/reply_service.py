@@ -231,14 +231,14 @@ class ReplyService:
         elif (options or _cpu_ends()).device.type != self._ends.device.split(":")[0]:
             try:
                 await self.device.run(self._ends.move, options or _cpu_ends())
-            except EngineError as error:
-                log.warning("the head stays on the CPU: %s", error)
+            except Exception as error:  # of torch, for one, if the card has failed
+                log.warning("the head stays where it is: %s", error)
 
     async def _load_ahead(self) -> None:
-        """Load the ends before the first request; if their files are damaged, requests say so, and hosting goes on."""
+        """Load the ends before the first request; if that fails, requests say so, and hosting goes on."""
         try:
             await self._loaded_ends()
-        except EngineError as error:
+        except Exception as error:  # of torch, for one
             log.warning("tokenizer, embedding and head cannot be loaded: %s", error)
 
     async def _loaded_ends(self) -> SwarmEnds:
@@ -249,7 +249,7 @@ class ReplyService:
                 options = self._head_options or _cpu_ends()
                 try:
                     self._ends = await self.device.run_apart(_load_ends, self._source, options)
-                except EngineError as error:
+                except Exception as error:  # likewise
                     if options.device.type == "cpu":
                         raise
                     log.warning("the head stays on the CPU: %s", error)

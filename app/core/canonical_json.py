@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from app.core.errors import RecordError
 
+MAX_DEPTH = 64  # objects and lists in each other; whoever walks through a value, as `asdict` does, recurses as deep
 _ABSENT: Any = object()
 _SHOWN_CHARS = 60
 # A peer chooses the value: Python's own `repr` fails on deep nesting, and takes long for a long list.
@@ -35,7 +36,8 @@ def canonical(value: Any) -> bytes:
 def decode_object(raw: bytes, what: str, *, max_bytes: int, floats: bool = True) -> Fields:
     """Parse a JSON object of at most `max_bytes`; raises `RecordError`, which names it as `what`.
 
-    NaN, infinities and duplicate keys are refused, and fractional numbers too unless `floats`.
+    NaN, infinities, duplicate keys and nesting beyond `MAX_DEPTH` are refused, and fractional numbers too unless
+    `floats`.
     """
     if len(raw) > max_bytes:
         raise RecordError(f"{what}: {len(raw)} bytes are too many, the limit is {max_bytes}")
@@ -50,6 +52,8 @@ def decode_object(raw: bytes, what: str, *, max_bytes: int, floats: bool = True)
         raise RecordError(f"{what}: not valid JSON ({str(error)[:100]})") from error
     if not isinstance(value, dict):
         raise RecordError(f"{what}: not a JSON object")
+    if _is_deep(value):
+        raise RecordError(f"{what}: more than {MAX_DEPTH} objects or lists in each other")
     return Fields(what, value)
 
 
@@ -60,6 +64,16 @@ def check_version(fields: Fields, name: str, understood: int) -> None:
         raise RecordError(
             f"{fields.what}: version {version} is not understood, this Shoal reads version {understood}; update Shoal"
         )
+
+
+def _is_deep(value: Any) -> bool:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [child for children in inner for child in children if isinstance(child, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _refuse(text: str) -> NoReturn:

@@ -35,6 +35,12 @@ def first_error(error: BaseException, preferred: tuple[type[BaseException], ...]
     return error
 
 
+def failure_text(error: BaseException) -> str:
+    """Say in one short text why a job failed with an error that is none of ours, such as one of torch."""
+    first = first_error(error)
+    return f"{type(first).__name__} while computing: {first}"[:1000]
+
+
 def reason_of(error: BaseException, *peers: str) -> Reason:
     """Convert any error to a `Reason` about `peers`, or about the error's own `peer` if none are given.
 

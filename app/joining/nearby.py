@@ -32,6 +32,7 @@ ASK_TIMEOUT_S = 2.0
 MAX_ASKED = 32
 MAX_SWARMS = 8
 MAX_MEMBERS = 512
+MAX_SHOWN_MANIFEST_BYTES = 2**19  # about 400 blocks; a swarm of a larger model is shown without figures
 TOKENS = 256  # of a usual reply: hops with less KV-cache room are used only if there are no others
 _STATEMENTS_AT_ONCE = 8
 _NEAREST = ("lan", "direct", "relayed")
@@ -124,7 +125,9 @@ class NearbySwarms:
         if model_hash in self._manifests:
             return
         try:
-            found = await fetch_manifest(network, one.reported_by, model_hash, timeout_s=ASK_TIMEOUT_S)
+            found = await fetch_manifest(
+                network, one.reported_by, model_hash, timeout_s=ASK_TIMEOUT_S, max_bytes=MAX_SHOWN_MANIFEST_BYTES
+            )
         except UnknownSwarm as error:
             log.debug("%s", error)
             return

@@ -183,19 +183,24 @@ async def _ask_around(search: _Search, nursery: trio.Nursery, via: tuple[str, ..
 
 
 async def fetch_manifest(
-    network: Network, peers: Iterable[str], model_hash: str, *, timeout_s: float = MANIFEST_TIMEOUT_S
+    network: Network,
+    peers: Iterable[str],
+    model_hash: str,
+    *,
+    timeout_s: float = MANIFEST_TIMEOUT_S,
+    max_bytes: int = MAX_MANIFEST_BYTES,
 ) -> Manifest:
     """Return a model's manifest from the first of `peers` that sends one with this hash.
 
     The peers are asked in order, the next one after `_PATIENCE_S` at the latest. Raises `UnknownSwarm` if none sends
-    it.
+    one of at most `max_bytes`: to read 4 MiB may take a second, in which nothing else is done.
     """
     found: list[Manifest] = []
 
     async def ask(peer: str, done: trio.Event) -> None:
         try:
             raw = await network.call(peer, wire.MANIFEST, bytes.fromhex(model_hash), timeout_s=timeout_s)
-            if len(raw) <= MAX_MANIFEST_BYTES and hashlib.sha256(raw).hexdigest() == model_hash:
+            if len(raw) <= max_bytes and hashlib.sha256(raw).hexdigest() == model_hash:
                 found.append(Manifest.from_bytes(raw))
                 nursery.cancel_scope.cancel()
         except (P2PError, RecordError) as error:

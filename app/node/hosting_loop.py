@@ -16,7 +16,7 @@ import trio
 
 from app.asker.reply_service import ReplyService
 from app.core.engine_import import import_engine
-from app.core.errors import first_error
+from app.core.errors import HomeError, first_error
 from app.core.network import Network
 from app.core.reasons import Reason, because
 from app.core.span import Span
@@ -206,7 +206,9 @@ class HostingLoop:
             error: BaseException | None = None
             try:
                 await self._host_once(failed_loads)
-            except* (CannotHost, EngineError, WeightsError) as group:
+            except* HomeError:
+                raise  # that the cache cannot be written is the state of the whole node
+            except* Exception as group:  # torch raises errors of every kind; they must not end the stay in the swarm
                 error = first_error(group)
             if error is None and (self.block_host is None or not self.block_host.has_no_room):
                 return
@@ -219,14 +221,18 @@ class HostingLoop:
             failed_loads = failed_loads + 1 if crowded and was_loading else 0
             retry_s = backoff_s(CROWDED_RETRY_S if crowded else FIRST_RETRY_S, failures, LONGEST_RETRY_S)
             retry_s *= random.uniform(0.5, 1.0) if crowded else 1.0
+            words = str(error)
+            if not isinstance(error, CannotHost | EngineError | WeightsError):
+                words = f"{type(error).__name__}: {error}"
+                log.error("hosting failed", exc_info=error)
             error = error.with_traceback(None)  # its frames hold the blocks that were loaded
-            log.warning("this node hosts nothing: %s; trying again in %.0f s", error, retry_s)
+            log.warning("this node hosts nothing: %s; trying again in %.0f s", words, retry_s)
             self.block_host = None
             self._membership.announce(state="client", span=None)
-            self._observer.steps.failed(str(error))
+            self._observer.steps.failed(words)
             codes = {getattr(error, "code", ""), getattr(error, "reason_code", "")}
             code = next((code for code in ("disk_full", "device_full") if code in codes), "cannot_host")
-            self._observer.settle("client", because(code, f"this node hosts nothing: {error}"))
+            self._observer.settle("client", because(code, f"this node hosts nothing: {words}"))
             await trio.sleep(retry_s)
 
     async def _host_once(self, failed_loads: int) -> None:

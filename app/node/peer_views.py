@@ -9,7 +9,7 @@ from app.core.reasons import Reason
 from app.membership import Member
 from app.routing.trust import TrustBook
 from app.snapshot.views import PeerView
-from app.swarm.records import Announcement, host_of
+from app.swarm.records import Announcement
 
 
 def peer_views(
@@ -35,7 +35,7 @@ def _view(member: Member, link: Link | None, trust: TrustBook, unused: Mapping[s
         device=announced.device,
         tokens_per_s=announced.decode_tokens_per_s,
         prefill_tokens_per_s=announced.prefill_tokens_per_s,
-        host=host_of(announced),
+        host=announced.host,
         score=standing.score,
         why=standing.why,
         up_bytes=0 if link is None else link.bytes_out,

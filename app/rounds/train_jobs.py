@@ -19,7 +19,7 @@ import trio
 from app.core.canonical_json import canonical
 from app.core.compute import Device
 from app.core.device_thread import DeviceThread
-from app.core.errors import AppError, RecordError, first_error
+from app.core.errors import AppError, RecordError, failure_text
 from app.core.network import Network
 from app.core.wall_clock import wall_ms
 from app.planning.forecast import Terms, rounds_of
@@ -288,6 +288,9 @@ class TrainJobs:
         except (AppError, EngineError, OSError) as error:
             log.warning("training %s does not go on: %s", job.record.name, error)
             self._write(job, None, FAILED, str(error))
+        except Exception as error:  # of torch, for one, if the card is full; it must not end the node's other work
+            log.exception("training %s does not go on", job.record.name)
+            self._write(job, None, FAILED, failure_text(error))
 
     async def _begin(self, job: StoredTraining, vectors: Any) -> None:
         """Make an island, with the state that it goes on from, and run it in a task of its own."""
@@ -354,8 +357,7 @@ class TrainJobs:
             self._write(job, island, FAILED, str(error)[:1000])
         except Exception as error:  # torch raises errors of every kind; they must not end the node's other work
             log.exception("training %s failed", job.record.name)
-            first = first_error(error)
-            self._write(job, island, FAILED, f"{type(first).__name__} while computing: {first}"[:1000])
+            self._write(job, island, FAILED, failure_text(error))
         finally:
             del self.running[job.record.id]
             running.ended.set()

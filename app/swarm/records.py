@@ -164,6 +164,15 @@ class Announcement:
         """The same as numbers, for searches through thousands of members: hashes of the tails, and the times."""
         return array("q", map(hash, self.rtt_by_tail)), array("d", self.rtt_by_tail.values())
 
+    @cached_property
+    def host(self) -> str:
+        """A name for the machine that it runs on: its addresses in its own network; empty if it gives none.
+
+        A public address is often that of a whole house.
+        """
+        direct = [address for address in parse_known(self.addresses) if address.relay is None]
+        return " ".join(sorted({one.host for one in direct if one.ip is not None and not one.ip.is_global}))
+
     @property
     def training_format(self) -> str:
         """Formats of its weights and of its computation; training needs no more, because it has no cache."""
@@ -174,15 +183,6 @@ class Announcement:
         """Formats of its weights, of its computation and, unless it is the same, of its cache; nodes that share it
         differ least."""
         return self.training_format + ("" if self.cache == "own" else f" {self.cache} cache")
-
-
-def host_of(announced: Announcement) -> str:
-    """Return a name for the machine that a member runs on: its addresses in its own network; empty if it gives none.
-
-    A public address is often that of a whole house.
-    """
-    direct = [address for address in parse_known(announced.addresses) if address.relay is None]
-    return " ".join(sorted({one.host for one in direct if one.ip is not None and not one.ip.is_global}))
 
 
 @dataclass(frozen=True)

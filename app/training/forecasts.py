@@ -16,7 +16,7 @@ from app.planning.running_swarm import MeasuredMembers, step_of_members
 from app.planning.training_step import StepTask, step_time
 from app.routing.estimates import link_rates, link_seconds
 from app.routing.route import Route
-from app.swarm.records import Announcement, host_of
+from app.swarm.records import Announcement
 from app.training.dataset import Dataset, step_batches
 from app.training.record import JobRecord
 
@@ -64,7 +64,7 @@ class SwarmForecaster:
         rtt_s = {link.peer: link.rtt_s for link in links if link.rtt_s is not None}
         estimates, rates = link_seconds(here.name, rtt_s, members), link_rates(here.name, links, members)
         known = {hop.peer: rate for hop in route if (rate := rates(hop.peer, "")) is not None}
-        hosts = {member.peer: host_of(member) for member in members}
+        hosts = {member.peer: member.host for member in members}
         past = self.past_reply()
         prompt = MembersPrompt(1, row_bytes(config, here), known, hosts, past.prompt)
         slowdown = prompt.slowdown(route, members)

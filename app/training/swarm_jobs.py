@@ -20,7 +20,7 @@ import trio
 
 from app.asker.reply_service import NoModelHere
 from app.core.compute import Device
-from app.core.errors import AppError
+from app.core.errors import AppError, failure_text
 from app.core.network import Network
 from app.core.wall_clock import wall_ms
 from app.planning.history import PastForecast, correction, past_forecasts, remember
@@ -164,6 +164,10 @@ class SwarmJobs:
             except (AppError, EngineError, OSError) as error:
                 log.warning("job %s does not go on: %s", job.record.id, error)
                 self._write(job.record.id, replace(job.progress, status="failed", why=str(error)))
+                return
+            except Exception as error:  # of torch, for one, if the card is full; it must not end the node's other work
+                log.exception("job %s does not go on", job.record.id)
+                self._write(job.record.id, replace(job.progress, status="failed", why=failure_text(error)))
                 return
 
     async def forecast(self, wish: TrainingWish) -> JobForecast:
@@ -325,7 +329,7 @@ class SwarmJobs:
                     self._note_failure(running, str(error))
                 except Exception as error:  # torch raises errors of every kind; they must not end the node's other work
                     log.exception("job %s failed", record.id)
-                    self._note_failure(running, f"{type(error).__name__} while computing: {error}")
+                    self._note_failure(running, failure_text(error))
                 finally:
                     with trio.CancelScope(shield=True):
                         await trainer.close()

@@ -23,12 +23,12 @@ from p2p.dht.routing_table import BUCKET_SIZE, RoutingTable, position
 from p2p.dht.store import PROVIDER_TTL_S, ProviderStore, ValueStore
 from p2p.dht.wire import (
     KEY_BYTES,
-    MAX_REQUEST_BYTES,
     MAX_VALUE_BYTES,
     Contact,
     Message,
     Op,
     decode,
+    decode_request,
     key_of_value,
     provider_key,
     value_key,
@@ -130,7 +130,7 @@ class Directory:
     async def handle(self, peer: str, body: bytes) -> bytes:
         """Answer one request of `peer`; raises `ProtocolError` if it is malformed, `Refused` if nothing was stored."""
         now = trio.current_time()
-        request = decode(body, MAX_REQUEST_BYTES)
+        request = decode_request(body, peer)
         if not request.key and request.op is not Op.PING:
             raise ProtocolError(f"{peer} sent a directory request without a key")
         self._learn_sender(peer, request)

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import IntEnum
 from functools import lru_cache
@@ -101,8 +101,29 @@ class Message:
         )
 
 
-def decode(body: bytes, at_most: int = MAX_ANSWER_BYTES) -> Message:
-    """Parse a message, dropping malformed contacts and addresses; raises `ProtocolError` if the rest is malformed."""
+def decode(body: bytes) -> Message:
+    """Parse an answer, dropping malformed contacts and addresses; raises `ProtocolError` if the rest is malformed."""
+    fields, message = _plain(body, MAX_ANSWER_BYTES)
+    closer, providers = fields.repeated(8)[:MAX_PEERS], fields.repeated(9)[:MAX_PROVIDERS]
+    return replace(message, closer=_contacts(closer), providers=_contacts(providers))
+
+
+def decode_request(body: bytes, peer: str) -> Message:
+    """Parse a request of `peer`; raises `ProtocolError` if it is malformed.
+
+    Of all contacts only what a provider says of itself is read: nothing else counts, and dozens of contacts with dozens
+    of addresses would take the time of thousands of requests.
+    """
+    fields, message = _plain(body, MAX_REQUEST_BYTES)
+    if message.op is not Op.ADD_PROVIDER:
+        return message
+    own_id = peer_id_bytes(peer)
+    own = [entry for entry in fields.repeated(9)[:MAX_PROVIDERS] if Fields(entry).data(1) == own_id]
+    return replace(message, providers=_contacts(own[:1]))
+
+
+def _plain(body: bytes, at_most: int) -> tuple[Fields, Message]:
+    """Parse a message without its contacts."""
     if len(body) > at_most:
         raise ProtocolError(f"a directory message has {len(body)} bytes; at most {at_most} are accepted")
     fields = Fields(body)
@@ -116,8 +137,7 @@ def decode(body: bytes, at_most: int = MAX_ANSWER_BYTES) -> Message:
             raise ProtocolError("a directory record belongs to another key than its message")
         if len(value) > MAX_VALUE_BYTES:
             raise ProtocolError(f"a directory value has {len(value)} bytes; at most {MAX_VALUE_BYTES} are accepted")
-    closer, providers = fields.repeated(8)[:MAX_PEERS], fields.repeated(9)[:MAX_PROVIDERS]
-    return Message(op, key, _contacts(closer), _contacts(providers), value, _record(fields.data(11)))
+    return fields, Message(op, key, value=value, sender=_record(fields.data(11)))
 
 
 def provider_key(key: bytes) -> bytes:

@@ -41,6 +41,7 @@ _RTT_WEIGHT = 0.75
 # A peer that sends more than this is flooding; an honest one sends a few frames in 5 s.
 _BURST_FRAMES = 256
 _FRAMES_PER_S = 64
+_HELLO_FRAMES = 16  # that a hello counts as: its addresses take milliseconds to read, and change rarely
 
 log = logging.getLogger("shoal.p2p.heartbeat")
 
@@ -169,7 +170,7 @@ class Heartbeat:
         flood = FloodGuard(_BURST_FRAMES, _FRAMES_PER_S, trio.current_time())
         while True:
             kind, body = await self._next_frame(stream, received)
-            flood.count(trio.current_time())
+            flood.count(trio.current_time(), _HELLO_FRAMES if kind == _KIND_HELLO else 1)
             if kind == _KIND_HELLO:
                 self._on_hello(connection, Hello.decode(body, stream.peer))
             elif kind == _KIND_PING and not connection.initiated and len(body) == _PING.size:

@@ -62,18 +62,32 @@ class DamagedWeights(ModelWeights):
         raise SourceError("block.0 is damaged: import the model again")
 
 
+class FailedCard(ModelWeights):
+    """Parts that are all here, and a card that has failed."""
+
+    async def need(
+        self, names: Sequence[str], on_part: Callable[[str], None] = lambda name: None, *, hosted: bool = False
+    ) -> ModelSource:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
 async def head_stays(options: object) -> None:
     """A plan for the CPU leaves the head there."""
     assert options is None
 
 
 @pytest.mark.parametrize(
-    ("kind", "has_model", "words"), [(ModelWeights, False, "do not fit"), (DamagedWeights, True, "is damaged")]
+    ("kind", "has_model", "words"),
+    [
+        (ModelWeights, False, "do not fit"),
+        (DamagedWeights, True, "is damaged"),
+        (FailedCard, True, "RuntimeError: CUDA error"),
+    ],
 )
 async def test_a_node_whose_blocks_cannot_be_had_stays_as_a_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[ModelWeights], has_model: bool, words: str
 ) -> None:
-    """The disk is full, or the blocks do not load: the node says why, and goes on as a client."""
+    """The disk is full, the blocks do not load, or the card fails: the node says why, and goes on as a client."""
     device = Device("cpu", "cpu", "a processor", 8 << 30, 8 << 30)
     monkeypatch.setattr(hosting, "probe_devices", lambda: [device])
     manifest = import_model(tmp_path / "model", tmp_path / "seed").manifest
@@ -100,13 +114,16 @@ async def test_a_node_whose_blocks_cannot_be_had_stays_as_a_client(
         nursery.cancel_scope.cancel()
 
 
-async def test_a_damaged_tokenizer_costs_replies_and_not_the_stay_in_the_swarm(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [SourceError("the model's chat template is damaged"), RuntimeError("CUDA error")])
+async def test_a_damaged_tokenizer_costs_replies_and_not_the_stay_in_the_swarm(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     """A creator publishes a chat template that does not compile: nodes with a card left the swarm again and again."""
     tried: list[str] = []
 
     def damaged(source: object, options: Any) -> None:
         tried.append(options.device.type)
-        raise SourceError("the model's chat template is damaged")
+        raise error
 
     async def get_ends() -> Any:
         return object()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,12 +14,15 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from app.core.canonical_json import canonical
 from app.core.errors import RecordError
+from app.core.wall_clock import wall_ms
 from app.rounds import wire
 from app.rounds.decisions import leading_order, share_ranges
 from app.rounds.exchange import OwnChange, hashes_of
 from app.rounds.island import KEPT_ATTEMPTS, MAX_PEERS, Heard, Island, hashed
 from app.rounds.log import make_entry
+from app.rounds.record import DOMAIN
 from app.rounds.statements import (
     ARRIVAL,
     MAX_ATTEMPTS,
@@ -38,8 +42,11 @@ from engine.island import LEAF
 from engine.training import codecs
 from engine.training.codecs import GROUP
 from engine.training.parameters import drawn_model
+from p2p.envelope import NEVER, seal
 from p2p.errors import P2PError, RemoteError
 from tests.app.rounds.island_swarm import CONFIG, TIMING, IslandSwarm, Lesson, Node, Text, members_of, open_islands
+from tests.app.rounds.statements import PEOPLE, RECORD
+from tests.app.rounds.test_own_data import open_nodes, wish_in
 from tests.app.swarms import identity
 
 NOW_MS = 1_800_000_000_000
@@ -739,3 +746,23 @@ async def test_a_full_disk_ends_an_island_with_its_own_error(tmp_path: Path, pat
         swarm.nodes[0].island._settled = full
         await swarm.until(lambda: swarm.nodes[0].failure is not None)
         assert isinstance(swarm.nodes[0].failure, OSError)  # and no group of exceptions, which would end the node
+
+
+# --- jobs that members name ------------------------------------------------------------------------------------------
+
+
+async def test_a_record_nested_deeply_keeps_nobody_from_founding_or_joining(tmp_path: Path) -> None:
+    shape = '{"layer_types":' + "[" * 600 + "]" * 600 + "}"
+    payload = canonical({"v": 1, **json.loads(RECORD.payload()), "shape": json.loads(shape)})
+    deep = seal(PEOPLE[0], DOMAIN, payload, sequence=wall_ms(), expires_at_ms=NEVER)
+    async with open_nodes(tmp_path) as nodes:
+        hostile: Any = nodes[1].jobs._place.network
+
+        async def name_it(peer: str, body: bytes) -> Any:
+            return wire.pack([deep])
+
+        hostile.serve(wire.JOBS, name_it)
+        assert await nodes[0].jobs.joinable() == []
+        await nodes[0].jobs.found(wish_in(tmp_path, "one"))
+        [facts] = await nodes[0].jobs.facts()
+        assert facts["status"] == "running"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import time
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
@@ -14,22 +18,26 @@ from Crypto.Util.asn1 import DerSequence
 from libp2p.crypto.pb import crypto_pb2
 from libp2p.security.noise.pb import noise_pb2
 
-from p2p.addresses import parse_address
+from p2p.addresses import MAX_ADDRESSES_PER_PEER, Address, parse_address
 from p2p.channel.yamux import YamuxConnection
 from p2p.channel.yamux_flow import UnreadBytes, WindowBudget
 from p2p.channel.yamux_wire import SYN, WINDOW_UPDATE, pack_header
 from p2p.dht.directory import Directory
-from p2p.dht.wire import Contact, Message, Op
+from p2p.dht.wire import Contact, Message, Op, decode
 from p2p.discovery.known_peers import MAX_UNREACHED, KnownPeer, load_peers, merge, save_peers
 from p2p.discovery.seeker import Seeker
-from p2p.errors import HandshakeError, ProtocolError
+from p2p.errors import HandshakeError, ProtocolError, Refused
+from p2p.host import messages
 from p2p.host.address_book import AddressBook
 from p2p.host.admission import Admission, ConnectionLimits
-from p2p.identity import Identity, peer_id_of
+from p2p.host.heartbeat import Heartbeat, Hello
+from p2p.host.messages import address_bytes
+from p2p.identity import Identity, peer_id_bytes, peer_id_of
 from p2p.link.frames import Kind
 from p2p.link.outbox import Outbox, Outgoing
 from p2p.link.quota import Limits, Quota
 from p2p.network import NetworkConfig
+from p2p.protobuf import encode
 from tests.p2p.channels import attacked, close_sockets, socket_pair, transport
 from tests.p2p.network_contract import echo
 from tests.p2p.networks import wired_world
@@ -198,6 +206,9 @@ class Alone:
     def network_of(self, peer: str) -> str | None:
         return None
 
+    def record_of(self, peer: str) -> bytes:
+        return b""
+
     def learn(self, contact: Contact) -> None:
         pass
 
@@ -224,6 +235,69 @@ async def test_one_liar_cannot_hide_a_provider_behind_dead_ones(autojump_clock: 
         directory.saw(name)
     found = await directory.find_providers(bytes(32), timeout_s=5)
     assert found[0] == living
+
+
+def test_long_addresses_are_not_kept_in_memory() -> None:
+    """A stranger's requests to the directory have 64 KiB each, and what was decoded is remembered."""
+    tracemalloc.start()
+    try:
+        for number in range(200):
+            contact = encode((1, peer_id_bytes(peer(1))), (2, [number.to_bytes(4) + bytes(60_000)]))
+            assert decode(encode((1, Op.PING), (9, [contact]))).providers == (Contact(peer(1)),)
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes < 2**20
+
+
+async def test_a_request_to_the_directory_costs_little_whatever_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger may send hundreds at once; 52 contacts of 64 addresses took a tenth of a second of all the node."""
+    read: list[bytes] = []
+    address_from_bytes = messages.address_from_bytes
+
+    def reading(data: bytes) -> Address:
+        read.append(data)
+        return address_from_bytes(data)
+
+    def contact(number: int) -> bytes:
+        places = [parse_address(f"/ip4/198.51.{number}.{host}/tcp/1") for host in range(64)]
+        return encode((1, peer_id_bytes(peer(number))), (2, [address_bytes(place) for place in places]))
+
+    async def ask(peer: str, request: Message, timeout_s: float) -> bytes | None:
+        return None
+
+    monkeypatch.setattr(messages, "address_from_bytes", reading)
+    directory = Directory(Identity.generate().peer_id, ask, Alone())  # type: ignore[arg-type]
+    for op in Op:
+        read.clear()
+        named = [contact(number) for number in range(1, 53)]
+        body = encode((1, op or None), (2, b"key"), (8, named[:20]), (9, named[20:]))
+        with contextlib.suppress(Refused):
+            await directory.handle(peer(30), body)
+        assert len(read) <= (MAX_ADDRESSES_PER_PEER if op is Op.ADD_PROVIDER else 0)
+
+
+async def test_few_hellos_of_a_peer_are_read(autojump_clock: trio.abc.Clock) -> None:
+    """One with many addresses takes milliseconds; an honest peer sends a few, when its own addresses change."""
+    heard: list[Hello] = []
+    body = Hello((PLACE,)).encode()
+    frame = b"\x01" + len(body).to_bytes(2) + body
+    pause_s = 1.0
+
+    async def read(count: int | None = None) -> bytes:
+        await trio.sleep(pause_s)
+        return frame
+
+    link: Any = SimpleNamespace(initiated=False)
+    stream: Any = SimpleNamespace(peer=peer(1), connection=link, read=read)
+    beat = Heartbeat(lambda connection: Hello(), lambda connection, hello: heard.append(hello))
+    with trio.move_on_after(100):
+        await beat._listen(stream)
+    assert len(heard) >= 99
+    pause_s = 0.001
+    with pytest.raises(ProtocolError, match="floods"):
+        await beat._listen(stream)
+    assert len(heard) < 99 + 20
 
 
 async def test_a_wanted_peer_that_is_forgotten_before_its_turn_harms_nobody() -> None:

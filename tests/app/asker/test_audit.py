@@ -300,9 +300,11 @@ async def test_honest_nodes_that_round_or_fail_are_not_accused(
         assert flaky.score == 1 or flaky.why.startswith("failed: ")
 
 
-@pytest.mark.parametrize("what", ["choose", "deviation"])
+@pytest.mark.parametrize(
+    ("what", "error"), [("choose", torch.OutOfMemoryError("CUDA out of memory")), ("deviation", DeviceFull("no room"))]
+)
 async def test_a_device_that_is_full_for_a_moment_costs_an_audit_and_not_the_asker(
-    source: ModelSource, what: str, autojump_clock: MockClock
+    source: ModelSource, what: str, error: Exception, autojump_clock: MockClock
 ) -> None:
     """The head is computed for audits too; here only they need it, and then it does not fit."""
     async with audit_swarm() as swarm:
@@ -318,7 +320,7 @@ async def test_a_device_that_is_full_for_a_moment_costs_an_audit_and_not_the_ask
             if not full:
                 return right(*args)
             failed += 1
-            raise DeviceFull("the device has no room for the head")
+            raise error
 
         setattr(own, what, fails)
         for number in range(60):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import pytest
@@ -84,6 +85,30 @@ async def test_a_swarm_whose_manifest_nobody_sends_has_no_figures(autojump_clock
         await sim.fabric.dial(looker, node.peer)
         (found,) = await NearbySwarms(wall_clock).look(looker)
         assert (found.manifest, found.expectation) == (None, ExpectedSpeed())
+
+
+async def test_a_strangers_long_manifest_is_not_read(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading one of 4 MiB takes a second, and a look around may find eight."""
+    long = b'{"kind":"shoal-manifest","version":1,"x":[' + b'{"a":{"b":{}}},' * 250_000 + b"0]}"
+    record = sign_record(CREATOR, "pond", hashlib.sha256(long).hexdigest(), now_ms=NOW_MS)
+    read: list[bytes] = []
+    monkeypatch.setattr(Manifest, "from_bytes", read.append)
+
+    async def find(peer: str, body: bytes) -> bytes:
+        return wire.pack([record.raw])
+
+    async def send(peer: str, body: bytes) -> bytes:
+        return long
+
+    async with open_sim() as sim:
+        looker, stranger = sim.fabric.node("looker"), sim.fabric.node("stranger")
+        stranger.serve(wire.FIND, find)
+        stranger.serve(wire.MANIFEST, send)
+        await sim.fabric.dial(looker, "stranger")
+        (found,) = await NearbySwarms(wall_clock).look(looker)
+    assert (found.record, found.manifest, read) == (record, None, [])
 
 
 async def test_liars_and_the_silent_cost_little(autojump_clock: MockClock) -> None:

@@ -152,6 +152,22 @@ async def test_without_moments_a_newcomer_begins_with_fresh_ones(
         assert members_of(late.island.log)[-1] == 3
 
 
+async def test_a_card_that_is_full_costs_the_moments_alone(tmp_path: Path, patient_clock: MockClock) -> None:
+    def fill(model: Any) -> None:
+        def full(moments: Any) -> None:
+            raise RuntimeError("CUDA out of memory")
+
+        model.take_moments = full
+
+    async with open_islands(tmp_path, 0, 1, steps=40) as swarm:
+        await swarm.until(lambda: swarm.nodes[0].island.standing.round >= 2)
+        late = swarm.add(4, has_model=False, change=fill)
+        await swarm.until(lambda: late.island.figures.fetched > 0)
+        assert not late.model.has_moments
+        await swarm.finished(0, 1, 4)
+        assert members_of(late.island.log)[-1] == 3
+
+
 async def test_a_giver_that_dies_costs_its_moments_alone(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, steps=40) as swarm:
         await swarm.until(lambda: swarm.nodes[0].island.standing.round >= 2)

@@ -20,7 +20,7 @@ from trio.testing import MockClock
 from app.config.home import Home
 from app.core.errors import AppError, RecordError
 from app.planning.machines import MachineSpec
-from app.rounds import train_jobs, wire
+from app.rounds import founding, train_jobs, wire
 from app.rounds.founding import TokenText, TrainWish, own_texts, prepare
 from app.rounds.record import DOMAIN, read_training, sign_training
 from app.rounds.statements import DATA, OwnData, read_data, sign_data, signed, texts_of
@@ -334,3 +334,22 @@ async def test_a_finished_job_serves_the_late_and_then_gives_its_memory_back(
                 await trio.sleep(0.05)
         gc.collect()
         assert model() is None
+
+
+async def test_a_job_that_cannot_be_taken_up_ends_no_other_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card may be full when the node starts again, and torch raises errors of its own."""
+    async with open_nodes(tmp_path) as nodes:
+        await nodes[0].jobs.found(wish_in(tmp_path, "one"))
+
+    def full(*args: Any) -> Any:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(founding, "make_model", full)
+    async with open_nodes(tmp_path) as nodes:
+        with trio.fail_after(60):
+            while (facts := await nodes[0].jobs.facts())[0]["status"] != "failed":  # noqa: ASYNC110
+                await trio.sleep(0.05)
+        assert facts[0]["why"] == "RuntimeError while computing: CUDA out of memory"
+        assert await nodes[0].jobs.joinable() == []

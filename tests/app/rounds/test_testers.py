@@ -265,6 +265,27 @@ async def test_honest_changes_pass_every_test(
         assert not any(entry.doubted for entry in log)
 
 
+@pytest.mark.parametrize("what", ["trial", "retrace"])
+async def test_a_card_that_is_full_costs_the_test_alone(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch, patient_clock: MockClock
+) -> None:
+    monkeypatch.setattr(testers, "ROUNDS_A_TEST", 1)
+    tried: list[object] = []
+
+    def fill(model: Any) -> None:
+        def full(*args: Any) -> Any:
+            tried.append(args)
+            raise RuntimeError("CUDA out of memory")
+
+        setattr(model, what, full)
+
+    async with open_islands(tmp_path, 0, 1, 2, steps=60, rate=3e-3, recompute=True) as swarm:
+        swarm.add(3, change=fill)
+        await swarm.finished(0, 1, 2, 3)
+        assert tried
+        assert not any(entry.doubted for entry in swarm.nodes[0].island.log)
+
+
 async def test_who_does_not_show_its_change_is_doubted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient_clock: MockClock
 ) -> None:

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+import trio
 
 from app.config.home import Home
 from app.core.errors import AppError, RecordError
-from app.training.job_store import JobSource, JobStore, Progress
+from app.training.job_store import Job, JobSource, JobStore, Progress
 from app.training.record import JobRecord, decode_record
-from app.training.swarm_jobs import _Watch
+from app.training.swarm_jobs import SwarmJobs, _Watch
 from app.training.trainer import StepDone
 
 RECORD = JobRecord(
@@ -150,3 +151,33 @@ def test_a_full_disk_does_not_end_a_job_at_its_next_step() -> None:
     watch = _Watch(running, store)
     watch.on_step(StepDone(1, 1.5, 5, 1.0, 0.1))
     assert (running.progress.step, running.progress.losses) == (1, (1.5,))
+
+
+async def test_a_job_that_cannot_be_taken_up_ends_no_other_work(
+    jobs: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card may be full when the node starts again, and torch raises errors of its own."""
+    jobs.create(RECORD, replace(SOURCE, swarm="s"))
+    jobs.save_progress(RECORD.id, Progress("running"))
+    place: Any = SimpleNamespace(swarm="s", states=SimpleNamespace(serve=lambda: None))
+    owned = SwarmJobs(Home(tmp_path), place)
+
+    async def full(job: Job, material: Any) -> Any:
+        raise RuntimeError("CUDA out of memory")
+
+    written = trio.Event()
+    write = owned._write
+
+    def noted(job_id: str, progress: Progress) -> None:
+        write(job_id, progress)
+        written.set()
+
+    monkeypatch.setattr(owned, "_prepared", full)
+    monkeypatch.setattr(owned, "_write", noted)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(owned.run)
+        with trio.fail_after(10):
+            await written.wait()
+        nursery.cancel_scope.cancel()
+    progress = jobs.find(RECORD.id).progress
+    assert (progress.status, progress.why) == ("failed", "RuntimeError while computing: CUDA out of memory")
