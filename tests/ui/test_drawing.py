@@ -238,6 +238,8 @@ def test_a_node_that_serves_in_vain_says_which_blocks_nobody_hosts() -> None:
     assert text_of(line).endswith("· ▲ nobody hosts block 29: replies wait for a member that does")
     assert next(style for text, style in line if "serving 0:29" in text).endswith("on warning")
     assert "nobody hosts blocks 20:30" in text_of(state_row(live, replace(alone, stop=20), 0.0, wide=False))
+    amid = state_row(live, replace(alone, start=7, stop=14), 0.0, wide=False)
+    assert "nobody hosts blocks 0:7, 14:30: replies wait" in text_of(amid)
     whole = state_row(live, replace(alone, stop=30), 0.0, wide=False)
     assert "nobody" not in text_of(whole)
     assert next(style for text, style in whole if "serving 0:30" in text).endswith("on success")

@@ -857,6 +857,7 @@ def test_a_saved_swarm_is_gone_to_by_one_key() -> None:
         app.store.take(replace(HEALTHY, swarms=(*HEALTHY.swarms, other)))
         await pilot.press("g")
         await until(app, pilot, lambda: "birds#ffffffff · private" in text_of_screen(app))
+        assert text_of_screen(app).count("· you are here") == 1
         await pilot.press("enter")
         await until(app, pilot, lambda: node.asked == ["/control/join birds#ffffffff"])
 
