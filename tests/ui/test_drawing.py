@@ -304,6 +304,14 @@ def test_a_small_cap_is_shown_as_it_was_typed(held: int, limit: int, words: str)
     assert text_of(gauge_rows(replace(HEALTHY, hardware=device), 60, 12)[0]).endswith(words)
 
 
+def test_the_first_run_says_whole_why_a_node_has_not_joined_yet() -> None:
+    why = "home: no member answers (1 tried: Qw7d6Q). They may be offline; still trying"
+    joining = replace(EMPTY, state="joining", reason=why, steps=())
+    rows = [text_of(line) for line in first_rows(FirstState(step=2), joining, 80, 24)]
+    assert why in " ".join(" ".join(rows).split())
+    assert max(map(len, rows)) <= 80
+
+
 def test_a_model_that_is_downloaded_for_a_new_swarm_is_shown_while_there_is_none() -> None:
     step = StepView("fetch", "downloading the model", "running", "", 12 * 10**6, 93 * 10**6, 41.0)
     live, idle = ConnectionState("live"), replace(EMPTY, preparing=step)
