@@ -19,7 +19,7 @@ from textual.widget import Widget
 from app.api.client import Client
 from app.core.errors import AppError
 from app.core.terminal_text import one_line
-from app.snapshot.views import OfferView
+from app.snapshot.views import OfferView, SwarmView
 from ui.draw.coverage import loss_words
 from ui.draw.first_run_offers import target_words
 from ui.draw.node import RULES
@@ -198,8 +198,12 @@ def switch(app: NodeApp) -> None:
         app.say(f"going to {one_line(target)}")
         _move(app, target)
 
+    def words(swarm: SwarmView) -> str:
+        private, here = " · private" if swarm.private else "", " · you are here" if swarm.active else ""
+        return f"{one_line(swarm.pinned)}{private}{here}"
+
     options = [
-        (swarm.pinned, f"{'▌' if swarm.active else ' '}{one_line(swarm.pinned)}{' · private' if swarm.private else ''}")
+        (swarm.pinned, words(swarm))
         for swarm in sorted(known.swarms, key=lambda swarm: (swarm.active, -swarm.joined_at_ms))
     ]
     app.push_screen(Choice("switch to which swarm?", options, "go there"), chosen)

@@ -330,7 +330,7 @@ def check_peers(links: int, members: int, swarm: str | None, discovery: Sequence
     """Check that other members of the swarm are known or connected."""
     if swarm is None:
         return Check("peers", "ok", f"{links} connected; the node is in no swarm")
-    detail = f"{links} connected, {members} other members of {swarm}"
+    detail = f"{links} connected, {members} other {'member' if members == 1 else 'members'} of {swarm}"
     if links or members:
         return Check("peers", "ok", detail)
     means = ", ".join(discovery) or "nothing"

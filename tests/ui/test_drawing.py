@@ -238,6 +238,8 @@ def test_a_node_that_serves_in_vain_says_which_blocks_nobody_hosts() -> None:
     assert text_of(line).endswith("· ▲ nobody hosts block 29: replies wait for a member that does")
     assert next(style for text, style in line if "serving 0:29" in text).endswith("on warning")
     assert "nobody hosts blocks 20:30" in text_of(state_row(live, replace(alone, stop=20), 0.0, wide=False))
+    amid = state_row(live, replace(alone, start=7, stop=14), 0.0, wide=False)
+    assert "nobody hosts blocks 0:7, 14:30: replies wait" in text_of(amid)
     whole = state_row(live, replace(alone, stop=30), 0.0, wide=False)
     assert "nobody" not in text_of(whole)
     assert next(style for text, style in whole if "serving 0:30" in text).endswith("on success")
@@ -300,6 +302,14 @@ def test_the_speed_of_a_node_fits_into_a_narrow_panel() -> None:
 def test_a_small_cap_is_shown_as_it_was_typed(held: int, limit: int, words: str) -> None:
     device = DeviceView("cpu", "", memory_total_bytes=8 * 10**9, limit_bytes=limit, weights_bytes=held)
     assert text_of(gauge_rows(replace(HEALTHY, hardware=device), 60, 12)[0]).endswith(words)
+
+
+def test_the_first_run_says_whole_why_a_node_has_not_joined_yet() -> None:
+    why = "home: no member answers (1 tried: Qw7d6Q). They may be offline; still trying"
+    joining = replace(EMPTY, state="joining", reason=why, steps=())
+    rows = [text_of(line) for line in first_rows(FirstState(step=2), joining, 80, 24)]
+    assert why in " ".join(" ".join(rows).split())
+    assert max(map(len, rows)) <= 80
 
 
 def test_a_model_that_is_downloaded_for_a_new_swarm_is_shown_while_there_is_none() -> None:

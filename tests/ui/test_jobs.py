@@ -100,6 +100,18 @@ def test_only_what_is_known_of_a_job_is_told(job: JobView, said: str, unsaid: st
     assert unsaid not in text
 
 
+def test_what_a_job_failed_for_is_told_whole() -> None:
+    """What can be done about it comes last, and was cut off in a panel that was half empty."""
+    why = f"no route: nobody serves block 0 for this job; it is hosted by {STRANGER}, which will not train it: "
+    why += "it trains only for peers that its user trusts: `shoal trust` there adds this node"
+    job, training = replace(FAILED, why=why), replace(TRAINING, status="failed", why=why)
+    for height in (22, 9):
+        for rows in (job_rows(job, name_of, 56, height), training_rows(training, name_of, 56, height)):
+            words = " ".join("\n".join(text_of(line) for line in rows).split())
+            assert len(rows) <= height
+            assert "`shoal trust` there adds this node" in words
+
+
 @pytest.mark.parametrize(
     ("job", "words"),
     [

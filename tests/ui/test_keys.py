@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 from textual import events
 from textual.pilot import Pilot
-from textual.widgets import Input
+from textual.widget import Widget
+from textual.widgets import Input, TextArea
 
 from app.core.errors import AppError
 from app.core.reasons import Reason
@@ -40,6 +41,7 @@ from ui.screens.first_run import FirstRun
 from ui.screens.frame import TABS
 from ui.screens.invite import GuestList, invite_words, nobody_new
 from ui.screens.memory_cap import cap_rows, moved
+from ui.screens.settings import ValueField
 from ui.state.follower import START_AGAIN, Follower
 from ui.state.store import ConnectionState
 from ui.widgets.ask_box import AskBox
@@ -346,6 +348,37 @@ def test_what_is_typed_right_after_a_field_is_opened_goes_there(tab: str, field:
         assert (len(app.screen_stack), node.asked, app.said) == (1, [], [])
 
     driven(node, drive)
+
+
+@pytest.mark.parametrize(("keys", "field"), [("3", AskBox), ("2/", FilterField), ("6\r", ValueField)])
+def test_corrections_apply_in_the_order_of_typing(keys: str, field: type[Widget]) -> None:
+    """Characters overtook backspace, which then deleted those typed after it."""
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press(keys[0])
+        if field is ValueField:
+            await until(app, pilot, lambda: "settings  3" in text_of_screen(app))
+        press_at_once(app, *keys[1:], "ctrl+u", *"teh", "backspace", "backspace", *"he", "left", "x")
+        await until(app, pilot, lambda: _text(app.screen.query_one(field)) == "thxe")
+
+    driven(ScriptedNode(), drive)
+
+
+def _text(field: Widget) -> str:
+    return field.text if isinstance(field, TextArea) else cast(Input, field).value
+
+
+def test_a_sampling_value_is_saved_as_it_was_typed() -> None:
+    """Enter overtook the characters before it: the old value was saved."""
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3", "ctrl+s")
+        press_at_once(app, "ctrl+u", *"0.25", "\r")
+        await until(app, pilot, lambda: len(app.screen_stack) == 1)
+        await pilot.press("ctrl+s")
+        assert app.screen.query_one("#field-temperature", Input).value == "0.25"
+
+    driven(ScriptedNode(), drive)
 
 
 def test_the_settings_show_a_cap_that_was_changed_in_its_dialog() -> None:
@@ -824,6 +857,7 @@ def test_a_saved_swarm_is_gone_to_by_one_key() -> None:
         app.store.take(replace(HEALTHY, swarms=(*HEALTHY.swarms, other)))
         await pilot.press("g")
         await until(app, pilot, lambda: "birds#ffffffff · private" in text_of_screen(app))
+        assert text_of_screen(app).count("· you are here") == 1
         await pilot.press("enter")
         await until(app, pilot, lambda: node.asked == ["/control/join birds#ffffffff"])
 

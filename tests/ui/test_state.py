@@ -290,7 +290,7 @@ def test_a_prompt_is_said_to_be_read_before_the_first_part_of_it_is_through() ->
     known = replace(HEALTHY, active_sessions=(unread,))
     assert prompt_of(known) == (None, 1044)
     assert "reading the prompt: 1 044 tokens" in text_of(live_rows(ReplyProgress(10.0), prompt_of(known), 15.0, "")[0])
-    hole = Hole(0, 15)
+    hole = Hole("blocks 0:15")
     assert "blocks 0:15" in text_of(live_rows(ReplyProgress(10.0), prompt_of(known), 15.0, "", hole)[0])
     writing = replace(unread, tokens=1045)
     assert prompt_of(replace(HEALTHY, active_sessions=(writing,))) is None
@@ -343,17 +343,17 @@ def live_words(progress: ReplyProgress, now: float, hole: Hole | None = None) ->
 def test_a_reply_that_waits_says_for_what() -> None:
     progress = ReplyProgress(10.0)
     assert "waiting for the first token" in live_words(progress, 11.0)
-    assert "waiting for block 12, which nobody hosts now · 3 s" in live_words(progress, 13.0, Hole(12, 13))
-    assert "^p" not in live_words(progress, 13.0, Hole(12, 13))
-    loading = Hole(0, 30, is_loading=True)
+    assert "waiting for block 12, which nobody hosts now · 3 s" in live_words(progress, 13.0, Hole("block 12"))
+    assert "^p" not in live_words(progress, 13.0, Hole("block 12"))
+    loading = Hole("blocks 0:30", is_loading=True)
     assert "waiting for blocks 0:30, which this node loads now · 3 s" in live_words(progress, 13.0, loading)
-    assert "^p Resume hosting" in live_words(progress, 13.0, Hole(12, 13, resume="^p Resume hosting"))
+    assert "^p Resume hosting" in live_words(progress, 13.0, Hole("block 12", resume="^p Resume hosting"))
     progress.take({"waiting": {"text": "nobody serves block 12 now"}}, 11.0)
     assert "nobody serves block 12 now · 2 s" in live_words(progress, 12.0)
     progress.take({"waiting": {"text": "\x1b[2Jblock 13"}}, 11.0)
     assert " [2Jblock 13 · 2 s" in live_words(progress, 12.0)
     progress.take({"text": "So"}, 13.0)
-    assert "tok/s" in live_words(progress, 14.0, Hole(12, 13))
+    assert "tok/s" in live_words(progress, 14.0, Hole("block 12"))
     assert "waiting for the next token · 3 s" in live_words(progress, 16.0)  # since the last one
 
 
@@ -361,11 +361,11 @@ def test_a_reply_whose_host_left_says_who_how_long_and_what_can_be_done() -> Non
     assert SessionSettings().new_route_s == NEW_ROUTE_S
     progress = ReplyProgress(10.0)
     progress.take({"text": "So"}, 20.0)
-    words = live_words(progress, 50.0, Hole(0, 8, ("tern",)))
+    words = live_words(progress, 50.0, Hole("blocks 0:8", ("tern",)))
     assert words.startswith(" ◌ tern left: waiting up to 60 s for another host of blocks 0:8 · 30 s\n")
     assert "^p Memory cap" in words
-    assert "^p Resume hosting" in live_words(progress, 50.0, Hole(0, 8, ("tern",), resume="^p Resume hosting"))
-    loading = live_words(progress, 50.0, Hole(0, 8, ("tern",), is_loading=True))
+    assert "^p Resume hosting" in live_words(progress, 50.0, Hole("blocks 0:8", ("tern",), resume="^p Resume hosting"))
+    loading = live_words(progress, 50.0, Hole("blocks 0:8", ("tern",), is_loading=True))
     assert loading == " ◌ tern left: waiting up to 60 s for blocks 0:8: this node is loading · 30 s"
 
 
@@ -378,15 +378,15 @@ def test_a_hole_names_the_hops_that_left_it() -> None:
     def hole(snapshot: Snapshot | None, names: Callable[[str], str] = str) -> Hole | None:
         return hole_in(snapshot, coverage_of(snapshot), route, names)
 
-    assert hole(known, lambda peer: f"\x1b{peer}") == Hole(79, 80, (gone.peer,))
-    assert hole_in(known, coverage_of(known), (), str) == Hole(79, 80)
+    assert hole(known, lambda peer: f"\x1b{peer}") == Hole("block 79", (gone.peer,))
+    assert hole_in(known, coverage_of(known), (), str) == Hole("block 79")
     assert hole(replace(known, stop=80)) is None
-    assert hole(replace(known, state="loading")) == Hole(40, 80, (gone.peer,), is_loading=True)
+    assert hole(replace(known, state="loading")) == Hole("blocks 40:80", (gone.peer,), is_loading=True)
     paused = hole(replace(known, state="paused", courtesy=CourtesyView(True, "hand")))
-    assert paused == Hole(40, 80, (gone.peer,), resume="^p Resume hosting: then this node may host them")
+    assert paused == Hole("blocks 40:80", (gone.peer,), resume="^p Resume hosting: then this node may host them")
     rule = because("pause_busy", "another program uses the device")
     paused = hole(replace(known, state="paused", courtesy=CourtesyView(True, "rule"), why=rule))
-    assert paused == Hole(40, 80, (gone.peer,), resume="`shoal config set pause_busy 0` turns this rule off")
+    assert paused == Hole("blocks 40:80", (gone.peer,), resume="`shoal config set pause_busy 0` turns this rule off")
     assert hole(None) is None
 
 

@@ -275,7 +275,9 @@ def _hello(state: FirstState, known: Snapshot | None, width: int, height: int) -
         rows.append(_step(step, width))
     elif known is not None:
         words = pill(ConnectionState("live"), known, 0.0)[0]
-        rows.append(row("   ", words, (f"  {one_line(known.reason)}", "dim")))
+        indent = 5 + len(words)
+        told = wrap(one_line(known.reason), max(8, width - indent), "dim") or [[]]
+        rows += [row("   ", words, ("  ", "dim"), *told[0]), *(row(" " * indent, *line) for line in told[1:])]
     blocks = f" · {count(known.blocks_total)} blocks" if known is not None and known.blocks_total else ""
     rows += [row("   ", (f"{one_line(known.model)}{blocks}", "dim"))] if known is not None and known.model else []
     question = state.typed or HELLO

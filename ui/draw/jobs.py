@@ -39,6 +39,7 @@ PEER_NAME = 14  # most cells of a peer's name
 _AXIS = 6  # cells of a plot's axis
 _MOST_LINKS = 4
 MOST_WHY = 3  # rows of one reason
+MOST_FAILED = 8  # rows of what a job failed for: how to fix that comes last in it
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ def job_title(job: JobView) -> Row:
 
 
 def job_rows(job: JobView, name_of: NameOf, width: int, height: int) -> list[Row]:
-    """Everything known about a job, the most urgent first; where rows are few, reasons are cut to one row each."""
+    """Everything known about a job, the most urgent first; if rows are few, other reasons are cut to one row each."""
     rows = _all_rows(job, name_of, width, MOST_WHY)
     if len(rows) > height:
         rows = _all_rows(job, name_of, width, 1)
@@ -171,11 +172,11 @@ def job_rows(job: JobView, name_of: NameOf, width: int, height: int) -> list[Row
 
 
 def _all_rows(job: JobView, name_of: NameOf, width: int, most: int) -> list[Row]:
-    """Every row about a job; a reason takes at most `most` of them."""
+    """Every row about a job; a reason takes at most `most` of them, that of a failure `MOST_FAILED`."""
     room = max(8, width - LABEL)
     rows: list[Row] = []
     if job.why:
-        rows += entry("failed", reason(job.why, name_of, room, most, "error"))
+        rows += entry("failed", reason(job.why, name_of, room, MOST_FAILED, "error"))
     rows += entry("next", wrap(_next(job), room)[:most]) if job.status in _NEXT else []
     rows += entry("steps", [_steps(job, room)]) + entry("speed", [_speed(job)])
     rows += entry("hops", _hops(job, name_of, room))

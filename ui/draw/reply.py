@@ -37,29 +37,24 @@ _ADVICE_PAUSED = "^p Resume hosting: then this node may host them"
 class Hole:
     """Blocks that nobody serves."""
 
-    start: int
-    stop: int
+    label: str  # the blocks in words
     left: tuple[str, ...] = ()  # names of the reply's hops that served them
     is_loading: bool = False  # this node fetches or loads blocks now
     resume: str = ""  # what ends the pause of this node; empty if it is not paused
-
-    @property
-    def label(self) -> str:
-        """The blocks in words."""
-        return f"block {self.start}" if self.stop == self.start + 1 else f"blocks {self.start}:{self.stop}"
 
 
 def hole_in(
     snapshot: Snapshot | None, cover: Coverage | None, route: Sequence[Mapping[str, Any]], name_of: NameOf
 ) -> Hole | None:
-    """The first blocks that nobody serves, and which hops of a reply's route have left them; None if all are served."""
+    """The blocks that nobody serves, and which hops of a reply's route have left them; None if all are served."""
     if snapshot is None or cover is None or not cover.holes:
         return None
-    start, stop = cover.holes[0]
     serving = {peer.peer for peer in holders_in(snapshot)}
-    left = [hop["peer"] for hop in route if hop["start"] < stop and hop["stop"] > start and hop["peer"] not in serving]
+    lacks = [block for start, stop in cover.holes for block in range(start, stop)]
+    hosted = [hop["peer"] for hop in route if any(hop["start"] <= block < hop["stop"] for block in lacks)]
+    left = [peer for peer in hosted if peer not in serving]
     names = tuple(one_line(name_of(str(peer))) for peer in dict.fromkeys(left) if peer != snapshot.peer_id)
-    return Hole(start, stop, names, snapshot.state in ("fetching", "loading"), _resume_words(snapshot))
+    return Hole(cover.lack, names, snapshot.state in ("fetching", "loading"), _resume_words(snapshot))
 
 
 def _resume_words(snapshot: Snapshot) -> str:

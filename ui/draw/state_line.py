@@ -110,11 +110,8 @@ def _is_without_swarm(snapshot: Snapshot) -> bool:
 def _lack(snapshot: Snapshot) -> str:
     """The blocks that nobody hosts while this node serves others: no reply can be made; empty if there are none."""
     cover = coverage_of(snapshot) if snapshot.state == "serving" else None
-    if cover is None or not cover.holes:
-        return ""
-    start, stop = cover.holes[0]
-    blocks = f"block {start}" if stop == start + 1 else f"blocks {start}:{stop}"
-    return f"nobody hosts {blocks}: replies wait for a member that does"
+    lack = cover.lack if cover is not None else ""
+    return f"nobody hosts {lack}: replies wait for a member that does" if lack else ""
 
 
 def state_row(

@@ -7,7 +7,7 @@ import math
 from app.core.terminal_text import one_line, with_names
 from app.snapshot.views import IslandView, TrainingView
 from ui.draw.bars import bar, spark
-from ui.draw.jobs import LABEL, MOST_WHY, PEER_NAME, NameOf, entry, loss_text, reason, share_done
+from ui.draw.jobs import LABEL, MOST_FAILED, MOST_WHY, PEER_NAME, NameOf, entry, loss_text, reason, share_done
 from ui.draw.numbers import count, duration, known_rate, many, plural, size
 from ui.draw.rows import Row, cell, fit, row, shorten, tidy, width_of, wrap
 
@@ -27,7 +27,8 @@ def training_title(job: TrainingView) -> Row:
 def training_rows(job: TrainingView, name_of: NameOf, width: int, height: int) -> list[Row]:
     """Everything known about a training job, the most urgent first.
 
-    Where rows are few, reasons are cut to one row each, and islands share rows; the last row counts those without one.
+    Where rows are few, reasons other than that of a failure are cut to one row each, and islands share rows; the last
+    row counts those without one.
     """
     rows = _all_rows(job, name_of, width, MOST_WHY)
     if len(rows) > height:
@@ -63,7 +64,7 @@ def _all_rows(job: TrainingView, name_of: NameOf, width: int, most: int, height:
     room = max(8, width - LABEL)
     rows: list[Row] = []
     if job.why:
-        rows += entry("failed", reason(job.why, name_of, room, most, "error"))
+        rows += entry("failed", reason(job.why, name_of, room, MOST_FAILED, "error"))
     if job.waiting:
         rows += entry("waiting", reason(job.waiting.removeprefix("waits "), name_of, room, most, "warning"))
     rows += entry("next", wrap(_next(job), room)[:most]) if job.status in _NEXT else []

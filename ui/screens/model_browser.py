@@ -26,6 +26,7 @@ from ui.draw.numbers import count, plural, rate, size
 from ui.draw.state_line import preparing_words
 from ui.node_app import NodeApp
 from ui.widgets.dialogs import Dialog, key_line
+from ui.widgets.text_field import TextField
 
 _HUB = "search the hub"
 _DOWNLOAD_S = 24 * 3600.0
@@ -79,7 +80,7 @@ class ModelBrowser(Dialog[str | None]):
         """A field, the list, and what is known of the highlighted model."""
         with Vertical(classes="dialog", id="models") as box:
             box.border_title = "which model?"
-            yield Input(placeholder="filter, or a folder like ~/models", id="wanted", compact=True)
+            yield TextField(placeholder="filter, or a folder like ~/models", id="wanted", compact=True)
             yield OptionList(id="found")
             yield Static("asking the node for its models…", id="known")
             yield Static(key_line(("⏎", "choose"), ("↑ ↓", "move"), ("esc", "back")))

@@ -231,7 +231,8 @@ class Overview(MainScreen):
     AUTO_FOCUS = "#node"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("x", "dismiss_start", "dismiss")]
     HELP_TEXT = (
-        "p pauses hosting or resumes it; d drains; i makes an invite; g goes to another saved swarm; w says why."
+        "p pauses hosting or resumes it; d drains; i makes an invite; "
+        "g goes to another saved swarm, if there is one; w says why."
     )
 
     def body(self) -> Iterable[Widget]:

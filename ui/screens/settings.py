@@ -24,6 +24,7 @@ from ui.screens.frame import MainScreen
 from ui.state.store import Store
 from ui.widgets.filter_field import FilterField
 from ui.widgets.panel import Panel, strip_of, title_of
+from ui.widgets.text_field import TextField
 
 _NAME = 20
 
@@ -199,7 +200,7 @@ class SettingsList(ScrollView, can_focus=True):
             self.screen.load()
 
 
-class ValueField(Input):
+class ValueField(TextField):
     """The field for a new value; its keys are in the footer."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

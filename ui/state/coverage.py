@@ -40,6 +40,14 @@ class Coverage:
         """Number of blocks that have at least one holder."""
         return sum(1 for number in self.holders if number)
 
+    @property
+    def lack(self) -> str:
+        """The blocks that nobody hosts, in words, of many the first three spans; empty if there are none."""
+        if self.held == len(self.holders) - 1:
+            return f"block {self.holders.index(0)}"
+        spans = ", ".join(f"{start}:{stop}" for start, stop in self.holes[:3])
+        return f"blocks {spans}{' and others' if self.holes[3:] else ''}" if spans else ""
+
 
 def coverage_of(snapshot: Snapshot | None) -> Coverage | None:
     """Coverage as this node sees it; None while the model's number of blocks is unknown."""

@@ -15,6 +15,7 @@ from ui.draw.reply import hole_in, live_rows, prompt_of, readers_words
 from ui.draw.rows import Row, row
 from ui.state.reply_stream import ReplyProgress
 from ui.widgets.panel import GrowingLine
+from ui.widgets.text_field import run_own_key
 
 
 class AskBox(TextArea):
@@ -36,8 +37,8 @@ class AskBox(TextArea):
             if text := self.text.strip():
                 self.text = ""
                 self.post_message(self.Asked(text))
-            return
-        await super()._on_key(event)
+        else:
+            await run_own_key(self, event)
 
     def action_newline(self) -> None:
         """Start a new line within the question."""

@@ -24,6 +24,7 @@ from ui.state.reply_stream import BOUNDS, Replier, Sampling, sampling_value
 from ui.state.store import Store
 from ui.widgets.dialogs import Dialog, Question, key_line
 from ui.widgets.panel import Panel
+from ui.widgets.text_field import TextField
 
 _BRANCH_CELLS = 58  # of a version's first words: it has one row, also with its time and in a window of 80 columns
 
@@ -185,7 +186,7 @@ class ConversationPicker(Dialog[tuple[str, int, str] | None]):
         """A field to search in titles and messages, and the conversations."""
         with Vertical(classes="dialog", id="talks") as box:
             box.border_title = "conversations"
-            yield Input(self._wanted, placeholder="search titles and messages", compact=True)
+            yield TextField(self._wanted, placeholder="search titles and messages", compact=True)
             yield OptionList()
             yield Static(key_line(("⏎", "open"), ("f2", "rename"), ("f8", "forget"), ("esc", "back")))
 
@@ -275,10 +276,7 @@ class SamplingForm(Dialog[Sampling | None]):
     """Form with every sampling setting and its help; an invalid value is reported and keeps the form open."""
 
     AUTO_FOCUS = "Input"
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "cancel", "back"),
-        Binding("enter", "save", "save", priority=True),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "back")]
 
     def __init__(self, sampling: Sampling, *, is_new: bool) -> None:
         super().__init__()
@@ -292,7 +290,7 @@ class SamplingForm(Dialog[Sampling | None]):
         with VerticalScroll(classes="dialog", id="sampling-form", can_focus=False) as box:
             box.border_title = "sampling"
             for name, value in asdict(self._sampling).items():
-                field = Input("" if value is None else str(value), id=f"field-{name}", compact=True)
+                field = TextField("" if value is None else str(value), id=f"field-{name}", compact=True)
                 yield Horizontal(Static(Content.styled(name.replace("_", " "), "bold")), field)
             yield Static("", id="about")
             yield Static("", id="wrong")
@@ -303,7 +301,7 @@ class SamplingForm(Dialog[Sampling | None]):
         name = (event.widget.id or "").removeprefix("field-")
         self.query_one("#about", Static).update(Content.styled(self._about.get(name, ""), "$dim"))
 
-    def action_save(self) -> None:
+    def on_input_submitted(self) -> None:
         """Close with the typed settings, if all are valid."""
         values = {}
         for name in asdict(self._sampling):

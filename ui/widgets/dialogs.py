@@ -18,6 +18,7 @@ from textual.widgets import Input, Label, OptionList, Static
 from textual.widgets.option_list import Option
 
 from app.core.terminal_text import one_line
+from ui.widgets.text_field import TextField
 
 JUMP_KEYS = "asdfghjkl"
 _DIALOG, _DIALOG_FRAME = 76, 8  # width of a dialog, and the part of it that frame, padding and scrollbar take
@@ -87,7 +88,7 @@ class TextDialog(Dialog[str | None]):
         """The prompt, the input, what is wrong with it, and its keys."""
         with Vertical(classes="dialog"):
             yield Static(plain(self._words))
-            yield Input(self._value, placeholder=self._hint, id="line")
+            yield TextField(self._value, placeholder=self._hint, id="line")
             yield Static("", id="wrong")
             yield Static(Content.assemble(("⏎", "bold $mine"), " continue   ", ("esc", "bold $mine"), " back"))
 

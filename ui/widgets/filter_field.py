@@ -7,10 +7,11 @@ from typing import ClassVar
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
-from textual.widgets import Input
+
+from ui.widgets.text_field import TextField
 
 
-class FilterField(Input):
+class FilterField(TextField):
     """The filter of a tab; `rows` is the widget whose rows it filters."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -65,9 +65,11 @@ def test_a_verified_address_is_marked() -> None:
     assert check.detail.startswith("/ip4/1.2.3.4/tcp/1/p2p/x (verified) /ip4/1.2.3.45/tcp/1/p2p/x (unverified);")
 
 
-@pytest.mark.parametrize(("links", "members", "status"), [(0, 0, "warn"), (1, 0, "ok"), (0, 3, "ok")])
+@pytest.mark.parametrize(("links", "members", "status"), [(0, 0, "warn"), (1, 0, "ok"), (1, 1, "ok"), (0, 3, "ok")])
 def test_company(links: int, members: int, status: str) -> None:
-    assert check_peers(links, members, "home", ("dht",)).status == status
+    found = check_peers(links, members, "home", ("dht",))
+    assert found.status == status
+    assert ("1 other member of home" in found.detail) == (members == 1)
 
 
 def test_a_running_node_has_every_line() -> None:
