@@ -250,3 +250,62 @@ async def test_sums_that_an_audit_costs_a_hop_are_made_again(source: ModelSource
             await owner.run(2, batches_of, Losses())
         assert any(spoilt)
         assert counted == [set(range(5))] * 2
+
+
+async def send_forward(
+    swarm: JobSwarm, job: HopJob, way: tuple[str, str], one: Pass, length: int, value: float = 0.0
+) -> None:
+    """Let the first of two nodes send the other a FORWARD of one sequence, whose numbers are all the same."""
+    sender, to = way
+    server: Any = swarm.nodes[sender].server
+    width, epoch = swarm.source.config.hidden_size, job.ledger.epoch
+    body = torch.full((width * length,), value).numpy().tobytes()
+    head = pass_header(Kind.FORWARD, job.run, epoch, one, dtype="f32", rows=length, width=width, length=len(body))
+    sent = HopFrame(job.run, (head, body), Priority.BULK, epoch, job.ledger.owner)
+    await server._outboxes.push(to, sent, job.ledger.owner)
+
+
+@pytest.mark.parametrize("way", [0, 1, 60])
+async def test_a_hop_does_not_complain_of_others_for_what_somebody_else_sent_it(
+    source: ModelSource, tmp_path: Path, way: int
+) -> None:
+    """The hop after it sent it more rows than were agreed: it blamed the owner, or a way on which it was not."""
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        server: Any = swarm.nodes["n1"].server
+        honest = server._forward
+
+        async def forward(job: HopJob, sender: str, frame: Frame) -> None:
+            await send_forward(swarm, job, ("n1", "n0"), pass_of(frame)._replace(way=way), job.ledger.order.rows + 1)
+            await honest(job, sender, frame)
+
+        server._forward = forward
+        owner = owner_of(swarm)
+        with trio.fail_after(60):
+            await owner.run(2, batches_of, Losses())
+        assert not owner.figures.lost
+
+
+async def test_a_pass_that_is_refused_leaves_nothing_of_its_earlier_attempt(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """Inputs of the attempt before stayed in memory until there was no room: the hop was never asked again."""
+    rows = batches_of(0)[3].token_ids.numel()
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        server: Any = swarm.nodes["n0"].server
+        honest = server._forward
+        begun = False
+
+        async def forward(job: HopJob, sender: str, frame: Frame) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                for number in (100, 101):
+                    await send_forward(swarm, job, ("n0", "n1"), Pass(0, number, 0), rows)
+                    await send_forward(swarm, job, ("n0", "n1"), Pass(0, number, 1), rows, 1e13)
+            await honest(job, sender, frame)
+
+        server._forward = forward
+        owner = owner_of(swarm, rows=rows)
+        with trio.fail_after(60):
+            await owner.run(2, batches_of, Losses())
+        assert not owner.figures.lost
