@@ -9,7 +9,7 @@ same way, so nothing of one job ever overlaps.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -188,7 +188,7 @@ class HopJob:
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     fetching: trio.CancelScope = field(default_factory=trio.CancelScope)
     news: Signal = field(default_factory=Signal)
-    sizes: dict[int, UsualSize] = field(default_factory=lambda: {kind: UsualSize() for kind in PASSES})
+    sizes: defaultdict[tuple[int, int], UsualSize] = field(default_factory=lambda: defaultdict(UsualSize))  # kind, way
     kept: dict[int, list[StatePart]] = field(default_factory=dict)  # version -> states on disk; the last two versions
     dropped: Counter[str] = field(default_factory=Counter)  # verdict -> frames
     sums: SumsBuffer | None = None  # those of all holders, on their way here
@@ -232,6 +232,11 @@ class HopJob:
         """Forget the frames that wait."""
         for counter in (self.waiting, self.waiting_bytes, self.waiting_frames):
             counter.clear()
+
+    def begin_epoch(self, epoch: int, order: JobOrder, version: int) -> None:
+        """Take the owner's order for a new epoch, in which ways have new numbers."""
+        self.ledger.begin_epoch(epoch, order, version)
+        self.sizes.clear()
 
     @property
     def kept_bytes(self) -> int:
@@ -520,7 +525,7 @@ class TrainingServer:
         if order.keeps:
             await self._go_on(job, order, frame)
             return
-        job.ledger.begin_epoch(frame.epoch, order, frame.position)
+        job.begin_epoch(frame.epoch, order, frame.position)
         job.sent.clear()
         job.blocks = None  # frees its memory before the same is taken again
         await self._close_activations(job)  # neighbours may be others, or have lost theirs
@@ -550,7 +555,7 @@ class TrainingServer:
             await self._device.run_later(blocks.commit)  # the order to commit was dropped with the old epoch
             ledger.commit(ledger.epoch, frame.position)
         is_here = (ledger.version, ledger.order.span) == (frame.position, order.span)
-        ledger.begin_epoch(frame.epoch, order, frame.position)
+        job.begin_epoch(frame.epoch, order, frame.position)
         for neighbour in job.sent.keys() - order.neighbours - {""}:
             del job.sent[neighbour]
         if blocks is None or not is_here:
@@ -680,7 +685,7 @@ class TrainingServer:
         if length_of(frame) * sequences_of(frame) > job.ledger.order.rows:
             raise _Rejected("more rows than were agreed", "shape")
         size = root_mean_square(frame)
-        if not job.sizes[frame.kind].accepts(size):
+        if not job.sizes[frame.kind, pass_of(frame).way].accepts(size):
             raise _Rejected(f"numbers of size {size:.3g} are not finite, or far beyond the usual", "size")
         return await self._device.run_later(blocks.rows, frame.body, DTYPE_NAMES[frame.dtype])
 

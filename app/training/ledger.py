@@ -180,7 +180,11 @@ class JobLedger:
 
 
 class UsualSize:
-    """Tells numbers of a usual size from those that are far too large: a peer that sends such would ruin the sums."""
+    """Tells numbers of a usual size from those that are far too large: a peer that sends such would ruin the sums.
+
+    There is one for each way: a model's numbers may grow by more than `UNUSUAL` from its first block to its last, and a
+    hop that sends tiny ones must not make those of others unusual.
+    """
 
     def __init__(self) -> None:
         self._sizes: deque[float] = deque(maxlen=USUAL_OF)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -53,7 +53,6 @@ from app.training.wire import (
     FORMAT_NAMES,
     FORMATS,
     MAX_MICRO_BATCHES,
-    PASSES,
     PROTOCOL,
     JobOrder,
     Kind,
@@ -544,7 +543,7 @@ class _HopGroup:
         self._waited_s = 0.0  # since the last frame, before all seemed lost
         self._in_vain = 0  # times that all seemed lost since the job last came forward
         self._troubled: str | None = None  # whose error was the latest reason to run micro-batches again
-        self._sizes = {kind: UsualSize() for kind in PASSES}
+        self._sizes: defaultdict[tuple[int, int], UsualSize] = defaultdict(UsualSize)  # by kind and way
         self._rejected: Counter[str] = Counter()
         self._complaints: Counter[tuple[str, str]] = Counter()  # (who complains, about whose numbers)
         self._sent: dict[str, dict[str, int]] = {}  # hop -> bytes to each receiver in this epoch, as it said last
@@ -582,6 +581,7 @@ class _HopGroup:
     async def _begin(self, *, keeps: bool) -> None:
         self._round = 0
         self._drawn.clear()
+        self._sizes.clear()  # ways have new numbers
         for link in self._links.values():
             order = self._order_for(link.hop, keeps=keeps)
             await link.outbox.push(_control(encode_open(self._owner.run_id, self._epoch, self.version, order)))
@@ -1081,7 +1081,7 @@ class _HopGroup:
             self._reject_shape(index, frame)
         elif not math.isfinite(size := root_mean_square(frame)):
             self._reject(peer, "numbers that are not finite")
-        elif not self._sizes[Kind(frame.kind)].accepts(size):
+        elif not self._sizes[frame.kind, pass_of(frame).way].accepts(size):
             # others on the way may have let it get used to large numbers, of which this node has seen fewer
             others = [hop.peer for hop in self._plan.ways[pass_of(frame).way] if hop.peer != peer]
             self._reject(peer, f"numbers of size {size:.3g}, far beyond the usual", others)

@@ -285,6 +285,26 @@ async def test_a_hop_does_not_complain_of_others_for_what_somebody_else_sent_it(
         assert not owner.figures.lost
 
 
+async def test_a_hop_whose_neighbour_sends_too_long_a_sequence_does_not_answer_for_it(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """As many rows as were agreed may be one sequence that is too long for the model: the hop said that it failed."""
+    short = replace(source, config=replace(source.config, context_length=32))
+    async with open_job_swarm(short, tmp_path, (0, 4), (4, 8)) as swarm:
+        await swarm.train("spare", 0, 4)
+        server: Any = swarm.nodes["n0"].server
+
+        async def forward(job: HopJob, sender: str, frame: Frame) -> None:
+            await send_forward(swarm, job, ("n0", "n1"), pass_of(frame), 33)
+
+        server._forward = forward
+        owner = swarm.owner(patience=replace(UNHURRIED, quiet_s=0.2))
+        with trio.fail_after(60):
+            await owner.run(1, batches_of, Losses())
+        assert all(why.startswith("n0") for why in owner.figures.lost)
+        assert {hop.peer for hop in owner.route} == {"spare", "n1"}
+
+
 async def test_a_pass_that_is_refused_leaves_nothing_of_its_earlier_attempt(
     source: ModelSource, tmp_path: Path
 ) -> None:
@@ -309,3 +329,44 @@ async def test_a_pass_that_is_refused_leaves_nothing_of_its_earlier_attempt(
         with trio.fail_after(60):
             await owner.run(2, batches_of, Losses())
         assert not owner.figures.lost
+
+
+async def test_a_hop_that_sends_tiny_numbers_does_not_make_those_of_the_owner_unusual(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """The hop after it found what the owner sent on another way too large, and was never asked again for saying so."""
+    async with open_job_swarm(source, tmp_path, (0, 4), ALL) as swarm:
+        server: Any = swarm.nodes["n0"].server
+        honest = server._forward
+
+        async def forward(job: HopJob, sender: str, frame: Frame) -> None:
+            for attempt in range(MAX_ATTEMPTS):
+                await send_forward(swarm, job, ("n0", "n1"), pass_of(frame)._replace(number=100, attempt=attempt), 1)
+            await honest(job, sender, frame)
+
+        server._forward = forward
+        owner = owner_of(swarm)
+        with trio.fail_after(60):
+            await owner.run(6, batches_of, Losses())
+        assert "n1" not in owner._refused
+        assert "n1" in {hop.peer for hop in owner.route}
+
+
+async def test_a_hop_that_sends_tiny_numbers_does_not_make_those_of_other_hops_unusual(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """The owner took them for the usual ones, and never asked the honest hop again."""
+    async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
+        server: Any = swarm.nodes["n0"].server
+        honest = server._send
+
+        async def send(job: HopJob, neighbour: str, frame: Frame, one: Pass, data: bytes) -> None:
+            for _ in range(40 if frame.kind == Kind.FORWARD else 1):
+                await honest(job, neighbour, frame, one, bytes(len(data)))
+
+        server._send = send
+        owner = owner_of(swarm)
+        with trio.fail_after(60):
+            await owner.run(3, batches_of, Losses())
+        assert "n1" not in owner._refused
+        assert "n1" in {hop.peer for hop in owner.route}
