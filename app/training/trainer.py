@@ -772,33 +772,35 @@ class _HopGroup:
         peer = self._links[index].hop.peer
         if trouble.code == "input":
             direction, _, way = trouble.why.partition(" ")
-            sender = self._neighbour(peer, int(way) if way.isdecimal() else 0, -1 if direction == "forward" else 1)
-            if sender is None:  # this node's own numbers are checked before they are sent
+            before = self._before(peer, int(way) if way.isdecimal() else 0, is_back=direction != "forward")
+            if not before:  # this node's own numbers are checked before they are sent
                 raise HopLost(peer, f"it refuses what this node sends: {trouble.text}", refused=True)
-            self._complain(peer, sender, trouble.text)
+            self._complain(peer, before, trouble.text)
             return True
         if trouble.code in ("link", "base"):
             return True
         raise HopLost(peer, trouble.text or trouble.code, refused=trouble.code == "refused")
 
-    def _neighbour(self, peer: str, way: int, side: int) -> str | None:
-        """Return the peer before (-1) or after (1) another on a way; None if that is the owner."""
+    def _before(self, peer: str, way: int, *, is_back: bool) -> list[str]:
+        """Return the hops through which passes come to a hop on a way, the nearest one first; raises `HopLost`."""
         peers = [hop.peer for hop in self._plan.ways[way]] if way < len(self._plan.ways) else []
         if peer not in peers:
             raise HopLost(peer, f"it speaks of way {way}, on which it is not", refused=True)
-        at = peers.index(peer) + side
-        return peers[at] if 0 <= at < len(peers) else None
+        at = peers.index(peer)
+        return peers[at + 1 :] if is_back else peers[:at][::-1]
 
-    def _complain(self, complainer: str, sender: str, why: str) -> None:
-        """Count numbers that one hop says another sent it; too many of them cost one of the two its place.
+    def _complain(self, complainer: str, before: Sequence[str], why: str) -> None:
+        """Count numbers that a hop says the nearest one `before` it sent; too many cost one of them all its place.
 
-        Only these two have seen the numbers, and either may lie.
+        Only these two have seen the numbers, and either may lie; but what the nearest one made of odd numbers from
+        those before it is odd too.
         """
+        sender = before[0]
         self._note_rejected(sender, why)
         self._complaints[complainer, sender] += 1
         if self._complaints[complainer, sender] >= MAX_REJECTED:
             text = f"{complainer} cannot use what {sender} sent it {MAX_REJECTED} times: {why}"
-            raise self._owner.suspected((sender, complainer), text)
+            raise self._owner.suspected((sender, complainer, *before[1:]), text)
 
     def _note_rejected(self, peer: str, why: str) -> None:
         self._owner.figures.rejected[peer] += 1
@@ -818,9 +820,9 @@ class _HopGroup:
 
     def _reject_shape(self, index: int, frame: Frame) -> None:
         """Count rows that have not their micro-batch's shape, which the hops do not know on the way forwards."""
-        peer, way = self._links[index].hop.peer, self._plan.ways[pass_of(frame).way]
-        before = [hop.peer for hop in way if hop.peer != peer] if frame.kind != Kind.BACK else []
-        self._reject(peer, "a wrong shape", before)
+        peer, is_back = self._links[index].hop.peer, frame.kind == Kind.BACK
+        before = self._before(peer, pass_of(frame).way, is_back=False)
+        self._reject(peer, "a wrong shape", () if is_back else before)
 
     async def _gather(self, kind: Kind, wait_s: float | None = None, order: bytes | None = None) -> list[Frame]:
         """Send an order to every hop and return their answers in the hops' order.
@@ -1006,13 +1008,15 @@ class _HopGroup:
         elif progress.reached_end(one.number, one.attempt):
             self._came_forward()
             trains = frame.kind == Kind.FORWARD
+            last, *before = [hop.peer for hop in reversed(self._plan.ways[one.way])]
             try:
                 found = await self._loss(batch, frame, one.number, gradient=trains)
             except NotFinite as error:
-                raise TrainingStopped(f"the loss of step {one.version + 1} is not finite: {error}") from error
+                self._reject(last, f"hidden states whose loss is not finite: {error}", before)
+                self._run_again(progress, [one.number])
+                return
             progress.losses[one.number] = found.total
             if trains:
-                last = self._plan.ways[one.way][-1].peer
                 gradient = found.gradient if self._activations is None else with_kept(found.gradient, kept)
                 await self._send_pass(Kind.BACK, last, one, batch, gradient)
             else:
@@ -1025,7 +1029,10 @@ class _HopGroup:
         loss = await device.run_later(begin, batch, frame.body, DTYPE_NAMES[frame.dtype])
         while await device.run_later(loss.advance):
             pass
-        return await device.run_later(loss.result, self._terms.order.row_format)
+        found = await device.run_later(loss.result, self._terms.order.row_format)
+        if not math.isfinite(found.total):
+            raise NotFinite(f"it is {found.total}")
+        return found
 
     async def _send_pass(self, kind: Kind, peer: str, one: Pass, batch: Any, data: bytes) -> None:
         _, length = self._ends.shape(batch)
@@ -1057,11 +1064,11 @@ class _HopGroup:
         can read: so the shape is checked, and each attempt is passed on once.
         """
         one, peer = pass_of(frame), self._links[index].hop.peer
-        target = self._neighbour(peer, one.way, -1 if frame.kind == Kind.BACK else 1)
-        if target is None:
+        after = self._before(peer, one.way, is_back=frame.kind != Kind.BACK)
+        if not after:
             return False
         if not self._has_shape(frame, batch):
-            self._reject(peer, "a wrong shape")
+            self._reject_shape(index, frame)
             return True
         if not progress.passes_on(peer, frame.kind, one):
             return True
@@ -1069,7 +1076,7 @@ class _HopGroup:
             Kind(frame.kind), frame.session, frame.epoch, one, dtype=FORMAT_NAMES[frame.dtype],
             rows=length_of(frame), width=frame.width, length=len(frame.body),
         )  # fmt: skip
-        await self._link(target).outbox.push(OutboundFrame((head, bytes(frame.body)), Priority.BULK))
+        await self._link(after[0]).outbox.push(OutboundFrame((head, bytes(frame.body)), Priority.BULK))
         return True
 
     def _is_sound(self, index: int, frame: Frame, batch: Any) -> bool:

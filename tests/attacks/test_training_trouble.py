@@ -15,19 +15,33 @@ import trio
 from trio.testing import MockClock
 
 from app.core.network import Priority
-from app.session.frame import Frame, HopError
+from app.session.frame import Frame, HopError, root_mean_square
 from app.session.outbound import OutboundFrame
-from app.training import progress, states, trainer, wire
+from app.training import hop, progress, states, trainer, wire
 from app.training.audits import Caution
 from app.training.hop import HopFrame, HopJob
 from app.training.ledger import UsualSize
 from app.training.trainer import Patience, Replicas, StepDone, SwarmTrainer
-from app.training.wire import MAX_ATTEMPTS, Kind, Pass, SumsBuffer, encode_trouble, length_of, pass_header, pass_of
+from app.training.wire import (
+    MAX_ATTEMPTS,
+    Kind,
+    Pass,
+    SumsBuffer,
+    encode_trouble,
+    length_of,
+    pass_header,
+    pass_of,
+    sequences_of,
+)
 from app.weights.extents import WeightsError
+from engine.model.ends import load_ends
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
+from engine.training.head import TrainingEnds
+from engine.training_runner import OwnerEnds
 from p2p.memory.fabric import LinkProfile
 from tests.app.training.job_swarm import UNHURRIED, JobSwarm, Losses, batches_of, open_job_swarm
+from tests.engine.training import OPTIONS
 
 PLAIN = {"caution": Caution(clips=False, audit_every=None)}
 ALL = (0, 8)
@@ -370,3 +384,71 @@ async def test_a_hop_that_sends_tiny_numbers_does_not_make_those_of_other_hops_u
             await owner.run(3, batches_of, Losses())
         assert "n1" not in owner._refused
         assert "n1" in {hop.peer for hop in owner.route}
+
+
+def sends_longer(server: Any) -> None:
+    """Let a server send sequences with one row more forwards."""
+    honest = server._send
+
+    async def send(job: HopJob, neighbour: str, frame: Frame, one: Pass, data: bytes) -> None:
+        if frame.kind == Kind.FORWARD:
+            data += bytes(4 * frame.width * sequences_of(frame))
+            frame = frame._replace(rows=frame.rows + 1)
+        await honest(job, neighbour, frame, one, data)
+
+    server._send = send
+
+
+async def test_a_hop_that_must_send_through_the_owner_does_not_answer_for_a_wrong_shape_alone(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """The hop before it made the shape, and nobody else holds its blocks: the job ended."""
+    async with open_job_swarm(source, tmp_path, (0, 3), (3, 6), (6, 8)) as swarm:
+        await swarm.train("spare", 0, 3)
+        swarm.separate("n1", "n2")
+        sends_longer(swarm.nodes["n0"].server)
+        owner = swarm.owner(patience=replace(UNHURRIED, quiet_s=0.2))
+        with trio.fail_after(60):
+            await owner.run(1, batches_of, Losses())
+        assert {hop.peer for hop in owner.route} == {"spare", "n1", "n2"}
+
+
+async def test_of_a_hop_whose_numbers_are_refused_those_before_it_are_suspected_too(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """`n1` is used to larger numbers than `n2`: both were left in turn for what `n0` had sent, until the job ended."""
+    async with open_job_swarm(source, tmp_path, (0, 3), (3, 6), (6, 8)) as swarm:
+        await swarm.train("spare", 0, 3)
+        swarm.nodes["n0"].changes.append(
+            lambda blocks: setattr(blocks, "data", lambda rows, wire: (rows * 4000).numpy().tobytes())
+        )
+        server: Any = swarm.nodes["n2"].server
+        honest = server._admitted
+
+        async def admitted(job: HopJob, frame: Frame) -> Any:
+            if root_mean_square(frame) > 1000:
+                raise hop._Rejected("far beyond the usual", "size")
+            return await honest(job, frame)
+
+        server._admitted = admitted
+        owner = swarm.owner(patience=UNHURRIED)
+        with trio.fail_after(60):
+            await owner.run(1, batches_of, Losses())
+        assert {hop.peer for hop in owner.route} == {"spare", "n1", "n2"}
+
+
+async def test_hidden_states_whose_loss_is_not_finite_cost_their_hop_its_place_and_not_the_job(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """They are finite themselves, but not in the 16 bits of the owner's head: the job ended at the first of them."""
+    ends = TrainingEnds(load_ends(source, replace(OPTIONS, dtype=torch.float16)))
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        await swarm.train("spare", 4, 8)
+        swarm.nodes["n1"].changes.append(
+            lambda blocks: setattr(blocks, "data", lambda rows, wire: (rows * 1e6).numpy().tobytes())
+        )
+        owner = swarm.owner(patience=UNHURRIED)
+        owner._ends = OwnerEnds(ends, source.config.hidden_size)
+        with trio.fail_after(60):
+            await owner.run(1, batches_of, Losses())
+        assert {hop.peer for hop in owner.route} == {"n0", "spare"}
