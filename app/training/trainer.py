@@ -527,6 +527,7 @@ class _HopGroup:
         self._trained, self._device = owner._trained, owner._device
         self._links: dict[int, _Link] = {}  # by a number that stays
         self._plan: WayPlan
+        self._under_way = 1  # most micro-batches at a hop; it has memory for as many, whatever the later plans
         self._round = 0  # of sums in this version
         self._drawn: dict[int, tuple[Drawn, float]] = {}  # micro-batch -> what was expected of it, and when it was sent
         self.version = owner.snapshot.version
@@ -561,6 +562,7 @@ class _HopGroup:
     async def open(self, route: Route) -> None:
         """Begin the epoch at every hop; those that fail are left if others hold all their blocks. Raises `HopLost`."""
         self._plan = plan_ways(route)
+        self._under_way = self._plan.depth + 1
         for index, hop in enumerate(self.hops):
             try:
                 stream = await self._open_stream(hop.peer)
@@ -596,7 +598,7 @@ class _HopGroup:
             "span": span,
             "predecessor": alone.predecessor if alone else "",
             "successor": alone.successor if alone else "",
-            "under_way": self._plan.depth + 1,
+            "under_way": self._under_way,
             "states": snapshot.states[span.start : span.stop] if with_states else (),
             "holders": tuple(dict.fromkeys(holders))[:8] if with_states else (),
             "ways": () if alone else parts,
@@ -977,7 +979,7 @@ class _HopGroup:
         """
         plan, now = self._plan, trio.current_time()
         busy = Counter(hop.peer for way in progress.ways_under_way for hop in plan.ways[way])
-        full = {peer for peer, count in busy.items() if count >= plan.depth + 1}
+        full = {peer for peer, count in busy.items() if count >= self._under_way}
         earlier = progress.ways.get(number)
         ways = range(len(plan.ways)) if earlier is None else (earlier,)
         free = [way for way in ways if not any(hop.peer in full for hop in plan.ways[way])]

@@ -22,6 +22,7 @@ from app.training.audits import Caution
 from app.training.hop import HopFrame, HopJob
 from app.training.ledger import UsualSize
 from app.training.trainer import Patience, Replicas, StepDone, SwarmTrainer
+from app.training.ways import WayPlan
 from app.training.wire import (
     MAX_ATTEMPTS,
     Kind,
@@ -452,3 +453,24 @@ async def test_hidden_states_whose_loss_is_not_finite_cost_their_hop_its_place_a
         with trio.fail_after(60):
             await owner.run(1, batches_of, Losses())
         assert {hop.peer for hop in owner.route} == {"n0", "spare"}
+
+
+async def test_a_hop_is_not_sent_more_than_it_made_room_for_when_another_is_lost(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ways without the lost hop may have more hops than all before: a hop was full then, and never asked again."""
+    deepest = 1
+    monkeypatch.setattr(WayPlan, "depth", property(lambda plan: deepest))
+    rows = batches_of(0)[3].token_ids.numel()
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8), (4, 8), (4, 8)) as swarm:
+
+        def lose() -> None:
+            nonlocal deepest
+            deepest = 6
+            swarm.kill("n3")
+
+        owner = owner_of(swarm, rows=rows)
+        with trio.fail_after(60):
+            await owner.run(3, batches_of, Losses({1: lose}))
+        assert all(why.startswith("n3") for why in owner.figures.lost)
+        assert {hop.peer for hop in owner.route} == {"n0", "n1", "n2"}
