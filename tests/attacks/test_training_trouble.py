@@ -39,7 +39,7 @@ from engine.model.ends import load_ends
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
 from engine.training.head import TrainingEnds
-from engine.training_runner import OwnerEnds
+from engine.training_runner import BatchLoss, OwnerEnds
 from p2p.memory.fabric import LinkProfile
 from tests.app.training.job_swarm import UNHURRIED, JobSwarm, Losses, batches_of, open_job_swarm
 from tests.engine.training import OPTIONS
@@ -474,3 +474,35 @@ async def test_a_hop_is_not_sent_more_than_it_made_room_for_when_another_is_lost
             await owner.run(3, batches_of, Losses({1: lose}))
         assert all(why.startswith("n3") for why in owner.figures.lost)
         assert {hop.peer for hop in owner.route} == {"n0", "n1", "n2"}
+
+
+async def test_a_hard_record_among_learned_ones_costs_nobody_its_place(source: ModelSource, tmp_path: Path) -> None:
+    """The gradients of what is learned by heart are thousands of times smaller than those of what comes as a surprise.
+
+    The last hop refused those of the owner for it, and was never asked again; others were suspected until the job
+    ended.
+    """
+
+    class Learned(OwnerEnds):
+        factor = 1e-4
+
+        def begin_loss(self, *args: Any, **more: Any) -> Any:
+            loss = super().begin_loss(*args, **more)
+            result = loss.result
+
+            def scaled(wire: str) -> BatchLoss:
+                found, factor = result(wire), type(self).factor
+                numbers = torch.frombuffer(bytearray(found.gradient), dtype=torch.float32)
+                return BatchLoss(found.total, (numbers * factor).numpy().tobytes())
+
+            loss.result = scaled  # type: ignore[method-assign]
+            return loss
+
+    ends = Learned(TrainingEnds(load_ends(source, OPTIONS)), source.config.hidden_size)
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        owner = swarm.owner(patience=UNHURRIED)
+        owner._ends = ends
+        with trio.fail_after(60):
+            await owner.run(4, batches_of, Losses({3: lambda: setattr(Learned, "factor", 1.0)}))
+        assert not owner.figures.lost
+        assert not owner.figures.rejected
