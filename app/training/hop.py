@@ -9,7 +9,7 @@ same way, so nothing of one job ever overlaps.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -66,7 +66,7 @@ from app.training.wire import (
     sums_frames,
     with_kept,
 )
-from engine.errors import EngineError, NotFinite, TrainingFull
+from engine.errors import EngineError, NotFinite, TrainingError, TrainingFull
 from p2p.errors import P2PError
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class HopJob:
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     fetching: trio.CancelScope = field(default_factory=trio.CancelScope)
     news: Signal = field(default_factory=Signal)
-    sizes: dict[int, UsualSize] = field(default_factory=lambda: {kind: UsualSize() for kind in PASSES})
+    sizes: defaultdict[tuple[int, int], UsualSize] = field(default_factory=lambda: defaultdict(UsualSize))  # kind, way
     kept: dict[int, list[StatePart]] = field(default_factory=dict)  # version -> states on disk; the last two versions
     dropped: Counter[str] = field(default_factory=Counter)  # verdict -> frames
     sums: SumsBuffer | None = None  # those of all holders, on their way here
@@ -232,6 +232,11 @@ class HopJob:
         """Forget the frames that wait."""
         for counter in (self.waiting, self.waiting_bytes, self.waiting_frames):
             counter.clear()
+
+    def begin_epoch(self, epoch: int, order: JobOrder, version: int) -> None:
+        """Take the owner's order for a new epoch, in which ways have new numbers."""
+        self.ledger.begin_epoch(epoch, order, version)
+        self.sizes.clear()
 
     @property
     def kept_bytes(self) -> int:
@@ -374,8 +379,6 @@ class TrainingServer:
                 self._end(job)
         elif peer != job.ledger.owner and peer not in job.ledger.order.neighbours:
             job.dropped["foreign"] += 1
-        elif frame.kind in PASSES and length_of(frame) * sequences_of(frame) > job.ledger.order.rows:
-            await self._reject(job, frame, _Rejected("more rows than were agreed", "shape"))
         elif not job.has_room(peer, frame):
             job.dropped["queue"] += 1
         else:
@@ -496,8 +499,9 @@ class TrainingServer:
             if frame.kind in _COMPUTING:
                 job.busy.computed(trio.current_time() - begun)
         except (RecordError, AppError, EngineError, trio.TooSlowError) as error:
-            if isinstance(error, NotFinite) and self._is_from_neighbour(job, frame):
-                await self._reject(job, frame, _Rejected(str(error), "size"))  # it is for the owner to find out whose
+            if isinstance(error, NotFinite | TrainingError) and self._is_from_neighbour(job, frame):
+                why = "size" if isinstance(error, NotFinite) else "shape"
+                await self._reject(job, frame, _Rejected(str(error), why))  # it is for the owner to find out whose
                 return
             code, why = "failed", ""
             if isinstance(error, TrainingFull):
@@ -521,7 +525,7 @@ class TrainingServer:
         if order.keeps:
             await self._go_on(job, order, frame)
             return
-        job.ledger.begin_epoch(frame.epoch, order, frame.position)
+        job.begin_epoch(frame.epoch, order, frame.position)
         job.sent.clear()
         job.blocks = None  # frees its memory before the same is taken again
         await self._close_activations(job)  # neighbours may be others, or have lost theirs
@@ -551,7 +555,7 @@ class TrainingServer:
             await self._device.run_later(blocks.commit)  # the order to commit was dropped with the old epoch
             ledger.commit(ledger.epoch, frame.position)
         is_here = (ledger.version, ledger.order.span) == (frame.position, order.span)
-        ledger.begin_epoch(frame.epoch, order, frame.position)
+        job.begin_epoch(frame.epoch, order, frame.position)
         for neighbour in job.sent.keys() - order.neighbours - {""}:
             del job.sent[neighbour]
         if blocks is None or not is_here:
@@ -583,22 +587,17 @@ class TrainingServer:
             if job.activations is not None:
                 boundary, pack = Boundary(way.successor, way.span.stop), job.activations.pack
                 data = await trio.to_thread.run_sync(pack, boundary, one, samples, data, frame.width)
-        except _Rejected as rejected:
+        except BaseException as error:
             job.ledger.failed(one)
-            await self._reject(job, frame, rejected)
+            blocks.discard(one.number, one.way)  # an earlier attempt too, which will not come back
+            if not isinstance(error, _Rejected):
+                raise
+            await self._reject(job, frame, error)
             return
-        except NoBase as missing:
-            job.ledger.failed(one)
-            await self._reject(job, frame, _Rejected(str(missing), "base"), "base")
-            return
-        except BaseException:
-            job.ledger.failed(one)
-            blocks.discard(one.number, one.way)
-            raise
         await self._send(job, way.successor, frame, one, data)
 
     async def _arrived(self, job: HopJob, frame: Frame, one: Pass, way: HopWay) -> tuple[Any, list[int]]:
-        """Return the rows of a FORWARD, and of changes the numbers of the sequences; raises `_Rejected` or `NoBase`."""
+        """Return the rows of a FORWARD, and of changes the numbers of the sequences; raises `_Rejected`."""
         if (frame.dtype == FORMATS[CHANGES]) != (job.activations is not None):
             raise _Rejected("another number format than was agreed", "shape")
         if job.activations is None:
@@ -606,7 +605,10 @@ class TrainingServer:
         if frame.width != self._blocks(job).hidden_size:
             raise _Rejected(f"rows of {frame.width} numbers are not this model's", "shape")
         boundary = Boundary(way.predecessor, way.span.start)
-        arrival = await trio.to_thread.run_sync(job.activations.unpack, boundary, frame)
+        try:
+            arrival = await trio.to_thread.run_sync(job.activations.unpack, boundary, frame)
+        except NoBase as missing:
+            raise _Rejected(str(missing), "base", code="base") from missing
         rows = await self._admitted(job, arrival.frame)
         job.to_agree[one.place] = one, await trio.to_thread.run_sync(job.activations.keep, arrival)
         return rows, arrival.samples
@@ -680,19 +682,22 @@ class TrainingServer:
             raise _Rejected("another number format than was agreed", "shape")
         if frame.width != blocks.hidden_size:
             raise _Rejected(f"rows of {frame.width} numbers are not this model's", "shape")
+        if length_of(frame) * sequences_of(frame) > job.ledger.order.rows:
+            raise _Rejected("more rows than were agreed", "shape")
         size = root_mean_square(frame)
-        if not job.sizes[frame.kind].accepts(size):
+        if not job.sizes[frame.kind, pass_of(frame).way].accepts(size):
             raise _Rejected(f"numbers of size {size:.3g} are not finite, or far beyond the usual", "size")
         return await self._device.run_later(blocks.rows, frame.body, DTYPE_NAMES[frame.dtype])
 
-    async def _reject(self, job: HopJob, frame: Frame, rejected: _Rejected, code: str = "input") -> None:
+    async def _reject(self, job: HopJob, frame: Frame, rejected: _Rejected) -> None:
+        """Tell the owner of a pass that its sender was to send and that must not be computed with."""
         job.dropped[rejected.why] += 1
         epoch = job.ledger.epoch
         job.rejections = Counter({epoch: job.rejections[epoch] + 1})
         if job.rejections[epoch] > MAX_REJECTIONS:
             return  # what the owner does not read would fill its stream
         direction, way = "back" if frame.kind == Kind.BACK else "forward", pass_of(frame).way
-        await self._trouble(job, HopError(code, str(rejected), f"{direction} {way}" if way else direction))
+        await self._trouble(job, HopError(rejected.code, str(rejected), f"{direction} {way}" if way else direction))
 
     async def _tally(self, job: HopJob, sender: str, frame: Frame) -> None:
         if await self._is_current(job, frame):
@@ -866,9 +871,9 @@ class TrainingServer:
 class _Rejected(Exception):
     """Numbers from a peer that must not be computed with; `why` is the name under which they are counted."""
 
-    def __init__(self, text: str, why: str) -> None:
+    def __init__(self, text: str, why: str, code: str = "input") -> None:
         super().__init__(text)
-        self.why = why
+        self.why, self.code = why, code
 
 
 def _control(message: bytes) -> OutboundFrame:

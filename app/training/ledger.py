@@ -22,6 +22,9 @@ from app.training.wire import JobOrder, Pass
 USUAL_OF = 32  # latest sizes of which the median is the usual one
 USUAL_FROM = 8  # sizes before one can be unusual
 UNUSUAL = 100.0  # times the usual size
+# A usual size counts as this at least: gradients of what is learned by heart are thousands of times smaller than those
+# of a hard record, whose root mean square is far below `UNUSUAL`.
+LEAST_USUAL = 1.0
 LARGEST = 1e12  # whatever is usual: far beyond what models have, and its square is a float32
 
 
@@ -180,7 +183,11 @@ class JobLedger:
 
 
 class UsualSize:
-    """Tells numbers of a usual size from those that are far too large: a peer that sends such would ruin the sums."""
+    """Tells numbers of a usual size from those that are far too large: a peer that sends such would ruin the sums.
+
+    There is one for each way: a model's numbers may grow by more than `UNUSUAL` from its first block to its last, and a
+    hop that sends tiny ones must not make those of others unusual.
+    """
 
     def __init__(self) -> None:
         self._sizes: deque[float] = deque(maxlen=USUAL_OF)
@@ -189,7 +196,7 @@ class UsualSize:
         """True if a size is at most `LARGEST`, and at most `UNUSUAL` times the median of those accepted before."""
         if not 0 <= size <= LARGEST:  # NaN too
             return False
-        if len(self._sizes) >= USUAL_FROM and size > UNUSUAL * max(statistics.median(self._sizes), 1e-12):
+        if len(self._sizes) >= USUAL_FROM and size > UNUSUAL * max(statistics.median(self._sizes), LEAST_USUAL):
             return False
         self._sizes.append(size)
         return True

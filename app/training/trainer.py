@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -53,7 +53,6 @@ from app.training.wire import (
     FORMAT_NAMES,
     FORMATS,
     MAX_MICRO_BATCHES,
-    PASSES,
     PROTOCOL,
     JobOrder,
     Kind,
@@ -528,6 +527,7 @@ class _HopGroup:
         self._trained, self._device = owner._trained, owner._device
         self._links: dict[int, _Link] = {}  # by a number that stays
         self._plan: WayPlan
+        self._under_way = 1  # most micro-batches at a hop; it has memory for as many, whatever the later plans
         self._round = 0  # of sums in this version
         self._drawn: dict[int, tuple[Drawn, float]] = {}  # micro-batch -> what was expected of it, and when it was sent
         self.version = owner.snapshot.version
@@ -544,7 +544,7 @@ class _HopGroup:
         self._waited_s = 0.0  # since the last frame, before all seemed lost
         self._in_vain = 0  # times that all seemed lost since the job last came forward
         self._troubled: str | None = None  # whose error was the latest reason to run micro-batches again
-        self._sizes = {kind: UsualSize() for kind in PASSES}
+        self._sizes: defaultdict[tuple[int, int], UsualSize] = defaultdict(UsualSize)  # by kind and way
         self._rejected: Counter[str] = Counter()
         self._complaints: Counter[tuple[str, str]] = Counter()  # (who complains, about whose numbers)
         self._sent: dict[str, dict[str, int]] = {}  # hop -> bytes to each receiver in this epoch, as it said last
@@ -562,6 +562,7 @@ class _HopGroup:
     async def open(self, route: Route) -> None:
         """Begin the epoch at every hop; those that fail are left if others hold all their blocks. Raises `HopLost`."""
         self._plan = plan_ways(route)
+        self._under_way = self._plan.depth + 1
         for index, hop in enumerate(self.hops):
             try:
                 stream = await self._open_stream(hop.peer)
@@ -582,6 +583,7 @@ class _HopGroup:
     async def _begin(self, *, keeps: bool) -> None:
         self._round = 0
         self._drawn.clear()
+        self._sizes.clear()  # ways have new numbers
         for link in self._links.values():
             order = self._order_for(link.hop, keeps=keeps)
             await link.outbox.push(_control(encode_open(self._owner.run_id, self._epoch, self.version, order)))
@@ -596,7 +598,7 @@ class _HopGroup:
             "span": span,
             "predecessor": alone.predecessor if alone else "",
             "successor": alone.successor if alone else "",
-            "under_way": self._plan.depth + 1,
+            "under_way": self._under_way,
             "states": snapshot.states[span.start : span.stop] if with_states else (),
             "holders": tuple(dict.fromkeys(holders))[:8] if with_states else (),
             "ways": () if alone else parts,
@@ -772,33 +774,35 @@ class _HopGroup:
         peer = self._links[index].hop.peer
         if trouble.code == "input":
             direction, _, way = trouble.why.partition(" ")
-            sender = self._neighbour(peer, int(way) if way.isdecimal() else 0, -1 if direction == "forward" else 1)
-            if sender is None:  # this node's own numbers are checked before they are sent
+            before = self._before(peer, int(way) if way.isdecimal() else 0, is_back=direction != "forward")
+            if not before:  # this node's own numbers are checked before they are sent
                 raise HopLost(peer, f"it refuses what this node sends: {trouble.text}", refused=True)
-            self._complain(peer, sender, trouble.text)
+            self._complain(peer, before, trouble.text)
             return True
         if trouble.code in ("link", "base"):
             return True
         raise HopLost(peer, trouble.text or trouble.code, refused=trouble.code == "refused")
 
-    def _neighbour(self, peer: str, way: int, side: int) -> str | None:
-        """Return the peer before (-1) or after (1) another on a way; None if that is the owner."""
+    def _before(self, peer: str, way: int, *, is_back: bool) -> list[str]:
+        """Return the hops through which passes come to a hop on a way, the nearest one first; raises `HopLost`."""
         peers = [hop.peer for hop in self._plan.ways[way]] if way < len(self._plan.ways) else []
         if peer not in peers:
             raise HopLost(peer, f"it speaks of way {way}, on which it is not", refused=True)
-        at = peers.index(peer) + side
-        return peers[at] if 0 <= at < len(peers) else None
+        at = peers.index(peer)
+        return peers[at + 1 :] if is_back else peers[:at][::-1]
 
-    def _complain(self, complainer: str, sender: str, why: str) -> None:
-        """Count numbers that one hop says another sent it; too many of them cost one of the two its place.
+    def _complain(self, complainer: str, before: Sequence[str], why: str) -> None:
+        """Count numbers that a hop says the nearest one `before` it sent; too many cost one of them all its place.
 
-        Only these two have seen the numbers, and either may lie.
+        Only these two have seen the numbers, and either may lie; but what the nearest one made of odd numbers from
+        those before it is odd too.
         """
+        sender = before[0]
         self._note_rejected(sender, why)
         self._complaints[complainer, sender] += 1
         if self._complaints[complainer, sender] >= MAX_REJECTED:
             text = f"{complainer} cannot use what {sender} sent it {MAX_REJECTED} times: {why}"
-            raise self._owner.suspected((sender, complainer), text)
+            raise self._owner.suspected((sender, complainer, *before[1:]), text)
 
     def _note_rejected(self, peer: str, why: str) -> None:
         self._owner.figures.rejected[peer] += 1
@@ -818,9 +822,9 @@ class _HopGroup:
 
     def _reject_shape(self, index: int, frame: Frame) -> None:
         """Count rows that have not their micro-batch's shape, which the hops do not know on the way forwards."""
-        peer, way = self._links[index].hop.peer, self._plan.ways[pass_of(frame).way]
-        before = [hop.peer for hop in way if hop.peer != peer] if frame.kind != Kind.BACK else []
-        self._reject(peer, "a wrong shape", before)
+        peer, is_back = self._links[index].hop.peer, frame.kind == Kind.BACK
+        before = self._before(peer, pass_of(frame).way, is_back=False)
+        self._reject(peer, "a wrong shape", () if is_back else before)
 
     async def _gather(self, kind: Kind, wait_s: float | None = None, order: bytes | None = None) -> list[Frame]:
         """Send an order to every hop and return their answers in the hops' order.
@@ -975,7 +979,7 @@ class _HopGroup:
         """
         plan, now = self._plan, trio.current_time()
         busy = Counter(hop.peer for way in progress.ways_under_way for hop in plan.ways[way])
-        full = {peer for peer, count in busy.items() if count >= plan.depth + 1}
+        full = {peer for peer, count in busy.items() if count >= self._under_way}
         earlier = progress.ways.get(number)
         ways = range(len(plan.ways)) if earlier is None else (earlier,)
         free = [way for way in ways if not any(hop.peer in full for hop in plan.ways[way])]
@@ -1006,13 +1010,15 @@ class _HopGroup:
         elif progress.reached_end(one.number, one.attempt):
             self._came_forward()
             trains = frame.kind == Kind.FORWARD
+            last, *before = [hop.peer for hop in reversed(self._plan.ways[one.way])]
             try:
                 found = await self._loss(batch, frame, one.number, gradient=trains)
             except NotFinite as error:
-                raise TrainingStopped(f"the loss of step {one.version + 1} is not finite: {error}") from error
+                self._reject(last, f"hidden states whose loss is not finite: {error}", before)
+                self._run_again(progress, [one.number])
+                return
             progress.losses[one.number] = found.total
             if trains:
-                last = self._plan.ways[one.way][-1].peer
                 gradient = found.gradient if self._activations is None else with_kept(found.gradient, kept)
                 await self._send_pass(Kind.BACK, last, one, batch, gradient)
             else:
@@ -1025,7 +1031,10 @@ class _HopGroup:
         loss = await device.run_later(begin, batch, frame.body, DTYPE_NAMES[frame.dtype])
         while await device.run_later(loss.advance):
             pass
-        return await device.run_later(loss.result, self._terms.order.row_format)
+        found = await device.run_later(loss.result, self._terms.order.row_format)
+        if not math.isfinite(found.total):
+            raise NotFinite(f"it is {found.total}")
+        return found
 
     async def _send_pass(self, kind: Kind, peer: str, one: Pass, batch: Any, data: bytes) -> None:
         _, length = self._ends.shape(batch)
@@ -1057,11 +1066,11 @@ class _HopGroup:
         can read: so the shape is checked, and each attempt is passed on once.
         """
         one, peer = pass_of(frame), self._links[index].hop.peer
-        target = self._neighbour(peer, one.way, -1 if frame.kind == Kind.BACK else 1)
-        if target is None:
+        after = self._before(peer, one.way, is_back=frame.kind != Kind.BACK)
+        if not after:
             return False
         if not self._has_shape(frame, batch):
-            self._reject(peer, "a wrong shape")
+            self._reject_shape(index, frame)
             return True
         if not progress.passes_on(peer, frame.kind, one):
             return True
@@ -1069,7 +1078,7 @@ class _HopGroup:
             Kind(frame.kind), frame.session, frame.epoch, one, dtype=FORMAT_NAMES[frame.dtype],
             rows=length_of(frame), width=frame.width, length=len(frame.body),
         )  # fmt: skip
-        await self._link(target).outbox.push(OutboundFrame((head, bytes(frame.body)), Priority.BULK))
+        await self._link(after[0]).outbox.push(OutboundFrame((head, bytes(frame.body)), Priority.BULK))
         return True
 
     def _is_sound(self, index: int, frame: Frame, batch: Any) -> bool:
@@ -1081,7 +1090,7 @@ class _HopGroup:
             self._reject_shape(index, frame)
         elif not math.isfinite(size := root_mean_square(frame)):
             self._reject(peer, "numbers that are not finite")
-        elif not self._sizes[Kind(frame.kind)].accepts(size):
+        elif not self._sizes[frame.kind, pass_of(frame).way].accepts(size):
             # others on the way may have let it get used to large numbers, of which this node has seen fewer
             others = [hop.peer for hop in self._plan.ways[pass_of(frame).way] if hop.peer != peer]
             self._reject(peer, f"numbers of size {size:.3g}, far beyond the usual", others)

@@ -164,7 +164,8 @@ class TrainedSpan:
         """Run a micro-batch backwards from the gradient of its output; return that of its input, both (N, hidden).
 
         The adapters' gradients are added to the sums of each block that has not counted this micro-batch yet and is not
-        among the `uncounted`. Raises `TrainingError` if its forward pass is not here, `NotFinite` for NaN.
+        among the `uncounted`. Raises `TrainingError` if its forward pass is not here, `NotFinite` for NaN, also if the
+        sums become such: then all of this version is dropped.
         """
         kept = self._passes.get((number, way))
         if kept is None:
@@ -381,6 +382,8 @@ class TrainedSpan:
         (dx,) = torch.autograd.grad(y, leaf, dy)
         if counts:
             own.counted.add(number)
+            if not bool(torch.isfinite(own.sums).all()):  # products may have no place in 16 bits where `dx` has
+                raise NotFinite(f"the gradient of micro-batch {number} makes sums that are not finite")
         return dx
 
 

@@ -249,15 +249,16 @@ async def test_the_owner_is_told_of_some_rejected_passes_and_not_of_thousands(
     source: ModelSource, tmp_path: Path
 ) -> None:
     async with open_job_swarm(source, tmp_path, (0, 8)) as swarm:
-        owner, run = await opened(swarm, "owner", replace(ORDER, successor="after"))
-        neighbour = await swarm.fabric.node("after").open("n0", PROTOCOL)
-        body = bytes(4 * 65)
-        head = pass_header(Kind.BACK, run, 1, Pass(0, 0, 0), dtype="f32", rows=65, width=1, length=len(body))
-        for _ in range(3 * hop.MAX_REJECTIONS):
+        owner, run = await opened(swarm, "owner", replace(ORDER, predecessor="before"))
+        neighbour = await swarm.fabric.node("before").open("n0", PROTOCOL)
+        body = bytes(4)
+        head = pass_header(Kind.EVALUATE, run, 1, Pass(0, 0, 0), dtype="f32", rows=1, width=1, length=len(body))
+        server = swarm.nodes["n0"].server
+        for count in range(3 * hop.MAX_REJECTIONS):
             await neighbour.wait_room()
             await neighbour.send(head + body)
-        await neighbour.send(plain(Kind.PROBE, run, 1))
-        await neighbour.receive()
+            while server.jobs[0].dropped.get("shape") != count + 1:
+                await trio.lowlevel.checkpoint()
         await owner.send(plain(Kind.PROBE, run, 1))
         kinds = []
         while Kind.STATE not in kinds:

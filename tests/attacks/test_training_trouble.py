@@ -15,19 +15,34 @@ import trio
 from trio.testing import MockClock
 
 from app.core.network import Priority
-from app.session.frame import Frame, HopError
+from app.session.frame import Frame, HopError, root_mean_square
 from app.session.outbound import OutboundFrame
-from app.training import progress, states, trainer, wire
+from app.training import hop, progress, states, trainer, wire
 from app.training.audits import Caution
 from app.training.hop import HopFrame, HopJob
 from app.training.ledger import UsualSize
 from app.training.trainer import Patience, Replicas, StepDone, SwarmTrainer
-from app.training.wire import MAX_ATTEMPTS, Kind, Pass, SumsBuffer, encode_trouble, length_of, pass_header, pass_of
+from app.training.ways import WayPlan
+from app.training.wire import (
+    MAX_ATTEMPTS,
+    Kind,
+    Pass,
+    SumsBuffer,
+    encode_trouble,
+    length_of,
+    pass_header,
+    pass_of,
+    sequences_of,
+)
 from app.weights.extents import WeightsError
+from engine.model.ends import load_ends
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
+from engine.training.head import TrainingEnds
+from engine.training_runner import BatchLoss, OwnerEnds
 from p2p.memory.fabric import LinkProfile
 from tests.app.training.job_swarm import UNHURRIED, JobSwarm, Losses, batches_of, open_job_swarm
+from tests.engine.training import OPTIONS
 
 PLAIN = {"caution": Caution(clips=False, audit_every=None)}
 ALL = (0, 8)
@@ -250,3 +265,244 @@ async def test_sums_that_an_audit_costs_a_hop_are_made_again(source: ModelSource
             await owner.run(2, batches_of, Losses())
         assert any(spoilt)
         assert counted == [set(range(5))] * 2
+
+
+async def send_forward(
+    swarm: JobSwarm, job: HopJob, way: tuple[str, str], one: Pass, length: int, value: float = 0.0
+) -> None:
+    """Let the first of two nodes send the other a FORWARD of one sequence, whose numbers are all the same."""
+    sender, to = way
+    server: Any = swarm.nodes[sender].server
+    width, epoch = swarm.source.config.hidden_size, job.ledger.epoch
+    body = torch.full((width * length,), value).numpy().tobytes()
+    head = pass_header(Kind.FORWARD, job.run, epoch, one, dtype="f32", rows=length, width=width, length=len(body))
+    sent = HopFrame(job.run, (head, body), Priority.BULK, epoch, job.ledger.owner)
+    await server._outboxes.push(to, sent, job.ledger.owner)
+
+
+@pytest.mark.parametrize("way", [0, 1, 60])
+async def test_a_hop_does_not_complain_of_others_for_what_somebody_else_sent_it(
+    source: ModelSource, tmp_path: Path, way: int
+) -> None:
+    """The hop after it sent it more rows than were agreed: it blamed the owner, or a way on which it was not."""
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        server: Any = swarm.nodes["n1"].server
+        honest = server._forward
+
+        async def forward(job: HopJob, sender: str, frame: Frame) -> None:
+            await send_forward(swarm, job, ("n1", "n0"), pass_of(frame)._replace(way=way), job.ledger.order.rows + 1)
+            await honest(job, sender, frame)
+
+        server._forward = forward
+        owner = owner_of(swarm)
+        with trio.fail_after(60):
+            await owner.run(2, batches_of, Losses())
+        assert not owner.figures.lost
+
+
+async def test_a_hop_whose_neighbour_sends_too_long_a_sequence_does_not_answer_for_it(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """As many rows as were agreed may be one sequence that is too long for the model: the hop said that it failed."""
+    short = replace(source, config=replace(source.config, context_length=32))
+    async with open_job_swarm(short, tmp_path, (0, 4), (4, 8)) as swarm:
+        await swarm.train("spare", 0, 4)
+        server: Any = swarm.nodes["n0"].server
+
+        async def forward(job: HopJob, sender: str, frame: Frame) -> None:
+            await send_forward(swarm, job, ("n0", "n1"), pass_of(frame), 33)
+
+        server._forward = forward
+        owner = swarm.owner(patience=replace(UNHURRIED, quiet_s=0.2))
+        with trio.fail_after(60):
+            await owner.run(1, batches_of, Losses())
+        assert all(why.startswith("n0") for why in owner.figures.lost)
+        assert {hop.peer for hop in owner.route} == {"spare", "n1"}
+
+
+async def test_a_pass_that_is_refused_leaves_nothing_of_its_earlier_attempt(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """Inputs of the attempt before stayed in memory until there was no room: the hop was never asked again."""
+    rows = batches_of(0)[3].token_ids.numel()
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        server: Any = swarm.nodes["n0"].server
+        honest = server._forward
+        begun = False
+
+        async def forward(job: HopJob, sender: str, frame: Frame) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                for number in (100, 101):
+                    await send_forward(swarm, job, ("n0", "n1"), Pass(0, number, 0), rows)
+                    await send_forward(swarm, job, ("n0", "n1"), Pass(0, number, 1), rows, 1e13)
+            await honest(job, sender, frame)
+
+        server._forward = forward
+        owner = owner_of(swarm, rows=rows)
+        with trio.fail_after(60):
+            await owner.run(2, batches_of, Losses())
+        assert not owner.figures.lost
+
+
+async def test_a_hop_that_sends_tiny_numbers_does_not_make_those_of_the_owner_unusual(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """The hop after it found what the owner sent on another way too large, and was never asked again for saying so."""
+    async with open_job_swarm(source, tmp_path, (0, 4), ALL) as swarm:
+        server: Any = swarm.nodes["n0"].server
+        honest = server._forward
+
+        async def forward(job: HopJob, sender: str, frame: Frame) -> None:
+            for attempt in range(MAX_ATTEMPTS):
+                await send_forward(swarm, job, ("n0", "n1"), pass_of(frame)._replace(number=100, attempt=attempt), 1)
+            await honest(job, sender, frame)
+
+        server._forward = forward
+        owner = owner_of(swarm)
+        with trio.fail_after(60):
+            await owner.run(6, batches_of, Losses())
+        assert "n1" not in owner._refused
+        assert "n1" in {hop.peer for hop in owner.route}
+
+
+async def test_a_hop_that_sends_tiny_numbers_does_not_make_those_of_other_hops_unusual(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """The owner took them for the usual ones, and never asked the honest hop again."""
+    async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
+        server: Any = swarm.nodes["n0"].server
+        honest = server._send
+
+        async def send(job: HopJob, neighbour: str, frame: Frame, one: Pass, data: bytes) -> None:
+            for _ in range(40 if frame.kind == Kind.FORWARD else 1):
+                await honest(job, neighbour, frame, one, bytes(len(data)))
+
+        server._send = send
+        owner = owner_of(swarm)
+        with trio.fail_after(60):
+            await owner.run(3, batches_of, Losses())
+        assert "n1" not in owner._refused
+        assert "n1" in {hop.peer for hop in owner.route}
+
+
+def sends_longer(server: Any) -> None:
+    """Let a server send sequences with one row more forwards."""
+    honest = server._send
+
+    async def send(job: HopJob, neighbour: str, frame: Frame, one: Pass, data: bytes) -> None:
+        if frame.kind == Kind.FORWARD:
+            data += bytes(4 * frame.width * sequences_of(frame))
+            frame = frame._replace(rows=frame.rows + 1)
+        await honest(job, neighbour, frame, one, data)
+
+    server._send = send
+
+
+async def test_a_hop_that_must_send_through_the_owner_does_not_answer_for_a_wrong_shape_alone(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """The hop before it made the shape, and nobody else holds its blocks: the job ended."""
+    async with open_job_swarm(source, tmp_path, (0, 3), (3, 6), (6, 8)) as swarm:
+        await swarm.train("spare", 0, 3)
+        swarm.separate("n1", "n2")
+        sends_longer(swarm.nodes["n0"].server)
+        owner = swarm.owner(patience=replace(UNHURRIED, quiet_s=0.2))
+        with trio.fail_after(60):
+            await owner.run(1, batches_of, Losses())
+        assert {hop.peer for hop in owner.route} == {"spare", "n1", "n2"}
+
+
+async def test_of_a_hop_whose_numbers_are_refused_those_before_it_are_suspected_too(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """`n1` is used to larger numbers than `n2`: both were left in turn for what `n0` had sent, until the job ended."""
+    async with open_job_swarm(source, tmp_path, (0, 3), (3, 6), (6, 8)) as swarm:
+        await swarm.train("spare", 0, 3)
+        swarm.nodes["n0"].changes.append(
+            lambda blocks: setattr(blocks, "data", lambda rows, wire: (rows * 4000).numpy().tobytes())
+        )
+        server: Any = swarm.nodes["n2"].server
+        honest = server._admitted
+
+        async def admitted(job: HopJob, frame: Frame) -> Any:
+            if root_mean_square(frame) > 1000:
+                raise hop._Rejected("far beyond the usual", "size")
+            return await honest(job, frame)
+
+        server._admitted = admitted
+        owner = swarm.owner(patience=UNHURRIED)
+        with trio.fail_after(60):
+            await owner.run(1, batches_of, Losses())
+        assert {hop.peer for hop in owner.route} == {"spare", "n1", "n2"}
+
+
+async def test_hidden_states_whose_loss_is_not_finite_cost_their_hop_its_place_and_not_the_job(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """They are finite themselves, but not in the 16 bits of the owner's head: the job ended at the first of them."""
+    ends = TrainingEnds(load_ends(source, replace(OPTIONS, dtype=torch.float16)))
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        await swarm.train("spare", 4, 8)
+        swarm.nodes["n1"].changes.append(
+            lambda blocks: setattr(blocks, "data", lambda rows, wire: (rows * 1e6).numpy().tobytes())
+        )
+        owner = swarm.owner(patience=UNHURRIED)
+        owner._ends = OwnerEnds(ends, source.config.hidden_size)
+        with trio.fail_after(60):
+            await owner.run(1, batches_of, Losses())
+        assert {hop.peer for hop in owner.route} == {"n0", "spare"}
+
+
+async def test_a_hop_is_not_sent_more_than_it_made_room_for_when_another_is_lost(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ways without the lost hop may have more hops than all before: a hop was full then, and never asked again."""
+    deepest = 1
+    monkeypatch.setattr(WayPlan, "depth", property(lambda plan: deepest))
+    rows = batches_of(0)[3].token_ids.numel()
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8), (4, 8), (4, 8)) as swarm:
+
+        def lose() -> None:
+            nonlocal deepest
+            deepest = 6
+            swarm.kill("n3")
+
+        owner = owner_of(swarm, rows=rows)
+        with trio.fail_after(60):
+            await owner.run(3, batches_of, Losses({1: lose}))
+        assert all(why.startswith("n3") for why in owner.figures.lost)
+        assert {hop.peer for hop in owner.route} == {"n0", "n1", "n2"}
+
+
+async def test_a_hard_record_among_learned_ones_costs_nobody_its_place(source: ModelSource, tmp_path: Path) -> None:
+    """The gradients of what is learned by heart are thousands of times smaller than those of what comes as a surprise.
+
+    The last hop refused those of the owner for it, and was never asked again; others were suspected until the job
+    ended.
+    """
+
+    class Learned(OwnerEnds):
+        factor = 1e-4
+
+        def begin_loss(self, *args: Any, **more: Any) -> Any:
+            loss = super().begin_loss(*args, **more)
+            result = loss.result
+
+            def scaled(wire: str) -> BatchLoss:
+                found, factor = result(wire), type(self).factor
+                numbers = torch.frombuffer(bytearray(found.gradient), dtype=torch.float32)
+                return BatchLoss(found.total, (numbers * factor).numpy().tobytes())
+
+            loss.result = scaled  # type: ignore[method-assign]
+            return loss
+
+    ends = Learned(TrainingEnds(load_ends(source, OPTIONS)), source.config.hidden_size)
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        owner = swarm.owner(patience=UNHURRIED)
+        owner._ends = ends
+        with trio.fail_after(60):
+            await owner.run(4, batches_of, Losses({3: lambda: setattr(Learned, "factor", 1.0)}))
+        assert not owner.figures.lost
+        assert not owner.figures.rejected

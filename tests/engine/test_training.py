@@ -289,6 +289,17 @@ def test_input_that_does_not_fit_is_refused(source: ModelSource) -> None:
     span.discard(17)
 
 
+def test_a_gradient_whose_sums_are_not_finite_is_refused(source: ModelSource) -> None:
+    """What goes on to the block before it is finite: in 16 bits 3000 is enough for that, here it takes more."""
+    span = trainer(source, SETTINGS).spans[0]
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    y = span.forward(0, 10 * x, 1)
+    with pytest.raises(NotFinite, match="sums"):
+        span.backward(0, torch.full_like(y, 1e36))
+    assert not span.gradient(span.start).any()
+    assert not span.counted(span.start)
+
+
 def test_a_loss_that_is_not_finite_stops_at_the_last_good_step(source: ModelSource) -> None:
     job = trainer(source, SETTINGS)
     job.step(BATCHES)

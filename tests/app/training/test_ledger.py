@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from app.core.span import Span
 from app.routing.route import Hop
-from app.training.ledger import UNUSUAL, USUAL_FROM, JobLedger, PassVerdict, UsualSize
+from app.training.ledger import LEAST_USUAL, UNUSUAL, USUAL_FROM, JobLedger, PassVerdict, UsualSize
 from app.training.progress import StepProgress
 from app.training.ways import parts_of, plan_ways
 from app.training.wire import HopWay, JobOrder, Pass, Tally
@@ -107,6 +107,13 @@ def test_sizes_far_beyond_the_usual_are_refused() -> None:
     assert not usual.accepts(float("nan"))
     assert not usual.accepts(float("inf"))
     assert usual.accepts(0.99 * UNUSUAL)
+
+
+def test_what_is_small_is_usual_whatever_came_before() -> None:
+    usual = UsualSize()
+    assert all(usual.accepts(1e-9) for _ in range(USUAL_FROM))
+    assert usual.accepts(UNUSUAL * LEAST_USUAL)
+    assert not usual.accepts(1.01 * UNUSUAL * LEAST_USUAL)
 
 
 @pytest.mark.parametrize("size", [1e13, float("inf"), float("nan"), -1.0])
