@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -18,7 +17,6 @@ from app.core.network import Priority
 from app.session.frame import Frame, HopError, root_mean_square
 from app.session.outbound import OutboundFrame
 from app.training import hop, progress, states, trainer, wire
-from app.training.audits import Caution
 from app.training.hop import HopFrame, HopJob
 from app.training.ledger import UsualSize
 from app.training.trainer import Patience, Replicas, StepDone, SwarmTrainer
@@ -41,25 +39,13 @@ from engine.sources.tiny import open_tiny
 from engine.training.head import TrainingEnds
 from engine.training_runner import BatchLoss, OwnerEnds
 from p2p.memory.fabric import LinkProfile
-from tests.app.training.job_swarm import UNHURRIED, JobSwarm, Losses, batches_of, open_job_swarm
+from tests.app.training.job_swarm import ALL, PLAIN, UNHURRIED, JobSwarm, Losses, batches_of, open_job_swarm
 from tests.engine.training import OPTIONS
-
-PLAIN = {"caution": Caution(clips=False, audit_every=None)}
-ALL = (0, 8)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     return open_tiny(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The model is too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def owner_of(swarm: JobSwarm, **more: Any) -> SwarmTrainer:

@@ -17,11 +17,9 @@ from app.training.audits import Caution
 from app.training.trainer import JobHooks, StepDone
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
-from tests.app.training.job_swarm import PATIENCE, Losses, batches_of, open_job_swarm
+from tests.app.training.job_swarm import ALL, PATIENCE, PLAIN, Losses, batches_of, open_job_swarm
 from tests.app.training.test_replicas import (
-    ALL,
     ATTACKS,
-    PLAIN,
     check_bad_sums,
     check_close,
     check_death,

@@ -5,7 +5,7 @@ Longer and more of the same: `tests/soak/test_replicas.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from trio.testing import MockClock
 
 from app.core.span import Span
 from app.routing.trust import TrustBook
-from app.training.audits import Caution
 from app.training.hop import TrainingTerms
 from app.training.ledger import JobLedger
 from app.training.trainer import JobHooks, Replicas, StepDone, SwarmTrainer
@@ -23,7 +22,7 @@ from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
 from engine.training.local_trainer import MicroBatch
 from engine.training_runner import TrainingRunner
-from tests.app.training.job_swarm import SETTINGS, UNHURRIED, JobSwarm, Losses, batches_of, open_job_swarm
+from tests.app.training.job_swarm import ALL, PLAIN, SETTINGS, UNHURRIED, JobSwarm, Losses, batches_of, open_job_swarm
 from tests.engine.training import trainer
 
 ATTACKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -32,22 +31,11 @@ ATTACKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "noise": lambda sums: torch.randn_like(sums) * sums.std(),
     "zeros": torch.zeros_like,
 }
-PLAIN = {"caution": Caution(clips=False, audit_every=None)}
-ALL = (0, 8)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     return open_tiny(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The model is too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def few(version: int) -> list[MicroBatch]:
