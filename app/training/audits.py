@@ -70,6 +70,10 @@ class AuditLots:
         """An audit found a holder's sums to be right."""
         self._cleared_at[peer] = version
 
+    def contradicted(self, peer: str) -> None:
+        """An audit found a holder's sums to be wrong: it is audited first of all if it takes part again."""
+        self._cleared_at.pop(peer, None)
+
     def _score(self, peer: str, version: int) -> float:
         """Agreement of a holder with the others; the shorter ago it was cleared, the more is added."""
         every = self._caution.audit_every or 1

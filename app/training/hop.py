@@ -181,9 +181,8 @@ class HopJob:
     heard_at: float
     ordered: int  # the latest epoch that its owner has ordered; the ledger's once it is carried out
     blocks: JobBlocks | None = None
-    waiting: deque[tuple[str, Frame]] = field(default_factory=deque)  # (sender, frame)
+    waiting: dict[str, deque[Frame]] = field(default_factory=dict)  # sender -> its frames; whose turn is next is first
     waiting_bytes: Counter[str] = field(default_factory=Counter)  # sender -> bytes of its frames that wait
-    waiting_frames: Counter[str] = field(default_factory=Counter)  # sender -> number of its frames that wait
     is_busy: bool = False
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     fetching: trio.CancelScope = field(default_factory=trio.CancelScope)
@@ -203,14 +202,18 @@ class HopJob:
 
     def put(self, sender: str, frame: Frame) -> None:
         """Leave a frame to the job's task."""
-        self.waiting.append((sender, frame))
+        self.waiting.setdefault(sender, deque()).append(frame)
         self.waiting_bytes[sender] += len(frame.body)
-        self.waiting_frames[sender] += 1
         self.news.notify()
+
+    @property
+    def waiting_count(self) -> int:
+        """Number of frames that wait."""
+        return sum(map(len, self.waiting.values()))
 
     def has_room(self, sender: str, frame: Frame) -> bool:
         """True if a frame may wait; one sender's frames never keep out those of another, least of all the owner's."""
-        if self.waiting_frames[sender] > 2 * self.ledger.order.under_way + 8 + self.sums_slices:
+        if len(self.waiting.get(sender, ())) > 2 * self.ledger.order.under_way + 8 + self.sums_slices:
             return False
         size, owner = len(frame.body), self.ledger.owner
         if sender == owner:
@@ -222,16 +225,19 @@ class HopJob:
         )
 
     def take(self) -> tuple[str, Frame]:
-        """Return the sender and the frame that waited longest."""
-        sender, frame = self.waiting.popleft()
+        """Return a sender and its frame that waited longest; the senders take turns."""
+        sender = next(iter(self.waiting))
+        frames = self.waiting.pop(sender)
+        frame = frames.popleft()
+        if frames:
+            self.waiting[sender] = frames
         self.waiting_bytes[sender] -= len(frame.body)
-        self.waiting_frames[sender] -= 1
         return sender, frame
 
     def drop_waiting(self) -> None:
         """Forget the frames that wait."""
-        for counter in (self.waiting, self.waiting_bytes, self.waiting_frames):
-            counter.clear()
+        self.waiting.clear()
+        self.waiting_bytes.clear()
 
     def begin_epoch(self, epoch: int, order: JobOrder, version: int) -> None:
         """Take the owner's order for a new epoch, in which ways have new numbers."""
@@ -299,7 +305,7 @@ class TrainingServer:
                 job.span.start,
                 job.span.stop,
                 job.ledger.version,
-                len(job.waiting),
+                job.waiting_count,
                 dict(job.dropped),
                 job.busy.steps_s,
                 job.busy.computed_s,
@@ -388,7 +394,7 @@ class TrainingServer:
     def _state_of(self, job: HopJob) -> bytes:
         neighbours = job.ledger.order.neighbours
         sending = bool(job.answers.waiting_bytes) + sum(self._outboxes.has_waiting(peer) for peer in neighbours)
-        computing = len(job.waiting) + job.is_busy
+        computing = job.waiting_count + job.is_busy
         return plain(Kind.STATE, job.run, job.ledger.epoch, job.ledger.version, rows=computing, width=sending)
 
     async def _on_open(self, frame: Frame, peer: str, answers: PeerOutbox) -> None:

@@ -44,6 +44,7 @@ from app.session.loop_stream import loop_streams
 from app.session.outbound import FRAME_COST_BYTES, OutboundFrame, PeerOutbox
 from app.training.activations import ActivationDisk, Activations, Boundary, NoBase
 from app.training.audits import Answer, AuditLots, AuditVerdict, Caution, Suspect, judge
+from app.training.blame import Blame
 from app.training.ledger import UsualSize
 from app.training.progress import StepProgress
 from app.training.reduction import HolderSums, Numbers, from_bytes, is_finite, reduced, squared_norm
@@ -92,7 +93,6 @@ MAX_QUEUED_BYTES = 2**26  # of one hop's frames that wait here; then its stream 
 MAX_FAILURES = 12  # epochs in a row without a step
 PROBE_EVERY_S = 60.0  # at least, however long pauses usually are: hops forget an owner that is silent for minutes
 MOST_PATIENCE = 16  # times the usual quiet time, before what did not come is taken for lost
-MAX_SUSPECTED = 3  # times that a hop may have stopped the job, before it is not asked again
 
 
 class BatchLoss(Protocol):
@@ -256,40 +256,6 @@ class Replicas:
 OwnServer = Callable[[FrameStream], Awaitable[None]]
 
 
-class Suspicion:
-    """Who of several hops is left when one of them stops the job, and nobody can tell which.
-
-    Each of them is in its turn. One that was suspected before comes first, and those with whom a step is made after
-    that are cleared: so one that stops every epoch it takes part in is found, whomever it says is at fault.
-    """
-
-    def __init__(self) -> None:
-        self._times: Counter[str] = Counter()  # each counts once from one step to the next
-        self._lately: set[str] = set()  # suspected since the last step
-        self._tried: set[str] = set()  # of these, in the present turn
-
-    def choose(self, peers: Sequence[str]) -> str:
-        """Return the peer to go on without."""
-        if self._tried >= set(peers):
-            self._tried -= set(peers)
-        chosen = min(peers, key=lambda peer: (peer in self._tried, -self._times[peer]))  # of equals the first
-        self._times[chosen] += chosen not in self._lately
-        self._lately.add(chosen)
-        self._tried.add(chosen)
-        return chosen
-
-    def is_proven(self, peer: str) -> bool:
-        """True if a peer was suspected so often that it is not to be asked again."""
-        return self._times[peer] >= MAX_SUSPECTED
-
-    def clear(self, peers: Iterable[str]) -> None:
-        """A step was made with these peers."""
-        self._lately.clear()
-        self._tried.clear()
-        for peer in peers:
-            self._times.pop(peer, None)
-
-
 class _Link(NamedTuple):
     """The stream to one hop."""
 
@@ -335,9 +301,9 @@ class SwarmTrainer:
         self.route: Route = ()
         self._refused: set[str] = set()
         self._refusals: dict[str, str] = {}  # why
-        self._failed: dict[str, float] = {}  # peer -> when; not used again for a while
-        self._suspicion = Suspicion()
+        self._blame = Blame(self._patience.probe_s * 10)
         self._hooks = JobHooks()
+        self._snapshot_every = terms.snapshot_every  # steps; fewer after an epoch was lost
         self._snapshot_at = 0.0
         self._snapshot_s = 0.0  # that the last one took
 
@@ -364,6 +330,9 @@ class SwarmTrainer:
                 await self._run_epoch(steps, batches, on_step)
             except HopLost as lost:
                 failures = 0 if self.version > begun else failures + 1
+                if steps_lost := self.version - self.snapshot.version:
+                    # If hops stop the job again and again after some steps, it must come to a snapshot before.
+                    self._snapshot_every = max(1, min(self._snapshot_every, steps_lost // 2))
                 await self._note_lost_hop(lost, failures)
 
     async def resume(self, version: int, states: Sequence[bytes]) -> None:
@@ -384,12 +353,7 @@ class SwarmTrainer:
 
     def suspect(self, peers: Sequence[str], why: str) -> None:
         """Do without one of several hops for a while, one of which may have stopped a run."""
-        self._remember(self.suspected(peers, why))
-
-    def suspected(self, peers: Sequence[str], why: str) -> HopLost:
-        """Return the loss of one of several hops, one of which stopped the job."""
-        peer = self._suspicion.choose(peers)
-        return HopLost(peer, why, refused=self._suspicion.is_proven(peer))
+        self._remember(HopLost(self._blame.choose(peers), why))
 
     async def close(self) -> None:
         """Remove what this node keeps for the job."""
@@ -412,7 +376,7 @@ class SwarmTrainer:
             self._refused.add(lost.peer)
             self._refusals[lost.peer] = str(lost)
         elif not lost.welcome:
-            self._failed[lost.peer] = trio.current_time()
+            self._blame.rest(lost.peer, trio.current_time())
 
     async def _run_epoch(
         self, steps: int, batches: Callable[[int], Sequence[Any]], on_step: Callable[[StepDone], None]
@@ -434,7 +398,7 @@ class SwarmTrainer:
                 while self.version < steps and not self._hooks.asked_to_leave():
                     on_step(await self._survived(epoch, partial(epoch.step, batches(self.version))))
                     self.version += 1
-                    self._suspicion.clear(hop.peer for hop in epoch.hops)
+                    self._blame.step_made()
                     await self._validate(epoch)
                     if self._snapshot_is_due or self.version == steps:
                         await self._take_snapshot(epoch)
@@ -462,7 +426,7 @@ class SwarmTrainer:
 
     def _with_replicas(self, route: Route) -> Route:
         """Return a route's hops with all others that train their blocks too."""
-        avoid = frozenset(self._refused | self._lately_failed)
+        avoid = frozenset(self._refused.union(self._resting))
         return taking_part(route, self._replicas.holders(route, avoid), self._most_holders)
 
     def _has_new_holders(self) -> bool:
@@ -478,8 +442,11 @@ class SwarmTrainer:
 
     @property
     def _snapshot_is_due(self) -> bool:
-        passed = self.version - self.snapshot.version >= self._terms.snapshot_every
-        return passed and self._snapshot_s <= self._terms.snapshot_share * (trio.current_time() - self._snapshot_at)
+        if self.version - self.snapshot.version < self._snapshot_every:
+            return False
+        is_early = self._snapshot_every < self._terms.snapshot_every
+        since_s = trio.current_time() - self._snapshot_at
+        return is_early or self._snapshot_s <= self._terms.snapshot_share * since_s
 
     async def _take_snapshot(self, epoch: _HopGroup) -> None:
         begun = trio.current_time()
@@ -487,18 +454,19 @@ class SwarmTrainer:
         if self._trained is not None:
             await self._device.run_later(self._trained.keep)
         await self._hooks.on_snapshot(self.snapshot)
+        self._snapshot_every = min(2 * self._snapshot_every, self._terms.snapshot_every)
         self._snapshot_at = trio.current_time()
         self._snapshot_s = self._snapshot_at - begun
         self.figures.snapshots_s += self._snapshot_s
 
     async def _find_route(self) -> Route:
-        """Return a route without hops that refused or failed; without another one, with those that failed first."""
+        """Return a route without hops that refused or rest; without another one, with those that rest shortest."""
         deadline = trio.current_time() + self._patience.route_s
         while True:
-            recent = sorted(self._lately_failed, key=self._failed.__getitem__)
-            for count in range(len(recent)):
+            resting = self._resting
+            for count in range(len(resting)):
                 with suppress(AppError):
-                    return await self._routes(frozenset(self._refused.union(recent[count:])))
+                    return await self._routes(frozenset(self._refused.union(resting[count:])))
             try:
                 return await self._routes(frozenset(self._refused))
             except AppError as error:
@@ -510,9 +478,8 @@ class SwarmTrainer:
             await trio.sleep(1.0)
 
     @property
-    def _lately_failed(self) -> set[str]:
-        now = trio.current_time()
-        return {peer for peer, at in self._failed.items() if now - at < self._patience.probe_s * 10}
+    def _resting(self) -> list[str]:
+        return self._blame.resting(trio.current_time())
 
 
 class _HopGroup:
@@ -582,6 +549,8 @@ class _HopGroup:
 
     async def _begin(self, *, keeps: bool) -> None:
         self._round = 0
+        self._rejected.clear()
+        self._complaints.clear()
         self._drawn.clear()
         self._sizes.clear()  # ways have new numbers
         for link in self._links.values():
@@ -756,7 +725,7 @@ class _HopGroup:
         beside = {hop.peer for way in self._plan.ways for hop in way if any(one.peer in sending for one in way)}
         everybody = [link.hop.peer for link in self._links.values()]
         suspects = peers or [peer for peer in everybody if peer in beside] or everybody
-        raise self._owner.suspected(suspects, f"nothing came of its work for {stuck_s:.0f} s")
+        raise self._suspected(suspects, f"nothing came of its work for {stuck_s:.0f} s")
 
     async def _probe(self) -> None:
         """Ask every hop how it is; raises `HopLost` for one that does not answer."""
@@ -776,7 +745,7 @@ class _HopGroup:
             direction, _, way = trouble.why.partition(" ")
             before = self._before(peer, int(way) if way.isdecimal() else 0, is_back=direction != "forward")
             if not before:  # this node's own numbers are checked before they are sent
-                raise HopLost(peer, f"it refuses what this node sends: {trouble.text}", refused=True)
+                raise HopLost(peer, f"it refuses what this node sends: {trouble.text}")
             self._complain(peer, before, trouble.text)
             return True
         if trouble.code in ("link", "base"):
@@ -791,6 +760,29 @@ class _HopGroup:
         at = peers.index(peer)
         return peers[at + 1 :] if is_back else peers[:at][::-1]
 
+    def _beside(self, peer: str) -> list[str]:
+        """Return who shares a way with a hop, and so has a part in what it computes."""
+        met = {hop.peer for way in self._plan.ways for hop in way if any(one.peer == peer for one in way)}
+        return [hop.peer for hop in self.hops if hop.peer in met - {peer}]
+
+    def _suspected(self, peers: Sequence[str], why: str) -> HopLost:
+        """Return the loss of one of several hops, any of which may be the cause; never of one that is not accused."""
+        suspects = [peer for peer in peers if peer not in self._not_accused] or peers
+        return HopLost(self._owner._blame.choose(suspects, self.can_lose), why)
+
+    def _at_fault(self, peer: str, others: Collection[str], why: str) -> HopLost:
+        """Return the loss of a hop for good, or of one for a while if others may have caused what it did."""
+        others = [other for other in others if other not in self._not_accused]
+        if not others:
+            return HopLost(peer, why, refused=True)
+        lost = self._suspected([peer, *others], why)
+        return lost if lost.peer == peer else HopLost(lost.peer, f"it may be the cause of this, of {peer}: {why}")
+
+    @property
+    def _not_accused(self) -> frozenset[str]:
+        """Who is never accused of anything that others may have done: this node, and those that the user trusts."""
+        return self._owner._replicas.not_accused() | {self._owner._network.peer_id}
+
     def _complain(self, complainer: str, before: Sequence[str], why: str) -> None:
         """Count numbers that a hop says the nearest one `before` it sent; too many cost one of them all its place.
 
@@ -802,29 +794,28 @@ class _HopGroup:
         self._complaints[complainer, sender] += 1
         if self._complaints[complainer, sender] >= MAX_REJECTED:
             text = f"{complainer} cannot use what {sender} sent it {MAX_REJECTED} times: {why}"
-            raise self._owner.suspected((sender, complainer, *before[1:]), text)
+            raise self._suspected((sender, complainer, *before[1:]), text)
 
     def _note_rejected(self, peer: str, why: str) -> None:
         self._owner.figures.rejected[peer] += 1
         self._owner.figures.rejected_why[peer] = why
         log.warning("%s sent numbers that are not used: %s", peer, why)
 
-    def _reject(self, peer: str, why: str, before: Sequence[str] = ()) -> None:
+    def _reject(self, peer: str, way: int, why: str) -> None:
         """Count numbers of a hop that must not be computed with; too many of them end the epoch.
 
-        They cost it its place for good, unless hops `before` it on the way may have sent it what was wrong already.
+        All others on the way may have sent it what was wrong already, or have let it get used to what is unusual here.
         """
         self._note_rejected(peer, why)
         self._rejected[peer] += 1
         if self._rejected[peer] >= MAX_REJECTED:
-            text = f"it sent {MAX_REJECTED} times what cannot be used: {why}"
-            raise self._owner.suspected([peer, *before], text) if before else HopLost(peer, text, refused=True)
+            others = [hop.peer for hop in self._plan.ways[way] if hop.peer != peer]
+            raise self._at_fault(peer, others, f"it sent {MAX_REJECTED} times what cannot be used: {why}")
 
-    def _reject_shape(self, index: int, frame: Frame) -> None:
-        """Count rows that have not their micro-batch's shape, which the hops do not know on the way forwards."""
-        peer, is_back = self._links[index].hop.peer, frame.kind == Kind.BACK
-        before = self._before(peer, pass_of(frame).way, is_back=False)
-        self._reject(peer, "a wrong shape", () if is_back else before)
+    def _check_format(self, index: int, frame: Frame, formats: Collection[int]) -> None:
+        """Check that a hop's numbers are in a format that was agreed; raises `HopLost`."""
+        if frame.dtype not in formats:
+            raise HopLost(self._links[index].hop.peer, "it sent another number format than was agreed", refused=True)
 
     async def _gather(self, kind: Kind, wait_s: float | None = None, order: bytes | None = None) -> list[Frame]:
         """Send an order to every hop and return their answers in the hops' order.
@@ -951,10 +942,9 @@ class _HopGroup:
     ) -> None:
         """Take a FORWARD or BACK of a job of changes; what builds on something that is not here runs again."""
         one, way = pass_of(frame), self._plan.ways[pass_of(frame).way]
-        if frame.dtype != FORMATS[CHANGES]:
-            self._reject(self._links[index].hop.peer, "another number format than was agreed")
-        elif not self._has_shape(frame, batch):
-            self._reject_shape(index, frame)
+        self._check_format(index, frame, [FORMATS[CHANGES]])
+        if not self._has_shape(frame, batch):
+            self._reject(self._links[index].hop.peer, one.way, "a wrong shape")
         elif frame.kind == Kind.BACK:
             frame, kept = split_kept(frame)
             if self._is_sound(index, frame, batch):
@@ -1010,11 +1000,11 @@ class _HopGroup:
         elif progress.reached_end(one.number, one.attempt):
             self._came_forward()
             trains = frame.kind == Kind.FORWARD
-            last, *before = [hop.peer for hop in reversed(self._plan.ways[one.way])]
+            last = self._plan.ways[one.way][-1].peer
             try:
                 found = await self._loss(batch, frame, one.number, gradient=trains)
             except NotFinite as error:
-                self._reject(last, f"hidden states whose loss is not finite: {error}", before)
+                self._reject(last, one.way, f"hidden states whose loss is not finite: {error}")
                 self._run_again(progress, [one.number])
                 return
             progress.losses[one.number] = found.total
@@ -1070,7 +1060,7 @@ class _HopGroup:
         if not after:
             return False
         if not self._has_shape(frame, batch):
-            self._reject_shape(index, frame)
+            self._reject(peer, one.way, "a wrong shape")
             return True
         if not progress.passes_on(peer, frame.kind, one):
             return True
@@ -1083,17 +1073,14 @@ class _HopGroup:
 
     def _is_sound(self, index: int, frame: Frame, batch: Any) -> bool:
         """True if a hop's numbers have the micro-batch's shape, are finite and of a usual size; else it is counted."""
-        peer = self._links[index].hop.peer
-        if frame.dtype not in DTYPE_NAMES:
-            self._reject(peer, "another number format than was agreed")
-        elif not self._has_shape(frame, batch):
-            self._reject_shape(index, frame)
+        peer, way = self._links[index].hop.peer, pass_of(frame).way
+        self._check_format(index, frame, DTYPE_NAMES)
+        if not self._has_shape(frame, batch):
+            self._reject(peer, way, "a wrong shape")
         elif not math.isfinite(size := root_mean_square(frame)):
-            self._reject(peer, "numbers that are not finite")
-        elif not self._sizes[frame.kind, pass_of(frame).way].accepts(size):
-            # others on the way may have let it get used to large numbers, of which this node has seen fewer
-            others = [hop.peer for hop in self._plan.ways[pass_of(frame).way] if hop.peer != peer]
-            self._reject(peer, f"numbers of size {size:.3g}, far beyond the usual", others)
+            self._reject(peer, way, "numbers that are not finite")
+        elif not self._sizes[frame.kind, way].accepts(size):
+            self._reject(peer, way, f"numbers of size {size:.3g}, far beyond the usual")
         else:
             return True
         return False
@@ -1117,7 +1104,7 @@ class _HopGroup:
         if not progress.run_again(numbers):
             way = self._plan.ways[progress.ways[progress.most_tried]]
             why = "a micro-batch did not come back after many attempts"
-            raise self._owner.suspected([hop.peer for hop in way], why)
+            raise self._suspected([hop.peer for hop in way], why)
 
     async def _tally(self, progress: StepProgress) -> list[Tally]:
         order = plain(Kind.TALLY, self._owner.run_id, self._epoch, self.version)
@@ -1129,7 +1116,8 @@ class _HopGroup:
             if [run for run, _ in tally.counted] != [run.span for run in self._plan.runs if peer in run.peers]:
                 raise HopLost(peer, "it counts in other blocks than it was told", refused=True)
             if progress.is_overcounted(self._plan, peer, tally):
-                raise HopLost(peer, "it counted micro-batches that were never sent to it", refused=True)
+                why = "it counted micro-batches that were never sent to it"
+                raise self._at_fault(peer, self._beside(peer), why)
             tallies.append(tally)
         self._count_bytes(tallies)
         return tallies
@@ -1252,7 +1240,8 @@ class _HopGroup:
                     self._came_forward()
                     found[came[0]] = from_bytes(data)
                     if not await owner._device.run_later(is_finite, found[came[0]]):
-                        raise HopLost(link.hop.peer, "its summed gradients are not finite", refused=True)
+                        why = "its summed gradients are not finite"
+                        raise self._at_fault(link.hop.peer, self._beside(link.hop.peer), why)
         self._round += 1
         sums: dict[tuple[str, Span], Numbers] = {}
         for index, numbers in found.items():
@@ -1271,7 +1260,7 @@ class _HopGroup:
         owner, (peer, span) = self._owner, suspect
         ways = dict(progress.ways)
         numbers = assigned(self._plan, ways, peer, span)
-        not_accused = owner._replicas.not_accused() | {owner._network.peer_id}
+        not_accused = self._not_accused
         others = self._plan.trainers(span) - {peer}
         witnesses = sorted(others, key=lambda one: (one not in not_accused, one))
         answers, verdict = [Answer(peer, claimed)], AuditVerdict(None, agree=False)
@@ -1291,10 +1280,15 @@ class _HopGroup:
             owner._lots.cleared(peer, self.version)
             self._note(peer, "agreed", "agreed with others")
         elif verdict.liar is not None:
-            met = {hop.peer for way in taken[verdict.liar] for hop in self._plan.ways[way]}
-            self._leave_out(verdict.liar, met - {verdict.liar} - not_accused)
+            self._leave_out(verdict.liar, self._met(taken[verdict.liar]) - {verdict.liar} - not_accused)
         else:
-            self._leave_out_either([answer.peer for answer in answers], span, not_accused)
+            peers = [answer.peer for answer in answers]
+            met = self._met(way for ways in taken.values() for way in ways)
+            self._leave_out_either(peers, span, met - set(peers) - not_accused)
+
+    def _met(self, ways: Iterable[int]) -> set[str]:
+        """Return the hops on some ways."""
+        return {hop.peer for way in ways for hop in self._plan.ways[way]}
 
     def _leave_out(self, liar: str, others: set[str]) -> NoReturn:
         """Leave out a hop that lied; `others` on the way may have sent it what was wrong already. Raises `HopLost`."""
@@ -1303,31 +1297,36 @@ class _HopGroup:
         self._note(liar, "doubted" if others else "lied", f"trained wrongly: {why}", share)
         for other in others:
             self._note(other, "doubted", "took part in training that others contradict", share)
-        self._owner.figures.left_out[liar] = why
-        raise HopLost(liar, why, refused=True)
+        self._owner._lots.contradicted(liar)
+        lost = self._at_fault(liar, sorted(others), why)
+        if lost.refused:
+            self._owner.figures.left_out[liar] = why
+        raise lost
 
-    def _leave_out_either(self, peers: Sequence[str], span: Span, not_accused: Collection[str]) -> NoReturn:
+    def _leave_out_either(self, peers: Sequence[str], span: Span, others: set[str]) -> NoReturn:
         """Leave out one of several holders that all differ: nobody can tell who is right. Raises `HopLost`.
 
         It is the one that the route would rather do without, and a trusted one if all are. If somebody else holds these
-        blocks, it comes back together with that one, and then it shows who lied.
+        blocks, it comes back together with that one, and then it shows who lied. If `others` on the way may have sent
+        them different numbers, it is one of all these, for a while.
         """
         owner = self._owner
         order = [hop.peer for hop in self.hops]
-        own = owner._network.peer_id
+        own, not_accused = owner._network.peer_id, self._not_accused
         accused = [peer for peer in peers if peer not in not_accused] or [peer for peer in peers if peer != own]
-        left = max(accused, key=order.index)
-        for peer in set(peers) - set(not_accused):
+        accused.sort(key=order.index, reverse=True)
+        for peer in set(peers) - not_accused:
             self._note(peer, "doubted", "trained with another result than other holders", 1 / len(peers))
         names = " and ".join(sorted(peers))
         why = f"{names} sum up different gradients of the same data, and nobody can tell who is right"
         known = owner._replicas.holders(self.hops, frozenset(owner._refused))
-        third = any(hop.peer not in order and hop.span.covers(span) for hop in known)
-        if third:
+        if any(hop.peer not in order and hop.span.covers(span) for hop in known):
             owner._most_holders = max(owner._most_holders, len(peers) + 1)
-        else:
-            owner.figures.left_out[left] = why
-        raise HopLost(left, why, refused=not third, welcome=third)
+            raise HopLost(accused[0], why, welcome=True)
+        if others:
+            raise self._suspected([*accused, *sorted(others)], why)
+        owner.figures.left_out[accused[0]] = why
+        raise HopLost(accused[0], why, refused=True)
 
     async def _recompute(
         self, ways: Mapping[int, int], span: Span, witness: str, progress: StepProgress, batches: Sequence[Any]
@@ -1340,7 +1339,8 @@ class _HopGroup:
         missing = set(ways)
         while missing:
             if not progress.run_again(missing):
-                raise HopLost(witness, "micro-batches could not be computed again in many attempts")
+                why = "micro-batches could not be computed again in many attempts"
+                raise self._suspected([witness, *self._beside(witness)], why)
             await self._run_passes(progress, batches, (Kind.FORWARD, Kind.BACK))
             tallies = zip(self._links.values(), await self._tally(progress), strict=True)
             tally = next(tally for link, tally in tallies if link.hop.peer == witness)
@@ -1349,7 +1349,7 @@ class _HopGroup:
 
     def _note(self, peer: str, verdict: Verdict, text: str, weight: float = 1.0) -> None:
         trust = self._owner._replicas.trust
-        if trust is not None and peer not in self._owner._replicas.not_accused() | {self._owner._network.peer_id}:
+        if trust is not None and peer not in self._not_accused:
             trust.note(peer, verdict, text, weight)
 
     # --- snapshots ----------------------------------------------------------------------------------------------------
@@ -1371,7 +1371,7 @@ class _HopGroup:
                 raise HopLost(link.hop.peer, "it names states larger than those of the job's adapter", refused=True)
             kept[link.hop.peer] = parts
         starts = {hop.peer: hop.span.start for hop in self.hops}
-        not_accused = owner._replicas.not_accused() | {owner._network.peer_id}
+        not_accused = self._not_accused
         order_of = {peer: (peer not in not_accused, at) for at, peer in enumerate(starts)}
         states: list[StatePart] = []
         self.differs = False

@@ -14,12 +14,13 @@ import trio
 from trio.testing import MockClock
 
 from app.core.network import Priority
-from app.session.frame import Frame, HopError, root_mean_square
+from app.session.frame import CHANGES, DTYPES, INT8, Frame, HopError, root_mean_square, row_bytes
 from app.session.outbound import OutboundFrame
-from app.training import hop, progress, states, trainer, wire
+from app.training import blame, hop, progress, states, trainer, wire
+from app.training.blame import Blame
 from app.training.hop import HopFrame, HopJob
 from app.training.ledger import UsualSize
-from app.training.trainer import Patience, Replicas, StepDone, SwarmTrainer
+from app.training.trainer import JobHooks, Patience, Replicas, StepDone, SwarmTrainer
 from app.training.ways import WayPlan
 from app.training.wire import (
     MAX_ATTEMPTS,
@@ -492,3 +493,85 @@ async def test_a_hard_record_among_learned_ones_costs_nobody_its_place(source: M
             await owner.run(4, batches_of, Losses({3: lambda: setattr(Learned, "factor", 1.0)}))
         assert not owner.figures.lost
         assert not owner.figures.rejected
+
+
+async def test_a_hop_that_stops_the_job_before_every_snapshot_does_not_hold_it_up_for_good(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It made some good steps, which cleared it, then accused another: the job went back to the same snapshot for ever.
+
+    Nobody rests here for longer than a moment: so that the liar is always there.
+    """
+    monkeypatch.setattr(blame, "MOST_REST_S", 0.001)
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        server: Any = swarm.nodes["n1"].server
+        honest = server._forward
+
+        async def forward(job: HopJob, sender: str, frame: Frame) -> None:
+            if job.ledger.version - begun[job.ledger.epoch] >= 3:
+                await server._reject(job, frame, hop._Rejected("I do not like it", "size"))
+                return
+            await honest(job, sender, frame)
+
+        begun: dict[int, int] = {}
+        opening = server._open
+
+        async def opened(job: HopJob, sender: str, frame: Frame) -> None:
+            begun[frame.epoch] = frame.position
+            await opening(job, sender, frame)
+
+        server._forward, server._open = forward, opened
+        owner = owner_of(swarm, every=10)
+        owner._blame = Blame(0.001)
+        with trio.fail_after(60):
+            await owner.run(8, batches_of, Losses())
+        assert owner.snapshot.version == 8
+        assert not owner._refused
+
+
+async def test_who_is_sent_other_numbers_than_the_others_is_not_left_out_for_good(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """`n0` sends `n2` alone what is wrong: an audit found the sums of `n2` wrong, and it was never asked again."""
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8), (4, 8), (4, 8)) as swarm:
+        server: Any = swarm.nodes["n0"].server
+        honest = server._send
+
+        async def send(job: HopJob, neighbour: str, frame: Frame, one: Pass, data: bytes) -> None:
+            if neighbour == "n2" and frame.kind == Kind.FORWARD:
+                data = (-10 * torch.frombuffer(bytearray(data), dtype=torch.float32)).numpy().tobytes()
+            await honest(job, neighbour, frame, one, data)
+
+        server._send = send
+        owner = swarm.owner(replicas=Replicas(swarm.holders), patience=UNHURRIED)
+        with trio.fail_after(60):
+            await owner.run(8, batches_of, Losses(), JobHooks(lambda: bool(owner.figures.lost)))
+        assert any("not what others compute" in why for why in owner.figures.lost)
+        assert not owner._refused
+        assert not owner.figures.left_out
+
+
+async def test_numbers_in_another_format_cost_a_hop_its_place_at_once(source: ModelSource, tmp_path: Path) -> None:
+    """Nobody else can have caused that."""
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        await swarm.train("spare", 0, 4)
+        server: Any = swarm.nodes["n0"].server
+        honest = server._send
+
+        async def send(job: HopJob, neighbour: str, frame: Frame, one: Pass, data: bytes) -> None:
+            if frame.kind != Kind.BACK:
+                await honest(job, neighbour, frame, one, data)
+                return
+            length, width = length_of(frame), frame.width
+            data = bytes(sequences_of(frame) * (length * row_bytes(DTYPES[INT8], width) + 1))
+            head = pass_header(
+                Kind.BACK, job.run, frame.epoch, one, dtype=CHANGES, rows=length, width=width, length=len(data)
+            )
+            await job.answers.push(OutboundFrame((head, data), Priority.BULK))
+
+        server._send = send
+        owner = swarm.owner(patience=UNHURRIED)
+        with trio.fail_after(60):
+            await owner.run(1, batches_of, Losses())
+        assert owner._refused == {"n0"}
+        assert list(owner.figures.lost) == ["n0: it sent another number format than was agreed"]

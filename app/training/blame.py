@@ -1,0 +1,56 @@
+"""Which hop a job goes on without when something went wrong, and for how long. Pure: no I/O.
+
+A hop loses its place for good only by what it alone can have done: a message of its own that breaks the protocol, a
+refusal, or sums that others contradict though nobody else had a part in them. Of everything else, such as numbers that
+cannot be used or a pass that never came back, several may be the cause, and any of them may lie about it. One of them
+rests then and may come back; each time it rests twice as long. So a hop that lies about others costs them a rest at
+most, and one that stops the job whenever it takes part is soon asked once an hour.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+REST_S = 30.0  # the first time
+MOST_REST_S = 3600.0
+_FADING = 0.9  # of a suspicion that is left after each step
+
+
+class Blame:
+    """Who was suspected, and who rests."""
+
+    def __init__(self, rest_s: float = REST_S) -> None:
+        self._rest_s = rest_s
+        self._suspicion: defaultdict[str, float] = defaultdict(float)  # incidents in which a peer was a suspect, lately
+        self._rests: Counter[str] = Counter()  # peer -> how often it had to rest
+        self._until: dict[str, float] = {}  # peer -> when its rest ends
+
+    def choose(self, suspects: Sequence[str], can_lose: Callable[[str], bool] = lambda peer: False) -> str:
+        """Return the one of several suspects to go on without.
+
+        It is one that the job can do without, if there is such a one; and of these the one that was suspected most of
+        late: who is behind every incident is suspected in each, and those that it accuses in some. Who is needed takes
+        its turn with the others that are.
+        """
+        for peer in set(suspects):
+            self._suspicion[peer] += 1
+        spare = [peer for peer in suspects if can_lose(peer)]
+        if spare:
+            return min(spare, key=lambda peer: (-round(self._suspicion[peer], 6), self._rests[peer]))
+        return min(suspects, key=self._rests.__getitem__)  # of equals the first
+
+    def rest(self, peer: str, now: float) -> None:
+        """Have a peer rest, twice as long as the last time."""
+        # The exponent is bounded, as a power of two of any size could be no float.
+        self._until[peer] = now + min(self._rest_s * 2 ** min(self._rests[peer], 32), max(MOST_REST_S, self._rest_s))
+        self._rests[peer] += 1
+
+    def resting(self, now: float) -> list[str]:
+        """Return who rests now; those whose rest ends first come first."""
+        return sorted((peer for peer, until in self._until.items() if now < until), key=self._until.__getitem__)
+
+    def step_made(self) -> None:
+        """A step was committed: what was suspected before counts less."""
+        for peer in self._suspicion:
+            self._suspicion[peer] *= _FADING
