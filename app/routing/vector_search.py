@@ -10,7 +10,6 @@ Loads numpy, so it is imported only when a route is searched.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -30,7 +29,6 @@ _NOWHERE = Span(MAX_BLOCKS - 1, MAX_BLOCKS)  # of a member that hosts nothing; n
 _ROWS_AT_ONCE = 16  # of the table of who may run which block
 _WINDOW = 8  # blocks for which the links that can be taken are looked up at once
 _CLAIMANTS_AT_ONCE = 256
-_NO_RTTS = array("q"), array("d")
 _FEW = 8  # targets for which a look at every source takes less time than a table of minima
 
 
@@ -242,11 +240,11 @@ def _claims(hosts: _Hosts, links: LinkEstimates) -> Pieces[_Links]:
     for first in range(0, len(hosts.peers), _CLAIMANTS_AT_ONCE):
         yield
         some = [links.claimants.get(peer) for peer in hosts.peers[first : first + _CLAIMANTS_AT_ONCE]]
-        columns = [_NO_RTTS if one is None else one.rtt_columns for one in some]
-        sizes = [len(names) for names, _ in columns]
-        source = np.repeat(np.arange(first, first + len(some)), sizes)
-        named = np.frombuffer(b"".join([names for names, _ in columns]), np.int64)
-        rtt_s = np.frombuffer(b"".join([times for _, times in columns]), np.float64)
+        columns = [b"" if one is None else one.rtt_columns for one in some]
+        halves = [len(column) // 2 for column in columns]
+        source = np.repeat(np.arange(first, first + len(some)), [half // 8 for half in halves])
+        named = np.frombuffer(b"".join([one[:half] for one, half in zip(columns, halves, strict=True)]), np.int64)
+        rtt_s = np.frombuffer(b"".join([one[half:] for one, half in zip(columns, halves, strict=True)]), np.float64)
         begin = known.searchsorted(named)
         rows = (known[np.minimum(begin, len(known) - 1)] == named).nonzero()[0]
         source, named, rtt_s, begin = source[rows], named[rows], rtt_s[rows], begin[rows]

@@ -160,9 +160,13 @@ class Announcement:
         return dict(self.rtts)
 
     @cached_property
-    def rtt_columns(self) -> tuple[array[int], array[float]]:
-        """The same as numbers, for searches through thousands of members: hashes of the tails, and the times."""
-        return array("q", map(hash, self.rtt_by_tail)), array("d", self.rtt_by_tail.values())
+    def rtt_columns(self) -> bytes:
+        """The same for searches through thousands of members: the hashes of the tails, then as many times.
+
+        Bytes are nothing to Python's search for circular garbage, which arrays and tuples of them made longer.
+        """
+        rtts = dict(self.rtts)  # not `rtt_by_tail`, which is then never made for most members
+        return array("q", map(hash, rtts)).tobytes() + array("d", rtts.values()).tobytes()
 
     @cached_property
     def host(self) -> str:
