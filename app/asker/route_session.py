@@ -725,6 +725,8 @@ WAIT_FOR_HOLDER_S = 0.2  # between two looks for a member that serves a missing 
 REFUSED_ROUTE_S = 3.0  # to wait for a first route where members serve every block but have no room or no permission
 REPORT_AFTER_S = 1.0  # a shorter wait for a missing block is not worth a message
 MIN_OVERDUE_S = 1.0  # an answer is overdue after this, or
+FEED_AHEAD_BYTES = 2**26  # of rows that are sent before all hops have computed those so far before them
+LOOK_AT_HOPS_S = 0.1  # between two questions whether they have
 OVERDUE_TIMES = 8.0  # after so many times the average step, if that is longer
 _ROUNDS = 3  # epochs until hops and plan agree
 _EXCUSES = 3  # failures in a row that are not held against a hop
@@ -947,9 +949,12 @@ class RouteSession:
     # --- feeding and waiting ------------------------------------------------------------------------------------------
 
     async def _feed(self, first: int, embedded: bytes | None = None) -> None:
-        """Send tokens from position `first` on to the first hop, in chunks."""
+        """Send tokens from position `first` on to the first hop, in chunks; what waits at a hop takes its memory."""
         hops, epoch = self._hops, self._hops.epoch
+        ahead = max(self._settings.chunk_rows, FEED_AHEAD_BYTES // self._row_bytes)
         for start in range(first, len(self._history), self._settings.chunk_rows):
+            if start - first >= ahead:
+                await self._computed(start - ahead, start)
             chunk = self._history[start : start + self._settings.chunk_rows]
             is_given = embedded is not None and len(chunk) == len(self._history) - first and not hops.feed_wire
             data = embedded if is_given else None
@@ -958,6 +963,17 @@ class RouteSession:
             if hops.trouble is not None or epoch != hops.epoch:
                 return
             await hops.feed(start, len(chunk), data)
+
+    async def _computed(self, length: int, fed: int) -> None:
+        """Wait until all hops have cached so many of the `fed` tokens, or one of them is in trouble."""
+        hops = self._hops
+        progress = HopProgress(trio.current_time(), self._row_bytes, self._settings.stuck_s)
+        while hops.trouble is None:
+            await self._ask_hops()
+            if all(state.position >= length for state in hops.states.values()):
+                return
+            self._find_loss(progress, fed)
+            await hops.settle(LOOK_AT_HOPS_S)
 
     async def _wait_answer(self) -> Frame | None:
         """Wait for the answer; None if the route needs repair."""
@@ -969,14 +985,15 @@ class RouteSession:
             if hops.answer is None and hops.trouble is None:
                 cached = self.answered if self._answered_in == hops.epoch else 0
                 progress = progress or HopProgress(begin, self._row_bytes, self._settings.stuck_s, cached)
-                await self._probe(progress)
+                await self._ask_hops()
+                self._find_loss(progress, len(self._history))
             if hops.answer is not None:
                 return hops.answer
             if hops.trouble is not None:
                 return None
 
-    async def _probe(self, progress: HopProgress) -> None:
-        """Find out why no answer comes: a silent hop, or a link that lost something, becomes `hops.trouble`."""
+    async def _ask_hops(self) -> None:
+        """Ask all hops how far they are; one that is silent becomes `hops.trouble`."""
         hops = self._hops
         await hops.probe()
         if hops.answer is not None or hops.trouble is not None:
@@ -989,8 +1006,12 @@ class RouteSession:
                 why = because("hop_silent", f"it has not answered for {self._settings.probe_s:g} s", hop.peer)
                 self._guide.failed(hop.peer, why, busy=False)
                 hops.trouble = HopFailed(hop.peer, why, blameless=True)  # reported above, as others may be
-        if hops.trouble is None:
-            loss = progress.loss(hops.route, hops.states, hops.epoch, len(self._history), trio.current_time())
+
+    def _find_loss(self, progress: HopProgress, fed: int) -> None:
+        """Find out why no answer to the `fed` tokens comes: what a link lost becomes `hops.trouble`."""
+        hops = self._hops
+        if hops.answer is None and hops.trouble is None:
+            loss = progress.loss(hops.route, hops.states, hops.epoch, fed, trio.current_time())
             if loss is not None:
                 hops.trouble = hops.blame_for(loss)
 

@@ -23,7 +23,7 @@ A session that is alone never waits.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -98,6 +98,7 @@ class BatchQueue:
         self._round_s: dict[bytes, Ewma] = {}  # from a session's output to its next token
         self._long_waits: dict[bytes, tuple[int, int]] = {}  # position of the last long wait; tokens until the next
         self.rows = 0
+        self.bytes = 0  # of these rows
 
     @property
     def sessions(self) -> int:
@@ -118,6 +119,7 @@ class BatchQueue:
         """Queue tokens after those of the same session."""
         self._queues.setdefault(work.session, deque()).append(work)
         self.rows += work.rows
+        self.bytes += len(work.data)
         returned = self._returning.pop(work.session, None)
         if returned is not None and work.urgent:
             self._note_return(work, returned)
@@ -139,6 +141,16 @@ class BatchQueue:
         """Forget everything that waits of a session."""
         for work in self._queues.pop(session, ()):
             self.rows -= work.rows
+            self.bytes -= len(work.data)
+
+    @property
+    def largest(self) -> bytes:
+        """The session with the most bytes among those of the peer with the most."""
+        sizes = {session: sum(len(work.data) for work in queue) for session, queue in self._queues.items()}
+        of_peer: Counter[str] = Counter()
+        for session, size in sizes.items():
+            of_peer[self._queues[session][0].peer] += size
+        return max(sizes, key=lambda session: (of_peer[self._queues[session][0].peer], sizes[session]))
 
     def drop(self, session: bytes) -> None:
         """Forget a session and everything that waits of it."""
@@ -306,8 +318,9 @@ class BatchQueue:
         queue = self._queues[work.session] = self._queues.pop(work.session)  # behind the others of its peer
         rows = min(work.rows, room)
         self.rows -= rows
+        cut = len(work.data) // work.rows * rows
+        self.bytes -= cut
         if rows < work.rows:
-            cut = len(work.data) // work.rows * rows
             queue[0] = replace(work, position=work.position + rows, rows=work.rows - rows, data=work.data[cut:])
             return replace(work, rows=rows, data=work.data[:cut])
         queue.popleft()

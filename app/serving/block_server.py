@@ -299,6 +299,7 @@ class ServerSettings:
     batch: BatchLimits = field(default_factory=BatchLimits)
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     adapters: AdapterLimits = field(default_factory=AdapterLimits)
+    queued_bytes: int = 1 << 30  # host memory for rows that wait for the device
     kept_bytes: int = 1 << 30  # host memory for outputs that may have to be sent again
     idle_s: float = 120.0  # a session whose asker is silent for so long is closed
     rest_s: float = 900.0  # the longest that a session may rest
@@ -635,12 +636,25 @@ class BlockServer:
             )
             self._queue.put(queued)
             self._work.notify()
+            while self._queue.bytes > self._settings.queued_bytes:
+                await self._give_up(self._sessions[self._queue.largest])
         elif action is FrameAction.REPEAT:
             await self._sender.resend(session, frame.position, frame.position + frame.rows, must=False)
         else:
             await self._sender.report_error(
                 session, "gap", f"tokens at {frame.position} do not follow {session.received}"
             )
+
+    async def _give_up(self, session: HopSession) -> None:
+        """End a session whose rows take too much memory while they wait: its asker sent them faster than it should."""
+        self._queue.drop_rows(session.key)
+        session.is_over = True
+        self._do_between_steps(partial(self._end_over, session))
+        await self._sender.report_error(session, "busy", "more of its rows wait here than this node has memory for")
+
+    async def _end_over(self, session: HopSession) -> None:
+        if self._sessions.get(session.key) is session:
+            self._end(session, session.epoch)
 
     def _is_at_home(self, session: HopSession) -> bool:
         """True if a session is of this node's own asker, and no other hop takes part in it."""

@@ -72,8 +72,9 @@ class HopSession:
     """The state of one session at one hop."""
 
     __slots__ = (
-        "adapter", "asker", "counters", "dtype", "epoch", "fetching", "gap_told", "given_to", "heard_at", "id", "kept",
-        "kept_from", "key", "length", "received", "rests_until", "revision", "row_bytes", "send_from", "turn",
+        "adapter", "asker", "counters", "dtype", "epoch", "fetching", "gap_told", "given_to", "heard_at", "id",
+        "is_over", "kept", "kept_from", "key", "length", "received", "rests_until", "revision", "row_bytes",
+        "send_from", "turn",
     )  # fmt: skip
 
     def __init__(self, id: bytes, asker: str, epoch: int, turn: EpochOrder, heard_at: float) -> None:
@@ -90,6 +91,7 @@ class HopSession:
         self.heard_at = heard_at
         self.rests_until: float | None = None  # None: it is in use
         self.adapter: LoadedAdapter | None = None  # that `turn` names
+        self.is_over = False  # it ends before the next step, and accepts nothing more
         self.fetching = False  # its cache is on its way from another hop
         self.gap_told = False  # the asker knows that the predecessor's rows do not follow, in this epoch
         self.given_to: dict[str, int] = {}  # peers that may fetch its cache, of so many tokens
@@ -192,7 +194,7 @@ class HopSession:
         return action
 
     def _judge(self, sender: str, position: int, rows: int, revision: int) -> FrameAction:
-        if self.rests_until is not None or self.fetching:
+        if self.is_over or self.rests_until is not None or self.fetching:
             return FrameAction.DROP
         stop = position + rows
         if revision < self.revision:

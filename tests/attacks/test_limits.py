@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from app.api import response_store, server
+from app.asker import route_session
 from app.config.settings import Settings
 from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
@@ -80,6 +81,10 @@ ROWS: dict[str, tuple[float, ...]] = {
         outbound.FRAME_COST_BYTES,
     ),
     "sessions at a hop": (PLACES.peer_sessions, PLACES.sessions),
+    "rows that wait for a hop's device": (
+        ServerSettings().queued_bytes / 2**30,
+        route_session.FEED_AHEAD_BYTES / MIB,
+    ),
     "adapters at a hop": (
         ADAPTERS.asker_bytes / MIB,
         ADAPTERS.total_bytes / MIB,

@@ -14,6 +14,7 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
+from app.asker import route_session
 from app.asker.route_session import SessionSettings
 from app.core.compute import BlockRunner, StepWork
 from app.core.network import FrameStream, Payload, Priority
@@ -22,9 +23,10 @@ from app.core.span import Span
 from app.routing.reroute import RunningRoute
 from app.routing.route import Hop, Route
 from app.routing.wire_choice import Wires
-from app.serving.block_server import BlockServer
+from app.serving.batching import BatchQueue, QueuedTokens
+from app.serving.block_server import BlockServer, ServerSettings
 from app.serving.hop_session import HopSession
-from app.session.frame import Frame, header, new_session_id, plain
+from app.session.frame import Frame, decode_hop_error, header, new_session_id, plain
 from app.session.wire import KEEP, PROTOCOL, EpochOrder, Kind, decode, encode_turn
 from engine.errors import NotFinite
 from engine.model.hosted_span import HostedSpan
@@ -157,6 +159,54 @@ async def test_an_asker_that_never_reads_cannot_fill_a_hops_memory(autojump_cloc
             tracemalloc.stop()
         assert held_bytes <= most_bytes
         assert await scene.still_serves()
+
+
+async def test_rows_that_wait_for_the_device_have_a_bound(autojump_clock: MockClock) -> None:
+    """A fast asker filled a slow hop's memory with the rows of all tokens that it had leased; others were not safe."""
+    settings, rows = ServerSettings(queued_bytes=64 * 4 * WIDTH), 16
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        server = BlockServer(fabric.node("victim"), HashRunner(0, 4), InlineDevice(10.0), settings)
+        await nursery.start(server.run)
+        streams = {}
+        for name in ("attacker", "honest"):
+            stream = streams[name] = await fabric.node(name).open("victim", PROTOCOL)
+            order = EpochOrder(Span(0, 4), "", "", 1000, 0, send_from=0)
+            await stream.send(encode_turn(new_session_id(name), 1, KEEP, order))
+            id = (await next_frame(stream, Kind.READY)).session
+            for position in range(0, 160 if name == "attacker" else 48, rows):
+                await stream.send(zeros(id, 1, position, rows, WIDTH))
+                await trio.testing.wait_all_tasks_blocked()
+                assert server._queue.bytes <= settings.queued_bytes
+        error = decode_hop_error(await next_frame(streams["attacker"], Kind.TROUBLE))
+        assert (error.code, "memory" in error.text) == ("busy", True)
+        outputs = 0
+        while outputs < 48:
+            outputs += (await next_frame(streams["honest"], Kind.DATA)).rows
+        assert (server.sessions, server._queue.bytes) == (1, 0)
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_asker_sends_no_more_of_a_prompt_than_hops_may_have_waiting(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """Two hops: the second one computes slowly, and what the first sends it waits there."""
+    ahead, chunk, prompt, most = 64, 16, [7 * n % 50 for n in range(600)], 0
+    monkeypatch.setattr(route_session, "FEED_AHEAD_BYTES", ahead * 4 * WIDTH)
+    put = BatchQueue.put
+
+    def watched(queue: BatchQueue, work: QueuedTokens) -> None:
+        nonlocal most
+        put(queue, work)
+        most = max(most, queue.rows)
+
+    monkeypatch.setattr(BatchQueue, "put", watched)
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        swarm.devices["n1"].seconds = 0.5
+        asker = await swarm.asker(settings=SessionSettings(chunk_rows=chunk))
+        stats = await ask(asker, prompt, 3)
+        assert stats.token_ids == greedy(prompt, 3)
+        assert stats.recoveries == 0
+    assert chunk < most <= ahead + chunk
 
 
 async def test_an_asker_that_names_one_silent_successor_after_the_other_leaves_no_copies(

@@ -43,7 +43,7 @@ def test_all_that_wait_go_together() -> None:
         queue.put(waiting(name))
     assert take(queue) == [("a", 0, 1), ("b", 0, 1), ("c", 0, 1)]
     assert queue.take(0.0) is None
-    assert queue.rows == 0
+    assert (queue.rows, queue.bytes) == (0, 0)
 
 
 def test_urgent_goes_first_and_bulk_gets_every_second_step_in_chunks() -> None:
@@ -330,7 +330,7 @@ def test_everything_is_taken_once_and_in_order(puts: list[tuple[str, str, int, b
             assert len(item.data) == 4 * item.rows
             done[item.session.decode()] = item.position + item.rows
     assert done == ends
-    assert queue.rows == 0
+    assert (queue.rows, queue.bytes) == (0, 0)
 
 
 @pytest.mark.parametrize(
