@@ -330,16 +330,19 @@ class RouteHops:
     # --- what hops say ------------------------------------------------------------------------------------------------
 
     async def on_frame(self, peer: str, frame: Frame) -> None:
-        """Take a frame from a hop; frames of another epoch, or that this hop may not send, are dropped."""
+        """Take a frame from a hop; frames of another epoch, or that this hop may not send, are dropped.
+
+        A hop that has left the route may still be connected, and must not decide how the others do.
+        """
         if peer not in self._open:
+            return
+        if not self._is_on_route(peer) or (frame.epoch != self.epoch and frame.kind != Kind.STATE):
+            self._on_late_frame(peer, frame)
             return
         if frame.kind == Kind.STATE:
             self.states[peer] = self._without_cut(frame)
-        elif frame.epoch != self.epoch:
-            self._on_late_frame(peer, frame)
-            return
         elif frame.kind == Kind.DATA:
-            is_last = bool(self.route) and peer == self.route[-1].peer
+            is_last = peer == self.route[-1].peer
             if not is_last or frame.revision != self.revision or frame.width != self._shape.width:
                 return
             if frame.position + frame.rows > self._wanted.stop:
@@ -404,14 +407,18 @@ class RouteHops:
             return state
         return state._replace(position=min(state.position, self._revised_at), rows=min(state.rows, self._revised_at))
 
+    def _is_on_route(self, peer: str) -> bool:
+        """True if a peer is a hop of the route in use, or of the one that is being set up."""
+        return any(hop.peer == peer for hop in self.route)
+
     def _on_late_frame(self, peer: str, frame: Frame) -> None:
-        """Heed of another epoch's frames only that a hop is leaving: that is true whatever the route is by now."""
+        """Heed of other epochs and former hops only that a hop is leaving: that is true of any route."""
         if frame.kind == Kind.TROUBLE and decode_hop_error(frame).code == "draining":
             self.leaving.add(peer)
 
     def on_stream_end(self, peer: str) -> None:
         """Note that the stream to a hop broke."""
-        if any(hop.peer == peer for hop in self.route):
+        if self._is_on_route(peer):
             self.trouble = _lost(peer)
             self._heard.notify()
         else:
