@@ -118,6 +118,14 @@ class HopLink:
             await listener.on_frame(self.peer, frame)
 
 
+class _Opening:
+    """An attempt to open the stream to one hop, for whose end other sessions wait."""
+
+    def __init__(self) -> None:
+        self.lock = trio.Lock()
+        self.failure: P2PError | None = None
+
+
 class HopLinks:
     """One stream to each hop; this node's own block server is reached without the network."""
 
@@ -126,7 +134,7 @@ class HopLinks:
     ) -> None:
         self._network, self._nursery, self._own_server = network, nursery, own_server
         self._links: dict[str, HopLink] = {}
-        self._opening: dict[str, trio.Lock] = {}
+        self._opening: dict[str, _Opening] = {}
         self.is_closed = False  # this node leaves the swarm: nothing can be opened or begun any more
         nursery.start_soon(self._close_idle)
 
@@ -136,24 +144,32 @@ class HopLinks:
         return self._network.peer_id
 
     async def to(self, peer: str, *, timeout_s: float) -> HopLink:
-        """Return the link to a peer, opened if need be; raises `P2PError` if the peer cannot be reached."""
+        """Return the link to a peer, opened if need be; raises `P2PError` if the peer cannot be reached.
+
+        Sessions that want it at the same time share one attempt and its failure: in turn, each would wait for those of
+        all others before its own.
+        """
         link = self._links.get(peer)
         if link is not None and not link.outbox.broken:
             return link
-        lock = self._opening.setdefault(peer, trio.Lock())
+        opening = self._opening.setdefault(peer, _Opening())
         try:
-            async with lock:
+            async with opening.lock:
                 link = self._links.get(peer)
-                if link is None or link.outbox.broken:
+                if link is not None and not link.outbox.broken:
+                    return link
+                if opening.failure is not None:
+                    raise opening.failure
+                try:
                     stream = await self._open(peer, timeout_s)
-                    if self.is_closed:
-                        await stream.reset()
-                        raise P2PError(LEFT)
-                    link = self._links[peer] = HopLink(stream, self._nursery)
-                    self._nursery.start_soon(link.read)
+                except P2PError as error:
+                    opening.failure = error
+                    raise
+                link = self._links[peer] = HopLink(stream, self._nursery)
+                self._nursery.start_soon(link.read)
                 return link
         finally:
-            if not lock.locked():  # nobody else waits for it
+            if not opening.lock.locked():  # nobody else waits for it
                 self._opening.pop(peer, None)
 
     def is_open(self, peer: str) -> bool:
@@ -201,7 +217,11 @@ class HopLinks:
             here, there = loop_streams(peer)
             self._nursery.start_soon(self._attend, self._own_server, there)
             return here
-        return await self._network.open(peer, PROTOCOL, timeout_s=timeout_s)
+        stream = await self._network.open(peer, PROTOCOL, timeout_s=timeout_s)
+        if self.is_closed:
+            await stream.reset()
+            raise P2PError(LEFT)
+        return stream
 
     async def _attend(self, server: Callable[[FrameStream], Awaitable[None]], stream: LoopStream) -> None:
         """Run the server's handler and then end the stream, as a network does."""

@@ -142,3 +142,19 @@ async def test_a_hop_that_has_left_the_route_has_no_say_in_the_next_one(kind: Ki
         assert reply.stats.longest_gap_s < 5
         assert not {"n0", "n1", "n2"} & set(asker.bans.active(trio.current_time()))
         assert all(asker.planner.book.standing(peer).score == 1.0 for peer in ("n0", "n1", "n2"))
+
+
+async def test_a_hop_that_never_answers_costs_all_replies_that_begin_together_one_attempt(
+    autojump_clock: MockClock,
+) -> None:
+    """The fastest member is there and opens no stream: replies do not try it one after the other."""
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        await swarm.serve("silent", HashRunner(4, 8), speed=500.0)
+        asker = await swarm.asker()
+        swarm.fabric.freeze("silent")
+        begun_at = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for number in range(12):
+                nursery.start_soon(ask, asker, [number, *PROMPT], 2, f"owner {number}")
+        assert trio.current_time() - begun_at < 12
+        swarm.fabric.resume("silent")
