@@ -752,7 +752,8 @@ WAIT_FOR_HOLDER_S = 0.2  # between two looks for a member that serves a missing 
 REFUSED_ROUTE_S = 3.0  # to wait for a first route where members serve every block but have no room or no permission
 REPORT_AFTER_S = 1.0  # a shorter wait for a missing block is not worth a message
 MIN_OVERDUE_S = 1.0  # an answer is overdue after this, or
-OVERDUE_TIMES = 8.0  # after so many times the average step, if that is longer
+OVERDUE_TIMES = 8.0  # after so many times the average step, if that is longer, but
+LONGEST_OVERDUE_S = 10.0  # no later: hops decide how long steps take
 _ROUNDS = 3  # epochs until hops and plan agree
 _EXCUSES = 3  # failures in a row that are not held against a hop
 _PAUSE_S = 0.1  # after the second, doubled each time, up to
@@ -761,7 +762,7 @@ _LONGEST_PAUSE_S = 0.8
 
 def overdue_s(step_s: float) -> float:
     """Seconds after which a step that takes `step_s` on average counts as late."""
-    return max(MIN_OVERDUE_S, OVERDUE_TIMES * step_s)
+    return min(max(MIN_OVERDUE_S, OVERDUE_TIMES * step_s), LONGEST_OVERDUE_S)
 
 
 class SessionLost(AppError):

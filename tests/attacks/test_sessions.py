@@ -340,6 +340,23 @@ async def test_a_hop_that_claims_a_token_now_and_then_is_left(autojump_clock: Mo
         assert trio.current_time() - begun < 90
 
 
+async def test_a_hop_cannot_stretch_the_time_after_which_it_is_probed(autojump_clock: MockClock) -> None:
+    """A hop takes its time for the first token, so that it counts as slow, and then for ever: it is left soon."""
+    async with open_swarm((0, 8)) as swarm:
+        await swarm.serve("hostile", HashRunner(0, 8), speed=500.0)
+        asker = await swarm.asker()
+        async with asker.reply(PROMPT, 4, max_tokens=4) as reply:
+            await anext(reply)
+            assert reply.stats.route[0].peer == "hostile"
+            for step_s in (29.0, 1e6):
+                swarm.devices["hostile"].seconds = step_s
+                await anext(reply)
+            assert reply.stats.route[0].peer == "n0"
+            await anext(reply)
+        assert reply.stats.token_ids == greedy(PROMPT, 4)
+        assert reply.stats.longest_gap_s < 45
+
+
 # --- epochs -----------------------------------------------------------------------------------------------------------
 
 
