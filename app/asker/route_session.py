@@ -755,7 +755,9 @@ MIN_OVERDUE_S = 1.0  # an answer is overdue after this, or
 OVERDUE_TIMES = 8.0  # after so many times the average step, if that is longer, but
 LONGEST_OVERDUE_S = 10.0  # no later: hops decide how long steps take
 _ROUNDS = 3  # epochs until hops and plan agree
-_EXCUSES = 3  # failures in a row that are not held against a hop
+_EXCUSES = 3  # failures that are not held against a hop; they are forgotten
+_FORGOTTEN_AFTER = 16  # after so many answers in a row without any, or
+_OWN_PAUSE_S = 30.0  # if this asker had no token for so long: hops close what is not used
 _PAUSE_S = 0.1  # after the second, doubled each time, up to
 _LONGEST_PAUSE_S = 0.8
 
@@ -798,7 +800,8 @@ class RouteSession:
         self._reported: tuple[int, bool] | None = None  # what `missing_block` returned last: block, loading here
         self._flowing = False  # the route is set up and has been fed all tokens
         self._step_s = Ewma(_SMOOTHING)  # a single token through all hops
-        self._excuses: dict[str, int] = {}  # failures of each hop since the last answer
+        self._excuses: dict[str, int] = {}  # failures of each hop that are not forgotten yet
+        self._smooth_answers = 0  # in a row
         self._unsound: set[str] = set()  # hops that failed: no other goes on with their cache
         self._cut_to = KEEP  # hops may still cache other tokens from this position on
         self._look_again_at = 0.0  # for hops that could replace those that are leaving
@@ -917,6 +920,8 @@ class RouteSession:
         if self._cut_to != KEEP and not hops.can_revise:
             self._flowing = False
         begin = trio.current_time()
+        if begin > hops.answered_at + _OWN_PAUSE_S:
+            self._excuses.clear()
         if hops.leaving and await self._can_leave():
             self._flowing = False
         if self._flowing and hops.trouble is None and self._finds_better():
@@ -952,7 +957,9 @@ class RouteSession:
                     now = trio.current_time()
                     self._step_s.add(now - begin)
                     self.own_s = fed_at - begin + now - hops.answered_at
-                self._excuses.clear()
+                self._smooth_answers = self._smooth_answers + 1 if smooth else 0
+                if self._smooth_answers >= _FORGOTTEN_AFTER:
+                    self._excuses.clear()
                 self.answered, self._answered_in = first + len(token_ids), hops.epoch  # guesses may be wrong
                 self.first_answer.set()
                 return answer
@@ -1132,8 +1139,8 @@ class RouteSession:
     def _note_failure(self) -> float:
         """Report the present failure to the route source; returns how many seconds to pause before the next attempt.
 
-        A failure that is not the hop's fault is excused `_EXCUSES` times in a row: after that the hop is avoided like
-        any other that does not work, whatever it says.
+        A failure that is not the hop's fault is excused `_EXCUSES` times: after that the hop is avoided like any other
+        that does not work, whatever it says, and be it that it gives a token in between.
         """
         failure, self._hops.trouble = self._hops.trouble, None
         if failure is None:

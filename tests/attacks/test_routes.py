@@ -14,11 +14,12 @@ from app.core.errors import AppError
 from app.core.span import Span
 from app.routing.route import RouteRequest
 from app.routing.search import find_route
+from app.serving.hop_session import HopSession
 from app.session.frame import HopError, plain
 from app.session.wire import PROTOCOL, Kind, decode, encode_hop_error
 from app.swarm.records import Announcement
 from p2p.memory.fabric import LinkProfile, MemoryStream
-from tests.app.hash_model import HashRunner, greedy
+from tests.app.hash_model import HashRunner, InlineDevice, greedy
 from tests.app.session_swarm import PROMPT, ask, open_swarm
 
 
@@ -78,6 +79,28 @@ async def test_a_hop_that_always_has_an_excuse_is_left(code: str, autojump_clock
         assert not patience.cancelled_caught, f"no token and no error after {turns} turns"
         assert stats.token_ids == greedy(PROMPT, 4)
         assert turns < 50
+
+
+async def test_a_hop_that_has_an_excuse_after_each_token_is_left(autojump_clock: MockClock) -> None:
+    """A hop gives a token every 25 s, and asks for a new epoch after each: the reply soon goes through another one."""
+    async with open_swarm((0, 4), (4, 8), delay_s=0.02) as swarm:
+        server = await swarm.serve("hostile", HashRunner(4, 8), speed=500.0)
+        sender, usual, device = server._sender, server._sender.send, swarm.devices["hostile"]
+        device.run_later = InlineDevice().run_later  # type: ignore[method-assign]
+
+        async def send_and_excuse(session: HopSession, position: int, data: bytes) -> None:
+            await usual(session, position, data)
+            await sender.report_error(session, "closed", "not now")
+            device.seconds = 25.0
+
+        sender.send = send_and_excuse  # type: ignore[method-assign]
+        asker = await swarm.asker()
+        async with asker.reply(PROMPT, 20, max_tokens=20) as reply:
+            async for _ in reply:
+                await trio.sleep(0.1)
+        assert reply.stats.token_ids == greedy(PROMPT, 20)
+        assert reply.stats.route[-1].peer == "n1"
+        assert trio.current_time() < 120
 
 
 async def test_a_reply_over_the_last_holder_that_drains_comes_to_an_end(autojump_clock: MockClock) -> None:
