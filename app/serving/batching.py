@@ -11,7 +11,7 @@ The policy:
    step gives each session its share of the rows, and guesses make it at most `GUESSES_STRETCH` times as long as it
    would be without them (`_row_limit`). What is left goes into the next step.
 4. A step of many rows costs little more than one of few, so a step waits a fraction of its own time for sessions that
-   are about to return (`_until_sessions_return`).
+   are about to return (`_until_sessions_return`), and in all at most `MAX_WAIT_STEPS` times as long as it takes.
 5. Rarely, and only where their routes begin, few sessions wait up to a whole trip of a token for many, so
    that they stay in step from then on (`_until_long_wait_ends`).
 6. Sessions of one asker arrive in a burst; a step waits for its end (`_burst_ends_at`).
@@ -33,6 +33,7 @@ URGENT_ROWS = 16  # more tokens than this in one frame are bulk
 GUESSES_STRETCH = 1.5  # a step of several sessions takes at most so many times as long with guesses as without
 LONG_WAIT_EVERY = (4, 32)  # tokens between two long waits of a session: at first, and at most after doubling
 MAX_LONG_WAIT_S = 0.5
+MAX_WAIT_STEPS = 2.0  # however many sessions are about to return: an asker decides when its own do
 BULK_STRETCH = 2.0  # a chunk takes at most so many times as long as the steps of the replies that wait for its end
 LEAST_BULK_ROWS = 64  # a chunk of fewer rows reads the weights for too little
 WRITING_S = 1.0  # a reply that got its last token so long ago is still written
@@ -90,6 +91,7 @@ class BatchQueue:
         self._bulk_next = False
         self._served: dict[str, int] = {}  # peer -> number of the step that last served it
         self._steps = 0
+        self._done_at = float("-inf")  # when the last step's outputs were sent
         self._step_s = Ewma(_SMOOTHING)  # an urgent step
         self._step_trend = LinearTrend(_TREND_MEMORY)  # its seconds by its rows
         self._bulk_row_s = Ewma(_SMOOTHING)  # of a bulk step
@@ -151,6 +153,7 @@ class BatchQueue:
         """Note that a step took `seconds` and its outputs were sent at `now`."""
         urgent = [work for work in works if work.urgent]
         rows = sum(work.rows for work in works)
+        self._done_at = now
         if urgent:
             self._step_s.add(seconds)
             self._step_trend.add(rows, seconds)
@@ -221,9 +224,12 @@ class BatchQueue:
         step_s = min(self._step_s.value, self._limits.max_step_s)
         if not step_s or not self._returning or sum(work.rows for work in urgent) >= self._limits.urgent_rows:
             return None
-        until = self._until_sessions_return(urgent, now, step_s)
+        begun_at = max(self._done_at, min(work.arrived_at for work in urgent))
+        until = None
+        if now < begun_at + MAX_WAIT_STEPS * step_s:
+            until = self._until_sessions_return(urgent, now, step_s)
         if until is None:
-            until = self._until_long_wait_ends(urgent, now, step_s)
+            until = self._until_long_wait_ends(urgent, now, begun_at, step_s)
         if until is None and now < (burst_end := self._burst_ends_at(urgent, step_s)):
             # Only for sessions of the same asker: they take the same way. Waiting for others at each hop costs more
             # than it gains.
@@ -236,7 +242,7 @@ class BatchQueue:
         """Return the time at which sessions that are due soon are here, if waiting saves more than it costs.
 
         Waiting delays the sessions that are here; not waiting costs each that comes the rest of a step. The time waited
-        so far is ignored. A session that is half a step overdue is no longer waited for.
+        so far is ignored here. A session that is half a step overdue is no longer waited for.
         """
         dues = sorted(one.due_at for one in self._returning.values() if now < one.due_at + step_s / 2)
         until = None
@@ -246,15 +252,16 @@ class BatchQueue:
                 until = now + wait_s
         return until
 
-    def _until_long_wait_ends(self, urgent: list[QueuedTokens], now: float, step_s: float) -> float | None:
+    def _until_long_wait_ends(
+        self, urgent: list[QueuedTokens], now: float, begun_at: float, step_s: float
+    ) -> float | None:
         """Return the end of a long wait: now and then few sessions wait for many, for one trip of a token at most.
 
         Only at the first hop of their routes: if two hops waited for each other's sessions, both would wait for
         nothing.
         """
-        dues = [
-            one.due_at for one in self._returning.values() if one.first and now < one.due_at < now + MAX_LONG_WAIT_S
-        ]
+        latest = begun_at + MAX_LONG_WAIT_S
+        dues = [one.due_at for one in self._returning.values() if one.first and now < one.due_at < latest]
         if len(dues) < len(urgent) or not all(work.first and self._may_wait_long(work) for work in urgent):
             return None
         return min(dues) + step_s / 8
