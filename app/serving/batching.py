@@ -4,6 +4,7 @@ The policy:
 
 1. Every step takes all the sessions that wait, within `BatchLimits`. Peers take turns, so that one peer with many
    sessions cannot starve the rest, and so do the sessions of a peer, so that a short prompt waits for no long one.
+   Sessions over other blocks or with other adapters are computed apart: a step takes one such group of each peer.
 2. Tokens that a reply waits for (urgent) go before tokens that fill a cache (bulk); bulk runs in chunks and gets every
    second step at least, so neither waits for more than one step of the other. While replies are written, a chunk has
    as many rows as run in `BULK_STRETCH` urgent steps (`_bulk_rows`).
@@ -59,6 +60,7 @@ class QueuedTokens:
     arrived_at: float
     first: bool = False  # this hop is the first of the session's route
     revision: int = 0
+    group: object = None  # sessions of the same one are computed together: blocks and adapter
     shares_device: bool = False  # a reply of this node itself, over this hop alone, whose head is on the same card
 
 
@@ -285,13 +287,16 @@ class BatchQueue:
         return min(max(arrivals) + min(BURST_GAP_S, step_s / 8), min(arrivals) + step_s / 2)
 
     def _pick(self, heads: list[QueuedTokens], max_rows: int, *, in_shares: bool = False) -> list[QueuedTokens]:
-        """Take tokens of each session, those of peers that waited longest first, up to `max_rows` in all.
+        """Take tokens of one group of sessions of each peer, of those that waited longest first, up to `max_rows`.
 
         With `in_shares` no session takes rows that another one with fewer could have.
         """
         by_peer: dict[str, deque[QueuedTokens]] = {}
         for work in heads:
-            by_peer.setdefault(work.peer, deque()).append(work)
+            own = by_peer.setdefault(work.peer, deque())
+            if not own or work.group == own[0].group:
+                own.append(work)
+        heads = [work for own in by_peer.values() for work in own]
         picked: list[QueuedTokens] = []
         room = max_rows
         share = fair_share([work.rows for work in heads], max_rows) if in_shares else max_rows

@@ -631,6 +631,7 @@ class BlockServer:
                 urgent=frame.rows <= URGENT_ROWS and frame.position >= session.turn.urgent_from,
                 arrived_at=now,
                 first=not session.turn.predecessor,
+                group=(session.turn.span, session.turn.adapter),
                 shares_device=self._settings.stays_awake and self._is_at_home(session),
             )
             self._queue.put(queued)

@@ -455,4 +455,19 @@ def test_an_asker_whose_sessions_are_always_about_to_return_holds_up_no_other(sp
         queue.put(waiting("honest", peer="honest", position=position, at=now, first=True))
         waits_s.append(run_step() - arrived_at)
     assert max(waits_s) < 0.6
-    assert sum(wait_s > 3 * step_s for wait_s in waits_s) < 5  # the long waits, which are rare
+
+
+def test_sessions_of_one_peer_over_many_spans_do_not_share_a_step() -> None:
+    """Each group is a pass of its own through the blocks: a step has one of each peer, and all have their turn."""
+    queue = BatchQueue()
+    for number in range(40):
+        queue.put(replace(waiting(f"hostile {number}", peer="hostile"), group=number % 20))
+    taken: list[list[QueuedTokens]] = []
+    for position in range(20):
+        queue.put(replace(waiting("honest", peer="honest", position=position), group="all"))
+        work = queue.take(0.0)
+        assert isinstance(work, list)
+        taken.append(work)
+    assert [len({item.group for item in work}) for work in taken] == [2] * 20
+    assert [len(work) for work in taken] == [3] * 20
+    assert not queue.rows
