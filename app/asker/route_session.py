@@ -76,6 +76,8 @@ log.addFilter(LogLimit())  # hops can cause these lines
 
 LEFT = "this node has left the swarm; ask again once it is in one"
 IDLE_LINK_S = 60.0  # a stream without sessions for so long is closed
+FEED_AHEAD_BYTES = 16 * 2**20  # of embedded tokens that wait for a hop's stream, and a chunk more
+_LOOK_FOR_ROOM_S = 0.02
 
 
 class Listener(Protocol):
@@ -551,6 +553,22 @@ class RouteHops:
         """The number format in which the first hop gets embedded tokens; empty: the asker's own."""
         return (self.wires or {}).get(self.route[0].span.start, "")
 
+    async def make_room(self) -> None:
+        """Wait until the first hop has taken most of what was sent to it; one that takes nothing becomes `trouble`.
+
+        The stream is shared by all sessions, and would be closed if a long prompt waited in it as a whole.
+        """
+        outbox = self._open[self.route[0].peer].outbox
+        least, since = outbox.waiting_bytes, trio.current_time()
+        while outbox.waiting_bytes > FEED_AHEAD_BYTES and not outbox.broken and self.trouble is None:
+            with trio.move_on_after(_LOOK_FOR_ROOM_S):
+                await self._heard.wait()
+            if outbox.waiting_bytes < least:
+                least, since = outbox.waiting_bytes, trio.current_time()
+            elif trio.current_time() - since > self._settings.stuck_s:
+                peer = self.route[0].peer
+                self.trouble = HopFailed(peer, because("hop_stuck", "it does not read what is sent to it", peer))
+
     async def feed(self, position: int, rows: int, data: bytes) -> None:
         """Send embedded tokens to the first hop, in the format `feed_wire`."""
         dtype = DTYPES[self.feed_wire] if self.feed_wire else self._dtype
@@ -990,6 +1008,7 @@ class RouteSession:
             data = embedded if is_given else None
             if data is None:
                 data = await self._embed(chunk, hops.feed_wire)
+            await hops.make_room()
             if hops.trouble is not None or epoch != hops.epoch:
                 return
             await hops.feed(start, len(chunk), data)
