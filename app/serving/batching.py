@@ -19,13 +19,15 @@ The policy:
 7. On a card, a chunk waits a moment for this node's own replies to choose their next tokens (`_until_chosen`): the
    head's pass would stand behind it, and they would wait for this chunk and, coming too late for a step, the next one.
 
-A session that is alone never waits.
+8. Prompts wait while their outputs pile up before a slow link (`is_behind`).
+
+A session that is alone never waits but for the last.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from app.core.smoothing import Ewma, LinearTrend
@@ -39,6 +41,7 @@ BULK_STRETCH = 2.0  # a chunk takes at most so many times as long as the steps o
 LEAST_BULK_ROWS = 64  # a chunk of fewer rows reads the weights for too little
 WRITING_S = 1.0  # a reply that got its last token so long ago is still written
 BURST_GAP_S = 0.001  # requests of one burst arrive within this of each other
+BEHIND_S = 0.02  # between two looks at a link that is behind
 CHOOSING_S = 0.002  # a reply of this node itself has chosen its next token on the card by then
 STEPS_SHARED = 2.0  # sessions batched once tend to stay in step, so a saving counts for two steps
 _SMOOTHING = 0.25
@@ -169,12 +172,20 @@ class BatchQueue:
             due_at = now + average.value if average else float("inf")
             self._returning[work.session] = _ReturningSession(work.peer, now, due_at, work.first, work.shares_device)
 
-    def take(self, now: float) -> list[QueuedTokens] | float | None:
-        """Return the next step's work, or the time to ask again, or None if nothing waits."""
+    def take(
+        self, now: float, is_behind: Callable[[QueuedTokens], bool] = lambda work: False
+    ) -> list[QueuedTokens] | float | None:
+        """Return the next step's work, or the time to ask again, or None if nothing waits.
+
+        Bulk whose link `is_behind` waits: it takes long to send what was computed before.
+        """
         if not self._queues:
             return None
         urgent = [queue[0] for queue in self._queues.values() if queue[0].urgent]
-        some_bulk = len(urgent) < len(self._queues)
+        bulk = [queue[0] for queue in self._queues.values() if not queue[0].urgent and not is_behind(queue[0])]
+        if not urgent and not bulk:
+            return now + BEHIND_S
+        some_bulk = bool(bulk)
         if urgent and not (self._bulk_next and some_bulk):
             wait_until = None if some_bulk else self._wait_until(urgent, now)
             if wait_until is not None:
@@ -185,7 +196,6 @@ class BatchQueue:
         if chosen_at is not None:
             return chosen_at
         self._bulk_next = False
-        bulk = [queue[0] for queue in self._queues.values() if not queue[0].urgent]
         return self._pick(bulk, self._bulk_rows(sum(work.rows for work in bulk), bool(urgent), now))
 
     def _until_chosen(self, now: float) -> float | None:

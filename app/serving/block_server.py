@@ -99,6 +99,7 @@ if TYPE_CHECKING:
 
 
 LOOK_BYTES = 256  # to look at a waiting frame takes as long as to copy so many bytes
+AHEAD_BYTES = 16 * 2**20  # of one asker's outputs that wait for a link, beyond which its prompts are read no further
 
 
 class HopFrame(NamedTuple):
@@ -199,6 +200,12 @@ class HopSender:
             await self._answers[session.key].push(frame)
         elif turn.relay or not await self._outboxes.push(turn.successor, frame, session.asker):
             await self._relay(session, frame)
+
+    def is_behind(self, session: HopSession) -> bool:
+        """True if so many outputs wait for the link to a session's successor that more would only be dropped."""
+        turn, answers = session.turn, self._answers.get(session.key)
+        relayed = 0 if answers is None else answers.waiting_bytes
+        return max(relayed, self._outboxes.waiting_for(turn.successor, session.asker)) > AHEAD_BYTES
 
     async def close_idle(self) -> None:
         """Close streams to successors that no session has, and over which nothing went for `IDLE_STREAM_S`."""
@@ -1098,12 +1105,15 @@ class BlockServer:
                 await self._carry_out(self._transfers.popleft())
             while self._between_steps:
                 await self._carry_out(self._between_steps.popleft())
-            batch = self._queue.take(trio.current_time())
+            batch = self._queue.take(trio.current_time(), self._is_behind)
             if isinstance(batch, list):
                 await self._step(batch)
             elif not self._transfers:
                 with trio.move_on_at(math.inf if batch is None else batch):
                     await self._work.wait()
+
+    def _is_behind(self, work: QueuedTokens) -> bool:
+        return self._sender.is_behind(self._sessions[work.session])
 
     async def _carry_out(self, action: Action) -> None:
         """Carry out one action; a failure costs nobody but the peer that caused it."""

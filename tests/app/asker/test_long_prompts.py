@@ -7,13 +7,16 @@ import trio
 from trio.testing import MockClock
 
 from app.asker import route_session
+from app.serving import block_server
+from app.serving.hop_session import FrameAction, HopSession
 from app.session import outbound
+from app.session.frame import Frame
 from p2p.memory import link
 from p2p.memory.fabric import LinkProfile
 from tests.app.hash_model import HashRunner, greedy
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, open_swarm
 
-SLOW = LinkProfile(bytes_per_s=4000)
+SLOW = LinkProfile(bytes_per_s=20_000)
 LONG = list(range(3000))  # 48 KB of rows
 
 
@@ -23,6 +26,7 @@ def small_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "fits_window", lambda outstanding, cost, priority=0: outstanding < 4096)
     monkeypatch.setattr(outbound, "MAX_WAITING_BYTES", 24 * 1024)
     monkeypatch.setattr(route_session, "FEED_AHEAD_BYTES", 8 * 1024)
+    monkeypatch.setattr(block_server, "AHEAD_BYTES", 8 * 1024)
 
 
 async def ask_long_and_short(swarm: SessionSwarm) -> None:
@@ -53,8 +57,20 @@ async def test_a_first_hop_that_reads_nothing_of_a_long_prompt_is_left(
 ) -> None:
     async with open_swarm((0, 4), (4, 8)) as swarm:
         hostile = await swarm.serve("hostile", HashRunner(0, 4), speed=500.0)
-        hostile._act_on = lambda *args: trio.sleep_forever()  # type: ignore[method-assign]
+
+        async def stop(action: FrameAction, session: HopSession, frame: Frame) -> None:
+            await trio.sleep_forever()
+
+        hostile._act_on = stop  # type: ignore[method-assign]
         asker = await swarm.asker()
         stats = await ask(asker, LONG, 2)
         assert stats.token_ids == greedy(LONG, 2)
         assert trio.current_time() < 45
+
+
+async def test_a_hop_computes_a_long_prompt_as_fast_as_its_link_takes_it(
+    autojump_clock: MockClock, small_streams: None
+) -> None:
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        swarm.fabric.set_link("n0", "n1", SLOW)
+        await ask_long_and_short(swarm)
