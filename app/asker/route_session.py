@@ -758,7 +758,9 @@ class RouteHops:
             await self._leave(peer, rest_s)
 
     async def _leave(self, peer: str, rest_s: int = 0) -> None:
-        link = self._open.pop(peer)
+        link = self._open.pop(peer, None)
+        if link is None:
+            return  # its stream ended while another hop was told
         link.listeners.pop(self.id, None)
         await link.send(plain(Kind.CLOSE, self.id, self.epoch, rows=rest_s))
 
