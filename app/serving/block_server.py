@@ -99,6 +99,7 @@ if TYPE_CHECKING:
 
 
 LOOK_BYTES = 256  # to look at a waiting frame takes as long as to copy so many bytes
+REPLAY_BYTES = 64 * 2**20  # of kept outputs that are sent again at once; more are computed again
 AHEAD_BYTES = 16 * 2**20  # of one asker's outputs that wait for a link, beyond which its prompts are read no further
 
 
@@ -812,7 +813,8 @@ class BlockServer:
         """Say that an epoch has begun, and send what the successor is known to need."""
         session.heard_at = trio.current_time()
         knows = KNOWS_REVISIONS | GIVES_CACHE | (KNOWS_ADAPTERS if self._adapters.is_served else 0)
-        ready = plain(Kind.READY, session.id, session.epoch, session.length, session.kept_from, knows)
+        kept_from = session.replayed_from(REPLAY_BYTES)
+        ready = plain(Kind.READY, session.id, session.epoch, session.length, kept_from, knows)
         await answers.push(control_frame(ready))
         if self.draining:  # an asker that began this epoch at that moment has missed it
             await self._sender.report_error(session, "draining", _LEAVES)

@@ -27,6 +27,7 @@ def small_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbound, "MAX_WAITING_BYTES", 24 * 1024)
     monkeypatch.setattr(route_session, "FEED_AHEAD_BYTES", 8 * 1024)
     monkeypatch.setattr(block_server, "AHEAD_BYTES", 8 * 1024)
+    monkeypatch.setattr(block_server, "REPLAY_BYTES", 8 * 1024)
 
 
 async def ask_long_and_short(swarm: SessionSwarm) -> None:
@@ -74,3 +75,16 @@ async def test_a_hop_computes_a_long_prompt_as_fast_as_its_link_takes_it(
     async with open_swarm((0, 4), (4, 8)) as swarm:
         swarm.fabric.set_link("n0", "n1", SLOW)
         await ask_long_and_short(swarm)
+
+
+async def test_a_reply_with_a_long_prompt_survives_a_hop(autojump_clock: MockClock, small_streams: None) -> None:
+    """More outputs are kept than may wait for the link to the new hop: they are computed again instead."""
+    async with open_swarm((0, 4), (4, 8), (4, 8)) as swarm:
+        asker = await swarm.asker()
+        async with asker.reply(LONG, 4, max_tokens=4) as reply:
+            await anext(reply)
+            swarm.kill(reply.stats.route[-1].peer)
+            async for _ in reply:
+                pass
+        assert (reply.stats.token_ids, reply.stats.recoveries) == (greedy(LONG, 4), 1)
+        assert asker.planner.book.standing("n0").score == 1.0
