@@ -228,14 +228,17 @@ class SessionRunner:
         groups: dict[tuple[int, int, BlockAdapter | None], list[int]] = {}
         for index, item in enumerate(work):
             groups.setdefault((item.start, item.stop, self._adapters.get(item.session)), []).append(index)
+        inputs: list[Tensor] = []
+        for indices in groups.values():  # all before the first is computed: a bad one costs no other's time
+            items = [work[index] for index in indices]
+            inputs.append(self._joined(items))
+            self._check_finite(inputs[-1], items)
         outputs: dict[int, StepResult] = {}
         advanced: list[SessionRows] = []
         try:
-            for (start, stop, adapter), indices in groups.items():
+            for ((start, stop, adapter), indices), rows in zip(groups.items(), inputs, strict=True):
                 items = [work[index] for index in indices]
                 taken = [SessionRows(self._lease(item.session), item.position, item.rows) for item in items]
-                rows = self._joined(items)
-                self._check_finite(rows, items)
                 hidden = self._span.step(rows, taken, (start, stop), adapter)
                 advanced += taken
                 outputs.update(zip(indices, self._split(hidden, items), strict=True))

@@ -76,6 +76,8 @@ log.addFilter(LogLimit())  # hops can cause these lines
 
 LEFT = "this node has left the swarm; ask again once it is in one"
 IDLE_LINK_S = 60.0  # a stream without sessions for so long is closed
+FEED_AHEAD_BYTES = 16 * 2**20  # of embedded tokens that wait for a hop's stream, and a chunk more
+_LOOK_FOR_ROOM_S = 0.02
 
 
 class Listener(Protocol):
@@ -118,6 +120,14 @@ class HopLink:
             await listener.on_frame(self.peer, frame)
 
 
+class _Opening:
+    """An attempt to open the stream to one hop, for whose end other sessions wait."""
+
+    def __init__(self) -> None:
+        self.lock = trio.Lock()
+        self.failure: P2PError | None = None
+
+
 class HopLinks:
     """One stream to each hop; this node's own block server is reached without the network."""
 
@@ -126,7 +136,7 @@ class HopLinks:
     ) -> None:
         self._network, self._nursery, self._own_server = network, nursery, own_server
         self._links: dict[str, HopLink] = {}
-        self._opening: dict[str, trio.Lock] = {}
+        self._opening: dict[str, _Opening] = {}
         self.is_closed = False  # this node leaves the swarm: nothing can be opened or begun any more
         nursery.start_soon(self._close_idle)
 
@@ -136,24 +146,32 @@ class HopLinks:
         return self._network.peer_id
 
     async def to(self, peer: str, *, timeout_s: float) -> HopLink:
-        """Return the link to a peer, opened if need be; raises `P2PError` if the peer cannot be reached."""
+        """Return the link to a peer, opened if need be; raises `P2PError` if the peer cannot be reached.
+
+        Sessions that want it at the same time share one attempt and its failure: in turn, each would wait for those of
+        all others before its own.
+        """
         link = self._links.get(peer)
         if link is not None and not link.outbox.broken:
             return link
-        lock = self._opening.setdefault(peer, trio.Lock())
+        opening = self._opening.setdefault(peer, _Opening())
         try:
-            async with lock:
+            async with opening.lock:
                 link = self._links.get(peer)
-                if link is None or link.outbox.broken:
+                if link is not None and not link.outbox.broken:
+                    return link
+                if opening.failure is not None:
+                    raise opening.failure
+                try:
                     stream = await self._open(peer, timeout_s)
-                    if self.is_closed:
-                        await stream.reset()
-                        raise P2PError(LEFT)
-                    link = self._links[peer] = HopLink(stream, self._nursery)
-                    self._nursery.start_soon(link.read)
+                except P2PError as error:
+                    opening.failure = error
+                    raise
+                link = self._links[peer] = HopLink(stream, self._nursery)
+                self._nursery.start_soon(link.read)
                 return link
         finally:
-            if not lock.locked():  # nobody else waits for it
+            if not opening.lock.locked():  # nobody else waits for it
                 self._opening.pop(peer, None)
 
     def is_open(self, peer: str) -> bool:
@@ -201,7 +219,11 @@ class HopLinks:
             here, there = loop_streams(peer)
             self._nursery.start_soon(self._attend, self._own_server, there)
             return here
-        return await self._network.open(peer, PROTOCOL, timeout_s=timeout_s)
+        stream = await self._network.open(peer, PROTOCOL, timeout_s=timeout_s)
+        if self.is_closed:
+            await stream.reset()
+            raise P2PError(LEFT)
+        return stream
 
     async def _attend(self, server: Callable[[FrameStream], Awaitable[None]], stream: LoopStream) -> None:
         """Run the server's handler and then end the stream, as a network does."""
@@ -330,16 +352,19 @@ class RouteHops:
     # --- what hops say ------------------------------------------------------------------------------------------------
 
     async def on_frame(self, peer: str, frame: Frame) -> None:
-        """Take a frame from a hop; frames of another epoch, or that this hop may not send, are dropped."""
+        """Take a frame from a hop; frames of another epoch, or that this hop may not send, are dropped.
+
+        A hop that has left the route may still be connected, and must not decide how the others do.
+        """
         if peer not in self._open:
+            return
+        if not self._is_on_route(peer) or (frame.epoch != self.epoch and frame.kind != Kind.STATE):
+            self._on_late_frame(peer, frame)
             return
         if frame.kind == Kind.STATE:
             self.states[peer] = self._without_cut(frame)
-        elif frame.epoch != self.epoch:
-            self._on_late_frame(peer, frame)
-            return
         elif frame.kind == Kind.DATA:
-            is_last = bool(self.route) and peer == self.route[-1].peer
+            is_last = peer == self.route[-1].peer
             if not is_last or frame.revision != self.revision or frame.width != self._shape.width:
                 return
             if frame.position + frame.rows > self._wanted.stop:
@@ -404,14 +429,18 @@ class RouteHops:
             return state
         return state._replace(position=min(state.position, self._revised_at), rows=min(state.rows, self._revised_at))
 
+    def _is_on_route(self, peer: str) -> bool:
+        """True if a peer is a hop of the route in use, or of the one that is being set up."""
+        return any(hop.peer == peer for hop in self.route)
+
     def _on_late_frame(self, peer: str, frame: Frame) -> None:
-        """Heed of another epoch's frames only that a hop is leaving: that is true whatever the route is by now."""
+        """Heed of other epochs and former hops only that a hop is leaving: that is true of any route."""
         if frame.kind == Kind.TROUBLE and decode_hop_error(frame).code == "draining":
             self.leaving.add(peer)
 
     def on_stream_end(self, peer: str) -> None:
         """Note that the stream to a hop broke."""
-        if any(hop.peer == peer for hop in self.route):
+        if self._is_on_route(peer):
             self.trouble = _lost(peer)
             self._heard.notify()
         else:
@@ -523,6 +552,22 @@ class RouteHops:
     def feed_wire(self) -> str:
         """The number format in which the first hop gets embedded tokens; empty: the asker's own."""
         return (self.wires or {}).get(self.route[0].span.start, "")
+
+    async def make_room(self) -> None:
+        """Wait until the first hop has taken most of what was sent to it; one that takes nothing becomes `trouble`.
+
+        The stream is shared by all sessions, and would be closed if a long prompt waited in it as a whole.
+        """
+        outbox = self._open[self.route[0].peer].outbox
+        least, since = outbox.waiting_bytes, trio.current_time()
+        while outbox.waiting_bytes > FEED_AHEAD_BYTES and not outbox.broken and self.trouble is None:
+            with trio.move_on_after(_LOOK_FOR_ROOM_S):
+                await self._heard.wait()
+            if outbox.waiting_bytes < least:
+                least, since = outbox.waiting_bytes, trio.current_time()
+            elif trio.current_time() - since > self._settings.stuck_s:
+                peer = self.route[0].peer
+                self.trouble = HopFailed(peer, because("hop_stuck", "it does not read what is sent to it", peer))
 
     async def feed(self, position: int, rows: int, data: bytes) -> None:
         """Send embedded tokens to the first hop, in the format `feed_wire`."""
@@ -713,7 +758,9 @@ class RouteHops:
             await self._leave(peer, rest_s)
 
     async def _leave(self, peer: str, rest_s: int = 0) -> None:
-        link = self._open.pop(peer)
+        link = self._open.pop(peer, None)
+        if link is None:
+            return  # its stream ended while another hop was told
         link.listeners.pop(self.id, None)
         await link.send(plain(Kind.CLOSE, self.id, self.epoch, rows=rest_s))
 
@@ -725,18 +772,21 @@ WAIT_FOR_HOLDER_S = 0.2  # between two looks for a member that serves a missing 
 REFUSED_ROUTE_S = 3.0  # to wait for a first route where members serve every block but have no room or no permission
 REPORT_AFTER_S = 1.0  # a shorter wait for a missing block is not worth a message
 MIN_OVERDUE_S = 1.0  # an answer is overdue after this, or
-FEED_AHEAD_BYTES = 2**26  # of rows that are sent before all hops have computed those so far before them
+OVERDUE_TIMES = 8.0  # after so many times the average step, if that is longer, but
+LONGEST_OVERDUE_S = 10.0  # no later: hops decide how long steps take
+UNCOMPUTED_BYTES = 2**26  # of a prompt's rows that are sent before all hops have computed what came before
 LOOK_AT_HOPS_S = 0.1  # between two questions whether they have
-OVERDUE_TIMES = 8.0  # after so many times the average step, if that is longer
 _ROUNDS = 3  # epochs until hops and plan agree
-_EXCUSES = 3  # failures in a row that are not held against a hop
+_EXCUSES = 3  # failures that are not held against a hop; they are forgotten
+_FORGOTTEN_AFTER = 16  # after so many answers in a row without any, or
+_OWN_PAUSE_S = 30.0  # if this asker had no token for so long: hops close what is not used
 _PAUSE_S = 0.1  # after the second, doubled each time, up to
 _LONGEST_PAUSE_S = 0.8
 
 
 def overdue_s(step_s: float) -> float:
     """Seconds after which a step that takes `step_s` on average counts as late."""
-    return max(MIN_OVERDUE_S, OVERDUE_TIMES * step_s)
+    return min(max(MIN_OVERDUE_S, OVERDUE_TIMES * step_s), LONGEST_OVERDUE_S)
 
 
 class SessionLost(AppError):
@@ -772,7 +822,8 @@ class RouteSession:
         self._reported: tuple[int, bool] | None = None  # what `missing_block` returned last: block, loading here
         self._flowing = False  # the route is set up and has been fed all tokens
         self._step_s = Ewma(_SMOOTHING)  # a single token through all hops
-        self._excuses: dict[str, int] = {}  # failures of each hop since the last answer
+        self._excuses: dict[str, int] = {}  # failures of each hop that are not forgotten yet
+        self._smooth_answers = 0  # in a row
         self._unsound: set[str] = set()  # hops that failed: no other goes on with their cache
         self._cut_to = KEEP  # hops may still cache other tokens from this position on
         self._look_again_at = 0.0  # for hops that could replace those that are leaving
@@ -891,6 +942,8 @@ class RouteSession:
         if self._cut_to != KEEP and not hops.can_revise:
             self._flowing = False
         begin = trio.current_time()
+        if begin > hops.answered_at + _OWN_PAUSE_S:
+            self._excuses.clear()
         if hops.leaving and await self._can_leave():
             self._flowing = False
         if self._flowing and hops.trouble is None and self._finds_better():
@@ -926,7 +979,9 @@ class RouteSession:
                     now = trio.current_time()
                     self._step_s.add(now - begin)
                     self.own_s = fed_at - begin + now - hops.answered_at
-                self._excuses.clear()
+                self._smooth_answers = self._smooth_answers + 1 if smooth else 0
+                if self._smooth_answers >= _FORGOTTEN_AFTER:
+                    self._excuses.clear()
                 self.answered, self._answered_in = first + len(token_ids), hops.epoch  # guesses may be wrong
                 self.first_answer.set()
                 return answer
@@ -951,23 +1006,24 @@ class RouteSession:
     async def _feed(self, first: int, embedded: bytes | None = None) -> None:
         """Send tokens from position `first` on to the first hop, in chunks; what waits at a hop takes its memory."""
         hops, epoch = self._hops, self._hops.epoch
-        ahead = max(self._settings.chunk_rows, FEED_AHEAD_BYTES // self._row_bytes)
+        ahead = max(self._settings.chunk_rows, UNCOMPUTED_BYTES // self._row_bytes)
+        progress = HopProgress(trio.current_time(), self._row_bytes, self._settings.stuck_s, first)
         for start in range(first, len(self._history), self._settings.chunk_rows):
             if start - first >= ahead:
-                await self._computed(start - ahead, start)
+                await self._computed(start - ahead, start, progress)
             chunk = self._history[start : start + self._settings.chunk_rows]
             is_given = embedded is not None and len(chunk) == len(self._history) - first and not hops.feed_wire
             data = embedded if is_given else None
             if data is None:
                 data = await self._embed(chunk, hops.feed_wire)
+            await hops.make_room()
             if hops.trouble is not None or epoch != hops.epoch:
                 return
             await hops.feed(start, len(chunk), data)
 
-    async def _computed(self, length: int, fed: int) -> None:
+    async def _computed(self, length: int, fed: int, progress: HopProgress) -> None:
         """Wait until all hops have cached so many of the `fed` tokens, or one of them is in trouble."""
         hops = self._hops
-        progress = HopProgress(trio.current_time(), self._row_bytes, self._settings.stuck_s)
         while hops.trouble is None:
             await self._ask_hops()
             if all(state.position >= length for state in hops.states.values()):
@@ -1125,8 +1181,8 @@ class RouteSession:
     def _note_failure(self) -> float:
         """Report the present failure to the route source; returns how many seconds to pause before the next attempt.
 
-        A failure that is not the hop's fault is excused `_EXCUSES` times in a row: after that the hop is avoided like
-        any other that does not work, whatever it says.
+        A failure that is not the hop's fault is excused `_EXCUSES` times: after that the hop is avoided like any other
+        that does not work, whatever it says, and be it that it gives a token in between.
         """
         failure, self._hops.trouble = self._hops.trouble, None
         if failure is None:

@@ -4,6 +4,7 @@ The policy:
 
 1. Every step takes all the sessions that wait, within `BatchLimits`. Peers take turns, so that one peer with many
    sessions cannot starve the rest, and so do the sessions of a peer, so that a short prompt waits for no long one.
+   Sessions over other blocks or with other adapters are computed apart: a step takes one such group of each peer.
 2. Tokens that a reply waits for (urgent) go before tokens that fill a cache (bulk); bulk runs in chunks and gets every
    second step at least, so neither waits for more than one step of the other. While replies are written, a chunk has
    as many rows as run in `BULK_STRETCH` urgent steps (`_bulk_rows`).
@@ -11,20 +12,22 @@ The policy:
    step gives each session its share of the rows, and guesses make it at most `GUESSES_STRETCH` times as long as it
    would be without them (`_row_limit`). What is left goes into the next step.
 4. A step of many rows costs little more than one of few, so a step waits a fraction of its own time for sessions that
-   are about to return (`_until_sessions_return`).
+   are about to return (`_until_sessions_return`), and in all at most `MAX_WAIT_STEPS` times as long as it takes.
 5. Rarely, and only where their routes begin, few sessions wait up to a whole trip of a token for many, so
    that they stay in step from then on (`_until_long_wait_ends`).
 6. Sessions of one asker arrive in a burst; a step waits for its end (`_burst_ends_at`).
 7. On a card, a chunk waits a moment for this node's own replies to choose their next tokens (`_until_chosen`): the
    head's pass would stand behind it, and they would wait for this chunk and, coming too late for a step, the next one.
 
-A session that is alone never waits.
+8. Prompts wait while their outputs pile up before a slow link (`is_behind`).
+
+A session that is alone never waits but for the last.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from app.core.smoothing import Ewma, LinearTrend
@@ -33,10 +36,12 @@ URGENT_ROWS = 16  # more tokens than this in one frame are bulk
 GUESSES_STRETCH = 1.5  # a step of several sessions takes at most so many times as long with guesses as without
 LONG_WAIT_EVERY = (4, 32)  # tokens between two long waits of a session: at first, and at most after doubling
 MAX_LONG_WAIT_S = 0.5
+MAX_WAIT_STEPS = 8.0  # however many sessions are about to return: an asker decides when its own do
 BULK_STRETCH = 2.0  # a chunk takes at most so many times as long as the steps of the replies that wait for its end
 LEAST_BULK_ROWS = 64  # a chunk of fewer rows reads the weights for too little
 WRITING_S = 1.0  # a reply that got its last token so long ago is still written
 BURST_GAP_S = 0.001  # requests of one burst arrive within this of each other
+BEHIND_S = 0.02  # between two looks at a link that is behind
 CHOOSING_S = 0.002  # a reply of this node itself has chosen its next token on the card by then
 STEPS_SHARED = 2.0  # sessions batched once tend to stay in step, so a saving counts for two steps
 _SMOOTHING = 0.25
@@ -58,6 +63,7 @@ class QueuedTokens:
     arrived_at: float
     first: bool = False  # this hop is the first of the session's route
     revision: int = 0
+    group: object = None  # sessions of the same one are computed together: blocks and adapter
     shares_device: bool = False  # a reply of this node itself, over this hop alone, whose head is on the same card
 
 
@@ -90,6 +96,7 @@ class BatchQueue:
         self._bulk_next = False
         self._served: dict[str, int] = {}  # peer -> number of the step that last served it
         self._steps = 0
+        self._done_at = float("-inf")  # when the last step's outputs were sent
         self._step_s = Ewma(_SMOOTHING)  # an urgent step
         self._step_trend = LinearTrend(_TREND_MEMORY)  # its seconds by its rows
         self._bulk_row_s = Ewma(_SMOOTHING)  # of a bulk step
@@ -163,6 +170,7 @@ class BatchQueue:
         """Note that a step took `seconds` and its outputs were sent at `now`."""
         urgent = [work for work in works if work.urgent]
         rows = sum(work.rows for work in works)
+        self._done_at = now
         if urgent:
             self._step_s.add(seconds)
             self._step_trend.add(rows, seconds)
@@ -176,12 +184,20 @@ class BatchQueue:
             due_at = now + average.value if average else float("inf")
             self._returning[work.session] = _ReturningSession(work.peer, now, due_at, work.first, work.shares_device)
 
-    def take(self, now: float) -> list[QueuedTokens] | float | None:
-        """Return the next step's work, or the time to ask again, or None if nothing waits."""
+    def take(
+        self, now: float, is_behind: Callable[[QueuedTokens], bool] = lambda work: False
+    ) -> list[QueuedTokens] | float | None:
+        """Return the next step's work, or the time to ask again, or None if nothing waits.
+
+        Bulk whose link `is_behind` waits: it takes long to send what was computed before.
+        """
         if not self._queues:
             return None
         urgent = [queue[0] for queue in self._queues.values() if queue[0].urgent]
-        some_bulk = len(urgent) < len(self._queues)
+        bulk = [queue[0] for queue in self._queues.values() if not queue[0].urgent and not is_behind(queue[0])]
+        if not urgent and not bulk:
+            return now + BEHIND_S
+        some_bulk = bool(bulk)
         if urgent and not (self._bulk_next and some_bulk):
             wait_until = None if some_bulk else self._wait_until(urgent, now)
             if wait_until is not None:
@@ -192,7 +208,6 @@ class BatchQueue:
         if chosen_at is not None:
             return chosen_at
         self._bulk_next = False
-        bulk = [queue[0] for queue in self._queues.values() if not queue[0].urgent]
         return self._pick(bulk, self._bulk_rows(sum(work.rows for work in bulk), bool(urgent), now))
 
     def _until_chosen(self, now: float) -> float | None:
@@ -233,9 +248,12 @@ class BatchQueue:
         step_s = min(self._step_s.value, self._limits.max_step_s)
         if not step_s or not self._returning or sum(work.rows for work in urgent) >= self._limits.urgent_rows:
             return None
-        until = self._until_sessions_return(urgent, now, step_s)
+        begun_at = max(self._done_at, min(work.arrived_at for work in urgent))
+        until = None
+        if now < begun_at + MAX_WAIT_STEPS * step_s:
+            until = self._until_sessions_return(urgent, now, step_s)
         if until is None:
-            until = self._until_long_wait_ends(urgent, now, step_s)
+            until = self._until_long_wait_ends(urgent, now, begun_at, step_s)
         if until is None and now < (burst_end := self._burst_ends_at(urgent, step_s)):
             # Only for sessions of the same asker: they take the same way. Waiting for others at each hop costs more
             # than it gains.
@@ -248,7 +266,7 @@ class BatchQueue:
         """Return the time at which sessions that are due soon are here, if waiting saves more than it costs.
 
         Waiting delays the sessions that are here; not waiting costs each that comes the rest of a step. The time waited
-        so far is ignored. A session that is half a step overdue is no longer waited for.
+        so far is ignored here. A session that is half a step overdue is no longer waited for.
         """
         dues = sorted(one.due_at for one in self._returning.values() if now < one.due_at + step_s / 2)
         until = None
@@ -258,15 +276,16 @@ class BatchQueue:
                 until = now + wait_s
         return until
 
-    def _until_long_wait_ends(self, urgent: list[QueuedTokens], now: float, step_s: float) -> float | None:
+    def _until_long_wait_ends(
+        self, urgent: list[QueuedTokens], now: float, begun_at: float, step_s: float
+    ) -> float | None:
         """Return the end of a long wait: now and then few sessions wait for many, for one trip of a token at most.
 
         Only at the first hop of their routes: if two hops waited for each other's sessions, both would wait for
         nothing.
         """
-        dues = [
-            one.due_at for one in self._returning.values() if one.first and now < one.due_at < now + MAX_LONG_WAIT_S
-        ]
+        latest = begun_at + MAX_LONG_WAIT_S
+        dues = [one.due_at for one in self._returning.values() if one.first and now < one.due_at < latest]
         if len(dues) < len(urgent) or not all(work.first and self._may_wait_long(work) for work in urgent):
             return None
         return min(dues) + step_s / 8
@@ -290,13 +309,16 @@ class BatchQueue:
         return min(max(arrivals) + min(BURST_GAP_S, step_s / 8), min(arrivals) + step_s / 2)
 
     def _pick(self, heads: list[QueuedTokens], max_rows: int, *, in_shares: bool = False) -> list[QueuedTokens]:
-        """Take tokens of each session, those of peers that waited longest first, up to `max_rows` in all.
+        """Take tokens of one group of sessions of each peer, of those that waited longest first, up to `max_rows`.
 
         With `in_shares` no session takes rows that another one with fewer could have.
         """
         by_peer: dict[str, deque[QueuedTokens]] = {}
         for work in heads:
-            by_peer.setdefault(work.peer, deque()).append(work)
+            own = by_peer.setdefault(work.peer, deque())
+            if not own or work.group == own[0].group:
+                own.append(work)
+        heads = [work for own in by_peer.values() for work in own]
         picked: list[QueuedTokens] = []
         room = max_rows
         share = fair_share([work.rows for work in heads], max_rows) if in_shares else max_rows

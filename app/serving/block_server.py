@@ -26,6 +26,7 @@ in `app.session.wire`.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -98,6 +99,8 @@ if TYPE_CHECKING:
 
 
 LOOK_BYTES = 256  # to look at a waiting frame takes as long as to copy so many bytes
+REPLAY_BYTES = 64 * 2**20  # of kept outputs that are sent again at once; more are computed again
+AHEAD_BYTES = 16 * 2**20  # of one asker's outputs that wait for a link, beyond which its prompts are read no further
 
 
 class HopFrame(NamedTuple):
@@ -198,6 +201,12 @@ class HopSender:
             await self._answers[session.key].push(frame)
         elif turn.relay or not await self._outboxes.push(turn.successor, frame, session.asker):
             await self._relay(session, frame)
+
+    def is_behind(self, session: HopSession) -> bool:
+        """True if so many outputs wait for the link to a session's successor that more would only be dropped."""
+        turn, answers = session.turn, self._answers.get(session.key)
+        relayed = 0 if answers is None else answers.waiting_bytes
+        return max(relayed, self._outboxes.waiting_for(turn.successor, session.asker)) > AHEAD_BYTES
 
     async def close_idle(self) -> None:
         """Close streams to successors that no session has, and over which nothing went for `IDLE_STREAM_S`."""
@@ -421,13 +430,14 @@ class BlockServer:
         self._by_id: dict[bytes, HopSession] = {}  # the id that DATA frames carry; it belongs to one asker alone
         self._closed: OrderedDict[bytes, int] = OrderedDict()  # key of an ended session -> its last epoch
         self._between_steps: deque[Action] = deque()  # wait for the end of the step under way
+        self._transfers: deque[Action] = deque()  # parts of caches that move: one of them between two steps
         self._to_truncate: set[bytes] = set()  # keys of sessions whose `_truncate` is among these
         self._unprepared = False  # a step ran since the runner last had nothing left to prepare
         self._preparing = False  # `_prepare_when_quiet` runs
         self._stepped_at = 0.0
         self._awake_until = 0.0
         self._awake = False  # `_stay_awake` runs
-        self._work = Signal()  # the queue, `_between_steps` or `_aheads` has something new
+        self._work = Signal()  # the queue, `_between_steps`, `_transfers` or `_aheads` has something new
         self._occupied = False  # the step loop runs a step or carries out an action
         self._aheads: list[StepAhead] = []  # in order; under way, or with outputs that were not asked for yet
         self._latest_ahead: StepAhead | None = None  # the device still has its output
@@ -632,6 +642,7 @@ class BlockServer:
                 urgent=frame.rows <= URGENT_ROWS and frame.position >= session.turn.urgent_from,
                 arrived_at=now,
                 first=not session.turn.predecessor,
+                group=(session.turn.span, session.turn.adapter),
                 shares_device=self._settings.stays_awake and self._is_at_home(session),
             )
             self._queue.put(queued)
@@ -816,7 +827,8 @@ class BlockServer:
         """Say that an epoch has begun, and send what the successor is known to need."""
         session.heard_at = trio.current_time()
         knows = KNOWS_REVISIONS | GIVES_CACHE | (KNOWS_ADAPTERS if self._adapters.is_served else 0)
-        ready = plain(Kind.READY, session.id, session.epoch, session.length, session.kept_from, knows)
+        kept_from = session.replayed_from(REPLAY_BYTES)
+        ready = plain(Kind.READY, session.id, session.epoch, session.length, kept_from, knows)
         await answers.push(control_frame(ready))
         if self.draining:  # an asker that began this epoch at that moment has missed it
             await self._sender.report_error(session, "draining", _LEAVES)
@@ -1006,7 +1018,7 @@ class BlockServer:
             blocks = (span.start, span.stop)
             return memoryview(await self._move_cache(runner.export_cache, session.key, blocks, start, stop))
 
-        return await self._between_steps_result(read)
+        return await self._between_steps_result(read, self._transfers)
 
     async def load(self, session: HopSession, epoch: int, chunk: CacheChunk) -> None:
         """Append tokens to the cache of a session; raises `EngineError` if they do not fit or the epoch is over."""
@@ -1019,7 +1031,7 @@ class BlockServer:
             await self._move_cache(runner.import_cache, session.key, blocks, chunk.position, chunk.body)
             session.took(chunk.rows)
 
-        await self._between_steps_result(write)
+        await self._between_steps_result(write, self._transfers)
 
     async def _move_cache(self, function: Callable[..., T], *args: object) -> T:
         try:
@@ -1070,12 +1082,15 @@ class BlockServer:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def _do_between_steps(self, action: Action) -> None:
-        """Leave an action that touches the cache to the step loop: no two of them, and no step, ever overlap."""
-        self._between_steps.append(action)
+    def _do_between_steps(self, action: Action, queue: deque[Action] | None = None) -> None:
+        """Leave an action that touches the cache to the step loop: no two of them, and no step, ever overlap.
+
+        It goes into `_between_steps` unless another queue is given.
+        """
+        (self._between_steps if queue is None else queue).append(action)
         self._work.notify()
 
-    async def _between_steps_result(self, action: Callable[[], Awaitable[T]]) -> T:
+    async def _between_steps_result(self, action: Callable[[], Awaitable[T]], queue: deque[Action] | None = None) -> T:
         """Have the step loop carry out an action, and return its result or raise its error."""
         results: list[outcome.Outcome[T]] = []
         done = trio.Event()
@@ -1088,28 +1103,33 @@ class BlockServer:
             finally:
                 done.set()
 
-        self._do_between_steps(act)
+        self._do_between_steps(act, queue)
         await done.wait()
         if not results:
             raise SessionError("the block server has stopped")
         return results[0].unwrap()
 
     async def _step_forever(self) -> None:
-        """The step loop: actions that wait for a step's end, then the next batch, and so on."""
+        """The step loop: actions that wait for a step's end, then the next batch, and so on.
+
+        Caches move part by part, each asked for when the last one is done: steps would wait for the end of them all.
+        """
         while True:
             if self._aheads and await self._attend_aheads():
                 continue
+            if self._transfers:
+                await self._carry_out(self._transfers.popleft())
             while self._between_steps:
                 await self._carry_out(self._between_steps.popleft())
-            batch = self._queue.take(trio.current_time())
-            if batch is None:
-                await self._work.wait()
-                continue
-            if isinstance(batch, float):
-                with trio.move_on_at(batch):
+            batch = self._queue.take(trio.current_time(), self._is_behind)
+            if isinstance(batch, list):
+                await self._step(batch)
+            elif not self._transfers:
+                with trio.move_on_at(math.inf if batch is None else batch):
                     await self._work.wait()
-                continue
-            await self._step(batch)
+
+    def _is_behind(self, work: QueuedTokens) -> bool:
+        return self._sender.is_behind(self._sessions[work.session])
 
     async def _carry_out(self, action: Action) -> None:
         """Carry out one action; a failure costs nobody but the peer that caused it."""
@@ -1216,7 +1236,8 @@ class BlockServer:
         """
         runner, sessions = self._runner, [self._by_id.get(step.session) for step in steps]
         self._aheads = [ahead for ahead in self._aheads if self._is_awaited(ahead)]
-        if runner is None or self._occupied or self._between_steps or len(self._aheads) >= MAX_AHEAD:
+        waits = self._between_steps or self._transfers
+        if runner is None or self._occupied or waits or len(self._aheads) >= MAX_AHEAD:
             return None
         ready = [
             session

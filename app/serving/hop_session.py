@@ -227,6 +227,10 @@ class HopSession:
         first = (start - self.kept_from) * self.row_bytes
         return bytes(memoryview(self.kept)[first : first + (stop - start) * self.row_bytes])
 
+    def replayed_from(self, most_bytes: int) -> int:
+        """The position from which on all outputs are kept, and are no more than so many bytes."""
+        return max(self.kept_from, self.length - most_bytes // max(self.row_bytes, 1))
+
     def forget_before(self, position: int) -> None:
         """Drop kept outputs before this position: they will not be asked for."""
         position = min(position, self.length)

@@ -119,6 +119,10 @@ class _Backlog(Generic[SendableT]):
         """True if too many messages wait here, or too many bytes for this peer."""
         return self._frames > MAX_WAITING_FRAMES or self._waiting.is_too_much(self._peer)
 
+    def bytes_of(self, owner: str) -> int:
+        """Bytes of what waits for one owner."""
+        return self._bytes[owner]
+
     @property
     def most(self) -> str:
         """The owner with the most bytes."""
@@ -216,6 +220,10 @@ class PeerOutbox:
     def waiting_bytes(self) -> int:
         """Bytes of messages for which the stream has no room yet."""
         return self._backlog.bytes
+
+    def waiting_for(self, owner: str) -> int:
+        """Bytes of those that are sent for one owner."""
+        return self._backlog.bytes_of(owner)
 
     async def push(self, frame: Sendable) -> None:
         """Send a message or queue it; never waits, and never raises what the network did."""
@@ -334,6 +342,12 @@ class PeerOutboxes(Generic[SendableT]):
     def has_waiting(self, peer: str) -> bool:
         """True if messages wait for the stream to a peer, or for room on it."""
         return peer in self._opening or (peer in self._open and self._open[peer].waiting_bytes > 0)
+
+    def waiting_for(self, peer: str, owner: str) -> int:
+        """Bytes that wait to be sent to a peer for one owner."""
+        if peer in self._open:
+            return self._open[peer].waiting_for(owner)
+        return self._opening[peer].bytes_of(owner) if peer in self._opening else 0
 
     def drop(self, peer: str, unwanted: Callable[[Sendable], bool]) -> int:
         """Forget queued messages to a peer that are not wanted any more; returns how many were looked at."""

@@ -272,3 +272,36 @@ async def test_a_session_that_is_closed_while_its_cache_is_fetched_ends_the_fetc
         await stream.send(plain(Kind.PROBE, ID, 1))
         assert (await next_frame(stream, Kind.STATE)).position == TOKENS
         nursery.cancel_scope.cancel()
+
+
+async def test_caches_that_are_fetched_again_and_again_do_not_keep_steps_waiting(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member has the cache of its own session fetched without end, over several streams: others' tokens go on."""
+    monkeypatch.setattr(handover, "chunk_tokens", lambda token_bytes: 1)
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        server, runner, honest = await served(fabric, nursery)
+        id, device = new_session_id("member"), InlineDevice(0.01)
+        server._device = device
+        member = await fabric.node("member").open("victim", PROTOCOL)
+        await member.send(encode_turn(id, 1, KEEP, EpochOrder(Span(0, 4), "", "", 200, 0, 0)))
+        await next_frame(member, Kind.READY)
+        await member.send(zeros(id, 1, 0, TOKENS, WIDTH))
+        await next_frame(member, Kind.DATA)
+        await member.send(encode_give(id, 1, CacheGrant("member", TOKENS)))
+
+        async def fetch_for_ever() -> None:
+            while True:
+                await fetched(fabric, "member", replace(REQUEST, session=id))
+
+        for _ in range(handover.MAX_GIVEN):
+            nursery.start_soon(fetch_for_ever)
+        await trio.sleep(1)
+        exported, begun_at = runner.exported, trio.current_time()
+        with trio.move_on_after(20):
+            for position in range(TOKENS, TOKENS + 10):
+                await honest.send(zeros(ID, 1, position, 1, WIDTH))
+                await next_frame(honest, Kind.DATA)
+        assert trio.current_time() - begun_at < 2
+        assert runner.exported > exported
+        nursery.cancel_scope.cancel()

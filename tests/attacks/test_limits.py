@@ -17,7 +17,7 @@ from app.membership import exchange, guard
 from app.membership.table import TableLimits
 from app.rounds import grid, island, record, statements, traces
 from app.rounds import log as round_log
-from app.serving import handover
+from app.serving import batching, block_server, handover
 from app.serving.adapters import AdapterLimits
 from app.serving.admission import AdmissionLimits
 from app.serving.block_server import IDLE_STREAM_S, LOOK_BYTES, ServerSettings
@@ -80,10 +80,16 @@ ROWS: dict[str, tuple[float, ...]] = {
         outbound.MAX_WAITING_IN_ALL / 2**30,
         outbound.FRAME_COST_BYTES,
     ),
+    "prompts before a slow link": (
+        route_session.FEED_AHEAD_BYTES / MIB,
+        block_server.AHEAD_BYTES / MIB,
+        block_server.REPLAY_BYTES / MIB,
+    ),
+    "waits of a step": (batching.MAX_WAIT_STEPS,),
     "sessions at a hop": (PLACES.peer_sessions, PLACES.sessions),
     "rows that wait for a hop's device": (
         ServerSettings().queued_bytes / 2**30,
-        route_session.FEED_AHEAD_BYTES / MIB,
+        route_session.UNCOMPUTED_BYTES / MIB,
     ),
     "adapters at a hop": (
         ADAPTERS.asker_bytes / MIB,
@@ -293,6 +299,7 @@ def test_limits_in_words_are_those_of_the_code() -> None:
     table = limits_table()
     assert ("three quarters of them inbound" in table["connections"]) == (DOORS.inbound_share == 0.75)
     assert ("a quarter of the places and of the cache" in table["sessions at a hop"]) == (PLACES.reserve == 0.25)
+    assert ("now and then 0.5 s" in table["waits of a step"]) == (batching.MAX_LONG_WAIT_S == 0.5)
     assert ("after a minute" in table["idle session streams"]) == (IDLE_STREAM_S == 60.0)
     assert ("for two minutes" in table["bodies and answers in memory"]) == (link.UNFINISHED_S == 120.0)
     text = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text()

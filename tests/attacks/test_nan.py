@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -132,3 +133,20 @@ def test_input_that_is_not_finite_is_refused_for_the_session_that_sent_it(number
         runner.step([work(b"good"), work(b"evil")])
     (output,) = runner.step([work(b"good")])
     assert torch.frombuffer(bytearray(output.data), dtype=torch.float32).isfinite().all()
+
+
+def test_input_that_is_not_finite_costs_others_no_pass_through_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer sends NaN for other blocks than those of an honest session: nothing is computed and then thrown away."""
+    span = HostedSpan([random_span(small_config(), kv_bytes=1 << 20)])
+    runner, passes = SessionRunner(span), Mock(wraps=span.step)
+    monkeypatch.setattr(span, "step", passes)
+    rows = {b"good": (torch.ones(1, runner.hidden_size), 0), b"evil": (nan_rows(span.parts[0], 1), 1)}
+    for session in rows:
+        runner.open(session, 10)
+    work = [
+        StepWork(session, start, 2, 0, 1, memoryview(row.numpy().tobytes()), "f32", "f32")
+        for session, (row, start) in rows.items()
+    ]
+    with pytest.raises(SessionError, match="not finite"):
+        runner.step(work)
+    passes.assert_not_called()

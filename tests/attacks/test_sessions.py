@@ -191,7 +191,7 @@ async def test_an_asker_sends_no_more_of_a_prompt_than_hops_may_have_waiting(
 ) -> None:
     """Two hops: the second one computes slowly, and what the first sends it waits there."""
     ahead, chunk, prompt, most = 64, 16, [7 * n % 50 for n in range(600)], 0
-    monkeypatch.setattr(route_session, "FEED_AHEAD_BYTES", ahead * 4 * WIDTH)
+    monkeypatch.setattr(route_session, "UNCOMPUTED_BYTES", ahead * 4 * WIDTH)
     put = BatchQueue.put
 
     def watched(queue: BatchQueue, work: QueuedTokens) -> None:
@@ -388,6 +388,23 @@ async def test_a_hop_that_claims_a_token_now_and_then_is_left(autojump_clock: Mo
         assert claimed > 0
         assert stats.token_ids == greedy(PROMPT, 4)
         assert trio.current_time() - begun < 90
+
+
+async def test_a_hop_cannot_stretch_the_time_after_which_it_is_probed(autojump_clock: MockClock) -> None:
+    """A hop takes its time for the first token, so that it counts as slow, and then for ever: it is left soon."""
+    async with open_swarm((0, 8)) as swarm:
+        await swarm.serve("hostile", HashRunner(0, 8), speed=500.0)
+        asker = await swarm.asker()
+        async with asker.reply(PROMPT, 4, max_tokens=4) as reply:
+            await anext(reply)
+            assert reply.stats.route[0].peer == "hostile"
+            for step_s in (29.0, 1e6):
+                swarm.devices["hostile"].seconds = step_s
+                await anext(reply)
+            assert reply.stats.route[0].peer == "n0"
+            await anext(reply)
+        assert reply.stats.token_ids == greedy(PROMPT, 4)
+        assert reply.stats.longest_gap_s < 45
 
 
 # --- epochs -----------------------------------------------------------------------------------------------------------

@@ -210,3 +210,24 @@ async def test_an_asker_does_not_slow_the_stream_that_others_share_between_two_h
         assert trio.current_time() - begin < 2
         assert server._frame_limit.delay_s("n0", trio.current_time(), 0.0) == 0.0
         assert server._by_id[id].gap_told
+
+
+async def test_an_asker_with_a_session_for_each_span_makes_no_step_many_times_as_long(
+    autojump_clock: MockClock,
+) -> None:
+    """Sessions over different blocks share no pass of the device: a step takes those of one span from each asker."""
+    async with open_swarm((0, 8)) as swarm:
+        server, device, runner = swarm.servers["n0"], swarm.devices["n0"], swarm.runners["n0"]
+        spans = [Span(start, stop) for start in range(8) for stop in range(start + 1, 9)]
+        ids = {new_session_id("member"): span for span in spans}
+        stream = await swarm.fabric.node("member").open("n0", PROTOCOL)
+        for id, span in ids.items():
+            await stream.send(encode_turn(id, 1, KEEP, EpochOrder(span, "", "", 16, 0, 0)))
+            await stream.receive()
+        device.seconds = 1.0
+        for id in ids:
+            head = header(Kind.DATA, id, 1, 0, dtype=1, rows=1, width=WIDTH, length=ROW_BYTES)
+            await stream.send(head + bytes(ROW_BYTES))
+        await trio.sleep(2 * len(ids))
+        assert all(server._by_id[id].length == 1 for id in ids)
+        assert max(len({ids[key[:16]] for key, _, _ in batch}) for batch in runner.batches) == 1

@@ -75,5 +75,5 @@ def test_a_hop_that_claims_one_token_at_a_time_is_waited_for_as_long_as_a_slow_o
     assert 30 <= given_up_at <= most_s
 
 
-def test_a_step_is_late_after_a_second_or_eight_times_its_usual() -> None:
-    assert [overdue_s(usual) for usual in (0.0, 0.01, 0.5)] == [1.0, 1.0, 4.0]
+def test_a_step_is_late_after_a_second_or_eight_times_its_usual_or_ten_seconds() -> None:
+    assert [overdue_s(usual) for usual in (0.0, 0.01, 0.5, 30.0)] == [1.0, 1.0, 4.0, 10.0]

@@ -393,3 +393,22 @@ async def test_a_reply_ends_in_words_if_its_node_leaves_the_swarm(autojump_clock
             with trio.CancelScope(shield=True), pytest.raises(SessionLost, match="this node has left the swarm"):
                 async for _ in reply:
                     pass
+
+
+async def test_a_session_closes_at_all_hops_though_a_former_one_dies_meanwhile(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 4), (4, 8), (4, 8)) as swarm:
+        asker = await swarm.asker()
+        async with asker.reply(PROMPT, 4, max_tokens=4) as reply:
+            await anext(reply)
+            hops = reply._session._hops
+            first, former = hops.route[0].peer, ({"n1", "n2"} - {hop.peer for hop in hops.route}).pop()
+            assert asker._links is not None
+            hops._open = {first: hops._open[first], former: await asker._links.to(former, timeout_s=5.0), **hops._open}
+            usual = hops._open[first].send
+
+            async def send(*parts: bytes) -> None:
+                hops.on_stream_end(former)
+                await usual(*parts)
+
+            hops._open[first].send = send  # type: ignore[method-assign, assignment]
+        await no_leaks(swarm)

@@ -422,3 +422,52 @@ def test_urgent_rows_are_shared_out_evenly_and_none_is_lost(heads: list[tuple[st
             left[session] -= rows
             assert rows in (most, before[session])  # only a session that needs no more gets less
     assert not any(left.values())
+
+
+@pytest.mark.parametrize("spacing_s", [0.4, 0.03])
+def test_an_asker_whose_sessions_are_always_about_to_return_holds_up_no_other(spacing_s: float) -> None:
+    """64 sessions of one asker are due one after the other and never come: another's tokens wait half a second."""
+    queue, step_s, now = BatchQueue(), 0.05, 0.0
+
+    def run_step() -> float:
+        """Run the next step, and return the time at which it began."""
+        nonlocal now
+        while not isinstance(work := queue.take(now), list):
+            assert work is not None
+            now = work
+        begun_at, now = now, now + step_s
+        queue.done(work, step_s, now)
+        return begun_at
+
+    numbers = range(64, 0, -1)
+    for number in numbers:
+        now = max(now, 30.0 - number * spacing_s)
+        queue.put(waiting(f"hostile {number}", peer="hostile", at=now, first=True))
+        run_step()
+    now = max(now, 30.0)
+    for number in numbers:  # all together, each so long after its last one
+        queue.put(waiting(f"hostile {number}", peer="hostile", position=1, at=now, first=True))
+    while queue.rows:
+        run_step()
+    waits_s = []
+    for position in range(40):
+        arrived_at = now = now + 0.02
+        queue.put(waiting("honest", peer="honest", position=position, at=now, first=True))
+        waits_s.append(run_step() - arrived_at)
+    assert max(waits_s) < 0.6
+
+
+def test_sessions_of_one_peer_over_many_spans_do_not_share_a_step() -> None:
+    """Each group is a pass of its own through the blocks: a step has one of each peer, and all have their turn."""
+    queue = BatchQueue()
+    for number in range(40):
+        queue.put(replace(waiting(f"hostile {number}", peer="hostile"), group=number % 20))
+    taken: list[list[QueuedTokens]] = []
+    for position in range(20):
+        queue.put(replace(waiting("honest", peer="honest", position=position), group="all"))
+        work = queue.take(0.0)
+        assert isinstance(work, list)
+        taken.append(work)
+    assert [len({item.group for item in work}) for work in taken] == [2] * 20
+    assert [len(work) for work in taken] == [3] * 20
+    assert not queue.rows

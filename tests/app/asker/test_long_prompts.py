@@ -1,0 +1,90 @@
+"""Prompts of which more rows are under way than may wait for a stream: links are slower than what feeds them."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from app.asker import route_session
+from app.serving import block_server
+from app.serving.hop_session import FrameAction, HopSession
+from app.session import outbound
+from app.session.frame import Frame
+from p2p.memory import link
+from p2p.memory.fabric import LinkProfile
+from tests.app.hash_model import HashRunner, greedy
+from tests.app.session_swarm import PROMPT, SessionSwarm, ask, open_swarm
+
+SLOW = LinkProfile(bytes_per_s=20_000)
+LONG = list(range(3000))  # 48 KB of rows
+
+
+@pytest.fixture
+def small_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that take 4 KiB and a message more, and outboxes of half a long prompt."""
+    monkeypatch.setattr(link, "fits_window", lambda outstanding, cost, priority=0: outstanding < 4096)
+    monkeypatch.setattr(outbound, "MAX_WAITING_BYTES", 24 * 1024)
+    monkeypatch.setattr(route_session, "FEED_AHEAD_BYTES", 8 * 1024)
+    monkeypatch.setattr(block_server, "AHEAD_BYTES", 8 * 1024)
+    monkeypatch.setattr(block_server, "REPLAY_BYTES", 8 * 1024)
+
+
+async def ask_long_and_short(swarm: SessionSwarm) -> None:
+    """A long prompt, and a short one at the same time: both replies come, and nobody is blamed."""
+    asker = await swarm.asker()
+    async with trio.open_nursery() as nursery:
+
+        async def one(prompt: list[int], owner: str) -> None:
+            stats = await ask(asker, prompt, 2, owner)
+            assert (stats.token_ids, stats.recoveries) == (greedy(prompt, 2), 0)
+
+        nursery.start_soon(one, LONG, "long")
+        nursery.start_soon(one, PROMPT, "short")
+    assert not asker.bans.active(trio.current_time())
+    assert all(asker.planner.book.standing(peer).score == 1.0 for peer in swarm.servers)
+
+
+async def test_an_asker_feeds_a_long_prompt_as_fast_as_its_link_takes_it(
+    autojump_clock: MockClock, small_streams: None
+) -> None:
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        swarm.fabric.set_link("asker", "n0", SLOW)
+        await ask_long_and_short(swarm)
+
+
+async def test_a_first_hop_that_reads_nothing_of_a_long_prompt_is_left(
+    autojump_clock: MockClock, small_streams: None
+) -> None:
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        hostile = await swarm.serve("hostile", HashRunner(0, 4), speed=500.0)
+
+        async def stop(action: FrameAction, session: HopSession, frame: Frame) -> None:
+            await trio.sleep_forever()
+
+        hostile._act_on = stop  # type: ignore[method-assign]
+        asker = await swarm.asker()
+        stats = await ask(asker, LONG, 2)
+        assert stats.token_ids == greedy(LONG, 2)
+        assert trio.current_time() < 45
+
+
+async def test_a_hop_computes_a_long_prompt_as_fast_as_its_link_takes_it(
+    autojump_clock: MockClock, small_streams: None
+) -> None:
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        swarm.fabric.set_link("n0", "n1", SLOW)
+        await ask_long_and_short(swarm)
+
+
+async def test_a_reply_with_a_long_prompt_survives_a_hop(autojump_clock: MockClock, small_streams: None) -> None:
+    """More outputs are kept than may wait for the link to the new hop: they are computed again instead."""
+    async with open_swarm((0, 4), (4, 8), (4, 8)) as swarm:
+        asker = await swarm.asker()
+        async with asker.reply(LONG, 4, max_tokens=4) as reply:
+            await anext(reply)
+            swarm.kill(reply.stats.route[-1].peer)
+            async for _ in reply:
+                pass
+        assert (reply.stats.token_ids, reply.stats.recoveries) == (greedy(LONG, 4), 1)
+        assert asker.planner.book.standing("n0").score == 1.0
