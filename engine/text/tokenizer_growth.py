@@ -1,7 +1,8 @@
-"""How much longer the rules of a `tokenizer.json` can make a text, found without running them.
+"""How much longer the rules of a `tokenizer.json` can make a text or a reply, found without running them.
 
 A swarm's creator writes these rules. The `tokenizers` library follows them without a limit, and where it gets no memory
-it ends the whole process: ten replacements of one letter by ten make a gigabyte of one letter.
+it ends the whole process: ten replacements of one letter by ten make a gigabyte of one letter. A token of megabytes
+makes gigabytes of a short reply.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from engine.errors import SourceError
 
 MOST_GROWTH = 100  # NFKC and the letters for bytes together, the most that known tokenizers have, are 90
 MOST_SPECIAL = 1000  # tokens that are added to a text, besides
+MOST_TOKEN_CHARS = 4096  # known vocabularies have none of more than a few hundred
 
 # The most characters that a rule makes of one; those that are not listed keep the length or have figures of their own.
 _NORMALIZERS = {
@@ -32,6 +34,20 @@ _NORMALIZERS = {
 }
 _PRE_TOKENIZERS = {"ByteLevel": 5, "Metaspace": 2}  # with a prefix before every word
 _INNER = ("normalizers", "pretokenizers", "processors", "decoders")  # the steps of a sequence
+
+
+def check_tokens(rules: Mapping[str, Any]) -> None:
+    """Raise `SourceError` if a `tokenizer.json` has a token that is far longer than those of known models."""
+    model, added = rules.get("model"), rules.get("added_tokens")
+    words = model.get("vocab") if isinstance(model, dict) else None
+    listed = [one[0] for one in words if isinstance(one, list) and one] if isinstance(words, list) else words
+    named = [one.get("content") for one in added if isinstance(one, dict)] if isinstance(added, list) else []
+    longest = max((len(one) for one in (*(listed or ()), *named) if isinstance(one, str)), default=0)
+    if longest > MOST_TOKEN_CHARS:
+        raise SourceError(
+            f"the tokenizer has a token of {longest} characters, more than {MOST_TOKEN_CHARS}, which no known model "
+            "has: choose another model"
+        )
 
 
 def check_growth(

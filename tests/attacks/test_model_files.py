@@ -95,7 +95,41 @@ def test_tokenizers_of_known_kinds_are_not_refused(rules: dict[str, Any]) -> Non
     assert Tokenizer(tokenizer_of(**rules)).encode("a text")
 
 
-@pytest.mark.parametrize("vocabulary", [{5000 * "a": 256}, {"aa": 2**31}], ids=["a long token", "a high id"])
+LONG = 5000 * "a"
+ADDED = {"id": 256, "content": LONG, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"vocabulary": {LONG: 256}},
+        {"added_tokens": [{**ADDED, "special": False}]},
+        {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0], [LONG, -1.0]]}},
+    ],
+    ids=["vocabulary", "added", "unigram"],
+)
+def test_a_tokenizer_with_a_token_of_any_length_is_refused(rules: dict[str, Any]) -> None:
+    """One of 60 million letters made 60 MB of each token of a reply, and 4 GB and 10 s of itself if it was added."""
+    with pytest.raises(SourceError, match="a token of 5000 characters"):
+        Tokenizer(tokenizer_of(**rules))
+
+
+SENTENCE_PIECE = {
+    "type": "Sequence",
+    "decoders": [{"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"}],
+}
+
+
+@pytest.mark.parametrize("token", ["<0x-1>", "<0x 1>", "<0x+1>", "<0x41>"])
+def test_a_token_that_looks_like_a_byte_is_read_as_the_library_reads_it(token: str) -> None:
+    """The byte -1 failed every reply that was being written when one of them had it."""
+    made = Tokenizer(tokenizer_of({token: 256}, decoder=SENTENCE_PIECE))
+    stream = made.stream()
+    assert stream.push(256) + stream.flush() == made.decode([256])
+    assert made.token_bytes(256) == made.decode([256]).encode()
+
+
+@pytest.mark.parametrize("vocabulary", [{4000 * "a": 256}, {"aa": 2**31}], ids=["a long token", "a high id"])
 def test_a_tokenizer_that_allows_no_constraints_costs_their_replies_alone(vocabulary: dict[str, int]) -> None:
     """The library for constraints panics, or takes memory for every id up to the highest one."""
     compiler = GrammarCompiler(Tokenizer(tokenizer_of(vocabulary)), 300, [0])
