@@ -197,6 +197,22 @@ def test_a_filter_of_a_template_keeps_to_its_time_too(monkeypatch: pytest.Monkey
     assert time.process_time() - begun_at < 5
 
 
+def branching(chars: int) -> str:
+    """A template of so many characters with as many names as branches, which jinja2 compares with each other."""
+    names = "".join(f"{{{{a{number:x}}}}}" for number in range(chars // 20))
+    return names + "{%if b%}{%endif%}" * ((chars - len(names)) // 17)
+
+
+@pytest.mark.parametrize("chars", [1 << 18, 1 << 16])
+def test_a_template_that_takes_long_to_compile_is_refused(monkeypatch: pytest.MonkeyPatch, chars: int) -> None:
+    """One of 262,144 characters took 91 s, in which nothing stopped it, nor the node that loaded it."""
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
+    begun_at = time.process_time()
+    with pytest.raises(SourceError, match=r"more than 65536 characters|exceeds a limit"):
+        ChatTemplate(TokenizerSpec("{}", branching(chars), None, None, {}, False))
+    assert time.process_time() - begun_at < 2
+
+
 # --- M-7: manifests --------------------------------------------------------------------------------------------------
 
 
