@@ -1,16 +1,18 @@
-"""Programs with a key whose requests are wrong in very many places: that costs nobody else a reply."""
+"""Programs with a key whose requests are wrong in very many places, or ask for much: nobody else waits for them."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import trio
 from pydantic import BaseModel, ValidationError
 
 from app.api.anthropic import CountTokensRequest, MessagesRequest
-from app.api.guard import MAX_BODY_BYTES
+from app.api.guard import MAX_BODY_BYTES, Message
 from app.api.ollama import OllamaChat, OllamaGenerate
 from app.api.openai_fields import (
     ChatCompletion,
@@ -20,6 +22,8 @@ from app.api.openai_fields import (
     TokenizeRequest,
 )
 from app.api.responses import ResponsesRequest
+from app.api.routes import build_application
+from tests.app.api.api_double import TOKEN, DoubleNode
 
 BODIES: tuple[type[BaseModel], ...] = (
     ChatCompletion,
@@ -83,3 +87,61 @@ def unbounded(schema: Any) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("body", BODIES)
 def test_every_list_of_a_request_stops_at_its_first_mistake(body: type[BaseModel]) -> None:
     assert list(unbounded(body.__pydantic_core_schema__)) == []
+
+
+WIDTH = 4096
+TEXTS = 256
+
+
+class WideNode(DoubleNode):
+    """A node whose model has wide hidden states."""
+
+    async def embed(self, prompt: str | tuple[int, ...], owner: str = "") -> tuple[list[float], int]:
+        await trio.lowlevel.checkpoint()
+        return [1 / (number + 3) for number in range(WIDTH)], 1
+
+
+class LongestStep(trio.abc.Instrument):
+    """Measures how long tasks compute without letting others run, in seconds of this thread's own computing."""
+
+    def __init__(self) -> None:
+        self.begun_at, self.longest_s = time.thread_time(), 0.0
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.begun_at = time.thread_time()
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.longest_s = max(self.longest_s, time.thread_time() - self.begun_at)
+
+
+async def test_the_answer_to_many_texts_does_not_stop_the_node() -> None:
+    """The embeddings of 256 texts were written as JSON in one go, which took 2 s for a model that is 4096 wide."""
+    asked = json.dumps({"model": "home", "input": ["a"] * TEXTS}).encode()
+    body = bytearray()
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": asked, "more_body": False}
+
+    async def send(message: Message) -> None:
+        body.extend(message.get("body", b""))
+        await trio.lowlevel.checkpoint()  # the end of a step, which is measured then
+
+    headers = [(b"host", b"127.0.0.1"), (b"authorization", f"Bearer {TOKEN}".encode())]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/embeddings",
+        "query_string": b"",
+        "headers": [*headers, (b"content-type", b"application/json")],
+    }
+    application, longest = build_application(WideNode(), TOKEN, "0"), LongestStep()
+    trio.lowlevel.add_instrument(longest)
+    try:
+        await application(scope, receive, send)
+    finally:
+        trio.lowlevel.remove_instrument(longest)
+    answer = json.loads(body)
+    assert [len(one["embedding"]) for one in answer["data"]] == [WIDTH] * TEXTS
+    begun_at = time.thread_time()
+    json.dumps(answer)
+    assert longest.longest_s < (time.thread_time() - begun_at) / 4
