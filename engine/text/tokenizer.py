@@ -19,7 +19,7 @@ from engine.errors import SourceError
 from engine.sources.base import TokenizerSpec
 from engine.sources.files import AGAIN, shown
 from engine.sources.gguf_tokenizer import byte_alphabet
-from engine.text.tokenizer_growth import check_growth, check_tokens, steps_of
+from engine.text.tokenizer_growth import check_growth, check_lengths, steps_of
 
 _T = TypeVar("_T")
 _SPACE = "\u2581"
@@ -44,8 +44,8 @@ class Tokenizer:
 
     def __init__(self, spec: TokenizerSpec) -> None:
         rules = _guarded(lambda: json.loads(spec.tokenizer_json), "the tokenizer is damaged")
-        if isinstance(rules, dict):  # before the library takes memory for each character of a token
-            check_tokens(rules)
+        if isinstance(rules, dict):  # before the library takes memory for each character
+            check_lengths(rules)
         self._backend = _guarded(lambda: tokenizers.Tokenizer.from_str(spec.tokenizer_json), "the tokenizer is damaged")
         backend = self._backend
         check_growth(*map(_rules_of, (backend.normalizer, backend.pre_tokenizer, backend.post_processor)))
