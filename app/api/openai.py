@@ -19,6 +19,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
+import trio
 from fastapi import APIRouter, Response
 
 from app.api.control import Control
@@ -293,9 +294,12 @@ async def _whole(
         replies = sorted(replies, key=_mean_logprob, reverse=True)[:count]
     if isinstance(asked, TextCompletion) and asked.logprobs is None:
         replies = [replace(reply, logprobs=[]) for reply in replies]
-    choices = [form.whole(index, reply) for index, reply in enumerate(replies)]
-    answer = {**form.head, "object": form.kind, "choices": choices, "usage": usage_of(used)}
-    yield json.dumps(answer, allow_nan=False).encode()
+    choices: list[str] = []
+    for index, reply in enumerate(replies):
+        await trio.lowlevel.checkpoint()  # the probabilities of 8000 tokens take two seconds
+        choices.append(json.dumps(form.whole(index, reply), allow_nan=False))
+    rest = json.dumps({**form.head, "object": form.kind, "usage": usage_of(used)}, allow_nan=False)
+    yield f'{{"choices": [{", ".join(choices)}], {rest[1:]}'.encode()
 
 
 def _mean_logprob(reply: WholeReply) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from app.api.anthropic import CountTokensRequest, MessagesRequest
 from app.api.guard import MAX_BODY_BYTES, Message
 from app.api.ollama import OllamaChat, OllamaGenerate
 from app.api.openai_fields import (
+    MAX_CHOICES,
     ChatCompletion,
     DetokenizeRequest,
     EmbeddingsRequest,
@@ -23,6 +24,9 @@ from app.api.openai_fields import (
 )
 from app.api.responses import ResponsesRequest
 from app.api.routes import build_application
+from app.asker.reply import ReplyDone, ReplyEvent, ReplyStats, ReplyText
+from app.asker.reply_service import ReplyRequest
+from engine.text.output_form import TokenLogprob
 from tests.app.api.api_double import TOKEN, DoubleNode
 
 BODIES: tuple[type[BaseModel], ...] = (
@@ -91,6 +95,7 @@ def test_every_list_of_a_request_stops_at_its_first_mistake(body: type[BaseModel
 
 WIDTH = 4096
 TEXTS = 256
+TOKENS = 400
 
 
 class WideNode(DoubleNode):
@@ -114,34 +119,65 @@ class LongestStep(trio.abc.Instrument):
         self.longest_s = max(self.longest_s, time.thread_time() - self.begun_at)
 
 
-async def test_the_answer_to_many_texts_does_not_stop_the_node() -> None:
-    """The embeddings of 256 texts were written as JSON in one go, which took 2 s for a model that is 4096 wide."""
-    asked = json.dumps({"model": "home", "input": ["a"] * TEXTS}).encode()
+class TellingNode(DoubleNode):
+    """A node whose replies have hundreds of tokens, with the probabilities of others in their places."""
+
+    async def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
+        others = tuple(TokenLogprob(number, b"ab", -1 / (number + 3)) for number in range(request.logprobs or 0))
+        for _ in range(TOKENS):
+            yield ReplyText("a", logprob=TokenLogprob(0, b"ab", -0.1, others))
+        yield ReplyDone("a" * TOKENS, ReplyStats(1, [0] * TOKENS, "length"))
+
+
+async def answered(node: DoubleNode, path: str, asked: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    """The answer to a request, and the longest time in which no other task could run meanwhile."""
     body = bytearray()
+    pending = [{"type": "http.request", "body": json.dumps(asked).encode(), "more_body": False}]
 
     async def receive() -> Message:
-        return {"type": "http.request", "body": asked, "more_body": False}
+        if not pending:
+            await trio.sleep_forever()
+        return pending.pop()
 
     async def send(message: Message) -> None:
         body.extend(message.get("body", b""))
         await trio.lowlevel.checkpoint()  # the end of a step, which is measured then
 
-    headers = [(b"host", b"127.0.0.1"), (b"authorization", f"Bearer {TOKEN}".encode())]
+    headers = {"host": "127.0.0.1", "authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
     scope = {
         "type": "http",
         "method": "POST",
-        "path": "/v1/embeddings",
+        "path": path,
         "query_string": b"",
-        "headers": [*headers, (b"content-type", b"application/json")],
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
     }
-    application, longest = build_application(WideNode(), TOKEN, "0"), LongestStep()
+    application, longest = build_application(node, TOKEN, "0"), LongestStep()
     trio.lowlevel.add_instrument(longest)
     try:
         await application(scope, receive, send)
     finally:
         trio.lowlevel.remove_instrument(longest)
-    answer = json.loads(body)
-    assert [len(one["embedding"]) for one in answer["data"]] == [WIDTH] * TEXTS
+    return json.loads(body), longest.longest_s
+
+
+def encoding_s(value: Any) -> float:
     begun_at = time.thread_time()
-    json.dumps(answer)
-    assert longest.longest_s < (time.thread_time() - begun_at) / 4
+    json.dumps(value)
+    return time.thread_time() - begun_at
+
+
+async def test_the_answer_to_many_texts_does_not_stop_the_node() -> None:
+    """The embeddings of 256 texts were written as JSON in one go, which took 2 s for a model that is 4096 wide."""
+    answer, longest_s = await answered(WideNode(), "/v1/embeddings", {"model": "home", "input": ["a"] * TEXTS})
+    assert [len(one["embedding"]) for one in answer["data"]] == [WIDTH] * TEXTS
+    assert answer["usage"]["total_tokens"] == TEXTS
+    assert longest_s < encoding_s(answer) / 4
+
+
+async def test_the_probabilities_of_many_replies_do_not_stop_the_node() -> None:
+    """Those of 16 replies of 8000 tokens were written in one go, which took 35 s."""
+    asked = {"n": MAX_CHOICES, "logprobs": True, "top_logprobs": 20, "messages": HELLO["messages"], "model": "home"}
+    answer, longest_s = await answered(TellingNode(), "/v1/chat/completions", asked)
+    assert [len(one["logprobs"]["content"]) for one in answer["choices"]] == [TOKENS] * MAX_CHOICES
+    assert answer["object"] == "chat.completion"
+    assert longest_s < encoding_s(answer)
