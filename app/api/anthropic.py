@@ -21,7 +21,7 @@ from app.api.control import Control
 from app.api.error_forms import ANTHROPIC_PATH, body_for, response_for
 from app.api.model_names import named_model
 from app.api.openai_errors import status_and_reason
-from app.api.openai_fields import MAX_TOOLS, seed_of, tool_of, tool_use
+from app.api.openai_fields import MAX_TOOLS, Listed, seed_of, tool_of, tool_use
 from app.api.replies import WholeReply, ignored_fields, ignored_header, metered_reply, whole_reply
 from app.api.streaming import OUR_ERRORS, EventStream
 from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
@@ -73,7 +73,7 @@ def _known_blocks(blocks: Any) -> Any:
 
 
 Content = Annotated[
-    Annotated[str, Field(max_length=_MAX_TEXT)] | Annotated[list[Block], Field(max_length=1000)],
+    Annotated[str, Field(max_length=_MAX_TEXT)] | Annotated[Listed[Block], Field(max_length=1000)],
     BeforeValidator(_known_blocks),
 ]
 Block.model_rebuild()
@@ -122,9 +122,9 @@ class CountTokensRequest(_Body):
     """Body of `POST /v1/messages/count_tokens`, and what it shares with `POST /v1/messages`."""
 
     model: str = Field(max_length=256)
-    messages: list[AnthropicMessage] = Field(min_length=1, max_length=1000)
+    messages: Listed[AnthropicMessage] = Field(min_length=1, max_length=1000)
     system: Content | None = None
-    tools: list[AnthropicTool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: Listed[AnthropicTool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: AnthropicToolChoice | None = None
 
     @model_validator(mode="after")

@@ -21,7 +21,7 @@ from app.api.control import Control
 from app.api.error_forms import OLLAMA_PREFIX, body_for, response_for
 from app.api.model_names import NamedModel, named_model, other_swarms
 from app.api.openai_errors import status_and_reason
-from app.api.openai_fields import DEFAULT_MAX_TOKENS, MAX_TOOLS, ToolDefinition, seed_of, tool_of, tool_use
+from app.api.openai_fields import DEFAULT_MAX_TOKENS, MAX_TOOLS, Listed, ToolDefinition, seed_of, tool_of, tool_use
 from app.api.replies import WholeReply, ignored_fields, ignored_header, metered_reply, whole_reply
 from app.api.streaming import OUR_ERRORS, EventStream
 from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
@@ -76,7 +76,7 @@ class OllamaMessage(_Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = Field(default="", max_length=_MAX_TEXT)
     thinking: str | None = Field(default=None, max_length=_MAX_TEXT)
-    tool_calls: list[OllamaCall] | None = Field(default=None, max_length=128)
+    tool_calls: Listed[OllamaCall] | None = Field(default=None, max_length=128)
     tool_name: str | None = Field(default=None, max_length=128)
     images: list[Any] | None = None
 
@@ -122,8 +122,8 @@ class _GenerateBody(_Body):
 class OllamaChat(_GenerateBody):
     """Body of `POST /api/chat`."""
 
-    messages: list[OllamaMessage] = Field(default=[], max_length=1000)
-    tools: list[ToolDefinition] | None = Field(default=None, max_length=MAX_TOOLS)
+    messages: Listed[OllamaMessage] = Field(default=[], max_length=1000)
+    tools: Listed[ToolDefinition] | None = Field(default=None, max_length=MAX_TOOLS)
 
     @property
     def is_empty(self) -> bool:

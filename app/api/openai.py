@@ -19,8 +19,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
+import trio
 from fastapi import APIRouter, Response
-from fastapi.responses import JSONResponse
 
 from app.api.control import Control
 from app.api.keys import count_tokens, current_owner
@@ -81,22 +81,20 @@ def routes(control: Control) -> APIRouter:
         """The continuation of a text, in OpenAI's form."""
         return _answer(control, asked, asked.request())
 
-    @router.post("/embeddings")
-    async def embeddings(asked: EmbeddingsRequest) -> JSONResponse:
+    @router.post("/embeddings", response_class=Response)
+    async def embeddings(asked: EmbeddingsRequest) -> Response:
         """Embeddings of texts: the mean of the last block's outputs, scaled to length 1."""
         check_active(control.snapshot(), asked.model)
-        made = []
-        for prompt in asked.prompts():
-            made.append(await control.embed(prompt, current_owner()))
-            count_tokens(made[-1][1])
-        data = [
-            {"object": "embedding", "index": index, "embedding": _encoded(vector, asked.encoding_format)}
-            for index, (vector, _) in enumerate(made)
-        ]
-        count = sum(tokens for _, tokens in made)
-        usage = {"prompt_tokens": count, "total_tokens": count}
-        answer = {"object": "list", "data": data, "model": asked.model, "usage": usage}
-        return JSONResponse(answer, headers=ignored_header(ignored_fields(asked)))
+        data, count = [], 0
+        for index, prompt in enumerate(asked.prompts()):
+            vector, tokens = await control.embed(prompt, current_owner())
+            count_tokens(tokens)
+            count += tokens
+            one = {"object": "embedding", "index": index, "embedding": _encoded(vector, asked.encoding_format)}
+            data.append(json.dumps(one, allow_nan=False))  # all at once take seconds, in which no token would be sent
+        rest = json.dumps({"model": asked.model, "usage": {"prompt_tokens": count, "total_tokens": count}})
+        answer = f'{{"object": "list", "data": [{", ".join(data)}], {rest[1:]}'
+        return Response(answer, media_type="application/json", headers=ignored_header(ignored_fields(asked)))
 
     return router
 
@@ -296,9 +294,12 @@ async def _whole(
         replies = sorted(replies, key=_mean_logprob, reverse=True)[:count]
     if isinstance(asked, TextCompletion) and asked.logprobs is None:
         replies = [replace(reply, logprobs=[]) for reply in replies]
-    choices = [form.whole(index, reply) for index, reply in enumerate(replies)]
-    answer = {**form.head, "object": form.kind, "choices": choices, "usage": usage_of(used)}
-    yield json.dumps(answer, allow_nan=False).encode()
+    choices: list[str] = []
+    for index, reply in enumerate(replies):
+        await trio.lowlevel.checkpoint()  # the probabilities of 8000 tokens take two seconds
+        choices.append(json.dumps(form.whole(index, reply), allow_nan=False))
+    rest = json.dumps({**form.head, "object": form.kind, "usage": usage_of(used)}, allow_nan=False)
+    yield f'{{"choices": [{", ".join(choices)}], {rest[1:]}'.encode()
 
 
 def _mean_logprob(reply: WholeReply) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -26,6 +26,10 @@ MAX_CHOICES = 16
 MAX_TOOLS = 256
 _TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 
+T = TypeVar("T")
+# Refused at the first mistake: to list a million of them takes seconds, in which the node does nothing else.
+Listed = Annotated[list[T], Field(fail_fast=True)]
+Named = Annotated[dict[str, T], Field(fail_fast=True)]
 
 Unsupported = Mapping[str, tuple[Any, ...]]  # a field's name -> the values, besides null, that switch it off
 
@@ -108,10 +112,10 @@ class OpenAIMessage(_OpenAIBody):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        Annotated[str, Field(max_length=_MAX_TEXT)] | Annotated[list[TextPart], Field(max_length=1000)] | None,
+        Annotated[str, Field(max_length=_MAX_TEXT)] | Annotated[Listed[TextPart], Field(max_length=1000)] | None,
         BeforeValidator(_only_text),
     ] = None
-    tool_calls: list[ToolCall] | None = Field(default=None, max_length=128)
+    tool_calls: Listed[ToolCall] | None = Field(default=None, max_length=128)
     tool_call_id: str | None = Field(default=None, max_length=256)
     reasoning_content: str | None = Field(default=None, max_length=_MAX_TEXT)
 
@@ -230,9 +234,14 @@ class StructuredOutputs(_OpenAIBody):
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Listed[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+
+
+_Bias = Annotated[
+    dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]], Field(fail_fast=True)
+]
 
 
 class _CompletionBody(_OpenAIBody):
@@ -253,9 +262,7 @@ class _CompletionBody(_OpenAIBody):
         | None
     ) = None
     n: int | None = Field(default=1, ge=1, le=MAX_CHOICES)
-    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None = (
-        Field(default=None, max_length=1024)
-    )
+    logit_bias: _Bias | None = Field(default=None, max_length=1024)
     frequency_penalty: float | None = Field(default=0.0, ge=-2, le=2)
     presence_penalty: float | None = Field(default=0.0, ge=-2, le=2)
     # Shoal's own fields; clients of OpenAI send them by `extra_body`.
@@ -268,7 +275,7 @@ class _CompletionBody(_OpenAIBody):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Listed[str] | None = None
     guided_grammar: str | None = None
     # Accepted, without effect on a reply.
     user: str | None = Field(default=None, max_length=1024)
@@ -355,16 +362,16 @@ class ChatCompletion(_CompletionBody):
 
     unsupported = _CHAT_UNSUPPORTED
 
-    messages: list[OpenAIMessage] = Field(min_length=1, max_length=1000)
+    messages: Listed[OpenAIMessage] = Field(min_length=1, max_length=1000)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
-    tools: list[ToolDefinition] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: Listed[ToolDefinition] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = True
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = None
     # Accepted, without effect on a reply.
-    metadata: dict[str, str] | None = None
+    metadata: Named[str] | None = None
     safety_identifier: str | None = Field(default=None, max_length=1024)
     prompt_cache_key: str | None = Field(default=None, max_length=1024)
 
@@ -407,6 +414,10 @@ class ChatCompletion(_CompletionBody):
         )
 
 
+_Token = Annotated[int, Field(ge=0, lt=2**31)]
+_Tokens = Annotated[Listed[_Token], Field(min_length=1, max_length=_MAX_TEXT)]
+
+
 def _one_prompt(prompt: Any) -> Any:
     """Refuse a list of prompts, of which a client wants one reply each."""
     if isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(item, int) for item in prompt):
@@ -420,7 +431,7 @@ class TextCompletion(_CompletionBody):
 
     prompt: Annotated[
         Annotated[str, Field(max_length=_MAX_TEXT)]
-        | Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=_MAX_TEXT)]
+        | _Tokens
         | Annotated[list[Annotated[str, Field(max_length=_MAX_TEXT)]], Field(min_length=1, max_length=1)],
         BeforeValidator(_one_prompt),
     ]
@@ -456,7 +467,6 @@ class TextCompletion(_CompletionBody):
         return ReplyRequest(prompt=text, suffix=self.suffix or None, **self.settings())
 
 
-_Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=_MAX_TEXT)]
 _Input = Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)]
 
 
@@ -464,7 +474,7 @@ class EmbeddingsRequest(_OpenAIBody):
     """Body of `POST /v1/embeddings`."""
 
     model: str = Field(max_length=256)
-    input: _Input | _Tokens | Annotated[list[_Input] | list[_Tokens], Field(min_length=1, max_length=256)]
+    input: _Input | _Tokens | Annotated[Listed[_Input] | Listed[_Tokens], Field(min_length=1, max_length=256)]
     encoding_format: Literal["float", "base64"] | None = "float"
 
     @model_validator(mode="before")
@@ -487,7 +497,7 @@ class TokenizeRequest(_OpenAIBody):
 
     model: str | None = Field(default=None, max_length=256)
     prompt: str | None = Field(default=None, max_length=_MAX_TEXT)
-    messages: list[OpenAIMessage] | None = Field(default=None, min_length=1, max_length=1000)
+    messages: Listed[OpenAIMessage] | None = Field(default=None, min_length=1, max_length=1000)
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -507,4 +517,4 @@ class DetokenizeRequest(_OpenAIBody):
     """Body of `POST /detokenize`."""
 
     model: str | None = Field(default=None, max_length=256)
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=_MAX_TEXT)]
+    tokens: Annotated[Listed[_Token], Field(max_length=_MAX_TEXT)]

@@ -30,6 +30,8 @@ from app.api.openai_fields import (
     MAX_TOOLS,
     FunctionCall,
     FunctionDefinition,
+    Listed,
+    Named,
     NamedFunction,
     seed_of,
     tool_of,
@@ -63,7 +65,7 @@ class ContentPart(_Body):
         return self
 
 
-_Content = Annotated[str, Field(max_length=_MAX_TEXT)] | Annotated[list[ContentPart], Field(max_length=1000)]
+_Content = Annotated[str, Field(max_length=_MAX_TEXT)] | Annotated[Listed[ContentPart], Field(max_length=1000)]
 
 
 class InputItem(_Body):
@@ -138,7 +140,7 @@ class ResponsesRequest(_Body):
     """Body of `POST /v1/responses`."""
 
     model: str = Field(max_length=256)
-    input: Annotated[list[InputItem], Field(min_length=1, max_length=1000), BeforeValidator(_as_items)]
+    input: Annotated[Listed[InputItem], Field(min_length=1, max_length=1000), BeforeValidator(_as_items)]
     instructions: str | None = Field(default=None, max_length=_MAX_TEXT)
     previous_response_id: str | None = Field(default=None, max_length=128)
     store: bool | None = True
@@ -146,11 +148,11 @@ class ResponsesRequest(_Body):
     max_output_tokens: int | None = Field(default=None, ge=1, le=10**6)
     temperature: float | None = Field(default=1.0, ge=0, le=2)
     top_p: float | None = Field(default=1.0, gt=0, le=1)
-    tools: list[ResponseTool | OtherTool] = Field(default=[], max_length=MAX_TOOLS)
+    tools: Listed[ResponseTool | OtherTool] = Field(default=[], max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none", "required"] | NamedResponseTool | None = None
     parallel_tool_calls: bool | None = True
     text: TextOptions | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Named[str] | None = None
     # Accepted, without effect on a reply.
     user: str | None = Field(default=None, max_length=1024)
     prompt_cache_key: str | None = Field(default=None, max_length=1024)

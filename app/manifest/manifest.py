@@ -112,7 +112,7 @@ class Manifest:
         text = self.text
         variables = json.loads(text.template_variables)
         return TokenizerSpec(
-            tokenizer_json=part_bytes.decode(),
+            tokenizer_json=part_bytes.decode(errors="replace"),  # of one that is no text, replies say so
             chat_template=text.chat_template,
             bos_token=text.bos_token,
             eos_token=text.eos_token,

@@ -6,10 +6,12 @@ arrive or are imported, and again before use if the file that holds them has cha
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from app.core.errors import HomeError
 from app.manifest.importing import in_order
 from app.manifest.manifest import TOKENIZER_PART, Manifest, Part
 from app.manifest.merkle import ChunkHasher
@@ -87,7 +89,8 @@ class Library(PartSet):
         stamped = SourceIndex.of(present)  # taken before reading, so that a change during the check shows up
         wrong = [name for name, pieces in present.items() if not self._is_right(name, pieces, on_bytes)]
         self._index = stamped.without(wrong)
-        self._store.save_index(self.manifest.hash, self._index)
+        with contextlib.suppress(HomeError):  # such as a full disk: then they are read again after a restart
+            self._store.save_index(self.manifest.hash, self._index)
 
     def _is_right(self, name: str, pieces: Sequence[Extent], on_bytes: OnBytes) -> bool:
         part = self.by_name[name]

@@ -1,8 +1,8 @@
 """Renders a conversation to a prompt with the model's own chat template.
 
 Templates are untrusted programs that come with a model, so they run in jinja2's sandbox, in the dialect that
-`transformers` defines, with bounds on steps, time, sizes and output. `engine.text.tokenizer` tokenizes the prompt (with
-`add_special=False`, because a template writes its own begin marker).
+`transformers` defines, with bounds on length, steps, time, sizes and output. `engine.text.tokenizer` tokenizes the
+prompt (with `add_special=False`, because a template writes its own begin marker).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ DEFAULT_TEMPLATE = (
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 _ANOTHER = "choose another model"
+MAX_CHARS = 1 << 16  # the longest known has 20,000, and the time to compile grows with the square
 MAX_SECONDS = 5.0  # of this thread's own computing: on a busy machine an honest template takes several times as long
 MAX_STEPS = 2_000_000
 MAX_OUTPUT = 16 << 20
@@ -90,8 +91,14 @@ class ChatTemplate:
             **spec.template_variables,
             **{name: text for name, text in special.items() if text is not None},
         }
+        text = spec.chat_template or DEFAULT_TEMPLATE
+        if len(text) > MAX_CHARS:
+            raise SourceError(f"the model's chat template has more than {MAX_CHARS} characters: {_ANOTHER}")
         try:
-            self._template = _environment().from_string(spec.chat_template or DEFAULT_TEMPLATE)
+            with _Budget():
+                self._template = _environment().from_string(text)
+        except _Exhausted as error:
+            raise SourceError(f"the model's chat template exceeds a limit ({error}): {_ANOTHER}") from error
         except Exception as error:  # of jinja2, or of Python, which compiles what jinja2 makes of the template
             raise SourceError(f"the model's chat template is damaged ({shown(str(error))}): {_ANOTHER}") from error
 

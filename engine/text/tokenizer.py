@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
@@ -18,10 +19,11 @@ from engine.errors import SourceError
 from engine.sources.base import TokenizerSpec
 from engine.sources.files import AGAIN, shown
 from engine.sources.gguf_tokenizer import byte_alphabet
-from engine.text.tokenizer_growth import check_growth, steps_of
+from engine.text.tokenizer_growth import check_growth, check_lengths, steps_of
 
 _T = TypeVar("_T")
 _SPACE = "\u2581"
+_FALLBACK = re.compile(r"<0x([+0-9A-Fa-f][0-9A-Fa-f])>")  # what the library takes for a byte
 # A run of byte tokens is held back until it ends, since one invalid byte turns the whole run into replacement
 # characters. A valid run of this length is released earlier, so that a text that consists of byte tokens still streams.
 _MAX_RUN = 64
@@ -41,6 +43,9 @@ class Tokenizer:
     """A model's tokenizer; raises `SourceError` if `tokenizer.json` is damaged or cannot be streamed."""
 
     def __init__(self, spec: TokenizerSpec) -> None:
+        rules = _guarded(lambda: json.loads(spec.tokenizer_json), "the tokenizer is damaged")
+        if isinstance(rules, dict):  # before the library takes memory for each character
+            check_lengths(rules)
         self._backend = _guarded(lambda: tokenizers.Tokenizer.from_str(spec.tokenizer_json), "the tokenizer is damaged")
         backend = self._backend
         check_growth(*map(_rules_of, (backend.normalizer, backend.pre_tokenizer, backend.post_processor)))
@@ -54,8 +59,7 @@ class Tokenizer:
         self.bos_id = None if spec.bos_token is None else self._backend.token_to_id(spec.bos_token)
         self.eos_id = None if spec.eos_token is None else self._backend.token_to_id(spec.eos_token)
         self._add_bos = spec.add_bos
-        decoder = json.loads(spec.tokenizer_json).get("decoder")
-        self._make_stream = _stream_maker(decoder)
+        self._make_stream = _stream_maker(rules.get("decoder"))
         self.is_byte_level = self._make_stream is _ByteLevelStream  # its vocabulary spells each byte as one letter
 
     @property
@@ -199,12 +203,8 @@ class _SentencePieceStream:
 
 
 def _fallback_byte(token: str) -> int | None:
-    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
-        return None
-    try:
-        return int(token[3:5], 16)
-    except ValueError:
-        return None
+    found = _FALLBACK.fullmatch(token)
+    return None if found is None else int(found[1], 16)
 
 
 def _is_text(data: bytearray) -> bool:

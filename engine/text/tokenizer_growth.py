@@ -1,13 +1,15 @@
-"""How much longer the rules of a `tokenizer.json` can make a text, found without running them.
+"""How much longer the rules of a `tokenizer.json` can make a text or a reply, found without running them.
 
 A swarm's creator writes these rules. The `tokenizers` library follows them without a limit, and where it gets no memory
-it ends the whole process: ten replacements of one letter by ten make a gigabyte of one letter.
+it ends the whole process: ten replacements of one letter by ten make a gigabyte of one letter. A token of megabytes
+makes gigabytes of a short reply.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,6 +18,8 @@ from engine.errors import SourceError
 
 MOST_GROWTH = 100  # NFKC and the letters for bytes together, the most that known tokenizers have, are 90
 MOST_SPECIAL = 1000  # tokens that are added to a text, besides
+MOST_TOKEN_CHARS = 4096  # known vocabularies have none of more than a few hundred
+MOST_RULE_CHARS = 1 << 20  # SentencePiece's map has 350,000; a pattern takes 150 times its length in memory
 
 # The most characters that a rule makes of one; those that are not listed keep the length or have figures of their own.
 _NORMALIZERS = {
@@ -31,7 +35,28 @@ _NORMALIZERS = {
     "StripAccents": 1,
 }
 _PRE_TOKENIZERS = {"ByteLevel": 5, "Metaspace": 2}  # with a prefix before every word
+_STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _INNER = ("normalizers", "pretokenizers", "processors", "decoders")  # the steps of a sequence
+
+
+def check_lengths(rules: Mapping[str, Any]) -> None:
+    """Raise `SourceError` if a `tokenizer.json` has a token or patterns far longer than those of known models."""
+    model, added = rules.get("model"), rules.get("added_tokens")
+    words = model.get("vocab") if isinstance(model, dict) else None
+    listed = [one[0] for one in words if isinstance(one, list) and one] if isinstance(words, list) else words
+    named = [one.get("content") for one in added if isinstance(one, dict)] if isinstance(added, list) else []
+    longest = max((len(one) for one in (*(listed or ()), *named) if isinstance(one, str)), default=0)
+    if longest > MOST_TOKEN_CHARS:
+        raise SourceError(
+            f"the tokenizer has a token of {longest} characters, more than {MOST_TOKEN_CHARS}, which no known model "
+            "has: choose another model"
+        )
+    chars = len(json.dumps([rules.get(name) for name in _STEPS]))
+    if chars > MOST_RULE_CHARS:
+        raise SourceError(
+            f"the tokenizer's rules for texts have {chars} characters, more than {MOST_RULE_CHARS}, which no known "
+            "model needs: choose another model"
+        )
 
 
 def check_growth(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +18,11 @@ from app.asker import reply_service
 from app.config.file import Config
 from app.config.home import Home
 from app.config.settings import Settings
+from app.core.errors import HomeError
 from app.core.reasons import Reason, because
 from app.courtesy.pause import PauseControl
+from app.manifest.manifest import build
+from app.manifest.merkle import leaf_hash
 from app.membership import Membership, MembershipSetup
 from app.node.hosting_loop import HostingLoop
 from app.snapshot.startup import StartupSteps
@@ -25,11 +30,15 @@ from app.snapshot.views import State
 from app.training.activations import ActivationDisk
 from app.training.states import StateStore
 from app.weights.disk_space import DiskRoom
+from app.weights.library import ENDS, Library
+from app.weights.manifest_store import ManifestStore
 from app.weights.model_weights import ModelWeights
+from app.weights.part_store import PartFiles
 from engine import hosting
 from engine.device.probe import Device
 from engine.errors import SourceError
 from engine.sources.base import ModelSource
+from engine.text.tokenizer import Tokenizer
 from p2p.memory.fabric import open_fabric
 from tests.app.swarms import RECORD, identity, wall_clock
 from tests.app.weights.models import WIDE, import_model
@@ -140,6 +149,39 @@ async def test_a_damaged_tokenizer_costs_replies_and_not_the_stay_in_the_swarm(
             await service.place_head(card)
         assert tried[:2] == ["cuda", "cpu"]
         nursery.cancel_scope.cancel()
+
+
+def test_a_tokenizer_that_is_no_text_costs_replies_and_not_the_stay_in_the_swarm(tmp_path: Path) -> None:
+    """A creator publishes one whose hash is right and whose bytes are no UTF-8: whoever joined left again at once, and
+    went on so, because what gets the tokenizer ready expected no such failure.
+    """
+    good = import_model(tmp_path / "model", tmp_path / "cache").manifest
+    data = b"\xff\xfe"
+    leaves = (leaf_hash(data),)
+    part = replace(good.by_name["tokenizer"], size_bytes=len(data), root=leaves[0])
+    manifest = build(good.config, good.text, good.licence, (*good.parts[:-1], part))
+    store, files = ManifestStore(tmp_path / "cache"), PartFiles(tmp_path / "cache")
+    store.save_index(manifest.hash, store.index(good.hash))
+    files.keep(part, leaves, data)
+    source = Library(tmp_path / "cache", manifest).source(ENDS)
+    with pytest.raises(SourceError, match="the tokenizer is damaged"):
+        Tokenizer(source.tokenizer)
+
+
+def test_a_full_disk_costs_no_part_of_a_model_whose_files_were_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That they are as they were could not be noted down, and a member that needed them left its swarm."""
+    manifest = import_model(tmp_path / "model", tmp_path / "cache").manifest
+    library = Library(tmp_path / "cache", manifest)
+    os.utime(tmp_path / "model" / "weights.bin", ns=(1, 1))
+
+    def full(store: ManifestStore, model_hash: str, index: object) -> None:
+        raise HomeError("the disk is full", code="disk_full")
+
+    monkeypatch.setattr(ManifestStore, "save_index", full)
+    assert library.check(ENDS) == []
+    assert library.source(ENDS).parts
 
 
 async def test_a_tokenizer_that_does_not_end_costs_its_request_and_not_the_nodes_end(

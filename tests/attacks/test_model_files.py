@@ -95,7 +95,52 @@ def test_tokenizers_of_known_kinds_are_not_refused(rules: dict[str, Any]) -> Non
     assert Tokenizer(tokenizer_of(**rules)).encode("a text")
 
 
-@pytest.mark.parametrize("vocabulary", [{5000 * "a": 256}, {"aa": 2**31}], ids=["a long token", "a high id"])
+LONG = 5000 * "a"
+ADDED = {"id": 256, "content": LONG, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"vocabulary": {LONG: 256}},
+        {"added_tokens": [{**ADDED, "special": False}]},
+        {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0], [LONG, -1.0]]}},
+    ],
+    ids=["vocabulary", "added", "unigram"],
+)
+def test_a_tokenizer_with_a_token_of_any_length_is_refused(rules: dict[str, Any]) -> None:
+    """One of 60 million letters made 60 MB of each token of a reply, and 4 GB and 10 s of itself if it was added."""
+    with pytest.raises(SourceError, match="a token of 5000 characters"):
+        Tokenizer(tokenizer_of(**rules))
+
+
+@pytest.mark.parametrize("step", ["normalizer", "pre_tokenizer"])
+def test_a_tokenizer_with_a_pattern_of_any_length_is_refused(step: str) -> None:
+    """One of 9 MB was compiled for 7 s, in which no other thread ran, and took 1.4 GB; it could have 64 MB."""
+    pattern = {"pattern": {"Regex": 400_000 * "ab?"}}
+    split: dict[str, Any] = {"type": "Split", **pattern, "behavior": "Isolated", "invert": False}
+    replaced: dict[str, Any] = {"type": "Replace", **pattern, "content": ""}
+    rules: dict[str, Any] = {step: replaced if step == "normalizer" else split}
+    with pytest.raises(SourceError, match="rules for texts have"):
+        Tokenizer(tokenizer_of(**rules))
+
+
+SENTENCE_PIECE = {
+    "type": "Sequence",
+    "decoders": [{"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"}],
+}
+
+
+@pytest.mark.parametrize("token", ["<0x-1>", "<0x 1>", "<0x+1>", "<0x41>"])
+def test_a_token_that_looks_like_a_byte_is_read_as_the_library_reads_it(token: str) -> None:
+    """The byte -1 failed every reply that was being written when one of them had it."""
+    made = Tokenizer(tokenizer_of({token: 256}, decoder=SENTENCE_PIECE))
+    stream = made.stream()
+    assert stream.push(256) + stream.flush() == made.decode([256])
+    assert made.token_bytes(256) == made.decode([256]).encode()
+
+
+@pytest.mark.parametrize("vocabulary", [{4000 * "a": 256}, {"aa": 2**31}], ids=["a long token", "a high id"])
 def test_a_tokenizer_that_allows_no_constraints_costs_their_replies_alone(vocabulary: dict[str, int]) -> None:
     """The library for constraints panics, or takes memory for every id up to the highest one."""
     compiler = GrammarCompiler(Tokenizer(tokenizer_of(vocabulary)), 300, [0])
@@ -161,6 +206,22 @@ def test_a_filter_of_a_template_keeps_to_its_time_too(monkeypatch: pytest.Monkey
     with pytest.raises(SourceError, match="exceeds a limit"):
         template.render([{"role": "user", "content": "hi"}])
     assert time.process_time() - begun_at < 5
+
+
+def branching(chars: int) -> str:
+    """A template of so many characters with as many names as branches, which jinja2 compares with each other."""
+    names = "".join(f"{{{{a{number:x}}}}}" for number in range(chars // 20))
+    return names + "{%if b%}{%endif%}" * ((chars - len(names)) // 17)
+
+
+@pytest.mark.parametrize("chars", [1 << 18, 1 << 16])
+def test_a_template_that_takes_long_to_compile_is_refused(monkeypatch: pytest.MonkeyPatch, chars: int) -> None:
+    """One of 262,144 characters took 91 s, in which nothing stopped it, nor the node that loaded it."""
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
+    begun_at = time.process_time()
+    with pytest.raises(SourceError, match=r"more than 65536 characters|exceeds a limit"):
+        ChatTemplate(TokenizerSpec("{}", branching(chars), None, None, {}, False))
+    assert time.process_time() - begun_at < 2
 
 
 # --- M-7: manifests --------------------------------------------------------------------------------------------------
