@@ -1304,11 +1304,11 @@ class _HopGroup:
         raise lost
 
     def _leave_out_either(self, peers: Sequence[str], span: Span, others: set[str]) -> NoReturn:
-        """Leave out one of several holders that all differ: nobody can tell who is right. Raises `HopLost`.
+        """Do without one of several holders that all differ: nobody can tell who is right. Raises `HopLost`.
 
-        It is the one that the route would rather do without, and a trusted one if all are. If somebody else holds these
-        blocks, it comes back together with that one, and then it shows who lied. If `others` on the way may have sent
-        them different numbers, it is one of all these, for a while.
+        Of equals it is the one that the route would rather do without, and a trusted one if all are. If somebody else
+        holds these blocks, it comes back together with that one, and then it shows who lied. If nobody does, `others`
+        on the way are suspected too, who may have sent them different numbers.
         """
         owner = self._owner
         order = [hop.peer for hop in self.hops]
@@ -1319,14 +1319,13 @@ class _HopGroup:
             self._note(peer, "doubted", "trained with another result than other holders", 1 / len(peers))
         names = " and ".join(sorted(peers))
         why = f"{names} sum up different gradients of the same data, and nobody can tell who is right"
-        known = owner._replicas.holders(self.hops, frozenset(owner._refused))
-        if any(hop.peer not in order and hop.span.covers(span) for hop in known):
-            owner._most_holders = max(owner._most_holders, len(peers) + 1)
-            raise HopLost(accused[0], why, welcome=True)
-        if others:
+        known = owner._replicas.holders(self.hops, frozenset(owner._refused.union(owner._resting)))
+        if not any(hop.peer not in order and hop.span.covers(span) for hop in known):
             raise self._suspected([*accused, *sorted(others)], why)
-        owner.figures.left_out[accused[0]] = why
-        raise HopLost(accused[0], why, refused=True)
+        owner._most_holders = max(owner._most_holders, len(peers) + 1)
+        lost = self._suspected(accused, why)
+        lost.welcome = True
+        raise lost
 
     async def _recompute(
         self, ways: Mapping[int, int], span: Span, witness: str, progress: StepProgress, batches: Sequence[Any]

@@ -575,3 +575,30 @@ async def test_numbers_in_another_format_cost_a_hop_its_place_at_once(source: Mo
             await owner.run(1, batches_of, Losses())
         assert owner._refused == {"n0"}
         assert list(owner.figures.lost) == ["n0: it sent another number format than was agreed"]
+
+
+async def test_a_holder_that_differs_from_one_that_is_needed_does_not_end_the_job(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """`n1` came last on the route, and nobody else holds its other blocks: it was left out, and the job ended."""
+    async with open_job_swarm(source, tmp_path, (0, 4), ALL) as swarm:
+        swarm.poison("n0", lambda sums: -10 * sums)
+        owner = swarm.owner(replicas=Replicas(swarm.holders), patience=UNHURRIED)
+        with trio.fail_after(60):
+            await owner.run(2, batches_of, Losses())
+        assert [why.partition(":")[0] for why in owner.figures.lost] == ["n0"]
+        assert not owner._refused
+
+
+async def test_a_liar_does_not_have_one_honest_holder_after_the_other_left_out(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """The route's own hop stayed whenever two holders differed, and who came beside it was never asked again."""
+    async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
+        swarm.poison("n0", lambda sums: -10 * sums)
+        owner = swarm.owner(replicas=Replicas(swarm.holders), patience=UNHURRIED, every=1)
+        owner._blame = Blame(0.001)
+        with trio.fail_after(60):
+            await owner.run(4, batches_of, Losses(), JobHooks(lambda: "n0" in {why[:2] for why in owner.figures.lost}))
+        assert [why.partition(":")[0] for why in owner.figures.lost] == ["n1", "n0"]
+        assert not owner._refused
