@@ -86,9 +86,9 @@ class StepProgress:
         return max(self._attempts, key=self._attempts.__getitem__)
 
     @property
-    def under_way(self) -> int:
-        """Number of micro-batches under way."""
-        return len(self._under_way)
+    def under_way(self) -> list[int]:
+        """The micro-batches that are under way."""
+        return list(self._under_way)
 
     @property
     def is_back(self) -> bool:

@@ -92,6 +92,7 @@ MAX_REJECTED = 3  # frames of one hop that must not be computed with, in one epo
 MAX_QUEUED_BYTES = 2**26  # of one hop's frames that wait here; then its stream is not read
 MAX_FAILURES = 12  # epochs in a row without a step
 PROBE_EVERY_S = 60.0  # at least, however long pauses usually are: hops forget an owner that is silent for minutes
+OVERDUE = 4.0  # times as long as all that is under way at a hop takes on the fastest way: then it is late
 MOST_PATIENCE = 16  # times the usual quiet time, before what did not come is taken for lost
 
 
@@ -505,6 +506,7 @@ class _HopGroup:
         self._heard_at: dict[int, float] = {}
         self._heard = Signal()
         self._forward_at = trio.current_time()  # when something last brought the job forward
+        self._waited_at = trio.current_time()  # until when it is counted for whom the job waited
         self._busy: dict[int, int] = {}  # hop -> micro-batches that wait or are computed there, as it said last
         self._sending: dict[int, int] = {}  # hop -> peers for which something waits there, as it said last
         self._pause_s = Ewma(0.2)  # between two frames
@@ -663,7 +665,9 @@ class _HopGroup:
         except P2PError as error:
             self._send.send_nowait((index, HopLost(peer, f"its stream broke: {error}")))
 
-    async def _next(self, awaited: Collection[int] = ()) -> tuple[int, Frame] | None:
+    async def _next(
+        self, awaited: Collection[int] = (), late: Callable[[], Collection[str]] = frozenset
+    ) -> tuple[int, Frame] | None:
         """Return the next frame of a hop; None if all hops are well and idle, so something got lost.
 
         It may also be on its way over a slow link, where nobody sees it: so each time it takes twice as long until
@@ -671,14 +675,16 @@ class _HopGroup:
 
         Raises `HopLost` if nothing brought the job forward for `stuck_s`: for one of the hops that are `awaited`, or
         else for one that says it computes, or does not read what is sent to it, or for one on a way with a hop that
-        cannot send.
+        cannot send. And for one of those that are `late` if the job waits for them most of the time.
         """
+        self._count_waiting(())  # for nobody, since the last call
         quiet_s = max(self._patience.quiet_s, 8 * self._pause_s.value) * min(2**self._in_vain, MOST_PATIENCE)
         begun = trio.current_time()
         while True:
             self._check_progress(awaited)
             with trio.move_on_after(min(quiet_s, PROBE_EVERY_S)):
                 index, found = await self._arrived.receive()
+                self._count_waiting(late())
                 if isinstance(found, Frame):
                     self._queued[index] -= _cost(found)
                     self._taken.notify()
@@ -695,6 +701,7 @@ class _HopGroup:
                     return None
                 continue
             await self._probe()
+            self._count_waiting(late())
             waited_s = trio.current_time() - begun
             if (quiet_s <= PROBE_EVERY_S or waited_s >= quiet_s) and self._is_idle():
                 self._waited_s += waited_s
@@ -726,6 +733,17 @@ class _HopGroup:
         everybody = [link.hop.peer for link in self._links.values()]
         suspects = peers or [peer for peer in everybody if peer in beside] or everybody
         raise self._suspected(suspects, f"nothing came of its work for {stuck_s:.0f} s")
+
+    def _count_waiting(self, late: Collection[str]) -> None:
+        """Count the time since the last call as one in which the job waited for some hops, if it can do without them.
+
+        Raises `HopLost` for one of those for whom it waited for too long.
+        """
+        blame, now = self._owner._blame, trio.current_time()
+        blame.time_passed(now - self._waited_at, late if self._plan.can_lose(*late) else ())
+        self._waited_at = now
+        if slow := [peer for peer in blame.too_slow if self.can_lose(peer)]:
+            raise self._suspected(slow, "the job waited for it most of the time")
 
     async def _probe(self) -> None:
         """Ask every hop how it is; raises `HopLost` for one that does not answer."""
@@ -824,11 +842,14 @@ class _HopGroup:
         """
         found: dict[int, Frame] = {}
         deadline = trio.current_time() + (wait_s or math.inf)
+        # States may take long to fetch and to write, but are so seldom: whoever is slow at that is not in the way.
+        hurries = kind not in (Kind.READY, Kind.SNAPSHOT)
         self._came_forward()
         if order is not None:
             await self._to_all(order)
         while len(found) < len(self._links):
-            came = await self._next(self._links.keys() - found.keys())
+            awaited = self._links.keys() - found.keys()
+            came = await self._next(awaited, partial(self._peers, awaited if hurries else ()))
             if came is not None and came[1].kind == kind:
                 if came[0] not in found:
                     self._came_forward()
@@ -839,6 +860,9 @@ class _HopGroup:
             if late and trio.current_time() > deadline:
                 raise HopLost(late[0], f"it was not ready within {wait_s:g} s")
         return [found[index] for index in self._links]
+
+    def _peers(self, indices: Iterable[int]) -> list[str]:
+        return [self._links[index].hop.peer for index in indices]
 
     async def _to_all(self, message: bytes, except_for: Any = ()) -> None:
         for index, link in self._links.items():
@@ -920,7 +944,7 @@ class _HopGroup:
                 one = Pass(version, number, progress.start(number, way), way)
                 data = await self._owner._device.run_later(self._ends.embed, batches[number], row_format)
                 await self._send_pass(kinds[0], self._plan.ways[way][0].peer, one, batches[number], data)
-            came = await self._next()
+            came = await self._next((), partial(self._late, progress, batches))
             if came is None:
                 self._run_lost_again(progress)
                 continue
@@ -981,6 +1005,17 @@ class _HopGroup:
         self._drawn[number] = drawn, now
         self._owner.figures.computed.update(hop.peer for hop in plan.ways[way])
         return way
+
+    def _late(self, progress: StepProgress, batches: Sequence[Any]) -> set[str]:
+        """Return the hops that can be lost on the ways of what is under way, if all of it should be back long since."""
+        now, late = trio.current_time(), set[str]()
+        for number in progress.under_way:
+            sequences, length = self._ends.shape(batches[number])
+            usual_s = self._under_way * self._owner._times.least_s(self._plan.ways, sequences * length)
+            if now - self._drawn[number][1] <= OVERDUE * usual_s:
+                return set()
+            late.update(hop.peer for hop in self._plan.ways[progress.ways[number]] if self.can_lose(hop.peer))
+        return late
 
     def _came_back(self, progress: StepProgress, one: Pass) -> None:
         if progress.came_back(one.number, one.attempt):
@@ -1100,7 +1135,7 @@ class _HopGroup:
             self._run_again(progress, lost)
 
     def _run_again(self, progress: StepProgress, numbers: Sequence[int] | None = None) -> None:
-        self._owner.figures.micro_batches_again += progress.under_way if numbers is None else len(numbers)
+        self._owner.figures.micro_batches_again += len(progress.under_way if numbers is None else numbers)
         if not progress.run_again(numbers):
             way = self._plan.ways[progress.ways[progress.most_tried]]
             why = "a micro-batch did not come back after many attempts"
@@ -1201,7 +1236,7 @@ class _HopGroup:
         self._came_forward()
         await send(waiting)
         while waiting:
-            came = await self._next(waiting)
+            came = await self._next(waiting, partial(self._peers, waiting))
             if came is None:
                 await send(waiting - set(self._not_reading()))
             elif came[1].kind == Kind.REDUCE and came[1].position == self.version and came[0] in waiting:
@@ -1227,7 +1262,8 @@ class _HopGroup:
         self._came_forward()
         await order_rest()
         while len(found) < len(buffers):
-            came = await self._next(buffers.keys() - found.keys())
+            awaited = buffers.keys() - found.keys()
+            came = await self._next(awaited, partial(self._peers, awaited))
             if came is None:
                 await order_rest()
             elif came[1].kind == Kind.SUMS and self._is_of_round(came[1]) and came[0] in buffers.keys() - found.keys():
