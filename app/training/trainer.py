@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import trio
@@ -73,6 +74,7 @@ from app.training.wire import (
     encode_step,
     frame_bytes,
     length_of,
+    lost_link,
     most_state_bytes,
     pass_header,
     pass_of,
@@ -512,7 +514,7 @@ class _HopGroup:
         self._pause_s = Ewma(0.2)  # between two frames
         self._waited_s = 0.0  # since the last frame, before all seemed lost
         self._in_vain = 0  # times that all seemed lost since the job last came forward
-        self._troubled: str | None = None  # whose error was the latest reason to run micro-batches again
+        self._troubled: Collection[int] | None = None  # ways on which something got lost; None: on any
         self._sizes: defaultdict[tuple[int, int], UsualSize] = defaultdict(UsualSize)  # by kind and way
         self._rejected: Counter[str] = Counter()
         self._complaints: Counter[tuple[str, str]] = Counter()  # (who complains, about whose numbers)
@@ -696,10 +698,8 @@ class _HopGroup:
                 self._waited_s = 0.0
                 if found.kind != Kind.TROUBLE:
                     return index, found
-                if self._on_trouble(index, self._checked(self._links[index], decode_hop_error, found)):
-                    self._troubled = self._links[index].hop.peer
-                    return None
-                continue
+                self._troubled = self._on_trouble(index, self._checked(self._links[index], decode_hop_error, found))
+                return None
             await self._probe()
             self._count_waiting(late())
             waited_s = trio.current_time() - begun
@@ -756,19 +756,34 @@ class _HopGroup:
             if self._heard_at.get(index, 0.0) <= asked_at:
                 raise HopLost(link.hop.peer, f"it has not answered for {self._patience.probe_s:g} s")
 
-    def _on_trouble(self, index: int, trouble: HopError) -> bool:
-        """Act on a hop's error: True if what is under way should run again; raises `HopLost`."""
+    def _on_trouble(self, index: int, trouble: HopError) -> list[int]:
+        """Act on a hop's error: return the ways on which what is under way should run again; raises `HopLost`.
+
+        What goes through the hop on other ways is not touched: one neighbour of it could have all others suspected.
+        """
         peer = self._links[index].hop.peer
-        if trouble.code == "input":
-            direction, _, way = trouble.why.partition(" ")
-            before = self._before(peer, int(way) if way.isdecimal() else 0, is_back=direction != "forward")
-            if not before:  # this node's own numbers are checked before they are sent
-                raise HopLost(peer, f"it refuses what this node sends: {trouble.text}")
-            self._complain(peer, before, trouble.text)
-            return True
-        if trouble.code in ("link", "base"):
-            return True
+        if trouble.code in ("input", "base"):
+            direction, _, number = trouble.why.partition(" ")
+            way = int(number) if number.isdecimal() else 0
+            before = self._before(peer, way, is_back=direction != "forward")
+            if trouble.code == "input":
+                if not before:  # this node's own numbers are checked before they are sent
+                    raise HopLost(peer, f"it refuses what this node sends: {trouble.text}")
+                self._complain(peer, before, trouble.text)
+            return [way]
+        if trouble.code == "link":
+            return self._ways_over(peer, next((hop.peer for hop in self.hops if trouble == lost_link(hop.peer)), None))
         raise HopLost(peer, trouble.text or trouble.code, refused=trouble.code == "refused")
+
+    def _ways_over(self, peer: str, neighbour: str | None) -> list[int]:
+        """Return the ways that lead from one hop to another, in either direction; with None those through the first."""
+        ends = {peer, neighbour}
+        return [
+            number
+            for number, way in enumerate(self._plan.ways)
+            if any({one.peer, other.peer} == ends for one, other in pairwise(way))
+            or (neighbour is None and any(hop.peer == peer for hop in way))
+        ]
 
     def _before(self, peer: str, way: int, *, is_back: bool) -> list[str]:
         """Return the hops through which passes come to a hop on a way, the nearest one first; raises `HopLost`."""
@@ -1125,21 +1140,17 @@ class _HopGroup:
         return (frame.width, sequences_of(frame), length_of(frame)) == shape
 
     def _run_lost_again(self, progress: StepProgress) -> None:
-        """Run again what is under way: on the ways of the hop that is in trouble, or on all if all is quiet."""
-        ways = [
-            number
-            for number, way in enumerate(self._plan.ways)
-            if self._troubled is None or any(hop.peer == self._troubled for hop in way)
-        ]
+        """Run again what is under way: on the ways that are in trouble, or on all if all is quiet."""
+        ways = range(len(self._plan.ways)) if self._troubled is None else self._troubled
         if lost := progress.under_way_on(ways):
             self._run_again(progress, lost)
 
     def _run_again(self, progress: StepProgress, numbers: Sequence[int] | None = None) -> None:
         self._owner.figures.micro_batches_again += len(progress.under_way if numbers is None else numbers)
         if not progress.run_again(numbers):
-            way = self._plan.ways[progress.ways[progress.most_tried]]
-            why = "a micro-batch did not come back after many attempts"
-            raise self._suspected([hop.peer for hop in way], why)
+            ways = {progress.ways[number] for number in progress.most_tried}
+            on_them = dict.fromkeys(hop.peer for way in sorted(ways) for hop in self._plan.ways[way])
+            raise self._suspected(list(on_them), "a micro-batch did not come back after many attempts")
 
     async def _tally(self, progress: StepProgress) -> list[Tally]:
         order = plain(Kind.TALLY, self._owner.run_id, self._epoch, self.version)

@@ -14,7 +14,7 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from app.core.network import Priority
+from app.core.network import FrameStream, Priority
 from app.session.frame import CHANGES, DTYPES, INT8, Frame, HopError, root_mean_square, row_bytes
 from app.session.outbound import OutboundFrame
 from app.training import blame, hop, progress, states, trainer, wire
@@ -645,3 +645,52 @@ async def test_hops_that_a_job_can_do_without_do_not_slow_it_down_for_good(
         assert trio.current_time() < 600 * len(slow)
         assert {hop.peer for hop in owner.route}.isdisjoint(slow)
         assert not owner._refused
+
+
+async def test_a_hop_that_breaks_its_link_does_not_have_others_rest_for_it(source: ModelSource, tmp_path: Path) -> None:
+    """`n0` said that a link broke, and all that went through it ran again, until one of those on another way rested."""
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8), (4, 8)) as swarm:
+        honest: Any = swarm.nodes["n2"].server.attend
+
+        async def attend(stream: FrameStream) -> None:
+            if stream.peer != "n0":
+                await honest(stream)
+                return
+            await stream.receive()
+            await stream.reset()
+
+        swarm.fabric.nodes["n2"].accept(wire.PROTOCOL, attend)
+        owner = owner_of(swarm, patience=replace(UNHURRIED, quiet_s=0.2))
+        with trio.fail_after(60):
+            await owner.run(6, batches_of, Losses())
+        assert owner.figures.micro_batches_again
+        assert all(why.startswith("n2") for why in owner.figures.lost)
+
+
+async def test_changes_that_build_on_nothing_do_not_make_what_others_sent_run_again(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """`n1` sends them to `n2`: what `n0` had sent ran again as often, so that it could be the one that rested."""
+    unknown = wire.SequenceRows(1, wire.Form.UNCHANGED, 1, b"unknown!", b"", b"")
+    async with open_job_swarm(source, tmp_path, (0, 4), (0, 4), (4, 8)) as swarm:
+        server: Any = swarm.nodes["n1"].server
+        honest, sent = server._forward, 0
+
+        async def forward(job: HopJob, sender: str, frame: Frame) -> None:
+            nonlocal sent
+            await honest(job, sender, frame)
+            body = wire.join_sequences([unknown])
+            for _ in range(4):
+                one, sent = pass_of(frame)._replace(number=100 + sent), sent + 1
+                head = pass_header(
+                    Kind.FORWARD, job.run, frame.epoch, one, dtype=CHANGES, rows=1, width=frame.width, length=len(body)
+                )
+                frames = HopFrame(job.run, (head, body), Priority.BULK, frame.epoch, job.ledger.owner)
+                await server._outboxes.push("n2", frames, job.ledger.owner)
+
+        server._forward = forward
+        owner = owner_of(swarm, wire=CHANGES, patience=replace(UNHURRIED, quiet_s=0.2))
+        with trio.fail_after(60):
+            await owner.run(6, batches_of, Losses())
+        assert all(why.startswith("n1") for why in owner.figures.lost)
+        assert owner.figures.micro_batches_again <= 2 * MAX_ATTEMPTS
