@@ -51,6 +51,10 @@ class Blame:
         self._rests[peer] += 1
         self._awaited_s.pop(peer, None)
 
+    def rests(self, peer: str) -> int:
+        """Return how often a peer had to rest."""
+        return self._rests[peer]
+
     def resting(self, now: float) -> list[str]:
         """Return who rests now; those whose rest ends first come first."""
         return sorted((peer for peer, until in self._until.items() if now < until), key=self._until.__getitem__)

@@ -1403,7 +1403,8 @@ class _HopGroup:
     async def take_snapshot(self) -> Snapshot:
         """Have the states of all blocks kept by their hops, here, and by one more hop.
 
-        Of holders with different states, the one that most agree with counts, and of as many the route's first one.
+        Of holders with different states, the one that most agree with counts; of as many the one that had to rest least
+        often, or else the route's first one.
         """
         owner = self._owner
         order = plain(Kind.SNAPSHOT, owner.run_id, self._epoch, self.version)
@@ -1418,7 +1419,8 @@ class _HopGroup:
             kept[link.hop.peer] = parts
         starts = {hop.peer: hop.span.start for hop in self.hops}
         not_accused = self._not_accused
-        order_of = {peer: (peer not in not_accused, at) for at, peer in enumerate(starts)}
+        rests = owner._blame.rests
+        order_of = {peer: (peer not in not_accused, rests(peer), at) for at, peer in enumerate(starts)}
         states: list[StatePart] = []
         self.differs = False
         for run in self._plan.runs:
@@ -1428,8 +1430,7 @@ class _HopGroup:
             }
             chosen, votes = Counter(held.values()).most_common(1)[0]
             self.differs |= votes < len(held)
-            supplier = next(peer for peer in held if held[peer] == chosen)
-            await self._obtain(chosen, supplier)
+            await self._obtain(chosen, [peer for peer in held if held[peer] == chosen])
             states += chosen
         others = [link for link in self._links.values() if link.hop.peer != owner._network.peer_id]
         if others and self._terms.copies:
@@ -1439,29 +1440,29 @@ class _HopGroup:
         kept_by = tuple(link.hop.peer for link in others)
         return Snapshot(self.version, tuple(states), kept_by)
 
-    async def _obtain(self, parts: Sequence[StatePart], supplier: str) -> None:
-        """Fetch the states that a hop names, and read them once: a snapshot of anything else would be the job's end.
+    async def _obtain(self, parts: Sequence[StatePart], suppliers: Sequence[str]) -> None:
+        """Fetch the states that some hops name, and read them once: a snapshot of anything else would be the job's end.
 
         Raises `HopLost`, or `WeightsError` if this node's disk is full.
         """
         owner, version_of = self._owner, self._terms.version_of
         try:
-            await owner._states.obtain(owner.states_run, parts, [supplier])
+            await owner._states.obtain(owner.states_run, parts, suppliers)
         except trio.TooSlowError:
-            raise HopLost(supplier, "it did not send its states in time") from None
+            raise self._suspected(suppliers, "it did not send its states in time") from None
         except WeightsError as error:
             if error.code == "disk_full":
                 raise  # this node's own
-            raise HopLost(supplier, f"its states cannot be kept: {error}") from error
+            raise self._suspected(suppliers, f"its states cannot be kept: {error}") from error
         if version_of is None:
             return
-        for part in parts:
+        for part in parts:  # whoever names states answers for them
             try:
                 version = await owner._device.run_later(version_of, await owner._states.read(part))
             except EngineError as error:
-                raise HopLost(supplier, f"its states are none: {error}", refused=True) from error
+                raise HopLost(suppliers[0], f"its states are none: {error}", refused=True) from error
             if version != self.version:
-                raise HopLost(supplier, f"its states are of version {version}", refused=True)
+                raise HopLost(suppliers[0], f"its states are of version {version}", refused=True)
 
     async def _order_one(self, link: _Link, kind: Kind, message: bytes) -> None:
         """Send one hop an order and wait for its answer."""

@@ -41,6 +41,7 @@ from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
 from engine.training.head import TrainingEnds
 from engine.training_runner import BatchLoss, OwnerEnds
+from p2p.errors import Refused
 from p2p.memory.fabric import LinkProfile
 from tests.app.training.job_swarm import ALL, PLAIN, UNHURRIED, JobSwarm, Losses, batches_of, open_job_swarm
 from tests.engine.training import OPTIONS
@@ -694,3 +695,42 @@ async def test_changes_that_build_on_nothing_do_not_make_what_others_sent_run_ag
             await owner.run(6, batches_of, Losses())
         assert all(why.startswith("n1") for why in owner.figures.lost)
         assert owner.figures.micro_batches_again <= 2 * MAX_ATTEMPTS
+
+
+async def test_a_snapshot_does_not_wait_for_one_of_several_that_have_its_states(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """The owner asked the first of them alone, for as long as large states take on a slow link: more than an hour."""
+
+    async def silent(peer: str, body: bytes) -> bytes:
+        await trio.sleep_forever()
+
+    async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
+        for method in (states.METHODS.leaves, states.METHODS.chunk):
+            swarm.fabric.nodes["n0"].serve(method, silent)
+        owner = owner_of(swarm)
+        with trio.fail_after(40):
+            await owner.run(1, batches_of, Losses())
+        assert not owner.figures.lost
+
+
+async def test_of_different_states_those_of_a_hop_that_had_to_rest_do_not_count_again(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It named others than the honest holder at each snapshot, and sent none: each time the job waited for them."""
+    monkeypatch.setattr(states, "FETCH_S", 3.0)
+    async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
+        swarm.nodes["n0"].changes.append(lambda blocks: setattr(blocks, "state", lambda block: bytes([block])))
+
+        async def silent(peer: str, body: bytes) -> bytes:
+            if peer == "owner":
+                await trio.sleep_forever()
+            raise Refused("busy")
+
+        for method in (states.METHODS.leaves, states.METHODS.chunk):
+            swarm.fabric.nodes["n0"].serve(method, silent)
+        owner = owner_of(swarm, every=1)
+        owner._blame = Blame(0.001)
+        with trio.fail_after(60):
+            await owner.run(4, batches_of, lambda step: None)
+        assert [why.partition(":")[0] for why in owner.figures.lost] == ["n0"]
