@@ -5,15 +5,18 @@ refusal, or sums that others contradict though nobody else had a part in them. O
 cannot be used or a pass that never came back, several may be the cause, and any of them may lie about it. One of them
 rests then and may come back; each time it rests twice as long. So a hop that lies about others costs them a rest at
 most, and one that stops the job whenever it takes part is soon asked once an hour.
+
+A hop that the job can do without rests too if the job waits for it alone most of the time.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 REST_S = 30.0  # the first time
 MOST_REST_S = 3600.0
+MOST_AWAITED_S = 120.0  # that a job may have waited for a hop alone, beyond the time in which it did not
 _FADING = 0.9  # of a suspicion that is left after each step
 
 
@@ -25,6 +28,7 @@ class Blame:
         self._suspicion: defaultdict[str, float] = defaultdict(float)  # incidents in which a peer was a suspect, lately
         self._rests: Counter[str] = Counter()  # peer -> how often it had to rest
         self._until: dict[str, float] = {}  # peer -> when its rest ends
+        self._awaited_s: dict[str, float] = {}  # peer -> how much longer the job waited for it alone than it did not
 
     def choose(self, suspects: Sequence[str], can_lose: Callable[[str], bool] = lambda peer: False) -> str:
         """Return the one of several suspects to go on without.
@@ -45,6 +49,11 @@ class Blame:
         # The exponent is bounded, as a power of two of any size could be no float.
         self._until[peer] = now + min(self._rest_s * 2 ** min(self._rests[peer], 32), max(MOST_REST_S, self._rest_s))
         self._rests[peer] += 1
+        self._awaited_s.pop(peer, None)
+
+    def rests(self, peer: str) -> int:
+        """Return how often a peer had to rest."""
+        return self._rests[peer]
 
     def resting(self, now: float) -> list[str]:
         """Return who rests now; those whose rest ends first come first."""
@@ -54,3 +63,15 @@ class Blame:
         """A step was committed: what was suspected before counts less."""
         for peer in self._suspicion:
             self._suspicion[peer] *= _FADING
+
+    def time_passed(self, seconds: float, awaited: Collection[str] = ()) -> None:
+        """Count time in which the job could have gone on but for these peers."""
+        before = self._awaited_s
+        after = {peer: before[peer] - seconds for peer in before.keys() - set(awaited)}
+        after |= {peer: before.get(peer, 0.0) + seconds for peer in awaited}
+        self._awaited_s = {peer: waited_s for peer, waited_s in after.items() if waited_s > 0}
+
+    @property
+    def too_slow(self) -> list[str]:
+        """Those for whom the job waited for too long."""
+        return [peer for peer, waited_s in self._awaited_s.items() if waited_s > MOST_AWAITED_S]

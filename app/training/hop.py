@@ -58,6 +58,7 @@ from app.training.wire import (
     encode_tally,
     encode_trouble,
     length_of,
+    lost_link,
     most_state_bytes,
     pass_header,
     pass_of,
@@ -865,7 +866,7 @@ class TrainingServer:
     async def _report_lost_link(self, peer: str) -> None:
         for job in list(self._jobs.values()):
             if peer in job.ledger.order.neighbours:
-                await self._trouble(job, HopError("link", f"the link to {peer} broke"))
+                await self._trouble(job, lost_link(peer))
 
     async def _answer(self, job: HopJob, message: bytes) -> None:
         await job.answers.push(_control(message))

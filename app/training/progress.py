@@ -81,14 +81,15 @@ class StepProgress:
         return [number for number in self._under_way if self.ways[number] in wanted]
 
     @property
-    def most_tried(self) -> int:
-        """The micro-batch that was sent most often."""
-        return max(self._attempts, key=self._attempts.__getitem__)
+    def most_tried(self) -> list[int]:
+        """The micro-batches that were sent most often."""
+        most = max(self._attempts.values())
+        return [number for number, attempts in self._attempts.items() if attempts == most]
 
     @property
-    def under_way(self) -> int:
-        """Number of micro-batches under way."""
-        return len(self._under_way)
+    def under_way(self) -> list[int]:
+        """The micro-batches that are under way."""
+        return list(self._under_way)
 
     @property
     def is_back(self) -> bool:

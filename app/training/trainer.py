@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import trio
@@ -73,6 +74,7 @@ from app.training.wire import (
     encode_step,
     frame_bytes,
     length_of,
+    lost_link,
     most_state_bytes,
     pass_header,
     pass_of,
@@ -92,6 +94,7 @@ MAX_REJECTED = 3  # frames of one hop that must not be computed with, in one epo
 MAX_QUEUED_BYTES = 2**26  # of one hop's frames that wait here; then its stream is not read
 MAX_FAILURES = 12  # epochs in a row without a step
 PROBE_EVERY_S = 60.0  # at least, however long pauses usually are: hops forget an owner that is silent for minutes
+OVERDUE = 4.0  # times as long as all that is under way at a hop takes on the fastest way: then it is late
 MOST_PATIENCE = 16  # times the usual quiet time, before what did not come is taken for lost
 
 
@@ -505,12 +508,13 @@ class _HopGroup:
         self._heard_at: dict[int, float] = {}
         self._heard = Signal()
         self._forward_at = trio.current_time()  # when something last brought the job forward
+        self._waited_at = trio.current_time()  # until when it is counted for whom the job waited
         self._busy: dict[int, int] = {}  # hop -> micro-batches that wait or are computed there, as it said last
         self._sending: dict[int, int] = {}  # hop -> peers for which something waits there, as it said last
         self._pause_s = Ewma(0.2)  # between two frames
         self._waited_s = 0.0  # since the last frame, before all seemed lost
         self._in_vain = 0  # times that all seemed lost since the job last came forward
-        self._troubled: str | None = None  # whose error was the latest reason to run micro-batches again
+        self._troubled: Collection[int] | None = None  # ways on which something got lost; None: on any
         self._sizes: defaultdict[tuple[int, int], UsualSize] = defaultdict(UsualSize)  # by kind and way
         self._rejected: Counter[str] = Counter()
         self._complaints: Counter[tuple[str, str]] = Counter()  # (who complains, about whose numbers)
@@ -663,7 +667,9 @@ class _HopGroup:
         except P2PError as error:
             self._send.send_nowait((index, HopLost(peer, f"its stream broke: {error}")))
 
-    async def _next(self, awaited: Collection[int] = ()) -> tuple[int, Frame] | None:
+    async def _next(
+        self, awaited: Collection[int] = (), late: Callable[[], Collection[str]] = frozenset
+    ) -> tuple[int, Frame] | None:
         """Return the next frame of a hop; None if all hops are well and idle, so something got lost.
 
         It may also be on its way over a slow link, where nobody sees it: so each time it takes twice as long until
@@ -671,14 +677,16 @@ class _HopGroup:
 
         Raises `HopLost` if nothing brought the job forward for `stuck_s`: for one of the hops that are `awaited`, or
         else for one that says it computes, or does not read what is sent to it, or for one on a way with a hop that
-        cannot send.
+        cannot send. And for one of those that are `late` if the job waits for them most of the time.
         """
+        self._count_waiting(())  # for nobody, since the last call
         quiet_s = max(self._patience.quiet_s, 8 * self._pause_s.value) * min(2**self._in_vain, MOST_PATIENCE)
         begun = trio.current_time()
         while True:
             self._check_progress(awaited)
             with trio.move_on_after(min(quiet_s, PROBE_EVERY_S)):
                 index, found = await self._arrived.receive()
+                self._count_waiting(late())
                 if isinstance(found, Frame):
                     self._queued[index] -= _cost(found)
                     self._taken.notify()
@@ -690,11 +698,10 @@ class _HopGroup:
                 self._waited_s = 0.0
                 if found.kind != Kind.TROUBLE:
                     return index, found
-                if self._on_trouble(index, self._checked(self._links[index], decode_hop_error, found)):
-                    self._troubled = self._links[index].hop.peer
-                    return None
-                continue
+                self._troubled = self._on_trouble(index, self._checked(self._links[index], decode_hop_error, found))
+                return None
             await self._probe()
+            self._count_waiting(late())
             waited_s = trio.current_time() - begun
             if (quiet_s <= PROBE_EVERY_S or waited_s >= quiet_s) and self._is_idle():
                 self._waited_s += waited_s
@@ -727,6 +734,17 @@ class _HopGroup:
         suspects = peers or [peer for peer in everybody if peer in beside] or everybody
         raise self._suspected(suspects, f"nothing came of its work for {stuck_s:.0f} s")
 
+    def _count_waiting(self, late: Collection[str]) -> None:
+        """Count the time since the last call as one in which the job waited for some hops, if it can do without them.
+
+        Raises `HopLost` for one of those for whom it waited for too long.
+        """
+        blame, now = self._owner._blame, trio.current_time()
+        blame.time_passed(now - self._waited_at, late if self._plan.can_lose(*late) else ())
+        self._waited_at = now
+        if slow := [peer for peer in blame.too_slow if self.can_lose(peer)]:
+            raise self._suspected(slow, "the job waited for it most of the time")
+
     async def _probe(self) -> None:
         """Ask every hop how it is; raises `HopLost` for one that does not answer."""
         asked_at = trio.current_time()
@@ -738,19 +756,34 @@ class _HopGroup:
             if self._heard_at.get(index, 0.0) <= asked_at:
                 raise HopLost(link.hop.peer, f"it has not answered for {self._patience.probe_s:g} s")
 
-    def _on_trouble(self, index: int, trouble: HopError) -> bool:
-        """Act on a hop's error: True if what is under way should run again; raises `HopLost`."""
+    def _on_trouble(self, index: int, trouble: HopError) -> list[int]:
+        """Act on a hop's error: return the ways on which what is under way should run again; raises `HopLost`.
+
+        What goes through the hop on other ways is not touched: one neighbour of it could have all others suspected.
+        """
         peer = self._links[index].hop.peer
-        if trouble.code == "input":
-            direction, _, way = trouble.why.partition(" ")
-            before = self._before(peer, int(way) if way.isdecimal() else 0, is_back=direction != "forward")
-            if not before:  # this node's own numbers are checked before they are sent
-                raise HopLost(peer, f"it refuses what this node sends: {trouble.text}")
-            self._complain(peer, before, trouble.text)
-            return True
-        if trouble.code in ("link", "base"):
-            return True
+        if trouble.code in ("input", "base"):
+            direction, _, number = trouble.why.partition(" ")
+            way = int(number) if number.isdecimal() else 0
+            before = self._before(peer, way, is_back=direction != "forward")
+            if trouble.code == "input":
+                if not before:  # this node's own numbers are checked before they are sent
+                    raise HopLost(peer, f"it refuses what this node sends: {trouble.text}")
+                self._complain(peer, before, trouble.text)
+            return [way]
+        if trouble.code == "link":
+            return self._ways_over(peer, next((hop.peer for hop in self.hops if trouble == lost_link(hop.peer)), None))
         raise HopLost(peer, trouble.text or trouble.code, refused=trouble.code == "refused")
+
+    def _ways_over(self, peer: str, neighbour: str | None) -> list[int]:
+        """Return the ways that lead from one hop to another, in either direction; with None those through the first."""
+        ends = {peer, neighbour}
+        return [
+            number
+            for number, way in enumerate(self._plan.ways)
+            if any({one.peer, other.peer} == ends for one, other in pairwise(way))
+            or (neighbour is None and any(hop.peer == peer for hop in way))
+        ]
 
     def _before(self, peer: str, way: int, *, is_back: bool) -> list[str]:
         """Return the hops through which passes come to a hop on a way, the nearest one first; raises `HopLost`."""
@@ -824,11 +857,14 @@ class _HopGroup:
         """
         found: dict[int, Frame] = {}
         deadline = trio.current_time() + (wait_s or math.inf)
+        # States may take long to fetch and to write, but are so seldom: whoever is slow at that is not in the way.
+        hurries = kind not in (Kind.READY, Kind.SNAPSHOT)
         self._came_forward()
         if order is not None:
             await self._to_all(order)
         while len(found) < len(self._links):
-            came = await self._next(self._links.keys() - found.keys())
+            awaited = self._links.keys() - found.keys()
+            came = await self._next(awaited, partial(self._peers, awaited if hurries else ()))
             if came is not None and came[1].kind == kind:
                 if came[0] not in found:
                     self._came_forward()
@@ -839,6 +875,9 @@ class _HopGroup:
             if late and trio.current_time() > deadline:
                 raise HopLost(late[0], f"it was not ready within {wait_s:g} s")
         return [found[index] for index in self._links]
+
+    def _peers(self, indices: Iterable[int]) -> list[str]:
+        return [self._links[index].hop.peer for index in indices]
 
     async def _to_all(self, message: bytes, except_for: Any = ()) -> None:
         for index, link in self._links.items():
@@ -920,7 +959,7 @@ class _HopGroup:
                 one = Pass(version, number, progress.start(number, way), way)
                 data = await self._owner._device.run_later(self._ends.embed, batches[number], row_format)
                 await self._send_pass(kinds[0], self._plan.ways[way][0].peer, one, batches[number], data)
-            came = await self._next()
+            came = await self._next((), partial(self._late, progress, batches))
             if came is None:
                 self._run_lost_again(progress)
                 continue
@@ -981,6 +1020,17 @@ class _HopGroup:
         self._drawn[number] = drawn, now
         self._owner.figures.computed.update(hop.peer for hop in plan.ways[way])
         return way
+
+    def _late(self, progress: StepProgress, batches: Sequence[Any]) -> set[str]:
+        """Return the hops that can be lost on the ways of what is under way, if all of it should be back long since."""
+        now, late = trio.current_time(), set[str]()
+        for number in progress.under_way:
+            sequences, length = self._ends.shape(batches[number])
+            usual_s = self._under_way * self._owner._times.least_s(self._plan.ways, sequences * length)
+            if now - self._drawn[number][1] <= OVERDUE * usual_s:
+                return set()
+            late.update(hop.peer for hop in self._plan.ways[progress.ways[number]] if self.can_lose(hop.peer))
+        return late
 
     def _came_back(self, progress: StepProgress, one: Pass) -> None:
         if progress.came_back(one.number, one.attempt):
@@ -1090,21 +1140,17 @@ class _HopGroup:
         return (frame.width, sequences_of(frame), length_of(frame)) == shape
 
     def _run_lost_again(self, progress: StepProgress) -> None:
-        """Run again what is under way: on the ways of the hop that is in trouble, or on all if all is quiet."""
-        ways = [
-            number
-            for number, way in enumerate(self._plan.ways)
-            if self._troubled is None or any(hop.peer == self._troubled for hop in way)
-        ]
+        """Run again what is under way: on the ways that are in trouble, or on all if all is quiet."""
+        ways = range(len(self._plan.ways)) if self._troubled is None else self._troubled
         if lost := progress.under_way_on(ways):
             self._run_again(progress, lost)
 
     def _run_again(self, progress: StepProgress, numbers: Sequence[int] | None = None) -> None:
-        self._owner.figures.micro_batches_again += progress.under_way if numbers is None else len(numbers)
+        self._owner.figures.micro_batches_again += len(progress.under_way if numbers is None else numbers)
         if not progress.run_again(numbers):
-            way = self._plan.ways[progress.ways[progress.most_tried]]
-            why = "a micro-batch did not come back after many attempts"
-            raise self._suspected([hop.peer for hop in way], why)
+            ways = {progress.ways[number] for number in progress.most_tried}
+            on_them = dict.fromkeys(hop.peer for way in sorted(ways) for hop in self._plan.ways[way])
+            raise self._suspected(list(on_them), "a micro-batch did not come back after many attempts")
 
     async def _tally(self, progress: StepProgress) -> list[Tally]:
         order = plain(Kind.TALLY, self._owner.run_id, self._epoch, self.version)
@@ -1201,7 +1247,7 @@ class _HopGroup:
         self._came_forward()
         await send(waiting)
         while waiting:
-            came = await self._next(waiting)
+            came = await self._next(waiting, partial(self._peers, waiting))
             if came is None:
                 await send(waiting - set(self._not_reading()))
             elif came[1].kind == Kind.REDUCE and came[1].position == self.version and came[0] in waiting:
@@ -1227,7 +1273,8 @@ class _HopGroup:
         self._came_forward()
         await order_rest()
         while len(found) < len(buffers):
-            came = await self._next(buffers.keys() - found.keys())
+            awaited = buffers.keys() - found.keys()
+            came = await self._next(awaited, partial(self._peers, awaited))
             if came is None:
                 await order_rest()
             elif came[1].kind == Kind.SUMS and self._is_of_round(came[1]) and came[0] in buffers.keys() - found.keys():
@@ -1304,11 +1351,11 @@ class _HopGroup:
         raise lost
 
     def _leave_out_either(self, peers: Sequence[str], span: Span, others: set[str]) -> NoReturn:
-        """Leave out one of several holders that all differ: nobody can tell who is right. Raises `HopLost`.
+        """Do without one of several holders that all differ: nobody can tell who is right. Raises `HopLost`.
 
-        It is the one that the route would rather do without, and a trusted one if all are. If somebody else holds these
-        blocks, it comes back together with that one, and then it shows who lied. If `others` on the way may have sent
-        them different numbers, it is one of all these, for a while.
+        Of equals it is the one that the route would rather do without, and a trusted one if all are. If somebody else
+        holds these blocks, it comes back together with that one, and then it shows who lied. If nobody does, `others`
+        on the way are suspected too, who may have sent them different numbers.
         """
         owner = self._owner
         order = [hop.peer for hop in self.hops]
@@ -1319,14 +1366,13 @@ class _HopGroup:
             self._note(peer, "doubted", "trained with another result than other holders", 1 / len(peers))
         names = " and ".join(sorted(peers))
         why = f"{names} sum up different gradients of the same data, and nobody can tell who is right"
-        known = owner._replicas.holders(self.hops, frozenset(owner._refused))
-        if any(hop.peer not in order and hop.span.covers(span) for hop in known):
-            owner._most_holders = max(owner._most_holders, len(peers) + 1)
-            raise HopLost(accused[0], why, welcome=True)
-        if others:
+        known = owner._replicas.holders(self.hops, frozenset(owner._refused.union(owner._resting)))
+        if not any(hop.peer not in order and hop.span.covers(span) for hop in known):
             raise self._suspected([*accused, *sorted(others)], why)
-        owner.figures.left_out[accused[0]] = why
-        raise HopLost(accused[0], why, refused=True)
+        owner._most_holders = max(owner._most_holders, len(peers) + 1)
+        lost = self._suspected(accused, why)
+        lost.welcome = True
+        raise lost
 
     async def _recompute(
         self, ways: Mapping[int, int], span: Span, witness: str, progress: StepProgress, batches: Sequence[Any]
@@ -1357,7 +1403,8 @@ class _HopGroup:
     async def take_snapshot(self) -> Snapshot:
         """Have the states of all blocks kept by their hops, here, and by one more hop.
 
-        Of holders with different states, the one that most agree with counts, and of as many the route's first one.
+        Of holders with different states, the one that most agree with counts; of as many the one that had to rest least
+        often, or else the route's first one.
         """
         owner = self._owner
         order = plain(Kind.SNAPSHOT, owner.run_id, self._epoch, self.version)
@@ -1372,7 +1419,8 @@ class _HopGroup:
             kept[link.hop.peer] = parts
         starts = {hop.peer: hop.span.start for hop in self.hops}
         not_accused = self._not_accused
-        order_of = {peer: (peer not in not_accused, at) for at, peer in enumerate(starts)}
+        rests = owner._blame.rests
+        order_of = {peer: (peer not in not_accused, rests(peer), at) for at, peer in enumerate(starts)}
         states: list[StatePart] = []
         self.differs = False
         for run in self._plan.runs:
@@ -1382,8 +1430,7 @@ class _HopGroup:
             }
             chosen, votes = Counter(held.values()).most_common(1)[0]
             self.differs |= votes < len(held)
-            supplier = next(peer for peer in held if held[peer] == chosen)
-            await self._obtain(chosen, supplier)
+            await self._obtain(chosen, [peer for peer in held if held[peer] == chosen])
             states += chosen
         others = [link for link in self._links.values() if link.hop.peer != owner._network.peer_id]
         if others and self._terms.copies:
@@ -1393,29 +1440,29 @@ class _HopGroup:
         kept_by = tuple(link.hop.peer for link in others)
         return Snapshot(self.version, tuple(states), kept_by)
 
-    async def _obtain(self, parts: Sequence[StatePart], supplier: str) -> None:
-        """Fetch the states that a hop names, and read them once: a snapshot of anything else would be the job's end.
+    async def _obtain(self, parts: Sequence[StatePart], suppliers: Sequence[str]) -> None:
+        """Fetch the states that some hops name, and read them once: a snapshot of anything else would be the job's end.
 
         Raises `HopLost`, or `WeightsError` if this node's disk is full.
         """
         owner, version_of = self._owner, self._terms.version_of
         try:
-            await owner._states.obtain(owner.states_run, parts, [supplier])
+            await owner._states.obtain(owner.states_run, parts, suppliers)
         except trio.TooSlowError:
-            raise HopLost(supplier, "it did not send its states in time") from None
+            raise self._suspected(suppliers, "it did not send its states in time") from None
         except WeightsError as error:
             if error.code == "disk_full":
                 raise  # this node's own
-            raise HopLost(supplier, f"its states cannot be kept: {error}") from error
+            raise self._suspected(suppliers, f"its states cannot be kept: {error}") from error
         if version_of is None:
             return
-        for part in parts:
+        for part in parts:  # whoever names states answers for them
             try:
                 version = await owner._device.run_later(version_of, await owner._states.read(part))
             except EngineError as error:
-                raise HopLost(supplier, f"its states are none: {error}", refused=True) from error
+                raise HopLost(suppliers[0], f"its states are none: {error}", refused=True) from error
             if version != self.version:
-                raise HopLost(supplier, f"its states are of version {version}", refused=True)
+                raise HopLost(suppliers[0], f"its states are of version {version}", refused=True)
 
     async def _order_one(self, link: _Link, kind: Kind, message: bytes) -> None:
         """Send one hop an order and wait for its answer."""

@@ -47,9 +47,9 @@ class WayPlan:
         """The runs of blocks that several peers hold."""
         return tuple(run for run in self.runs if len(run.peers) > 1)
 
-    def can_lose(self, peer: str) -> bool:
-        """True if others hold every block of a peer."""
-        return all(peer not in run.peers or len(run.peers) > 1 for run in self.runs)
+    def can_lose(self, *peers: str) -> bool:
+        """True if others hold every block of these peers."""
+        return all(not set(run.peers) <= set(peers) for run in self.runs)
 
     def without(self, peer: str) -> WayPlan:
         """Return the plan of the others, each with the blocks that it has."""
@@ -213,6 +213,10 @@ class VirtualTimes:
         best = min(range(len(ways)), key=lambda way: ends[way][-1])
         self._free_at.update({hop.peer: end for hop, end in zip(ways[best], ends[best], strict=True)})
         return Drawn(best, ends[best][-1] - now_s)
+
+    def least_s(self, ways: Sequence[Route], rows: int) -> float:
+        """Seconds in which so many rows would be through on the fastest way if everybody were free."""
+        return min(rows * sum(len(hop.span) * self._cost(hop.peer) for hop in way) for way in ways)
 
     def came_back(self, way: Route, drawn: Drawn, took_s: float) -> None:
         """Correct the costs of a way's peers by the time that a micro-batch took."""

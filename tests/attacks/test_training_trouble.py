@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -13,10 +14,11 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from app.core.network import Priority
+from app.core.network import FrameStream, Priority
 from app.session.frame import CHANGES, DTYPES, INT8, Frame, HopError, root_mean_square, row_bytes
 from app.session.outbound import OutboundFrame
 from app.training import blame, hop, progress, states, trainer, wire
+from app.training.audits import Caution
 from app.training.blame import Blame
 from app.training.hop import HopFrame, HopJob
 from app.training.ledger import UsualSize
@@ -39,6 +41,7 @@ from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
 from engine.training.head import TrainingEnds
 from engine.training_runner import BatchLoss, OwnerEnds
+from p2p.errors import Refused
 from p2p.memory.fabric import LinkProfile
 from tests.app.training.job_swarm import ALL, PLAIN, UNHURRIED, JobSwarm, Losses, batches_of, open_job_swarm
 from tests.engine.training import OPTIONS
@@ -575,3 +578,159 @@ async def test_numbers_in_another_format_cost_a_hop_its_place_at_once(source: Mo
             await owner.run(1, batches_of, Losses())
         assert owner._refused == {"n0"}
         assert list(owner.figures.lost) == ["n0: it sent another number format than was agreed"]
+
+
+async def test_a_holder_that_differs_from_one_that_is_needed_does_not_end_the_job(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """`n1` came last on the route, and nobody else holds its other blocks: it was left out, and the job ended."""
+    async with open_job_swarm(source, tmp_path, (0, 4), ALL) as swarm:
+        swarm.poison("n0", lambda sums: -10 * sums)
+        owner = swarm.owner(replicas=Replicas(swarm.holders), patience=UNHURRIED)
+        with trio.fail_after(60):
+            await owner.run(2, batches_of, Losses())
+        assert [why.partition(":")[0] for why in owner.figures.lost] == ["n0"]
+        assert not owner._refused
+
+
+async def test_a_liar_does_not_have_one_honest_holder_after_the_other_left_out(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """The route's own hop stayed whenever two holders differed, and who came beside it was never asked again."""
+    async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
+        swarm.poison("n0", lambda sums: -10 * sums)
+        owner = swarm.owner(replicas=Replicas(swarm.holders), patience=UNHURRIED, every=1)
+        owner._blame = Blame(0.001)
+        with trio.fail_after(60):
+            await owner.run(4, batches_of, Losses(), JobHooks(lambda: "n0" in {why[:2] for why in owner.figures.lost}))
+        assert [why.partition(":")[0] for why in owner.figures.lost] == ["n1", "n0"]
+        assert not owner._refused
+
+
+def answers_late(server: Any, kinds: Collection[Kind], seconds: float) -> None:
+    """Let a server take so long for frames of these kinds; it says that it computes."""
+    honest = server._carry_out
+
+    async def carry_out(job: HopJob, sender: str, frame: Frame) -> None:
+        if frame.kind in kinds:
+            await trio.sleep(seconds)
+        await honest(job, sender, frame)
+
+    server._carry_out = carry_out
+
+
+ORDERS = (Kind.TALLY, Kind.REDUCE, Kind.SUMS, Kind.STEP, Kind.COMMIT)
+
+
+@pytest.mark.parametrize("kinds", [pytest.param(ORDERS, id="orders"), pytest.param((Kind.FORWARD,), id="passes")])
+@pytest.mark.parametrize("slow", [("n1",), ("n1", "n2")], ids=["one", "two"])
+async def test_hops_that_a_job_can_do_without_do_not_slow_it_down_for_good(
+    autojump_clock: MockClock, source: ModelSource, tmp_path: Path, slow: tuple[str, ...], kinds: tuple[Kind, ...]
+) -> None:
+    """They brought the job forward just before their time was up, always: a step took up to an hour, with audits more.
+
+    `n0` holds all blocks.
+    """
+
+    def stop(step: StepDone) -> None:
+        if step.version == 6:
+            raise Enough
+
+    async with open_job_swarm(source, tmp_path, ALL, ALL, ALL, delay_s=0.02) as swarm:
+        for name in slow:
+            answers_late(swarm.nodes[name].server, kinds, 550.0)
+        terms = {"caution": Caution(clips=False, audit_every=2)}
+        owner = swarm.owner(replicas=Replicas(swarm.holders), patience=Patience(), terms=terms, every=100)
+        with pytest.raises(Enough):
+            await owner.run(100, batches_of, stop)
+        assert trio.current_time() < 600 * len(slow)
+        assert {hop.peer for hop in owner.route}.isdisjoint(slow)
+        assert not owner._refused
+
+
+async def test_a_hop_that_breaks_its_link_does_not_have_others_rest_for_it(source: ModelSource, tmp_path: Path) -> None:
+    """`n0` said that a link broke, and all that went through it ran again, until one of those on another way rested."""
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8), (4, 8)) as swarm:
+        honest: Any = swarm.nodes["n2"].server.attend
+
+        async def attend(stream: FrameStream) -> None:
+            if stream.peer != "n0":
+                await honest(stream)
+                return
+            await stream.receive()
+            await stream.reset()
+
+        swarm.fabric.nodes["n2"].accept(wire.PROTOCOL, attend)
+        owner = owner_of(swarm, patience=replace(UNHURRIED, quiet_s=0.2))
+        with trio.fail_after(60):
+            await owner.run(6, batches_of, Losses())
+        assert owner.figures.micro_batches_again
+        assert all(why.startswith("n2") for why in owner.figures.lost)
+
+
+async def test_changes_that_build_on_nothing_do_not_make_what_others_sent_run_again(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """`n1` sends them to `n2`: what `n0` had sent ran again as often, so that it could be the one that rested."""
+    unknown = wire.SequenceRows(1, wire.Form.UNCHANGED, 1, b"unknown!", b"", b"")
+    async with open_job_swarm(source, tmp_path, (0, 4), (0, 4), (4, 8)) as swarm:
+        server: Any = swarm.nodes["n1"].server
+        honest, sent = server._forward, 0
+
+        async def forward(job: HopJob, sender: str, frame: Frame) -> None:
+            nonlocal sent
+            await honest(job, sender, frame)
+            body = wire.join_sequences([unknown])
+            for _ in range(4):
+                one, sent = pass_of(frame)._replace(number=100 + sent), sent + 1
+                head = pass_header(
+                    Kind.FORWARD, job.run, frame.epoch, one, dtype=CHANGES, rows=1, width=frame.width, length=len(body)
+                )
+                frames = HopFrame(job.run, (head, body), Priority.BULK, frame.epoch, job.ledger.owner)
+                await server._outboxes.push("n2", frames, job.ledger.owner)
+
+        server._forward = forward
+        owner = owner_of(swarm, wire=CHANGES, patience=replace(UNHURRIED, quiet_s=0.2))
+        with trio.fail_after(60):
+            await owner.run(6, batches_of, Losses())
+        assert all(why.startswith("n1") for why in owner.figures.lost)
+        assert owner.figures.micro_batches_again <= 2 * MAX_ATTEMPTS
+
+
+async def test_a_snapshot_does_not_wait_for_one_of_several_that_have_its_states(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """The owner asked the first of them alone, for as long as large states take on a slow link: more than an hour."""
+
+    async def silent(peer: str, body: bytes) -> bytes:
+        await trio.sleep_forever()
+
+    async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
+        for method in (states.METHODS.leaves, states.METHODS.chunk):
+            swarm.fabric.nodes["n0"].serve(method, silent)
+        owner = owner_of(swarm)
+        with trio.fail_after(40):
+            await owner.run(1, batches_of, Losses())
+        assert not owner.figures.lost
+
+
+async def test_of_different_states_those_of_a_hop_that_had_to_rest_do_not_count_again(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It named others than the honest holder at each snapshot, and sent none: each time the job waited for them."""
+    monkeypatch.setattr(states, "FETCH_S", 3.0)
+    async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
+        swarm.nodes["n0"].changes.append(lambda blocks: setattr(blocks, "state", lambda block: bytes([block])))
+
+        async def silent(peer: str, body: bytes) -> bytes:
+            if peer == "owner":
+                await trio.sleep_forever()
+            raise Refused("busy")
+
+        for method in (states.METHODS.leaves, states.METHODS.chunk):
+            swarm.fabric.nodes["n0"].serve(method, silent)
+        owner = owner_of(swarm, every=1)
+        owner._blame = Blame(0.001)
+        with trio.fail_after(60):
+            await owner.run(4, batches_of, lambda step: None)
+        assert [why.partition(":")[0] for why in owner.figures.lost] == ["n0"]

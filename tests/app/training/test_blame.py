@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.training.blame import MOST_REST_S, REST_S, Blame
+from app.training.blame import MOST_AWAITED_S, MOST_REST_S, REST_S, Blame
 
 
 def test_each_rest_is_twice_as_long_up_to_an_hour() -> None:
@@ -79,3 +79,26 @@ def test_liars_soon_rest_more_than_anybody_honest(behaves: int, liars: int, seed
         now += 30.0
     assert rested["honest"] == 0
     assert max(rested[peer] for peer in first) <= max(rested[peer] for peer in second)
+
+
+def test_a_job_may_wait_for_a_peer_half_of_the_time() -> None:
+    blame = Blame()
+    for _ in range(1000):
+        blame.time_passed(100.0, ("slow", "as slow"))
+        blame.time_passed(100.0, ("other",))
+    assert blame.too_slow == []
+    blame.time_passed(100.0, ("slow",))
+    assert blame.too_slow == []
+    blame.time_passed(MOST_AWAITED_S - 99.0, ("slow",))
+    assert blame.too_slow == ["slow"]
+    blame.rest("slow", 0.0)
+    assert blame.too_slow == []
+
+
+@given(st.lists(st.tuples(st.floats(0, 1000), st.booleans()), max_size=50))
+def test_who_is_too_slow_was_awaited_for_long_and_for_longer_than_not(waits: list[tuple[float, bool]]) -> None:
+    blame, before = Blame(), 0.0
+    for seconds, is_awaited in waits:
+        blame.time_passed(seconds, ("a",) if is_awaited else ())
+        before = max(0.0, before + (seconds if is_awaited else -seconds))
+        assert blame.too_slow == (["a"] if before > MOST_AWAITED_S else [])

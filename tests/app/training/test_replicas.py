@@ -221,14 +221,15 @@ async def test_of_two_that_differ_the_one_that_the_user_trusts_is_right(source: 
         assert not book.standing("n0").trusted
 
 
-async def test_of_two_that_differ_one_is_left_and_both_are_doubted(source: ModelSource, tmp_path: Path) -> None:
+async def test_of_two_that_differ_one_rests_and_both_are_doubted(source: ModelSource, tmp_path: Path) -> None:
     book = TrustBook(clock=lambda: 0.0)
     async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
         swarm.poison("n1", ATTACKS["flipped"])
         owner = owner_of(swarm, book)
         await owner.run(2, few, Losses())
-        assert set(owner.figures.left_out) == {"n1"}  # the route's own hop stays
-        assert "nobody can tell" in owner.figures.left_out["n1"]
+        assert [why.partition(":")[0] for why in owner.figures.lost] == ["n1"]  # the route's own hop stays
+        assert "nobody can tell" in owner.figures.lost[0]
+        assert not owner.figures.left_out
         assert (book.doubt("n0"), book.doubt("n1")) == (0.5, 0.5)
         assert book.standing("n0").trusted
 
@@ -303,5 +304,6 @@ async def test_two_trusted_holders_that_differ_do_not_end_the_job(source: ModelS
         swarm.poison("n1", ATTACKS["flipped"])
         owner = owner_of(swarm, book, both)
         await owner.run(2, few, losses)
-        assert set(owner.figures.left_out) == {"n1"}
+        assert [why.partition(":")[0] for why in owner.figures.lost] == ["n1"]
+        assert not owner.figures.left_out
         assert [book.doubt(peer) for peer in sorted(both)] == [0.0, 0.0]
