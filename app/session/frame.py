@@ -69,7 +69,7 @@ class HopError:
     # evicted (kept outputs, for information); stale (another epoch or version than the hop's)
     code: str
     text: str
-    why: str = ""  # reason code, if it is more specific than `code`
+    why: str = ""  # reason code, if it is more specific than `code`; or the peer or direction that it is about
 
 
 def new_session_id(asker: str, nonce: bytes | None = None) -> bytes:
@@ -185,8 +185,8 @@ def check_numbers(frame: Frame, what: str, rows: int) -> None:
 
 
 def encode_error(kind: int, session: bytes, epoch: int, position: int, trouble: HopError) -> bytes:
-    """Encode a hop's error as a frame of this kind; its text is cut to 400 characters."""
-    values: dict[str, object] = {"code": trouble.code, "text": trouble.text[:400]}
+    """Encode a hop's error as a frame of this kind; its text is cut to 400 bytes, so that it is always understood."""
+    values: dict[str, object] = {"code": trouble.code, "text": trouble.text.encode()[:400].decode(errors="ignore")}
     if trouble.why:
         values["why"] = trouble.why
     return with_json(kind, session, epoch, position, values)
@@ -196,4 +196,4 @@ def decode_hop_error(frame: Frame) -> HopError:
     """Decode a hop's error, with unprintable characters blanked; raises `RecordError`."""
     fields = decode_object(bytes(frame.body), "trouble", max_bytes=MAX_JSON_BYTES)
     text = "".join(c if c.isprintable() else " " for c in fields.text("text", 400, ""))
-    return HopError(fields.text("code", 16), text, fields.text("why", 32, ""))
+    return HopError(fields.text("code", 16), text, fields.text("why", 64, ""))

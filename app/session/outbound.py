@@ -12,12 +12,13 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import trio
 
 from app.core.network import FrameStream, Network, Priority
+from app.core.signal import Signal
 from p2p.errors import P2PError, QueueFull
 from p2p.rate_limit import LogLimit, PeerRateLimit
 
@@ -30,6 +31,7 @@ UNREACHABLE_S = 30.0  # a peer that could not be reached is not dialled again fo
 MAX_WAITING_BYTES = 128 * 2**20  # for one peer, which may have many streams
 MAX_WAITING_FRAMES = 16_384  # on one stream
 MAX_WAITING_IN_ALL = 2**30
+AHEAD_BYTES = 16 * 2**20  # of what is sent as fast as a stream takes it, on one stream
 FRAME_COST_BYTES = 512  # of memory that a waiting frame takes besides its own bytes
 MAX_DIALS = 32
 MAX_DIALS_PER_ASKER = 4
@@ -208,13 +210,24 @@ class PeerOutbox:
         is_shared: bool = False,
     ) -> None:
         self.stream = stream
-        self.broken = False
+        self._broken = False
+        self._taken = Signal()  # the stream took a message, or broke
         self._nursery, self._is_shared = nursery, is_shared
         self._waiting = waiting or WaitingBytes()
         self._waiting.count(self)
         self._backlog: _Backlog[Sendable] = _Backlog(stream.peer, self._waiting)
         self._flushing = False
         self.used_at = trio.current_time()
+
+    @property
+    def broken(self) -> bool:
+        """True once nothing can be sent any more."""
+        return self._broken
+
+    @broken.setter
+    def broken(self, broken: bool) -> None:
+        self._broken = broken
+        self._taken.notify()
 
     @property
     def waiting_bytes(self) -> int:
@@ -243,6 +256,12 @@ class PeerOutbox:
         if not self._flushing and not self.broken:
             self._flushing = True
             self._nursery.start_soon(self._flush)
+
+    async def push_all(self, frames: Iterable[Sendable]) -> None:
+        """Send messages as fast as the stream takes them, until it breaks: not more than `AHEAD_BYTES` wait."""
+        for frame in frames:
+            await self._taken.wait_for(lambda: self.broken or self.waiting_bytes <= AHEAD_BYTES)
+            await self.push(frame)
 
     async def _send(self, frame: Sendable) -> bool:
         """Send a message now; False if there is no room or the stream is broken."""
@@ -280,6 +299,7 @@ class PeerOutbox:
             while not self.broken and (frame := self._backlog.first()) is not None:
                 if await self._send(frame):
                     self._backlog.sent(frame)
+                    self._taken.notify()
                 elif not self.broken:
                     await self.stream.wait_room(frame.priority)
         except P2PError:

@@ -12,6 +12,7 @@ import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import trio
@@ -58,7 +59,6 @@ from app.training.wire import (
     encode_tally,
     encode_trouble,
     length_of,
-    lost_link,
     most_state_bytes,
     pass_header,
     pass_of,
@@ -732,8 +732,9 @@ class TrainingServer:
         size_bytes = sum(map(len, taken.values()))
         job.sums, job.sums_slices = SumsBuffer(size_bytes), size_bytes // SLICE_BYTES
         wanted = b"".join(taken[block] for run in order.wanted for block in run.blocks())
-        for parts in sums_frames(job.run, frame.epoch, frame.position, order.round, wanted):
-            await job.answers.push(OutboundFrame(parts, Priority.BULK))
+        slices = sums_frames(job.run, frame.epoch, frame.position, order.round, wanted)
+        in_time = takewhile(lambda _: job.ordered == frame.epoch, slices)
+        await job.answers.push_all(OutboundFrame(parts, Priority.BULK) for parts in in_time)
 
     async def _sums(self, job: HopJob, sender: str, frame: Frame) -> None:
         """Take the sums of all holders in place of its own, and say so."""
@@ -866,7 +867,7 @@ class TrainingServer:
     async def _report_lost_link(self, peer: str) -> None:
         for job in list(self._jobs.values()):
             if peer in job.ledger.order.neighbours:
-                await self._trouble(job, lost_link(peer))
+                await self._trouble(job, HopError("link", f"the link to {peer} broke", peer))
 
     async def _answer(self, job: HopJob, message: bytes) -> None:
         await job.answers.push(_control(message))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -74,7 +74,6 @@ from app.training.wire import (
     encode_step,
     frame_bytes,
     length_of,
-    lost_link,
     most_state_bytes,
     pass_header,
     pass_of,
@@ -772,18 +771,18 @@ class _HopGroup:
                 self._complain(peer, before, trouble.text)
             return [way]
         if trouble.code == "link":
-            return self._ways_over(peer, next((hop.peer for hop in self.hops if trouble == lost_link(hop.peer)), None))
+            return self._ways_over(peer, trouble.why)
         raise HopLost(peer, trouble.text or trouble.code, refused=trouble.code == "refused")
 
-    def _ways_over(self, peer: str, neighbour: str | None) -> list[int]:
-        """Return the ways that lead from one hop to another, in either direction; with None those through the first."""
-        ends = {peer, neighbour}
-        return [
+    def _ways_over(self, peer: str, neighbour: str) -> list[int]:
+        """Return the ways that lead from one hop to another, in either direction; those through it if none does."""
+        ways = list(enumerate(self._plan.ways))
+        over = [
             number
-            for number, way in enumerate(self._plan.ways)
-            if any({one.peer, other.peer} == ends for one, other in pairwise(way))
-            or (neighbour is None and any(hop.peer == peer for hop in way))
+            for number, way in ways
+            if any({one.peer, two.peer} == {peer, neighbour} for one, two in pairwise(way))
         ]
+        return over or [number for number, way in ways if any(hop.peer == peer for hop in way)]
 
     def _before(self, peer: str, way: int, *, is_back: bool) -> list[str]:
         """Return the hops through which passes come to a hop on a way, the nearest one first; raises `HopLost`."""
@@ -1235,21 +1234,31 @@ class _HopGroup:
     async def _hand_out(self, agreed: Mapping[Span, Numbers]) -> None:
         """Send the sums of all holders to each, and wait until they have them: an order would overtake them."""
         owner, waiting = self._owner, {index for index, link in self._links.items() if self._plan.shared(link.hop.peer)}
+        epoch, sending = self._epoch, set[int]()
 
-        async def send(to: Collection[int]) -> None:
+        def slices_for(peer: str) -> Iterator[OutboundFrame]:
+            data = b"".join(agreed[span].tobytes() for span in self._plan.shared(peer))
+            for parts in sums_frames(owner.run_id, epoch, self.version, self._round, data):
+                if self._epoch != epoch:
+                    return
+                owner.figures.bytes_out += sum(map(len, parts))
+                yield OutboundFrame(parts, Priority.BULK)
+
+        async def send(index: int, link: _Link) -> None:
+            await link.outbox.push_all(slices_for(link.hop.peer))
+            sending.discard(index)
+
+        def begin_to_send(to: Collection[int]) -> None:
             for index in to:
-                link = self._links[index]
-                data = b"".join(agreed[span].tobytes() for span in self._plan.shared(link.hop.peer))
-                for parts in sums_frames(owner.run_id, self._epoch, self.version, self._round, data):
-                    owner.figures.bytes_out += sum(map(len, parts))
-                    await link.outbox.push(OutboundFrame(parts, Priority.BULK))
+                sending.add(index)
+                self._nursery.start_soon(send, index, self._links[index])
 
         self._came_forward()
-        await send(waiting)
+        begin_to_send(waiting)
         while waiting:
             came = await self._next(waiting, partial(self._peers, waiting))
             if came is None:
-                await send(waiting - set(self._not_reading()))
+                begin_to_send(waiting - sending - set(self._not_reading()))
             elif came[1].kind == Kind.REDUCE and came[1].position == self.version and came[0] in waiting:
                 self._came_forward()
                 waiting.discard(came[0])

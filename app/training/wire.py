@@ -582,11 +582,6 @@ def encode_trouble(run: bytes, epoch: int, version: int, trouble: HopError) -> b
     return encode_error(Kind.TROUBLE, run, epoch, version, trouble)
 
 
-def lost_link(peer: str) -> HopError:
-    """Return the error of a hop that lost what it sent to a neighbour; the owner knows by the text which one it is."""
-    return HopError("link", f"the link to {peer} broke")
-
-
 def most_state_bytes(sums_bytes: int) -> int:
     """Bytes of a block's adapter with both moments, each as many numbers as its sums, and a heading."""
     return 3 * sums_bytes + _STATE_HEADING_BYTES

@@ -15,6 +15,7 @@ import trio
 from trio.testing import MockClock
 
 from app.core.network import FrameStream, Priority
+from app.session import outbound
 from app.session.frame import CHANGES, DTYPES, INT8, Frame, HopError, root_mean_square, row_bytes
 from app.session.outbound import OutboundFrame
 from app.training import blame, hop, progress, states, trainer, wire
@@ -40,10 +41,11 @@ from engine.model.ends import load_ends
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
 from engine.training.head import TrainingEnds
-from engine.training_runner import BatchLoss, OwnerEnds
+from engine.training_runner import BatchLoss, OwnerEnds, sums_bytes
 from p2p.errors import Refused
+from p2p.memory import link
 from p2p.memory.fabric import LinkProfile
-from tests.app.training.job_swarm import ALL, PLAIN, UNHURRIED, JobSwarm, Losses, batches_of, open_job_swarm
+from tests.app.training.job_swarm import ALL, PLAIN, SETTINGS, UNHURRIED, JobSwarm, Losses, batches_of, open_job_swarm
 from tests.engine.training import OPTIONS
 
 
@@ -91,6 +93,25 @@ async def test_a_holder_keeps_its_place_if_another_reports_trouble_while_it_hand
         losses, owner = Losses(), owner_of(swarm)
         with trio.fail_after(60):
             await owner.run(1, batches_of, losses)
+        assert not owner.figures.lost
+        assert {hop.peer for hop in owner.route} == {"n0", "n1"}
+
+
+async def test_sums_that_are_larger_than_what_may_wait_for_a_peer_are_sent_all_the_same(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of large adapters closed the streams on which they went, and no two holders could train together."""
+    monkeypatch.setattr(wire, "SLICE_BYTES", 2**14)
+    monkeypatch.setattr(outbound, "MAX_WAITING_BYTES", 2**16)
+    monkeypatch.setattr(outbound, "AHEAD_BYTES", 2**14)
+    monkeypatch.setattr(link, "fits_window", lambda outstanding, cost, priority=0: outstanding < 2**15)
+    async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
+        for name in ("n0", "n1"):
+            swarm.fabric.set_link(name, "owner", LinkProfile(bytes_per_s=1e6))
+        losses, owner = Losses(), owner_of(swarm)
+        assert sums_bytes(SETTINGS, source.config) * 8 > outbound.MAX_WAITING_BYTES
+        with trio.fail_after(60):
+            await owner.run(2, lambda version: batches_of(version)[:2], losses)
         assert not owner.figures.lost
         assert {hop.peer for hop in owner.route} == {"n0", "n1"}
 

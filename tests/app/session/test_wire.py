@@ -135,6 +135,12 @@ def test_trouble_comes_back_in_bounds_and_printable() -> None:
     assert len(trouble.text) == 400
 
 
+def test_a_long_trouble_in_any_script_is_understood() -> None:
+    """It was longer than a frame's JSON may be, and cost the hop that was in trouble its stream."""
+    trouble = decode_hop_error(decode(encode_hop_error(SESSION, 1, 5, HopError("failed", "\u65e0" * 500))))
+    assert trouble.text == "\u65e0" * 133
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_raise_only_the_one_error(message: bytes) -> None:
     with contextlib.suppress(RecordError):
