@@ -369,7 +369,8 @@ class SwarmTrainer:
         log.warning("training goes back to step %d: %s", self.snapshot.version, lost)
         self._remember(lost)
         if failures > MAX_FAILURES:
-            raise TrainingStopped(f"no step could be made in {failures} attempts; the last failed with {lost}")
+            hint = "; if the loss grew before, start again with a smaller rate" if self.figures.rejected else ""
+            raise TrainingStopped(f"no step could be made in {failures} attempts; the last failed with {lost}{hint}")
         await trio.sleep(min(0.05 * 2**failures, 5.0) if failures > 1 else 0)
 
     def _remember(self, lost: HopLost) -> None:
