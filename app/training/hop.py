@@ -785,8 +785,9 @@ class TrainingServer:
     async def _keep(self, job: HopJob, sender: str, frame: Frame) -> None:
         parts, holders = decode_parts(frame)
         await self._note_kept(job, frame.position, parts)
-        await self._states.obtain(job.run, parts, holders)
-        await self._answer(job, plain(Kind.KEEP, job.run, frame.epoch, frame.position))
+        with trio.CancelScope() as job.fetching:  # an order for a new epoch does not wait for it
+            await self._states.obtain(job.run, parts, holders)
+            await self._answer(job, plain(Kind.KEEP, job.run, frame.epoch, frame.position))
 
     async def _note_kept(self, job: HopJob, version: int, parts: Sequence[StatePart], *, others: bool = True) -> None:
         """Keep these states of a version, and of the others only the latest, which may be the last that all have.

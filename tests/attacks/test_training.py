@@ -168,6 +168,22 @@ async def test_changes_that_cannot_be_used_are_counted_reported_and_not_kept(
         assert swarm.disks["n0"].used_bytes == 0
 
 
+async def test_a_new_epoch_does_not_wait_for_states_that_do_not_come(source: ModelSource, tmp_path: Path) -> None:
+    """A hop that still fetched those of the last snapshot was not ready in time, and had to rest."""
+    async with open_job_swarm(source, tmp_path, (0, 8)) as swarm:
+        owner, run = await opened(swarm, "owner")
+        swarm.fabric.node("silent")
+        swarm.fabric.freeze("silent")
+        await owner.send(encode_parts(Kind.KEEP, run, 1, 0, [StatePart(bytes(32), 2**20)], ["silent"]))
+        await owner.send(plain(Kind.PROBE, run, 1))
+        await owner.receive()
+        await owner.send(encode_open(run, 2, 0, ORDER))
+        with trio.fail_after(10):
+            while (frame := decode(await owner.receive())).kind != Kind.READY:
+                pass
+        assert frame.epoch == 2
+
+
 async def test_an_old_order_does_not_bring_a_closed_job_back(source: ModelSource, tmp_path: Path) -> None:
     async with open_job_swarm(source, tmp_path) as swarm:
         node = await swarm.train("n0", 0, 8, TrainingTerms(jobs=1))
