@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from app.core.reasons import Reason, because
 from app.routing.route import Route
-from app.session.frame import Frame
+from app.session.frame import CHUNK_ROWS, Frame
 
 SLOW_LINK_BYTES_PER_S = 250_000  # tokens may be under way for as long as such a link takes
 STEP_TOKENS = 64  # of a prompt that a hop reads at once, at least; one that takes longer for fewer counts as stuck
@@ -29,6 +29,7 @@ class HopLoss(NamedTuple):
 
     failure: HopFailed
     sender: str = ""
+    stop: int = 0  # the sender says that it has computed the tokens before this position
 
 
 class HopProgress:
@@ -52,28 +53,43 @@ class HopProgress:
         quiet_s, since_s = now - self._advanced_at, now - self._looked_at
         self._looked_at = now
         before = ""
-        for hop in route:
+        for index, hop in enumerate(route):
             state = states[hop.peer]  # `rows` it has received, and cached up to `position`
             if state.epoch != epoch:
                 why = because("hop_forgot", "it has forgotten the session", hop.peer)
                 return HopLoss(HopFailed(hop.peer, why, blameless=True))
             if state.rows < fed:
-                is_coming = quiet_s < (fed - state.rows) * self._row_bytes / SLOW_LINK_BYTES_PER_S
+                is_coming = quiet_s < self._transfer_s(fed - state.rows)
                 if is_coming and self._may_take(hop.peer, fed, since_s):
                     return None
-                why = because("tokens_lost", "what was sent to it is lost", hop.peer)
-                return HopLoss(HopFailed(hop.peer, why, blameless=True), before)
+                return _lost_tokens(before, hop.peer, fed)
             if state.position < fed:
+                after = route[index + 1].peer if index + 1 < len(route) else ""
+                untaken = max(state.position - states[after].rows, 0) if after else 0
+                longest_s = max(self._stuck_s, self._transfer_s(untaken))
+                if quiet_s <= longest_s and self._may_take(hop.peer, fed, since_s):
+                    return None
+                if untaken:  # it may have to wait until its successor has taken what it has computed
+                    return _lost_tokens(hop.peer, after, state.position)
                 why = because("hop_stuck", "it answers but does not advance", hop.peer)
-                is_stuck = quiet_s > self._stuck_s or not self._may_take(hop.peer, fed, since_s)
-                return HopLoss(HopFailed(hop.peer, why)) if is_stuck else None
+                return HopLoss(HopFailed(hop.peer, why))
             before = hop.peer
         return HopLoss(HopFailed(before, because("answer_lost", "its answer is lost", before), blameless=True))
+
+    def _transfer_s(self, tokens: int) -> float:
+        """Seconds for which none of so many tokens has to arrive: a slow link carries them all, or one chunk late."""
+        chunk_s = CHUNK_ROWS * self._row_bytes / SLOW_LINK_BYTES_PER_S
+        return min(tokens * self._row_bytes / SLOW_LINK_BYTES_PER_S, self._stuck_s + chunk_s)
 
     def _may_take(self, peer: str, fed: int, since_s: float) -> bool:
         """Count the seconds since the last look as a wait for this hop; False if those are too many in all."""
         waited_s = self._waited_s[peer] = self._waited_s.get(peer, 0.0) + since_s
         return waited_s <= self._stuck_s * (1 + max(fed - self._cached, 0) / STEP_TOKENS)
+
+
+def _lost_tokens(sender: str, receiver: str, stop: int) -> HopLoss:
+    why = because("tokens_lost", "what was sent to it is lost", receiver)
+    return HopLoss(HopFailed(receiver, why, blameless=True), sender, stop)
 
 
 class HopState(NamedTuple):

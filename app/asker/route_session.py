@@ -502,7 +502,7 @@ class RouteHops:
         arrived here is blamed: it said that it has computed them.
         """
         peer, sender = loss.failure.peer, loss.sender
-        if sender and not self._suspect_link_to(peer) and self._forwarded.get(sender, 0) < self._wanted.stop:
+        if sender and not self._suspect_link_to(peer) and self._forwarded.get(sender, 0) < loss.stop:
             why = because("hop_failed", "it does not send what it says it has computed", sender)
             return HopFailed(sender, why)
         return loss.failure
