@@ -32,6 +32,11 @@ class HopLoss(NamedTuple):
     stop: int = 0  # the sender says that it has computed the tokens before this position
 
 
+def longest_quiet_s(row_bytes: int, stuck_s: float) -> float:
+    """Seconds for which nothing may arrive over a slow link that carries chunks of a prompt."""
+    return stuck_s + CHUNK_ROWS * row_bytes / SLOW_LINK_BYTES_PER_S
+
+
 class HopProgress:
     """Follows the hops' progress while an answer is late, from their STATE frames.
 
@@ -41,12 +46,25 @@ class HopProgress:
 
     def __init__(self, now: float, row_bytes: int, stuck_s: float, cached: int = 0) -> None:
         self._row_bytes, self._stuck_s, self._cached = row_bytes, stuck_s, cached
+        self._longest_quiet_s = longest_quiet_s(row_bytes, stuck_s)
         self._advanced_at, self._sum = now, -1
         self._looked_at = now
         self._waited_s: dict[str, float] = {}  # for each hop that was the first not to have all tokens
 
-    def loss(self, route: Route, states: Mapping[str, Frame], epoch: int, fed: int, now: float) -> HopLoss | None:
-        """Return what was lost between hops that all answer; None while a hop still computes or receives."""
+    def loss(
+        self,
+        route: Route,
+        states: Mapping[str, Frame],
+        epoch: int,
+        fed: int,
+        now: float,
+        took_at: Mapping[str, float] | None = None,
+    ) -> HopLoss | None:
+        """Return what was lost between hops that all answer; None while a hop still computes or receives.
+
+        `took_at` are the times at which streams of this asker last took something that had waited, by hop: what was
+        sent to such a hop lately is behind other rows.
+        """
         progress = sum(min(state.position, fed) + min(state.rows, fed) for state in states.values())
         if progress > self._sum:
             self._advanced_at, self._sum = now, progress
@@ -60,6 +78,8 @@ class HopProgress:
                 return HopLoss(HopFailed(hop.peer, why, blameless=True))
             if state.rows < fed:
                 is_coming = quiet_s < self._transfer_s(fed - state.rows)
+                if took_at is not None and hop.peer in took_at:
+                    is_coming = is_coming or now - took_at[hop.peer] < self._longest_quiet_s
                 if is_coming and self._may_take(hop.peer, fed, since_s):
                     return None
                 return _lost_tokens(before, hop.peer, fed)
@@ -77,9 +97,8 @@ class HopProgress:
         return HopLoss(HopFailed(before, because("answer_lost", "its answer is lost", before), blameless=True))
 
     def _transfer_s(self, tokens: int) -> float:
-        """Seconds for which none of so many tokens has to arrive: a slow link carries them all, or one chunk late."""
-        chunk_s = CHUNK_ROWS * self._row_bytes / SLOW_LINK_BYTES_PER_S
-        return min(tokens * self._row_bytes / SLOW_LINK_BYTES_PER_S, self._stuck_s + chunk_s)
+        """Seconds after which some of these tokens have arrived, if a slow link carries them."""
+        return min(tokens * self._row_bytes / SLOW_LINK_BYTES_PER_S, self._longest_quiet_s)
 
     def _may_take(self, peer: str, fed: int, since_s: float) -> bool:
         """Count the seconds since the last look as a wait for this hop; False if those are too many in all."""

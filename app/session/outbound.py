@@ -215,6 +215,7 @@ class PeerOutbox:
         self._backlog: _Backlog[Sendable] = _Backlog(stream.peer, self._waiting)
         self._flushing = False
         self.used_at = trio.current_time()
+        self.took_at = float("-inf")  # when the stream last had room for a message that had waited
 
     @property
     def waiting_bytes(self) -> int:
@@ -280,6 +281,7 @@ class PeerOutbox:
             while not self.broken and (frame := self._backlog.first()) is not None:
                 if await self._send(frame):
                     self._backlog.sent(frame)
+                    self.took_at = trio.current_time()
                 elif not self.broken:
                     await self.stream.wait_room(frame.priority)
         except P2PError:
