@@ -338,6 +338,7 @@ class RouteHops:
         self._ordered: frozenset[tuple[str, str]] = frozenset()
         self._bad_links: dict[tuple[str, str], int] = {}
         self._forwarded: dict[str, int] = {}  # hop -> position from which its next outputs follow, in this epoch
+        self._took_at: dict[str, float] = {}  # as in `took_at`
         self._heard = Signal()
         self.wires: Wires | None = None if prefix is None else prefix.wires  # of the present epoch; None: before any
         self.route: Route = ()  # in use, or being set up
@@ -565,10 +566,16 @@ class RouteHops:
         return (self.wires or {}).get(self.route[0].span.start, "")
 
     def took_at(self) -> dict[str, float]:
-        """Return when the streams to those hops that get rows from this asker last took something that had waited."""
+        """Return when streams to hops last took something that had waited, up to the latest rows of this session.
+
+        Of the hops that get rows from this asker. Later times would excuse a hop that denies rows which it has.
+        """
         relayed = {peer for _, peer in self._ordered}
         fed = [hop.peer for index, hop in enumerate(self.route) if not index or hop.peer in relayed]
-        return {peer: self._open[peer].outbox.took_at for peer in fed if peer in self._open}
+        for peer in fed:
+            if peer in self._open and self._open[peer].outbox.waiting_for(self._owner):
+                self._took_at[peer] = self._open[peer].outbox.took_at
+        return {peer: self._took_at[peer] for peer in fed if peer in self._took_at}
 
     async def make_room(self) -> None:
         """Wait until the first hop has taken most of what was sent to it; one that takes nothing becomes `trouble`.
@@ -609,7 +616,9 @@ class RouteHops:
             revision=self.revision,
         )
         priority = Priority.DECODE if position >= self.urgent_from else Priority.PREFILL
-        await self._open[peer].send(head, data, priority=priority, owner=self._owner)
+        link = self._open[peer]
+        await link.send(head, data, priority=priority, owner=self._owner)
+        self._took_at[peer] = link.outbox.took_at
 
     async def ask_paces(self) -> None:
         """Ask every hop how long this session's tokens take there, without waiting for the answers."""

@@ -99,6 +99,36 @@ async def test_long_prompts_share_a_slow_link_and_nobody_is_blamed(autojump_cloc
         assert asker.planner.book.standing("n0").score == 1.0
 
 
+async def test_what_others_send_does_not_excuse_a_hop_that_denies_its_rows(
+    autojump_clock: MockClock, slow_times: None
+) -> None:
+    async with open_swarm((0, 8)) as swarm:
+        swarm.fabric.set_link("asker", "n0", LinkProfile(bytes_per_s=500))
+        server = swarm.servers["n0"]
+        usual = server._act_on
+
+        async def deny(action: FrameAction, session: HopSession, frame: Frame) -> None:
+            if session.turn.tokens > 100:
+                await usual(action, session, frame)
+
+        server._act_on = deny  # type: ignore[method-assign]
+        asker = await swarm.asker()
+        async with trio.open_nursery() as nursery, asker.session(40) as session:
+            nursery.start_soon(ask, asker, LONG, 2, "long")
+            await trio.sleep(5)
+            nursery.start_soon(session.advance, PROMPT)
+            await trio.sleep(20)
+            assert asker._links is not None
+            outbox = (await asker._links.to("n0", timeout_s=1.0)).outbox
+            assert not outbox.waiting_for(session.id.hex())
+            before, taken_at = session._hops.took_at(), outbox.took_at
+            assert before
+            await trio.sleep(15)
+            assert outbox.took_at > taken_at
+            assert session._hops.took_at() == before
+            nursery.cancel_scope.cancel()
+
+
 async def test_rows_of_a_reply_that_was_given_up_do_not_wait_for_a_stream(
     autojump_clock: MockClock, slow_times: None
 ) -> None:
