@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from app.core.reasons import Reason, because
 from app.routing.route import Route
-from app.session.frame import Frame
+from app.session.frame import CHUNK_ROWS, Frame
 
 SLOW_LINK_BYTES_PER_S = 250_000  # tokens may be under way for as long as such a link takes
 STEP_TOKENS = 64  # of a prompt that a hop reads at once, at least; one that takes longer for fewer counts as stuck
@@ -29,6 +29,12 @@ class HopLoss(NamedTuple):
 
     failure: HopFailed
     sender: str = ""
+    stop: int = 0  # the sender says that it has computed the tokens before this position
+
+
+def longest_quiet_s(row_bytes: int, stuck_s: float) -> float:
+    """Seconds for which nothing may arrive over a slow link that carries chunks of a prompt."""
+    return stuck_s + CHUNK_ROWS * row_bytes / SLOW_LINK_BYTES_PER_S
 
 
 class HopProgress:
@@ -40,40 +46,69 @@ class HopProgress:
 
     def __init__(self, now: float, row_bytes: int, stuck_s: float, cached: int = 0) -> None:
         self._row_bytes, self._stuck_s, self._cached = row_bytes, stuck_s, cached
+        self._longest_quiet_s = longest_quiet_s(row_bytes, stuck_s)
         self._advanced_at, self._sum = now, -1
         self._looked_at = now
         self._waited_s: dict[str, float] = {}  # for each hop that was the first not to have all tokens
 
-    def loss(self, route: Route, states: Mapping[str, Frame], epoch: int, fed: int, now: float) -> HopLoss | None:
-        """Return what was lost between hops that all answer; None while a hop still computes or receives."""
+    def loss(
+        self,
+        route: Route,
+        states: Mapping[str, Frame],
+        epoch: int,
+        fed: int,
+        now: float,
+        took_at: Mapping[str, float] | None = None,
+    ) -> HopLoss | None:
+        """Return what was lost between hops that all answer; None while a hop still computes or receives.
+
+        `took_at` are the times at which streams of this asker last took something that had waited, by hop: what was
+        sent to such a hop lately is behind other rows.
+        """
         progress = sum(min(state.position, fed) + min(state.rows, fed) for state in states.values())
         if progress > self._sum:
             self._advanced_at, self._sum = now, progress
         quiet_s, since_s = now - self._advanced_at, now - self._looked_at
         self._looked_at = now
         before = ""
-        for hop in route:
+        for index, hop in enumerate(route):
             state = states[hop.peer]  # `rows` it has received, and cached up to `position`
             if state.epoch != epoch:
                 why = because("hop_forgot", "it has forgotten the session", hop.peer)
                 return HopLoss(HopFailed(hop.peer, why, blameless=True))
             if state.rows < fed:
-                is_coming = quiet_s < (fed - state.rows) * self._row_bytes / SLOW_LINK_BYTES_PER_S
+                is_coming = quiet_s < self._transfer_s(fed - state.rows)
+                if took_at is not None and hop.peer in took_at:
+                    is_coming = is_coming or now - took_at[hop.peer] < self._longest_quiet_s
                 if is_coming and self._may_take(hop.peer, fed, since_s):
                     return None
-                why = because("tokens_lost", "what was sent to it is lost", hop.peer)
-                return HopLoss(HopFailed(hop.peer, why, blameless=True), before)
+                return _lost_tokens(before, hop.peer, fed)
             if state.position < fed:
+                after = route[index + 1].peer if index + 1 < len(route) else ""
+                untaken = max(state.position - states[after].rows, 0) if after else 0
+                longest_s = max(self._stuck_s, self._transfer_s(untaken))
+                if quiet_s <= longest_s and self._may_take(hop.peer, fed, since_s):
+                    return None
+                if untaken:  # it may have to wait until its successor has taken what it has computed
+                    return _lost_tokens(hop.peer, after, state.position)
                 why = because("hop_stuck", "it answers but does not advance", hop.peer)
-                is_stuck = quiet_s > self._stuck_s or not self._may_take(hop.peer, fed, since_s)
-                return HopLoss(HopFailed(hop.peer, why)) if is_stuck else None
+                return HopLoss(HopFailed(hop.peer, why))
             before = hop.peer
         return HopLoss(HopFailed(before, because("answer_lost", "its answer is lost", before), blameless=True))
+
+    def _transfer_s(self, tokens: int) -> float:
+        """Seconds after which some of these tokens have arrived, if a slow link carries them."""
+        return min(tokens * self._row_bytes / SLOW_LINK_BYTES_PER_S, self._longest_quiet_s)
 
     def _may_take(self, peer: str, fed: int, since_s: float) -> bool:
         """Count the seconds since the last look as a wait for this hop; False if those are too many in all."""
         waited_s = self._waited_s[peer] = self._waited_s.get(peer, 0.0) + since_s
         return waited_s <= self._stuck_s * (1 + max(fed - self._cached, 0) / STEP_TOKENS)
+
+
+def _lost_tokens(sender: str, receiver: str, stop: int) -> HopLoss:
+    why = because("tokens_lost", "what was sent to it is lost", receiver)
+    return HopLoss(HopFailed(receiver, why, blameless=True), sender, stop)
 
 
 class HopState(NamedTuple):

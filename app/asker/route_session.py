@@ -21,7 +21,16 @@ from typing import Protocol
 
 import trio
 
-from app.asker.recovery import HopFailed, HopLoss, HopProgress, HopState, ResumePlan, cache_sources, plan_resume
+from app.asker.recovery import (
+    HopFailed,
+    HopLoss,
+    HopProgress,
+    HopState,
+    ResumePlan,
+    cache_sources,
+    longest_quiet_s,
+    plan_resume,
+)
 from app.core.compute import NextStep
 from app.core.errors import AppError, RecordError, reason_of
 from app.core.network import FrameStream, Network, Priority
@@ -77,6 +86,7 @@ log.addFilter(LogLimit())  # hops can cause these lines
 LEFT = "this node has left the swarm; ask again once it is in one"
 IDLE_LINK_S = 60.0  # a stream without sessions for so long is closed
 FEED_AHEAD_BYTES = 16 * 2**20  # of embedded tokens that wait for a hop's stream, and a chunk more
+FEED_TOGETHER_BYTES = 64 * 2**20  # the same for sessions of which nothing waits there
 _LOOK_FOR_ROOM_S = 0.02
 
 
@@ -95,9 +105,9 @@ class HopLink:
         self.outbox = PeerOutbox(stream, nursery)
         self.listeners: dict[bytes, Listener] = {}
 
-    async def send(self, *parts: bytes, priority: Priority = Priority.CONTROL) -> None:
-        """Send one frame; if it cannot be sent, the hop will be reported as lost."""
-        await self.outbox.push(OutboundFrame(parts, priority))
+    async def send(self, *parts: bytes, priority: Priority = Priority.CONTROL, owner: str = "") -> None:
+        """Send one frame; if it cannot be sent, the hop will be reported as lost. Owners take turns."""
+        await self.outbox.push(OutboundFrame(parts, priority, owner))
 
     async def read(self) -> None:
         """Pass each frame to the session that it names, until the stream ends."""
@@ -317,6 +327,7 @@ class RouteHops:
         prefix: CachedPrefix | None = None,
     ) -> None:
         self.id = new_session_id(links.peer_id)
+        self._owner = self.id.hex()  # of rows in outboxes, where sessions take turns
         self.prefix = prefix
         self._links, self._guide, self._settings, self._shape = links, guide, settings, shape
         self._dtype = DTYPES[shape.dtype]
@@ -327,6 +338,7 @@ class RouteHops:
         self._ordered: frozenset[tuple[str, str]] = frozenset()
         self._bad_links: dict[tuple[str, str], int] = {}
         self._forwarded: dict[str, int] = {}  # hop -> position from which its next outputs follow, in this epoch
+        self._took_at: dict[str, float] = {}  # as in `took_at`
         self._heard = Signal()
         self.wires: Wires | None = None if prefix is None else prefix.wires  # of the present epoch; None: before any
         self.route: Route = ()  # in use, or being set up
@@ -502,7 +514,7 @@ class RouteHops:
         arrived here is blamed: it said that it has computed them.
         """
         peer, sender = loss.failure.peer, loss.sender
-        if sender and not self._suspect_link_to(peer) and self._forwarded.get(sender, 0) < self._wanted.stop:
+        if sender and not self._suspect_link_to(peer) and self._forwarded.get(sender, 0) < loss.stop:
             why = because("hop_failed", "it does not send what it says it has computed", sender)
             return HopFailed(sender, why)
         return loss.failure
@@ -553,19 +565,35 @@ class RouteHops:
         """The number format in which the first hop gets embedded tokens; empty: the asker's own."""
         return (self.wires or {}).get(self.route[0].span.start, "")
 
+    def took_at(self) -> dict[str, float]:
+        """Return when streams to hops last took something that had waited, up to the latest rows of this session.
+
+        Of the hops that get rows from this asker. Later times would excuse a hop that denies rows which it has.
+        """
+        relayed = {peer for _, peer in self._ordered}
+        fed = [hop.peer for index, hop in enumerate(self.route) if not index or hop.peer in relayed]
+        for peer in fed:
+            if peer in self._open and self._open[peer].outbox.waiting_for(self._owner):
+                self._took_at[peer] = self._open[peer].outbox.took_at
+        return {peer: self._took_at[peer] for peer in fed if peer in self._took_at}
+
     async def make_room(self) -> None:
         """Wait until the first hop has taken most of what was sent to it; one that takes nothing becomes `trouble`.
 
-        The stream is shared by all sessions, and would be closed if a long prompt waited in it as a whole.
+        The stream is shared by all sessions, and would be closed if a long prompt waited in it as a whole. What others
+        sent may fill it again and again: a session of which nothing waits has more room, and so its turn.
         """
-        outbox = self._open[self.route[0].peer].outbox
-        least, since = outbox.waiting_bytes, trio.current_time()
-        while outbox.waiting_bytes > FEED_AHEAD_BYTES and not outbox.broken and self.trouble is None:
+        outbox, since = self._open[self.route[0].peer].outbox, trio.current_time()
+        quiet_s = longest_quiet_s(row_bytes(self._dtype, self._shape.width), self._settings.stuck_s)
+
+        def is_full() -> bool:
+            most = FEED_AHEAD_BYTES if outbox.waiting_for(self._owner) else FEED_TOGETHER_BYTES
+            return outbox.waiting_bytes > most
+
+        while is_full() and not outbox.broken and self.trouble is None:
             with trio.move_on_after(_LOOK_FOR_ROOM_S):
                 await self._heard.wait()
-            if outbox.waiting_bytes < least:
-                least, since = outbox.waiting_bytes, trio.current_time()
-            elif trio.current_time() - since > self._settings.stuck_s:
+            if trio.current_time() - max(since, outbox.took_at) > quiet_s:
                 peer = self.route[0].peer
                 self.trouble = HopFailed(peer, because("hop_stuck", "it does not read what is sent to it", peer))
 
@@ -588,7 +616,9 @@ class RouteHops:
             revision=self.revision,
         )
         priority = Priority.DECODE if position >= self.urgent_from else Priority.PREFILL
-        await self._open[peer].send(head, data, priority=priority)
+        link = self._open[peer]
+        await link.send(head, data, priority=priority, owner=self._owner)
+        self._took_at[peer] = link.outbox.took_at
 
     async def ask_paces(self) -> None:
         """Ask every hop how long this session's tokens take there, without waiting for the answers."""
@@ -669,6 +699,7 @@ class RouteHops:
         for hop in self.route:  # one may have been lost while another was dialled
             if self._open[hop.peer].outbox.broken:
                 raise _lost(hop.peer)
+            self._drop_waiting(self._open[hop.peer])
         peers = ["", *(hop.peer for hop in self.route), ""]
         for index, hop in enumerate(self.route):
             predecessor, successor = peers[index], peers[index + 2]
@@ -762,7 +793,12 @@ class RouteHops:
         if link is None:
             return  # its stream ended while another hop was told
         link.listeners.pop(self.id, None)
+        self._drop_waiting(link)
         await link.send(plain(Kind.CLOSE, self.id, self.epoch, rows=rest_s))
+
+    def _drop_waiting(self, link: HopLink) -> None:
+        """Forget rows that wait for a hop's stream: the hop would drop them, and others wait behind them."""
+        link.outbox.drop(lambda frame: frame.owner == self._owner)
 
 
 _SMOOTHING = 0.2
@@ -1067,7 +1103,7 @@ class RouteSession:
         """Find out why no answer to the `fed` tokens comes: what a link lost becomes `hops.trouble`."""
         hops = self._hops
         if hops.answer is None and hops.trouble is None:
-            loss = progress.loss(hops.route, hops.states, hops.epoch, fed, trio.current_time())
+            loss = progress.loss(hops.route, hops.states, hops.epoch, fed, trio.current_time(), hops.took_at())
             if loss is not None:
                 hops.trouble = hops.blame_for(loss)
 

@@ -218,6 +218,7 @@ class PeerOutbox:
         self._backlog: _Backlog[Sendable] = _Backlog(stream.peer, self._waiting)
         self._flushing = False
         self.used_at = trio.current_time()
+        self.took_at = float("-inf")  # when the stream last had room for a message that had waited
 
     @property
     def broken(self) -> bool:
@@ -300,6 +301,7 @@ class PeerOutbox:
                 if await self._send(frame):
                     self._backlog.sent(frame)
                     self._taken.notify()
+                    self.took_at = trio.current_time()
                 elif not self.broken:
                     await self.stream.wait_room(frame.priority)
         except P2PError:

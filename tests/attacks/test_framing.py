@@ -8,15 +8,19 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from app.asker import route_session
 from app.core.network import FrameStream
+from app.serving import block_server
 from app.serving.block_server import ServerSettings
 from app.serving.hop_session import HopSession
 from app.session.frame import Frame, HopError, header, plain
 from app.session.wire import PROTOCOL, EpochOrder, Kind, decode, encode_hop_error
+from p2p.memory import link
 from tests.app.hash_model import ROW_BYTES, WIDTH, HashRunner, greedy
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, open_swarm
 
 TOKENS = 4
+LONG = list(range(3000))  # 48 KB of rows
 SOON_S = 20.0
 
 Lie = Callable[[SessionSwarm], Awaitable[None]]
@@ -129,6 +133,43 @@ async def test_a_hop_in_the_middle_that_withholds_its_outputs_is_blamed_itself(
 async def test_a_hop_that_denies_what_it_received_is_blamed_itself(lie: Lie, autojump_clock: MockClock) -> None:
     async with open_swarm((0, 4), (0, 4), (4, 8)) as swarm:
         assert await banned_by_lies(swarm, HashRunner(4, 8), lie) == {"liar"}
+
+
+async def test_a_hop_that_reads_nothing_from_its_predecessor_does_not_get_it_blamed(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The predecessor computes no further than its link takes: the asker must not take that for standing still."""
+    monkeypatch.setattr(link, "fits_window", lambda outstanding, cost, priority=0: outstanding < 4096)
+    monkeypatch.setattr(block_server, "AHEAD_BYTES", 8 * 1024)
+    async with open_swarm((0, 4), (0, 4), (4, 8)) as swarm:
+        deaf = await swarm.serve("deaf", HashRunner(4, 8), speed=5000.0)
+
+        async def attend_askers(stream: FrameStream) -> None:
+            if stream.peer != "asker":
+                await trio.sleep_forever()
+            await deaf.attend(stream)
+
+        swarm.fabric.nodes["deaf"].accept(PROTOCOL, attend_askers)
+        asker = await swarm.asker()
+        stats = await ask(asker, LONG, TOKENS)
+        assert stats.token_ids == greedy(LONG, TOKENS)
+        assert trio.current_time() < 45
+        assert all(asker.planner.book.standing(peer).score == 1.0 for peer in ("n0", "n1"))
+
+
+async def test_a_hop_that_denies_a_part_of_a_long_prompt_is_blamed_itself(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest is not sent before all hops have that part, so its predecessor cannot have sent more."""
+    monkeypatch.setattr(route_session, "UNCOMPUTED_BYTES", 512 * ROW_BYTES)
+    async with open_swarm((0, 4), (0, 4), (4, 8)) as swarm:
+        await swarm.serve("liar", HashRunner(4, 8), speed=5000.0)
+        await denies_what_it_received(swarm)
+        asker = await swarm.asker()
+        stats = await ask(asker, LONG, TOKENS)
+        assert stats.token_ids == greedy(LONG, TOKENS)
+        assert set(asker.bans.active(trio.current_time())) == {"liar"}
+        assert all(asker.planner.book.standing(peer).score == 1.0 for peer in ("n0", "n1"))
 
 
 async def test_a_hop_that_forgets_more_than_it_is_told_to_is_blamed_itself(autojump_clock: MockClock) -> None:

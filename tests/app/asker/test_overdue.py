@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from app.asker.recovery import STEP_TOKENS, HopLoss, HopProgress
+from app.asker.recovery import SLOW_LINK_BYTES_PER_S, STEP_TOKENS, HopLoss, HopProgress
 from app.asker.route_session import overdue_s
 from app.core.span import Span
 from app.routing.route import Hop
-from app.session.frame import Frame
+from app.session.frame import CHUNK_ROWS, Frame
 from app.session.wire import Kind
 
 ROUTE = (Hop("a", Span(0, 4)), Hop("b", Span(4, 8)))
@@ -35,6 +35,8 @@ def loss(a: Frame, b: Frame, *, quiet_s: float) -> HopLoss | None:
         (state(10, 10), state(9, 9), 1.0, "b", "a", True),  # between two hops
         (state(10, 10), state(10, 10), 1.0, "b", "", True),  # only the answer is missing
         (state(10, 10), state(9, 10), 31.0, "b", "", False),  # it has all it needs and does nothing
+        (state(5, 10), state(5, 5), 31.0, "a", "", False),  # so does one whose outputs have all arrived
+        (state(5, 10), state(0, 0), 31.0, "b", "a", True),  # its successor takes nothing, and it waits for that
     ],
 )
 def test_who_is_at_fault(a: Frame, b: Frame, quiet_s: float, peer: str, sender: str, blameless: bool) -> None:
@@ -52,6 +54,18 @@ def test_who_is_at_fault(a: Frame, b: Frame, quiet_s: float, peer: str, sender: 
 )
 def test_what_is_only_late(a: Frame, b: Frame, quiet_s: float) -> None:
     assert loss(a, b, quiet_s=quiet_s) is None
+
+
+def test_no_prompt_is_so_long_that_hops_may_deny_it_for_minutes() -> None:
+    """A slow link takes 268 s for all of these rows, but only 8 s for the next chunk."""
+    progress, fed, row_bytes = HopProgress(0.0, row_bytes=8192, stuck_s=30.0), 8192, 8192
+    chunk_s = CHUNK_ROWS * row_bytes / SLOW_LINK_BYTES_PER_S
+    states = {"a": state(fed, fed), "b": state(0, 0)}
+    assert progress.loss(ROUTE, states, EPOCH, fed, 0.0) is None
+    assert progress.loss(ROUTE, states, EPOCH, fed, chunk_s + 29.0) is None
+    lost = progress.loss(ROUTE, states, EPOCH, fed, chunk_s + 31.0)
+    assert lost is not None
+    assert (lost.sender, lost.stop) == ("a", fed)
 
 
 def test_progress_gives_more_time() -> None:
