@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import zip_longest
 
 from p2p.errors import IdentityError, P2PError
 from p2p.identity import peer_id_bytes, peer_id_from_bytes
@@ -201,6 +202,18 @@ def advertised(
     usable = [address for address in found if address.scope is not Scope.UNUSABLE]
     wider = [address for address in usable if address.scope is not Scope.LOOPBACK]
     return wider or usable
+
+
+def mixed(addresses: Iterable[Address]) -> list[Address]:
+    """Return a node's own addresses, each once, in an order in which the first few serve most others.
+
+    Public, local and relayed ones take turns. Statements have room for few: a machine with several containers or
+    virtual machines has many local addresses, and behind a router it can be reached at none of them.
+    """
+    kinds: dict[Scope, list[Address]] = {scope: [] for scope in (Scope.PUBLIC, Scope.LAN, Scope.LOOPBACK, Scope.RELAY)}
+    for address in dict.fromkeys(addresses):
+        kinds.setdefault(address.scope, []).append(address)
+    return [address for turn in zip_longest(*kinds.values()) for address in turn if address is not None]
 
 
 def same_lan(ip: IPAddress, interfaces: Iterable[ipaddress.IPv4Interface | ipaddress.IPv6Interface]) -> bool:

@@ -111,8 +111,11 @@ class ResponseStore:
                     yield self._memory
                 return
             assert self._file is not None, "a store has a file or is in memory"
-            if not self._file.exists():
-                create_private(self._file, b"")
+            try:
+                if not self._file.exists():
+                    create_private(self._file, b"")
+            except OSError as error:
+                raise sqlite3.OperationalError(f"it cannot be made: {error.strerror or error}") from error
             with closing(sqlite3.connect(self._file, timeout=5)) as database, database:
                 database.execute(_TABLE)
                 database.execute("DROP TABLE IF EXISTS responses")  # of older versions, without owners

@@ -28,10 +28,10 @@ from app.membership.link_probe import LinkProbe
 from app.membership.member import Change, Listener, Member, kind_of_news
 from app.membership.table import PRESENT, Table
 from app.swarm.records import (
-    MAX_ADDRESSES,
     Announcement,
     SwarmRecord,
     SwarmTerms,
+    announceable,
     read_announcement,
     sign_announcement,
     sign_suspicion,
@@ -152,7 +152,7 @@ class Membership:
         before = self._own
         number = self._setup.sequence.next(self._now_ms())
         expires_at_ms = number + int(self._setup.timing.lifetime_s * 1000)
-        addresses = tuple(self._network.addresses())[:MAX_ADDRESSES]
+        addresses = announceable(self._network.addresses(), self._network.peer_id)
         self._sign_own(replace(before, **changes, sequence=number, expires_at_ms=expires_at_ms, addresses=addresses))
         self._exchange.queue_own(urgent=kind_of_news(before, self._own) != "updated")
         return self._own

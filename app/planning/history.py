@@ -51,7 +51,7 @@ def remember(file: Path, ended: PastForecast) -> None:
         return
     try:
         _add(file, ended)
-    except sqlite3.OperationalError as error:  # locked, full disk, no permission
+    except (sqlite3.OperationalError, OSError) as error:  # locked, full disk, no permission
         log.warning("the forecast is not kept in %s: %s", file, error)
     except sqlite3.DatabaseError as error:
         log.warning("%s is damaged (%s): past forecasts are lost", file, error)

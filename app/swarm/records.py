@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -41,6 +41,7 @@ MAX_ANNOUNCEMENT_BYTES = 1024
 MAX_LIFETIME_MS = 60 * 60 * 1000
 SUSPICION_LIFETIME_MS = 2 * 60 * 1000
 MAX_ADDRESSES = 6
+MAX_ADDRESS_CHARS = 160  # without the signer's peer id
 MAX_RTTS = 12
 MAX_RATES = 8
 MAX_WIRES = 8
@@ -228,6 +229,15 @@ def sign_record(
     payload = {"v": VERSION, "name": name, "model": model_hash, "private": private, "settings": dict(settings or {})}
     raw = seal(identity, SWARM_DOMAIN, canonical(payload), sequence=now_ms, expires_at_ms=NEVER)
     return read_record(raw, now_ms=now_ms)
+
+
+def announceable(addresses: Iterable[str], peer: str) -> tuple[str, ...]:
+    """Return those of a peer's own addresses that its announcement has room for, in their order.
+
+    A host name may be too long, and a relay chooses its own.
+    """
+    short = [one for one in addresses if len(one.removesuffix(f"/p2p/{peer}")) <= MAX_ADDRESS_CHARS]
+    return tuple(short[:MAX_ADDRESSES])
 
 
 def sign_announcement(identity: Identity, announcement: Announcement) -> bytes:
@@ -421,7 +431,7 @@ def _span(fields: Fields, name: str, value: Any) -> Span:
 
 def _addresses(fields: Fields, peer: str) -> tuple[str, ...]:
     """Read addresses and append the signer's id, so that no peer can make others dial a third party in its name."""
-    texts = fields.texts("addrs", MAX_ADDRESSES, 160, [])
+    texts = fields.texts("addrs", MAX_ADDRESSES, MAX_ADDRESS_CHARS, [])
     if not all(text.startswith("/") and text.isascii() and text.isprintable() for text in texts):
         fields.refuse("addrs", "multiaddrs")
     return tuple(f"{text}/p2p/{peer}" for text in texts)

@@ -114,6 +114,11 @@ class ChunkQueue:
             del self._asked[piece]
             self._waiting[piece.part].append(piece)
 
+    def drop(self, part: str) -> None:
+        """Forget a part of which no chunk is requested at the moment."""
+        assert not any(piece.part == part for piece in self._asked), "its answers would have no place"
+        self._waiting.pop(part, None)
+
     def is_coming(self, part: str, index: int) -> bool:
         """True if a chunk has been requested and has not been received."""
         return any(piece.part == part and 0 <= index - piece.index < piece.count for piece in self._asked)

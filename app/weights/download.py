@@ -119,6 +119,8 @@ class Download:
     async def _run_until_complete(self) -> None:
         while (self._pending or self._open) and self._failure is None:
             seen = self._news.version
+            if not any(self._busy.values()):
+                await self._count_those_here()
             while self._pending and self._queue.waiting < LOOK_AHEAD:
                 if not await self._start_part():
                     break
@@ -127,6 +129,23 @@ class Download:
                 await self._news.wait_beyond(seen)
 
     # --- parts --------------------------------------------------------------------------------------------------------
+
+    async def _count_those_here(self) -> None:
+        """Count parts that came here in another way while no peer sends any, as from a disk that was mounted late."""
+        parts = [*self._pending, *(new.part for new in self._open.values())]
+        missing = set(await trio.to_thread.run_sync(self._parts.missing, [part.name for part in parts]))
+        for part in parts:
+            if part.name in missing:
+                continue
+            new = self._open.pop(part.name, None)
+            if new is None:
+                self._pending.remove(part)
+            else:
+                self._queue.drop(part.name)
+                self._parts.abandon(new)
+            self._count_part(part, part.size_bytes if new is None else _size_of(part, new.missing()))
+            self._on_part(part.name)
+        self.progress.wanted = self.progress.wanted if self.progress.wanted in missing else ""
 
     async def _start_part(self) -> bool:
         """Start the first pending part whose leaves can be had; False if there is none."""

@@ -15,7 +15,7 @@ from app.core.errors import HomeError
 from app.manifest.importing import in_order
 from app.manifest.manifest import TOKENIZER_PART, Manifest, Part
 from app.manifest.merkle import ChunkHasher
-from app.weights.extents import WeightsError, chunk_length, matching_chunks
+from app.weights.extents import Stamp, WeightsError, chunk_length, matching_chunks
 from app.weights.manifest_store import ManifestStore
 from app.weights.part_set import PartSet
 from app.weights.part_store import PartFiles
@@ -62,9 +62,7 @@ class Library(PartSet):
         Reads only parts whose files have changed since the last full check, or all of them with `again`. `on_bytes` is
         called with the length of each chunk read.
         """
-        index = self._index
-        if index.extents and (again or index.changed_files()):
-            self._check_source(index, on_bytes)
+        self._check_source(again, on_bytes)
         in_source = self._in_source()
         return [name for name in names if name not in in_source and not self._in_cache(name, again, on_bytes)]
 
@@ -83,11 +81,25 @@ class Library(PartSet):
             return True
         return self.files.check(part, on_bytes)
 
-    def _check_source(self, index: SourceIndex, on_bytes: OnBytes) -> None:
-        """Read the model's own files again and reduce the index to the parts that are right."""
-        present = {name: pieces for name, pieces in index.extents.items() if all(e.file.exists() for e in pieces)}
-        stamped = SourceIndex.of(present)  # taken before reading, so that a change during the check shows up
-        wrong = [name for name, pieces in present.items() if not self._is_right(name, pieces, on_bytes)]
+    def _check_source(self, again: bool, on_bytes: OnBytes) -> None:
+        """Read those of the model's own files that have changed again, or all, and drop the parts that are wrong.
+
+        Parts in files that are not there stay in the index, though they do not count as held: a disk may be mounted
+        later.
+        """
+        index = self._index
+        changed = index.changed_files()
+        gone = frozenset(file for file in changed if Stamp.of(file) is None)
+        files = (frozenset(index.stamps) if again else changed) - gone
+        stale = {name: pieces for name, pieces in index.extents.items() if any(one.file in files for one in pieces)}
+        if not stale:
+            return
+        stamped = index.stamped(files)  # taken before reading, so that a change during the check shows up
+        wrong = [
+            name
+            for name, pieces in stale.items()
+            if any(one.file in gone for one in pieces) or not self._is_right(name, pieces, on_bytes)
+        ]
         self._index = stamped.without(wrong)
         with contextlib.suppress(HomeError):  # such as a full disk: then they are read again after a restart
             self._store.save_index(self.manifest.hash, self._index)

@@ -25,6 +25,7 @@ from app.snapshot.views import WeightsView
 from app.weights.chunk_server import ChunkServer
 from app.weights.disk_space import DiskRoom, InUseMarker, claiming, make_room
 from app.weights.download import Download, DownloadProgress
+from app.weights.extents import WeightsError
 from app.weights.library import ENDS, Library, span_parts
 from engine.sources.base import ModelSource
 from engine.sources.layout import block_index
@@ -88,7 +89,7 @@ class ModelWeights:
             self._hosted.update(names)
         self._coming.update(wrong)
         try:
-            await trio.to_thread.run_sync(self._mark_in_use, self._hosted | set(self._coming))
+            await self._mark_in_use(self._hosted | set(self._coming), needed=bool(wrong))
             if wrong:
                 await self._fetch(wrong, on_part)
         finally:
@@ -148,9 +149,16 @@ class ModelWeights:
             del self._fetches[fetching]
             self._from_peers += _received(fetching)
 
-    def _mark_in_use(self, names: Iterable[str]) -> None:
-        if self._marker is not None:
-            self._marker.replace([self.manifest.by_name[name].root for name in names])
+    async def _mark_in_use(self, names: Iterable[str], *, needed: bool) -> None:
+        """List the parts in use; raises `WeightsError` if that fails and it is `needed`, because some are to come."""
+        roots = [self.manifest.by_name[name].root for name in names]
+        try:
+            if self._marker is not None:
+                await trio.to_thread.run_sync(self._marker.replace, roots)
+        except WeightsError as error:
+            if needed:
+                raise
+            log.warning("another node of this machine may remove weights that this one uses: %s", error)
 
     def _make_room(self, names: Iterable[str]) -> None:
         """Evict until the rest of all running downloads fits, less the bytes they have written already."""

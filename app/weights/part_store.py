@@ -97,7 +97,8 @@ class PartFiles:
             if not right:
                 self.distrust(part)
                 return False
-        self._stamp(part)
+        with contextlib.suppress(WeightsError):  # such as a full disk: then it is read again the next time
+            self._stamp(part)
         return True
 
     def distrust(self, part: Part) -> None:

@@ -52,6 +52,11 @@ class SourceIndex:
         """Files that were changed or removed since their last check."""
         return frozenset(file for file in self.stamps if not self.is_unchanged(file))
 
+    def stamped(self, files: Iterable[Path]) -> SourceIndex:
+        """Return the index with the present stamps of these files; one that is gone meanwhile keeps its old one."""
+        present = {file: stamp for file in files if (stamp := Stamp.of(file)) is not None}
+        return dataclasses.replace(self, stamps={**self.stamps, **present})
+
     def only(self, parts: Iterable[str]) -> SourceIndex:
         """Return the index reduced to these parts; a damaged index file may name others."""
         return self.without(self.extents.keys() - set(parts))

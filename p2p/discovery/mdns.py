@@ -1,8 +1,9 @@
 """Announces this node on the local network by multicast DNS, and finds others there, with the zeroconf library.
 
 The service is `_shoal._udp.local.`; the TXT entries `a0` to `a7` are the node's addresses, each with its peer id.
-Zeroconf runs in threads of its own; the names it finds are passed to trio through a bounded queue. What to do with
-a found peer is up to the caller.
+Zeroconf runs in threads of its own; the names it finds are passed to trio through a bounded queue. It speaks on those
+IPv4 addresses that the machine has when it starts, so it is started again whenever they change. What to do with a found
+peer is up to the caller.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from p2p.addresses import Address, BadAddress, Scope, parse_address
-from p2p.sockets import recent_interfaces
+from p2p.addresses import Address, BadAddress, IPAddress, Scope, parse_address
+from p2p.sockets import own_ips, recent_interfaces
 
 if TYPE_CHECKING:
     from zeroconf import ServiceInfo, Zeroconf
@@ -25,6 +26,7 @@ MAX_ADDRESSES = 8
 MAX_PENDING = 256
 _RESOLVE_MS = 2000
 _CHECK_S = 10.0
+_NETWORK_CHECK_S = 2.0  # no event that all systems have tells of a change of the network
 _RESOLVERS = 4
 
 log = logging.getLogger("shoal.p2p.mdns")
@@ -41,6 +43,17 @@ class LocalNetwork:
         self._found = found
 
     async def run(self) -> None:
+        """Announce and browse until cancelled, also on networks that this machine joins later."""
+        while True:
+            addresses = _own_ipv4()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._take_part)
+                while _own_ipv4() == addresses:  # noqa: ASYNC110
+                    await trio.sleep(_NETWORK_CHECK_S)
+                log.info("mDNS: starting again, as the addresses of this machine have changed")
+                nursery.cancel_scope.cancel()
+
+    async def _take_part(self) -> None:
         """Announce and browse until cancelled; the announcement is updated when the node's addresses change."""
         import zeroconf
 
@@ -66,7 +79,8 @@ class LocalNetwork:
     async def _announce(self, daemon: Zeroconf) -> None:
         announced: list[Address] = []
         while True:
-            addresses = [address for address in self._addresses() if address.ip is not None][:MAX_ADDRESSES]
+            direct = [address for address in self._addresses() if address.ip is not None and address.relay is None]
+            addresses = sorted(direct, key=lambda address: address.scope)[:MAX_ADDRESSES]  # local ones first
             if addresses and addresses != announced:
                 info = self._info(addresses)
                 if announced:
@@ -114,6 +128,10 @@ class LocalNetwork:
         if peer is not None and peer != self._peer_id and near:
             log.debug("mDNS: %s at %s", peer, near)
             self._found(peer, near)
+
+
+def _own_ipv4() -> set[IPAddress]:
+    return {ip for ip in own_ips() if ip.version == 4}
 
 
 def _is_near(address: Address) -> bool:

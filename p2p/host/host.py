@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from p2p import sockets as sockopts
-from p2p.addresses import Address, Scope, address_of, advertised, parse_address
+from p2p.addresses import Address, Scope, address_of, advertised, mixed, parse_address
 from p2p.channel.raw import RawConnection, SocketConnection
 from p2p.channel.upgrade import Channel
 from p2p.errors import Denied, P2PError, PeerUnreachable, Refused
@@ -85,10 +85,13 @@ class Host:
 
     @property
     def addresses(self) -> list[Address]:
-        """Addresses to advertise, each with this node's peer id; a wildcard is expanded to the addresses it covers."""
+        """Addresses to advertise, each with this node's peer id, in the order of `mixed`.
+
+        A wildcard is expanded to the addresses it covers.
+        """
         listening = [address.of(self.peer_id) for address in self._listening]
         own = advertised(listening, sockopts.own_ips(), self._explicit)
-        return list(dict.fromkeys([*own, *self.confirmed, *self.extra_addresses]))
+        return mixed([*self.confirmed, *own, *self.extra_addresses])
 
     @property
     def listening(self) -> list[Address]:

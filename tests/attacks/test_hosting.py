@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from app.snapshot.startup import StartupSteps
 from app.snapshot.views import State
 from app.training.activations import ActivationDisk
 from app.training.states import StateStore
+from app.weights import disk_space, part_store
 from app.weights.disk_space import DiskRoom
 from app.weights.library import ENDS, Library
 from app.weights.manifest_store import ManifestStore
@@ -182,6 +184,28 @@ def test_a_full_disk_costs_no_part_of_a_model_whose_files_were_touched(
     monkeypatch.setattr(ManifestStore, "save_index", full)
     assert library.check(ENDS) == []
     assert library.source(ENDS).parts
+
+
+async def test_a_full_disk_costs_no_blocks_whose_weights_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member with all its weights on disk hosted nothing after a restart, as it could not list them as in use."""
+    who = identity(1)
+    manifest = import_model(tmp_path / "model", tmp_path / "cache").manifest
+
+    def full(path: Path, data: bytes, *, durable: bool = True) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        network = fabric.node(who.peer_id)
+        swarm = Membership(network, who, RECORD, WIDE.n_blocks, MembershipSetup(wall_clock=wall_clock))
+        weights = ModelWeights(network, swarm, manifest, tmp_path / "cache")
+        await nursery.start(weights.run)
+        for module in (disk_space, part_store):
+            monkeypatch.setattr(module, "write_private", full)
+        (tmp_path / "cache" / "parts" / f"{manifest.by_name['tokenizer'].root.hex()}.ok").unlink()
+        assert (await weights.need(ENDS, hosted=True)).parts
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_tokenizer_that_does_not_end_costs_its_request_and_not_the_nodes_end(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import threading
@@ -11,13 +12,17 @@ from dataclasses import replace
 import pytest
 import trio
 
-from p2p.addresses import Address, parse_address
+from app.membership import Membership
+from app.swarm.records import sign_record
+from p2p import sockets
+from p2p.addresses import Address, Scope, address_of, parse_address, parse_known
 from p2p.dht.host_view import network_of
 from p2p.errors import P2PError
 from p2p.host.heartbeat import Hello
 from p2p.host.host import UNAWAITED_DIALS, Host
 from p2p.identity import Identity
 from p2p.nat.relay_client import RelayClient
+from p2p.network import Libp2pNetwork, NetworkConfig
 from tests.p2p.nodes import make_host, make_network, until
 from tests.p2p.test_host import running
 from tests.p2p.test_relay import behind_a_relay
@@ -54,6 +59,24 @@ async def test_a_host_name_is_not_where_a_peer_comes_from() -> None:
         assert connection is not None
         assert connection.address.host == "localhost"
         assert victim.source(peer.peer_id) == "127.0.0.1"
+
+
+@pytest.mark.parametrize("name", ["relay.example.org", f"{'x' * 60}.{'y' * 60}.{'z' * 60}.example.org"])
+def test_a_member_behind_a_router_announces_its_relays_however_many_addresses_its_machine_has(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of its containers are of no use to others; nor may a relay with a long name keep out the next one."""
+    identity, relay, other = (Identity.generate() for _ in range(3))
+    machine = [ipaddress.ip_address(f"172.{number}.0.1") for number in range(17, 27)]
+    monkeypatch.setattr(sockets, "own_ips", lambda: machine)
+    network = Libp2pNetwork(identity, NetworkConfig())
+    network.host._listening = [address_of("0.0.0.0", 7464)]
+    at = (Address("dns4", name, 7464, relay.peer_id), Address("ip4", "203.0.113.9", 7464, other.peer_id))
+    network.host.extra_addresses = [address.through(identity.peer_id) for address in at]
+    record = sign_record(identity, "home", "ee" * 32, now_ms=1)
+    announced = parse_known(Membership(network, identity, record, 4).own.addresses)
+    assert other.peer_id in {address.relay for address in announced}
+    assert Scope.LAN in {address.scope for address in announced}
 
 
 async def test_peers_that_are_said_to_be_behind_each_other_are_not_all_dialled() -> None:

@@ -1,5 +1,7 @@
 """A machine that moves to another network finds its peers again, and they find it, before the heartbeat notices.
 
+So do machines that had no network at first, and such that all move at once, by mDNS: nobody's old address is of use.
+
 The network is made of network namespaces, which takes root and `ip`; without them this is skipped.
 """
 
@@ -13,8 +15,10 @@ import trio
 from p2p.host.heartbeat import SILENCE_S
 from tests.p2p.namespaces import Namespaces, made
 from tests.p2p.nodes import node_process
+from tests.p2p.test_discovery import linked
 from tests.p2p.test_relay_netns import ask_until
 
+PATIENCE_S = 60.0
 STAYS, BEFORE, AFTER = "5.5.4.1", "5.5.4.2", "5.5.4.77"
 
 
@@ -49,3 +53,31 @@ async def test_calls_in_both_directions_work_again_soon_after_the_address_change
         await ask_until(stays, f"echo {moves.peer_id} again", "again", SILENCE_S)
         assert trio.current_time() - started_at < SILENCE_S
         assert AFTER in await moves.ask("addresses")
+
+
+def make_lonely_machines(networks: Namespaces) -> None:
+    """A switch, and two machines that are not plugged in yet."""
+    networks.add_switch()
+    networks.add("one", "two")
+
+
+@pytest.fixture
+def unplugged() -> Iterator[Namespaces]:
+    with made("shoalmdns", make_lonely_machines) as networks:
+        yield networks
+
+
+async def test_machines_whose_networks_come_late_or_all_change_find_each_other_by_mdns(unplugged: Namespaces) -> None:
+    """As after a power cut: nodes start before their machines have addresses. Then the router gives out others."""
+    flags = ("--listen", "/ip4/0.0.0.0/tcp/0", "--discovery", "mdns")
+    async with (
+        node_process("--netns", str(unplugged.path("one")), *flags) as one,
+        node_process("--netns", str(unplugged.path("two")), *flags) as two,
+    ):
+        unplugged.plug("one", "lan", "10.77.1.1/24")
+        unplugged.plug("two", "lan", "10.77.1.2/24")
+        await linked(one, two.peer_id, PATIENCE_S)
+        for name, before, after in (("one", "10.77.1.1", "10.77.2.3"), ("two", "10.77.1.2", "10.77.2.4")):
+            unplugged.inside(name, "ip", "addr", "add", f"{after}/24", "dev", "lan")
+            unplugged.inside(name, "ip", "addr", "del", f"{before}/24", "dev", "lan")
+        await ask_until(one, f"echo {two.peer_id} again", "again", PATIENCE_S)

@@ -328,6 +328,14 @@ def test_responses_of_a_version_without_owners_are_dropped(tmp_path: Path) -> No
     assert store.get("me", "new") is not None
 
 
+def test_a_reply_that_cannot_be_kept_is_still_a_reply(tmp_path: Path) -> None:
+    """A full disk, or a folder that is gone: the first reply of a home failed after all its tokens were written."""
+    store = ResponseStore(tmp_path / "nowhere" / "responses.db")
+    store.add("me", "new", {}, [])
+    assert store.get("me", "new") is None
+    assert not store.remove("me", "new")
+
+
 # --- Ollama's ---------------------------------------------------------------------------------------------------------
 
 

@@ -50,6 +50,7 @@ def test_a_folder_that_cannot_be_written_harms_nobody(tmp_path: Path) -> None:
     file = tmp_path / "forecasts.db"
     file.mkdir()
     remember(file, ended(10, 12))
+    remember(tmp_path / "nowhere" / "forecasts.db", ended(10, 12))
 
 
 @pytest.mark.parametrize(

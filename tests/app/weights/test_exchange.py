@@ -317,6 +317,25 @@ async def test_a_part_that_nobody_has_is_waited_for_and_named(tmp_path: Path) ->
         assert peer.library.held() == {"block.0", "block.3"}
 
 
+async def test_a_part_that_nobody_has_is_taken_from_a_disk_that_is_mounted_late(tmp_path: Path) -> None:
+    """The download waits for members that have it, and there are none."""
+    async with world(tmp_path) as here:
+        here.holders["seed"].clear()
+        weights, away = tmp_path / "model" / "weights.bin", tmp_path / "away"
+        weights.rename(away)
+        peer = here.peer("owner", Library(tmp_path / "seed", here.studied.manifest))
+        assert peer.library.check(ALL) == [name for name in ALL if name != "tokenizer"]
+        with trio.fail_after(30):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(peer.fetching.fetch, ALL)
+                while not peer.fetching._open:  # noqa: ASYNC110 - until it waits for chunks
+                    await trio.sleep(0.01)
+                away.rename(weights)
+        progress = peer.fetching.progress
+        assert (progress.parts_done, progress.bytes_done) == (len(ALL), progress.bytes_total)
+        assert peer.library.check(ALL) == []
+
+
 async def test_the_giver_dies_in_the_middle_and_another_goes_on(tmp_path: Path) -> None:
     async with world(tmp_path) as here:
         second = here.peer("second", Library(tmp_path / "seed", here.studied.manifest))

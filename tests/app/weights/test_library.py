@@ -99,6 +99,23 @@ def test_a_deleted_model_is_gone(imported: tuple[Library, HashedSource, Path]) -
     assert library.check(["block.0"]) == ["block.0"]
 
 
+def test_a_model_whose_disk_was_away_is_here_again_when_the_disk_is(
+    imported: tuple[Library, HashedSource, Path], tmp_path: Path
+) -> None:
+    """As after a start before an external disk was there: the only member with the weights lost them for good."""
+    library, studied, weights = imported
+    away = weights.with_name("away")
+    weights.rename(away)
+    assert library.check(["block.0"]) == ["block.0"]
+    assert library.held() == {"tokenizer"}
+    away.rename(weights)
+    for found in (library, Library(tmp_path / "cache", studied.manifest)):
+        assert found.held() == set(part_names(WIDE)) | {"tokenizer"}
+        assert found.check(["block.0"], on_bytes=lambda count: pytest.fail("it is as it was")) == []
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    assert library.check(part_names(WIDE)) != []
+
+
 def test_wrong_bytes_in_the_cache_are_found_and_only_their_chunk_is_missing(
     imported: tuple[Library, HashedSource, Path], tmp_path: Path
 ) -> None:
