@@ -5,6 +5,7 @@ Also the cost of session frames: a peer whose frames cost more than it earns is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -40,6 +41,7 @@ class AdmissionLimits:
     copied_bytes: int = 128 * 1024  # of kept outputs: to send so many again costs as much as a control frame
 
 
+TURN_S = 600.0  # for which an asker may hold more than its share of the cache while others find no room
 _ORDER_COST = 4.0  # begins an epoch, or has outputs sent again
 _DROPPED_COST = 0.25  # an asker can make another hop send it: that hop's rows for other askers must not wait for it
 
@@ -105,3 +107,41 @@ def why_not(
     free = runner.kv_free_tokens + (runner.tokens_freed_by(resting) if resting else 0)
     load = HopLoad(len(sessions), len(own), len(others), tokens, free, runner.kv_total_tokens)
     return why_busy(load, turn.tokens - shared, limits)
+
+
+class CacheTurns:
+    """Finds the session that makes way if somebody has held most of the cache for long while others find no room.
+
+    The first session of an asker may take all of a small node's cache, and be as slow as it likes. What counts is for
+    how long others have been refused because of that asker, whatever sessions it closed and opened meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._in_the_way: dict[str, tuple[float, float]] = {}  # asker -> first and latest time that others were refused
+
+    def makes_way(
+        self, asker: str, tokens: int, sessions: Iterable[HopSession], free: int, total: int, now: float
+    ) -> HopSession | None:
+        """Note that a session of `asker` found no room, and return that of another which is to end for it.
+
+        It is the largest one of an asker above its fair share, which holds more than this asker would.
+        """
+        in_use = [session for session in sessions if session.rests_until is None]
+        held = Counter[str]()
+        for session in in_use:
+            held[session.asker] += session.turn.tokens
+        share = total / (len(held.keys() - {asker}) + 2)
+        wanted = held[asker] + tokens
+        before, self._in_the_way = self._in_the_way, {}
+        for peer, (first, latest) in before.items():
+            if now - latest < TURN_S:
+                self._in_the_way[peer] = first, latest
+        too_long = []
+        for peer, leased in held.items():
+            if peer != asker and leased > max(share, wanted):
+                first, _ = self._in_the_way.get(peer, (now, now))
+                self._in_the_way[peer] = first, now
+                if now - first >= TURN_S:
+                    too_long.append(peer)
+        enough = [one for one in in_use if one.asker in too_long and free + one.turn.tokens >= tokens]
+        return max(enough, key=lambda one: (held[one.asker], one.turn.tokens), default=None)

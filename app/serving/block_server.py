@@ -44,7 +44,7 @@ from app.core.signal import Signal
 from app.core.smoothing import Ewma
 from app.core.span import Span
 from app.serving.adapters import AdapterKey, AdapterLimits, AdapterSource, HopAdapters, LoadedAdapter
-from app.serving.admission import AdmissionLimits, frame_cost, why_not
+from app.serving.admission import AdmissionLimits, CacheTurns, frame_cost, why_not
 from app.serving.batching import URGENT_ROWS, BatchLimits, BatchQueue, QueuedTokens
 from app.serving.handover import UNMEASURED_TOKENS_PER_S, CacheForm, CacheGiver, CacheTaker
 from app.serving.hop_session import (
@@ -428,6 +428,7 @@ class BlockServer:
         self._counters = ServerCounters()
         self._sessions: dict[bytes, HopSession] = {}  # by `HopSession.key`
         self._by_id: dict[bytes, HopSession] = {}  # the id that DATA frames carry; it belongs to one asker alone
+        self._cache_turns = CacheTurns()
         self._closed: OrderedDict[bytes, int] = OrderedDict()  # key of an ended session -> its last epoch
         self._between_steps: deque[Action] = deque()  # wait for the end of the step under way
         self._transfers: deque[Action] = deque()  # parts of caches that move: one of them between two steps
@@ -862,7 +863,10 @@ class BlockServer:
         length = 0 if source is None else source.shares_with(turn)
         in_use = source is not None and source.rests_until is None  # else its cache counts as free room already
         limits = self._settings.admission
-        refusal = why_not(turn, peer, self._runner, self._sessions.values(), limits, length if in_use else 0)
+        shared = length if in_use else 0
+        refusal = why_not(turn, peer, self._runner, self._sessions.values(), limits, shared)
+        if refusal is not None and refusal.why == "cache_full" and await self._end_for(peer, turn.tokens - shared):
+            refusal = why_not(turn, peer, self._runner, self._sessions.values(), limits, shared)
         if refusal is not None:
             return refusal
         if turn.adapter is not None and (adapter is None or adapter.runner is not self._runner):
@@ -935,6 +939,21 @@ class BlockServer:
             session.rest(now + min(frame.rows, self._settings.rest_s))
             self._runner.resize(session.key, session.length)
             self._left.notify()
+
+    async def _end_for(self, asker: str, tokens: int) -> bool:
+        """End a session of another asker that has held most of the cache for long; False if there is none.
+
+        Those of this node itself stay: it is theirs.
+        """
+        assert self._runner is not None, "there is a cache that is full"
+        others = [one for one in self._sessions.values() if one.asker != self._network.peer_id]
+        total, now = self._runner.kv_total_tokens, trio.current_time()
+        session = self._cache_turns.makes_way(asker, tokens, others, self.kv_free_tokens, total, now)
+        if session is None:
+            return False
+        await self._sender.report_error(session, "busy", "others have waited for its room in the cache for long")
+        self._end(session, session.epoch)
+        return True
 
     async def _end_resting(self) -> None:
         while self._end_one_resting():

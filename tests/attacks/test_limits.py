@@ -19,7 +19,7 @@ from app.rounds import grid, island, record, statements, traces
 from app.rounds import log as round_log
 from app.serving import batching, block_server, handover
 from app.serving.adapters import AdapterLimits
-from app.serving.admission import AdmissionLimits
+from app.serving.admission import TURN_S, AdmissionLimits
 from app.serving.block_server import IDLE_STREAM_S, LOOK_BYTES, ServerSettings
 from app.serving.hop_session import MAX_RECEIVERS
 from app.session import cache_wire, outbound
@@ -86,7 +86,7 @@ ROWS: dict[str, tuple[float, ...]] = {
         block_server.REPLAY_BYTES / MIB,
     ),
     "waits of a step": (batching.MAX_WAIT_STEPS,),
-    "sessions at a hop": (PLACES.peer_sessions, PLACES.sessions),
+    "sessions at a hop": (PLACES.peer_sessions, PLACES.sessions, TURN_S),
     "rows that wait for a hop's device": (
         ServerSettings().queued_bytes / 2**30,
         route_session.UNCOMPUTED_BYTES / MIB,

@@ -23,10 +23,12 @@ from app.core.span import Span
 from app.routing.reroute import RunningRoute
 from app.routing.route import Hop, Route
 from app.routing.wire_choice import Wires
+from app.serving.admission import TURN_S
 from app.serving.batching import BatchQueue, QueuedTokens
 from app.serving.block_server import BlockServer, ServerSettings
 from app.serving.hop_session import HopSession
 from app.session.frame import Frame, decode_hop_error, header, new_session_id, plain
+from app.session.loop_stream import loop_streams
 from app.session.wire import KEEP, PROTOCOL, EpochOrder, Kind, decode, encode_turn
 from engine.errors import NotFinite
 from engine.model.hosted_span import HostedSpan
@@ -69,7 +71,7 @@ async def attacked(runner: BlockRunner) -> AsyncIterator[Scene]:
         nursery.cancel_scope.cancel()
 
 
-async def next_frame(stream: MemoryStream, kind: Kind) -> Frame:
+async def next_frame(stream: FrameStream, kind: Kind) -> Frame:
     """The next frame of this kind; fails where none comes in 30 seconds."""
     with trio.fail_after(30):
         while True:
@@ -159,6 +161,39 @@ async def test_an_asker_that_never_reads_cannot_fill_a_hops_memory(autojump_cloc
             tracemalloc.stop()
         assert held_bytes <= most_bytes
         assert await scene.still_serves()
+
+
+@pytest.mark.parametrize("hog", ["member", "victim"])
+async def test_nobody_holds_the_whole_cache_for_good(hog: str, autojump_clock: MockClock) -> None:
+    """A first session may take all of it, and a probe now and then kept it open; the node's own replies stay."""
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        server = BlockServer(fabric.node("victim"), HashRunner(0, 4, kv_tokens=1000), InlineDevice())
+        await nursery.start(server.run)
+        here, there = loop_streams(hog)
+        if hog == "victim":
+            nursery.start_soon(server.attend, there)
+        holding = here if hog == "victim" else await fabric.node(hog).open("victim", PROTOCOL)
+        held = new_session_id(hog)
+        await holding.send(encode_turn(held, 1, KEEP, EpochOrder(Span(0, 4), "", "", 1000, 0)))
+        await next_frame(holding, Kind.READY)
+        asking = await fabric.node("asker").open("victim", PROTOCOL)
+
+        async def probe() -> None:
+            while True:
+                await holding.send(plain(Kind.PROBE, held, 1))
+                await trio.sleep(30)
+
+        nursery.start_soon(probe)
+        answers = []
+        for _ in range(25):  # half a minute between two of them
+            await asking.send(encode_turn(new_session_id("asker"), 1, KEEP, EpochOrder(Span(0, 4), "", "", 100, 0)))
+            answers.append(Kind(decode(await asking.receive()).kind))
+            await trio.sleep(30)
+        refused = 25 if hog == "victim" else int(TURN_S / 30)
+        assert answers == [Kind.TROUBLE] * refused + [Kind.READY] * (25 - refused)
+        if hog == "member":
+            assert decode_hop_error(await next_frame(holding, Kind.TROUBLE)).code == "busy"
+        nursery.cancel_scope.cancel()
 
 
 async def test_rows_that_wait_for_the_device_have_a_bound(autojump_clock: MockClock) -> None:
