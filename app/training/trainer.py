@@ -777,13 +777,15 @@ class _HopGroup:
 
     def _ways_over(self, peer: str, neighbour: str) -> list[int]:
         """Return the ways that lead from one hop to another, in either direction; those through it if none does."""
-        ways = list(enumerate(self._plan.ways))
         over = [
             number
-            for number, way in ways
+            for number, way in enumerate(self._plan.ways)
             if any({one.peer, two.peer} == {peer, neighbour} for one, two in pairwise(way))
         ]
-        return over or [number for number, way in ways if any(hop.peer == peer for hop in way)]
+        return over or self._ways_through(peer)
+
+    def _ways_through(self, peer: str) -> list[int]:
+        return [number for number, way in enumerate(self._plan.ways) if any(hop.peer == peer for hop in way)]
 
     def _before(self, peer: str, way: int, *, is_back: bool) -> list[str]:
         """Return the hops through which passes come to a hop on a way, the nearest one first; raises `HopLost`."""
@@ -795,8 +797,8 @@ class _HopGroup:
 
     def _beside(self, peer: str) -> list[str]:
         """Return who shares a way with a hop, and so has a part in what it computes."""
-        met = {hop.peer for way in self._plan.ways for hop in way if any(one.peer == peer for one in way)}
-        return [hop.peer for hop in self.hops if hop.peer in met - {peer}]
+        met = self._met(self._ways_through(peer)) - {peer}
+        return [hop.peer for hop in self.hops if hop.peer in met]
 
     def _suspected(self, peers: Sequence[str], why: str) -> HopLost:
         """Return the loss of one of several hops, any of which may be the cause; never of one that is not accused."""
