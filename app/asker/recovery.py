@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from app.core.reasons import Reason, because
@@ -58,7 +60,7 @@ class HopProgress:
         epoch: int,
         fed: int,
         now: float,
-        took_at: Mapping[str, float] | None = None,
+        took_at: Mapping[str, float] = MappingProxyType({}),
     ) -> HopLoss | None:
         """Return what was lost between hops that all answer; None while a hop still computes or receives.
 
@@ -78,9 +80,8 @@ class HopProgress:
                 return HopLoss(HopFailed(hop.peer, why, blameless=True))
             if state.rows < fed:
                 is_coming = quiet_s < self._transfer_s(fed - state.rows)
-                if took_at is not None and hop.peer in took_at:
-                    is_coming = is_coming or now - took_at[hop.peer] < self._longest_quiet_s
-                if is_coming and self._may_take(hop.peer, fed, since_s):
+                is_behind_others = now - took_at.get(hop.peer, -math.inf) < self._longest_quiet_s
+                if (is_coming or is_behind_others) and self._may_take(hop.peer, fed, since_s):
                     return None
                 return _lost_tokens(before, hop.peer, fed)
             if state.position < fed:
