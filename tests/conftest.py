@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import signal
+import sys
 
 # Before torch is imported: small tensors lose time to a thread pool, and two cores serve all of a swarm's processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -46,7 +47,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take what was imported out of the garbage collector's sight: scanning it took a tenth of a second each time."""
+    """Make what was imported cheap for small tests.
+
+    Scanning it took the garbage collector a tenth of a second each time. On ARM, oneDNN takes longer to set up a
+    product than tiny models take to compute it.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch"].backends.mkldnn.enabled = False
     gc.collect()
     gc.freeze()
 

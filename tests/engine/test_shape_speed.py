@@ -36,7 +36,13 @@ def two_blocks(kind: str) -> tuple[ModelConfig, StoredForm]:
     return config, form
 
 
-@pytest.mark.parametrize("kind", sorted(GRID_KINDS))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("AWQ_64", "GPTQ_64", "Q4_0", "Q6_K") else pytest.param(kind, marks=pytest.mark.soak)
+        for kind in sorted(GRID_KINDS)
+    ],
+)
 def test_blocks_in_every_grid_can_be_measured(kind: str) -> None:
     config, form = two_blocks(kind)
     assert form.blocks[0]["down"] == form.head == kind

@@ -195,8 +195,8 @@ def distrusted(asker: Asker) -> set[str]:
         (scaled, 1, ""),
         (stale, 2, ""),
         (scaled, 0, "links"),
-        (scaled, 2, "links"),
-        (scaled, 0, "caches"),
+        pytest.param(scaled, 2, "links", marks=pytest.mark.soak),
+        pytest.param(scaled, 0, "caches", marks=pytest.mark.soak),
         (scaled, 2, "caches"),
     ],
 )

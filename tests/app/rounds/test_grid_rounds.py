@@ -75,7 +75,7 @@ async def test_each_of_34_islands_is_counted_soon_after_it_came(tmp_path: Path, 
         assert counted >= 0.8 * sum(node.island.figures.tokens for node in swarm.nodes.values())
 
 
-@pytest.mark.parametrize("count", [9, pytest.param(16, marks=pytest.mark.soak), 20])
+@pytest.mark.parametrize("count", [9, *(pytest.param(count, marks=pytest.mark.soak) for count in (16, 20))])
 async def test_many_islands_end_every_round_alike(tmp_path: Path, count: int, patient_clock: MockClock) -> None:
     async with open_grid(tmp_path, count, steps=15) as swarm:
         await swarm.until(lambda: len(swarm.nodes[0].island.standing.members) == count)
@@ -255,7 +255,15 @@ def zeroed(answer: Any) -> Any:
     return [bytes(len(piece)) if len(piece) > 4 else piece for piece in answer]
 
 
-@pytest.mark.parametrize("lie", [silent, late, other_change, other_share, cut_row, huge_row])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        silent,
+        other_change,
+        cut_row,
+        *(pytest.param(lie, marks=pytest.mark.soak) for lie in (late, other_share, huge_row)),
+    ],
+)
 async def test_who_fails_in_a_stage_is_left_out_alone(tmp_path: Path, lie: Any, patient_clock: MockClock) -> None:
     async with open_grid(tmp_path, 12, steps=15) as swarm:
         await swarm.until(lambda: len(swarm.nodes[0].island.standing.members) == 12)

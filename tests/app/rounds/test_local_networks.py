@@ -127,7 +127,10 @@ async def other_leaves(honest: Callable[[], Any]) -> Any:
     return [bytes(len(piece)) if len(piece) > 4 else piece for piece in found]
 
 
-@pytest.mark.parametrize("answer", [silent, refuse, fail, other_leaves])
+@pytest.mark.parametrize(
+    "answer",
+    [silent, *(pytest.param(answer, marks=pytest.mark.soak) for answer in (refuse, fail)), other_leaves],
+)
 async def test_who_passes_nothing_on_costs_nobody_its_place(
     answer: Any, tmp_path: Path, patient_clock: MockClock
 ) -> None:

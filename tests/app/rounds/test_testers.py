@@ -265,7 +265,7 @@ async def test_honest_changes_pass_every_test(
         assert not any(entry.doubted for entry in log)
 
 
-@pytest.mark.parametrize("what", ["trial", "retrace"])
+@pytest.mark.parametrize("what", ["trial", pytest.param("retrace", marks=pytest.mark.soak)])
 async def test_a_card_that_is_full_costs_the_test_alone(
     tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch, patient_clock: MockClock
 ) -> None:

@@ -195,7 +195,7 @@ def told(swarm: IslandSwarm, peer: str) -> list[int]:
     return [error for error in found if error]
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (2, 3))])
 async def test_honest_steps_are_found_right(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient_clock: MockClock
 ) -> None:
@@ -255,8 +255,8 @@ def sketches(made_up: Callable[[tuple[float, ...]], tuple[float, ...]]) -> Calla
     "made_up",
     [
         lambda sketch: sketch[::-1],
-        lambda sketch: tuple(-2 * number for number in sketch),
-        lambda sketch: (0.0,) * len(sketch),
+        pytest.param(lambda sketch: tuple(-2 * number for number in sketch), marks=pytest.mark.soak),
+        pytest.param(lambda sketch: (0.0,) * len(sketch), marks=pytest.mark.soak),
         lambda sketch: (math.nan,) * len(sketch),
         lambda sketch: sketch[:5],
     ],
@@ -326,8 +326,8 @@ async def other_bytes(peer: str) -> Any:
     [
         (wire.TRACE, silent, 8.0),  # long, so that testers see that nothing comes before the next round ends their test
         (wire.TRACES, refusing, STEP_S),
-        (wire.TRACE, refusing, STEP_S),
-        (wire.TRACES, other_bytes, STEP_S),
+        pytest.param(wire.TRACE, refusing, STEP_S, marks=pytest.mark.soak),
+        pytest.param(wire.TRACES, other_bytes, STEP_S, marks=pytest.mark.soak),
         (wire.TRACE, other_bytes, STEP_S),
     ],
 )
