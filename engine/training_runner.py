@@ -7,8 +7,9 @@ a time. Knows no peers; `app.training` decides which micro-batches run and when 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -17,15 +18,18 @@ from engine.config import ModelConfig
 from engine.errors import NotFinite, TrainingError, TrainingFull
 from engine.model.span import SpanRunner
 from engine.swarm_ends import SwarmEnds
-from engine.training.adapters import AdapterSettings, layout, weight_count
+from engine.training.adapters import AdapterSettings, drawn, layout, weight_count
 from engine.training.head import LossPass, TrainingEnds
 from engine.training.local_trainer import MicroBatch
-from engine.training.optimiser import AdamW
+from engine.training.optimiser import AdamW, Moments, adamw_step
 from engine.training.peft_format import Adapter
 from engine.training.span import TrainedSpan, unpack_state
 from engine.wire import is_finite, to_bytes, to_tensor
 
 SUM_BYTES = 4  # of a number in summed gradients, which are float32
+_SAMPLED = 4096  # numbers of a block that are followed
+_ROUNDING = 1e-3  # of their length, by which they may differ: a step is rounded by 1e-7 on any device
+_LEAST = 1e-30  # numbers so small are zero on some devices
 
 
 class TrainingRunner:
@@ -227,6 +231,38 @@ def adapter_of(settings: AdapterSettings, config: ModelConfig, states: Sequence[
 def version_of(state: bytes, settings: AdapterSettings, config: ModelConfig) -> int:
     """Return the number of steps after which this state of a block was taken; raises `TrainingError`."""
     return unpack_state(state, weight_count(layout(config, settings.rank, settings.targets)))[0]
+
+
+class StateSample:
+    """Some numbers of a block's adapter and moments, which are stepped along with those of its holders.
+
+    Who holds the block does not know which ones: a state that the sums of all holders do not lead to is found.
+    """
+
+    def __init__(
+        self, block: int, state: bytes | None, settings: AdapterSettings, config: ModelConfig, optimiser: AdamW
+    ) -> None:
+        """Begin with a state, or with the adapter as it is drawn; raises `TrainingError` if it is no such state."""
+        self._count, self._optimiser = weight_count(layout(config, settings.rank, settings.targets)), optimiser
+        whole = Moments.fresh(drawn(settings, config, block)) if state is None else unpack_state(state, self._count)[1]
+        self._places = torch.from_numpy(numpy.random.default_rng().integers(self._count, size=_SAMPLED))
+        self._state = self._sampled(whole)
+
+    def step(self, sums: Any, number: int, rate: float, factor: float) -> None:
+        """Make step `number` (from 1) with the summed gradients of the block times `factor`."""
+        gradient = torch.from_numpy(sums[self._places.numpy()]) * factor
+        self._state = adamw_step(self._state, gradient, number, rate, self._optimiser)
+
+    def fits(self, state: bytes) -> bool:
+        """True if a state has the same numbers, but for rounding; raises `TrainingError` if it is none."""
+        found = self._sampled(unpack_state(state, self._count)[1])
+        return all(
+            float((one - other).double().norm()) <= _ROUNDING * float(one.double().norm()) + _LEAST
+            for one, other in zip(self._state, found, strict=True)
+        )
+
+    def _sampled(self, state: Moments) -> Moments:
+        return Moments(*(vector[self._places] for vector in state))
 
 
 def data_of(rows: Tensor, dtype: str) -> bytes:

@@ -113,7 +113,8 @@ class CacheTurns:
     """Finds the session that makes way if somebody has held most of the cache for long while others find no room.
 
     The first session of an asker may take all of a small node's cache, and be as slow as it likes. What counts is for
-    how long others have been refused because of that asker, whatever sessions it closed and opened meanwhile.
+    how long others have been refused because of that asker, whatever sessions it closed and opened meanwhile. Once it
+    has made way, the time begins anew: others could end all its later sessions as soon as they are open.
     """
 
     def __init__(self) -> None:
@@ -144,4 +145,7 @@ class CacheTurns:
                 if now - first >= TURN_S:
                     too_long.append(peer)
         enough = [one for one in in_use if one.asker in too_long and free + one.turn.tokens >= tokens]
-        return max(enough, key=lambda one: (held[one.asker], one.turn.tokens), default=None)
+        found = max(enough, key=lambda one: (held[one.asker], one.turn.tokens), default=None)
+        if found is not None:
+            del self._in_the_way[found.asker]
+        return found

@@ -3,11 +3,13 @@
 An audit computes a holder's micro-batches of a step again, at another holder and the same version: all of them, because
 their sum is all that a holder has answered for. Audited is at once who stands apart, a new holder in its first steps,
 and every few steps who has agreed least with the others; so somebody who hides in the noise of the data is found too.
+Holders see when somebody was audited, so anybody may be audited at any time besides, by lot.
 Nobody is left out for being far from the others, only for sums that others contradict.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,8 +24,9 @@ class Caution:
     """How a job guards itself against holders that lie."""
 
     clips: bool = True  # sums of three or more holders
-    audit_every: int | None = 10  # steps between two audits that nothing else prompted; None: no audits at all
-    rest: int = 5  # steps in which a holder that an audit has cleared is not audited for standing apart
+    # Most steps between two audits that nothing else prompted, and one in so many has one besides; None: no audits.
+    audit_every: int | None = 10
+    rest: int = 5  # steps in which a holder that an audit has cleared is audited for standing apart once in so many
 
 
 class Suspect(NamedTuple):
@@ -36,8 +39,8 @@ class Suspect(NamedTuple):
 class AuditLots:
     """Remembers how well each holder agreed with the others, and chooses whom to audit."""
 
-    def __init__(self, caution: Caution) -> None:
-        self._caution = caution
+    def __init__(self, caution: Caution, rng: random.Random | None = None) -> None:
+        self._caution, self._rng = caution, rng or random.SystemRandom()
         self._agreement: dict[str, Ewma] = {}
         self._cleared_at: dict[str, int] = {}
         self._waited = 0  # steps since the last audit
@@ -55,12 +58,15 @@ class AuditLots:
                 for peer, cosine in agreement(shares).items():
                     self._agreement.setdefault(peer, Ewma(0.2)).add(cosine)
             for peer in standing_apart(shares):
-                if version - self._cleared_at.get(peer, -self._caution.rest) >= self._caution.rest:
+                if not self._rests(peer, version) or self._rng.random() < 1 / self._caution.rest:
                     apart.setdefault(peer, span)
         self._waited += 1
         drawn = [peer for peer in seen if self._waited >= every or peer not in self._cleared_at]
         if drawn and not apart:
             peer = min(drawn, key=lambda peer: (self._score(peer, version), peer))
+            apart[peer] = seen[peer]
+        elif seen and not apart and self._rng.random() < 1 / every:
+            peer = self._rng.choice(sorted(seen))
             apart[peer] = seen[peer]
         if apart:
             self._waited = 0
@@ -73,6 +79,10 @@ class AuditLots:
     def contradicted(self, peer: str) -> None:
         """An audit found a holder's sums to be wrong: it is audited first of all if it takes part again."""
         self._cleared_at.pop(peer, None)
+
+    def _rests(self, peer: str, version: int) -> bool:
+        """True if an audit has cleared a holder lately."""
+        return version - self._cleared_at.get(peer, -self._caution.rest) < self._caution.rest
 
     def _score(self, peer: str, version: int) -> float:
         """Agreement of a holder with the others; the shorter ago it was cleared, the more is added."""

@@ -275,8 +275,8 @@ class SwarmJobs:
         """Make a job's trainer, with the state that it goes on from."""
         from app.training.material import adapter_settings, back_at, require_unchanged
         from app.training.wiring import order_of
-        from engine.training.optimiser import Schedule
-        from engine.training_runner import owner_ends, sums_bytes, version_of
+        from engine.training.optimiser import AdamW, Schedule
+        from engine.training_runner import StateSample, owner_ends, sums_bytes, version_of
 
         if material is None:
             material = await self._read(job.source, job.record)
@@ -288,7 +288,9 @@ class SwarmJobs:
         schedule = Schedule(record.rate, record.steps, record.warm_up)
         sums = sums_bytes(adapter_settings(record), config)
         version_at = partial(version_of, settings=adapter_settings(record), config=config)
-        terms = JobTerms(order, schedule.at, record.clip, SNAPSHOT_EVERY, SNAPSHOT_SHARE, sums, version_at)
+        optimiser = AdamW(weight_decay=order.weight_decay)
+        sample_of = partial(StateSample, settings=adapter_settings(record), config=config, optimiser=optimiser)
+        terms = JobTerms(order, schedule.at, record.clip, SNAPSHOT_EVERY, SNAPSHOT_SHARE, sums, version_at, sample_of)
         trainer = SwarmTrainer(
             place.network, owner_ends(ends), place.device, place.states, place.routes(config.n_blocks, wire), terms,
             own_server=place.own_server, replicas=place.replicas(config.n_blocks, wire), activations=place.activations,

@@ -138,6 +138,13 @@ class TrainedEnds(Protocol):
     def restore(self) -> None: ...
 
 
+class StateSample(Protocol):
+    """Some numbers of a block's state, stepped along with its holders; `engine.training_runner` implements it."""
+
+    def step(self, sums: Numbers, number: int, rate: float, factor: float) -> None: ...
+    def fits(self, state: bytes) -> bool: ...
+
+
 @dataclass(frozen=True)
 class JobTerms:
     """What a job trains and how; `rate_of` gives the learning rate of a step, from 0."""
@@ -149,6 +156,7 @@ class JobTerms:
     snapshot_share: float = 1.0  # of the time that snapshots may take
     sums_bytes: int = 0  # of a block's summed gradients
     version_of: Callable[[bytes], int] | None = None  # of a block's state; raises `EngineError` for what is none
+    sample_of: Callable[[int, bytes | None], StateSample] | None = None  # (block, its state; None: as drawn)
     replicas: int = 4  # most holders of a block that train at the same time
     copies: bool = True  # snapshots are kept by one more hop, besides the owner
     caution: Caution = field(default_factory=Caution)
@@ -499,6 +507,8 @@ class _HopGroup:
         self._plan: WayPlan
         self._under_way = 1  # most micro-batches at a hop; it has memory for as many, whatever the later plans
         self._round = 0  # of sums in this version
+        self._agreed: Mapping[Span, Numbers] = {}  # sums of all holders in this step, by run of blocks
+        self._followed: dict[int, StateSample] = {}  # block that several hold -> some numbers of its state
         self._drawn: dict[int, tuple[Drawn, float]] = {}  # micro-batch -> what was expected of it, and when it was sent
         self.version = owner.snapshot.version
         self.differs = False  # holders of a block had different states at the last snapshot
@@ -557,6 +567,8 @@ class _HopGroup:
         self._complaints.clear()
         self._drawn.clear()
         self._sizes.clear()  # ways have new numbers
+        if not keeps:
+            await self._follow()
         for link in self._links.values():
             order = self._order_for(link.hop, keeps=keeps)
             await link.outbox.push(_control(encode_open(self._owner.run_id, self._epoch, self.version, order)))
@@ -920,6 +932,7 @@ class _HopGroup:
             await self.go_on_without(lost)  # all others have the order, so the step is made
         if self._trained is not None:
             await self._device.run_later(self._trained.step, rate, scale, clip)
+        self._step_followed(version + 1, rate, scale * clip)
         return StepDone(version + 1, loss, tokens, norm, rate)
 
     def _own_norms(self, hop: Hop, tally: Tally) -> list[float]:
@@ -1194,6 +1207,7 @@ class _HopGroup:
 
         Raises `HopLost` for a holder that lied: the step begins again without it.
         """
+        self._agreed = {}
         if not self._plan.shared_runs:
             return []
         answers = await self._collect(
@@ -1215,6 +1229,7 @@ class _HopGroup:
         agreed: dict[Span, Numbers] = {}
         for span, shares in runs.items():
             agreed[span] = await device.run_later(partial(reduced, clipped=caution.clips), shares)
+        self._agreed = agreed
         await self._hand_out(agreed)
         return [await device.run_later(squared_norm, sums) for sums in agreed.values()]
 
@@ -1442,7 +1457,9 @@ class _HopGroup:
             }
             chosen, votes = Counter(held.values()).most_common(1)[0]
             self.differs |= votes < len(held)
-            await self._obtain(chosen, [peer for peer in held if held[peer] == chosen])
+            suppliers = [peer for peer in held if held[peer] == chosen]
+            await self._obtain(chosen, suppliers)
+            await self._check_states(run.span, chosen, suppliers)
             states += chosen
         others = [link for link in self._links.values() if link.hop.peer != owner._network.peer_id]
         if others and self._terms.copies:
@@ -1475,6 +1492,42 @@ class _HopGroup:
                 raise HopLost(suppliers[0], f"its states are none: {error}", refused=True) from error
             if version != self.version:
                 raise HopLost(suppliers[0], f"its states are of version {version}", refused=True)
+
+    async def _follow(self) -> None:
+        """Take some numbers of the states with which all holders begin, of the blocks that several hold."""
+        sample_of, states, self._followed = self._terms.sample_of, self._owner.snapshot.states, {}
+        if sample_of is None:
+            return
+        for block in (block for run in self._plan.shared_runs for block in run.span.blocks()):
+            with suppress(WeightsError):  # this node's disk; hops may have the state from each other
+                state = await self._owner._states.read(states[block]) if states else None
+                self._followed[block] = await self._device.run_later(sample_of, block, state)
+
+    def _step_followed(self, number: int, rate: float, factor: float) -> None:
+        """Make a step of the blocks of which this node has the sums; the others have one holder by now."""
+        size, followed, agreed = self._terms.sums_bytes // 4, self._followed, self._agreed
+        self._followed, self._agreed = {}, {}
+        for span, sums in agreed.items():
+            for at, block in enumerate(span.blocks()):
+                if block in followed:
+                    followed[block].step(sums[at * size : (at + 1) * size], number, rate, factor)
+                    self._followed[block] = followed[block]
+
+    async def _check_states(self, span: Span, parts: Sequence[StatePart], suppliers: Sequence[str]) -> None:
+        """Raise `HopLost` for a holder whose states do not come from the sums of all: nobody else has a part in them.
+
+        Only one state of several is taken, and nobody could tell later that it was wrong.
+        """
+        accused = [peer for peer in suppliers if peer not in self._not_accused]
+        for block, part in zip(span.blocks(), parts, strict=True):
+            sample = self._followed.get(block)
+            if sample is None or not accused:
+                continue
+            if not await self._device.run_later(sample.fits, await self._owner._states.read(part)):
+                why = f"its state of block {block} at step {self.version} does not come from the sums of all holders"
+                self._note(accused[0], "lied", f"trained wrongly: {why}")
+                self._owner.figures.left_out[accused[0]] = why
+                raise HopLost(accused[0], why, refused=True)
 
     async def _order_one(self, link: _Link, kind: Kind, message: bytes) -> None:
         """Send one hop an order and wait for its answer."""

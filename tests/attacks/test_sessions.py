@@ -196,6 +196,36 @@ async def test_nobody_holds_the_whole_cache_for_good(hog: str, autojump_clock: M
         nursery.cancel_scope.cancel()
 
 
+async def test_nobody_is_thrown_out_of_the_cache_again_and_again(autojump_clock: MockClock) -> None:
+    """A member that was refused for ten minutes had each later session of another one ended as soon as it was open."""
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        server = BlockServer(fabric.node("victim"), HashRunner(0, 4, kv_tokens=1000), InlineDevice())
+        await nursery.start(server.run)
+        honest = await fabric.node("asker").open("victim", PROTOCOL)
+        member = await fabric.node("member").open("victim", PROTOCOL)
+
+        async def is_admitted(stream: FrameStream, id: bytes, tokens: int) -> bool:
+            await stream.send(encode_turn(id, 1, KEEP, EpochOrder(Span(0, 4), "", "", tokens, 0)))
+            while True:
+                frame = decode(await stream.receive())
+                if frame.session == id:
+                    return frame.kind == Kind.READY
+
+        thrown_out = 0
+        for _ in range(120):  # 10 s each
+            writing = new_session_id("asker")
+            assert await is_admitted(honest, writing, 900)
+            wanted = new_session_id("member")
+            if await is_admitted(member, wanted, 200):
+                thrown_out += 1
+                await member.send(plain(Kind.CLOSE, wanted, 1))
+            await trio.sleep(5)
+            await honest.send(plain(Kind.CLOSE, writing, 1))
+            await trio.sleep(5)
+        assert thrown_out == 1
+        nursery.cancel_scope.cancel()
+
+
 async def test_rows_that_wait_for_the_device_have_a_bound(autojump_clock: MockClock) -> None:
     """A fast asker filled a slow hop's memory with the rows of all tokens that it had leased; others were not safe."""
     settings, rows = ServerSettings(queued_bytes=64 * 4 * WIDTH), 16

@@ -46,6 +46,7 @@ from p2p.errors import Refused
 from p2p.memory import link
 from p2p.memory.fabric import LinkProfile
 from tests.app.training.job_swarm import ALL, PLAIN, SETTINGS, UNHURRIED, JobSwarm, Losses, batches_of, open_job_swarm
+from tests.app.training.test_replicas import check_close, few, one_process
 from tests.engine.training import OPTIONS
 
 
@@ -626,6 +627,34 @@ async def test_a_liar_does_not_have_one_honest_holder_after_the_other_left_out(
             await owner.run(4, batches_of, Losses(), JobHooks(lambda: "n0" in {why[:2] for why in owner.figures.lost}))
         assert [why.partition(":")[0] for why in owner.figures.lost] == ["n1", "n0"]
         assert not owner._refused
+
+
+@pytest.mark.parametrize("part", range(3), ids=["weights", "first moments", "second moments"])
+async def test_a_holder_that_hands_over_other_states_than_it_was_to_make_is_left_out(
+    source: ModelSource, tmp_path: Path, part: int
+) -> None:
+    """Of two that differed, the state of the route's first one was taken: it made of the job whatever it liked."""
+
+    def change(blocks: Any) -> None:
+        honest = blocks.state
+
+        def state(block: int) -> bytes:
+            data = bytearray(honest(block))
+            numbers = torch.frombuffer(data, dtype=torch.float32, offset=len(data) - 3 * blocks.sums_bytes)
+            numbers.view(3, -1)[part] *= 1.1
+            return bytes(data)
+
+        blocks.state = state
+
+    losses = Losses()
+    async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
+        swarm.nodes["n0"].changes.append(change)
+        owner = owner_of(swarm, every=1)
+        with trio.fail_after(60):
+            await owner.run(3, few, losses)
+        check_close(losses, one_process(source, 3))
+        assert set(owner.figures.left_out) == owner._refused == {"n0"}
+        assert [why.partition(":")[0] for why in owner.figures.lost] == ["n0"]
 
 
 def answers_late(server: Any, kinds: Collection[Kind], seconds: float) -> None:

@@ -60,6 +60,12 @@ def test_sessions_that_were_closed_and_opened_again_are_the_same_asker() -> None
     assert found is not None
 
 
+def test_an_asker_that_made_way_has_another_turn() -> None:
+    times = [*LONG, TURN_S + 1, 2 * TURN_S, 2 * TURN_S + 1]
+    assert chosen([session("hog", 1000)], 100, times[:-1]) is None
+    assert chosen([session("hog", 1000)], 100, times) is not None
+
+
 def test_an_asker_does_not_make_way_for_itself() -> None:
     assert chosen([session("asker", 1000)], 100, LONG) is None
 

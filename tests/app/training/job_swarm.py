@@ -27,7 +27,8 @@ from engine.sources.base import ModelSource
 from engine.training.adapters import AdapterSettings
 from engine.training.head import TrainingEnds
 from engine.training.local_trainer import LocalTrainer, MicroBatch
-from engine.training_runner import OwnerEnds, sums_bytes, version_of
+from engine.training.optimiser import AdamW
+from engine.training_runner import OwnerEnds, StateSample, sums_bytes, version_of
 from p2p.errors import PeerUnreachable
 from p2p.memory.fabric import LinkProfile, MemoryFabric, open_fabric
 from tests.app.hash_model import InlineDevice
@@ -230,6 +231,7 @@ class JobSwarm:
         terms = JobTerms(
             order, rate_of, snapshot_every=every, sums_bytes=sums_bytes(settings, config),
             version_of=partial(version_of, settings=settings, config=config),
+            sample_of=partial(StateSample, settings=settings, config=config, optimiser=AdamW()),
         )  # fmt: skip
         terms = replace(terms, **more.pop("terms", {}))
         ends = OwnerEnds(TrainingEnds(load_ends(self.source, OPTIONS)), config.hidden_size)
