@@ -932,7 +932,7 @@ class _HopGroup:
             await self.go_on_without(lost)  # all others have the order, so the step is made
         if self._trained is not None:
             await self._device.run_later(self._trained.step, rate, scale, clip)
-        self._step_followed(version + 1, rate, scale * clip)
+        await self._device.run_later(self._step_followed, version + 1, rate, scale * clip)
         return StepDone(version + 1, loss, tokens, norm, rate)
 
     def _own_norms(self, hop: Hop, tally: Tally) -> list[float]:
@@ -1518,16 +1518,16 @@ class _HopGroup:
 
         Only one state of several is taken, and nobody could tell later that it was wrong.
         """
-        accused = [peer for peer in suppliers if peer not in self._not_accused]
+        if self._not_accused.intersection(suppliers):
+            return
+        peer = suppliers[0]
         for block, part in zip(span.blocks(), parts, strict=True):
             sample = self._followed.get(block)
-            if sample is None or not accused:
-                continue
-            if not await self._device.run_later(sample.fits, await self._owner._states.read(part)):
+            if sample and not await self._device.run_later(sample.fits, await self._owner._states.read(part)):
                 why = f"its state of block {block} at step {self.version} does not come from the sums of all holders"
-                self._note(accused[0], "lied", f"trained wrongly: {why}")
-                self._owner.figures.left_out[accused[0]] = why
-                raise HopLost(accused[0], why, refused=True)
+                self._note(peer, "lied", f"trained wrongly: {why}")
+                self._owner.figures.left_out[peer] = why
+                raise HopLost(peer, why, refused=True)
 
     async def _order_one(self, link: _Link, kind: Kind, message: bytes) -> None:
         """Send one hop an order and wait for its answer."""
