@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
+import math
 import socket
 import sys
 from collections.abc import Awaitable, Callable
@@ -135,11 +136,18 @@ def _url(scheme: str, host: str, port: int) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+class Crowd:
+    """When a client of the API was last turned away because all places were taken; shared with the API's test."""
+
+    turned_away_at = -math.inf  # on trio's clock
+
+
 async def serve(
     application: Application,
     sock: socket.socket,
     until: Callable[[], Awaitable[None]],
     lan: LanListener | None = None,
+    crowd: Crowd | None = None,
     *,
     task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
@@ -158,7 +166,7 @@ async def serve(
     config.include_server_header = False
     config.accesslog = None
     config.errorlog = logging.getLogger("shoal.api.server")
-    connections = _Connections(application, config)
+    connections = _Connections(application, config, crowd or Crowd())
     try:
         async with trio.open_nursery() as nursery:
             try:
@@ -224,7 +232,8 @@ class _Connection(TCPServer):
 class _Connections:
     """The clients of one server."""
 
-    def __init__(self, application: Application, config: ServerConfig) -> None:
+    def __init__(self, application: Application, config: ServerConfig, crowd: Crowd) -> None:
+        self._crowd = crowd
         self._application = wrap_app(application, config.wsgi_max_body_size, "asgi")  # type: ignore[arg-type]
         self._config, self._context = config, WorkerContext(None)
         self._open: dict[_Connection, None] = {}  # the oldest first
@@ -234,6 +243,7 @@ class _Connections:
     async def serve(self, stream: trio.SocketStream | trio.SSLStream) -> None:
         """Serve a client until one of the two ends the connection; whatever fails costs this client alone."""
         if len(self._open) >= MAX_CONNECTIONS:
+            self._crowd.turned_away_at = trio.current_time()
             idle = next((one for one in self._open if one.is_idle), None)
             if idle is None:
                 await self._refuse(stream)

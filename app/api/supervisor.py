@@ -59,6 +59,7 @@ class ApiSupervisor:
         lan: server.LanListener | None = None,
     ) -> None:
         self._sock, self._build, self._health, self._lan = sock, build, health, lan
+        self._crowd = server.Crowd()
         self.url = server.url_of(sock)
         self._stopping, self._ended = trio.Event(), trio.Event()
         self._serving = trio.CancelScope()
@@ -89,12 +90,15 @@ class ApiSupervisor:
         await self._ended.wait()
 
     async def _serve(self) -> None:
-        await server.serve(self._build(), self._sock.dup(), self._stopping.wait, self._lan)
+        await server.serve(self._build(), self._sock.dup(), self._stopping.wait, self._lan, self._crowd)
 
     async def _watch(self) -> None:
         while True:
             await trio.sleep(EVERY_S if self._health.trouble is None else TRY_AGAIN_S)
+            began_at = trio.current_time()
             trouble = await api_trouble(self.url)
+            if self._crowd.turned_away_at >= began_at:
+                trouble = None  # the test itself may have been turned away, without a word: many replies are no fault
             self._health.note(trouble)
             if trouble is not None and not self._stopping.is_set():
                 log.error("the API failed its own test and is restarted: %s", trouble.text)

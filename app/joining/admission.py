@@ -295,16 +295,16 @@ def revoke(home: Home, identity: Identity, swarm: SavedSwarm, peer: str, *, remo
             code="failed",
         )
     raw = signer.revoke(after, wall_ms())
-    save_list(home, signer.authority, raw)
+    save_lists(home, signer.authority, [raw])
     return raw
 
 
-def save_list(home: Home, authority: Authority, raw: bytes) -> None:
-    """Save a revocation list that is new here beside the others. Blocks."""
+def save_lists(home: Home, authority: Authority, lists: Iterable[bytes]) -> None:
+    """Save revocation lists beside the others; of each signer the newest is kept. Blocks."""
 
     def change(ledger: SwarmLedger) -> SwarmLedger:
         book = RevocationBook(authority)
-        for one in (*ledger.lists, raw):
+        for one in (*ledger.lists, *lists):
             book.keep(parse(one))
         return replace(ledger, lists=tuple(book.statements()))
 

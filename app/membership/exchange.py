@@ -109,7 +109,6 @@ class MembershipExchange:
         self.listening = False
         self.urgent_added = Signal()
         self._announcement_limit = PeerRateLimit(ANNOUNCEMENTS_AT_ONCE, ANNOUNCEMENTS_PER_S)
-        self._list_limit = PeerRateLimit(burst=64, per_s=1)  # revocation lists
         self._suspicion_limit = PeerRateLimit(SUSPICIONS_AT_ONCE, SUSPICIONS_PER_S)
         self._table_limit = PeerRateLimit(TABLES_AT_ONCE, TABLES_PER_S)
         self._piggyback_limit = PeerRateLimit(burst=4, per_s=1)  # answers to probes that take news along
@@ -285,8 +284,7 @@ class MembershipExchange:
                 if self._suspicion_limit.take(sender, now):
                     self._receive_suspicion(envelope, now)
             elif envelope.domain == REVOCATIONS_DOMAIN and self._guard is not None:
-                if self._list_limit.take(sender, now):
-                    self._guard.keep(envelope)
+                self._guard.keep_from(sender, envelope)
         except EnvelopeError as error:
             log.debug("a statement from %s was refused: %s", sender, error)
             if not isinstance(error, Untimely) and not self._invalid_limit.take(sender, now):

@@ -47,6 +47,7 @@ SWEEP_S = 10.0
 GRACE_S = 30.0  # for which a linked peer may be without a certificate
 _MAX_CERTIFICATES = 4096
 _MAX_STATEMENTS = 64
+LISTS_AT_ONCE, LISTS_PER_S = 64, 1.0  # revocation lists of one peer that are looked at because they may be news
 
 
 class GuardedNetwork:
@@ -68,6 +69,7 @@ class GuardedNetwork:
         self._refused_until: OrderedDict[str, float] = OrderedDict()
         self._asking: dict[str, trio.Event] = {}
         self._presented = PeerRateLimit(burst=16, per_s=1.0)
+        self._lists_told = PeerRateLimit(LISTS_AT_ONCE, LISTS_PER_S)
         self._without_since: dict[str, float] = {}  # linked peers without a certificate
         for raw in lists:
             try:
@@ -115,6 +117,12 @@ class GuardedNetwork:
         for listener in tuple(self.listeners):
             listener(envelope)
         return True
+
+    def keep_from(self, peer: str, envelope: Envelope) -> None:
+        """Keep a list as `keep` does, but look at no more of one peer than its limit allows: the rest comes again."""
+        is_older = envelope.sequence <= self.book.sequence_of(envelope.peer)
+        if not is_older and self._lists_told.take(peer, trio.current_time()):
+            self.keep(envelope)
 
     async def run(self) -> None:
         """Sweep every `SWEEP_S` seconds, until cancelled."""
@@ -180,7 +188,7 @@ class GuardedNetwork:
                 if envelope.domain == CERTIFICATE_DOMAIN and number == 0:
                     self._remember(read_certificate(raw, self.authority), peer)
                 elif envelope.domain == REVOCATIONS_DOMAIN and (asked or self.is_admitted(peer)):
-                    self.keep(envelope)
+                    self.keep_from(peer, envelope)
         except EnvelopeError as error:
             log.info("a certificate or list from %s was rejected: %s", peer, error)
 

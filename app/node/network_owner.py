@@ -15,7 +15,7 @@ import trio
 
 from app.core.network import Network
 from app.core.signal import Signal
-from app.joining.admission import AdmissionDesk, save_list
+from app.joining.admission import AdmissionDesk, save_lists
 from app.joining.name_lookup import guard_of
 from app.joining.network_setup import apply_live, network_config
 from app.membership import GuardedNetwork, QueryService, value_check
@@ -135,15 +135,27 @@ class NetworkOwner:
         desk = AdmissionDesk(network, guard, context.identity, context.home, context.note)
         await trio.to_thread.run_sync(desk.reload)
 
-        async def save(raw: bytes) -> None:
-            await trio.to_thread.run_sync(save_list, context.home, guard.authority, raw)
+        news = Signal()
+
+        async def save() -> None:
+            lists = tuple(guard.book.statements())
+            await trio.to_thread.run_sync(save_lists, context.home, guard.authority, lists)
+
+        async def save_news() -> None:
+            """Save the lists after each change: one thread at a time, however many lists come meanwhile."""
+            seen = 0
+            while True:
+                await news.wait_beyond(seen)
+                seen = news.version
+                await guarded("saving revocation lists", save)
 
         def on_list(envelope: Envelope) -> None:
-            nursery.start_soon(guarded, "saving a revocation list", save, envelope.raw)
+            news.notify()
             if self.active_swarm is not None:
                 self.active_swarm.follow_revocations()
 
         guard.listeners.append(on_list)
+        nursery.start_soon(save_news)
         nursery.start_soon(supervise, "the check of certificates", guard.run)
         self.guard, self.desk = guard, desk
 

@@ -1,6 +1,6 @@
 """Keeps a node connected: dials configured peers, remembered peers and those that mDNS reports.
 
-Each peer is retried without limit, with pauses that grow from 0.5 s to 60 s, until `ENOUGH_PEERS` are connected
+Each peer is retried without limit, with pauses that grow from 0.5 s to 60 s, until `ENOUGH_PEERS` were reached
 (py-libp2p's bootstrap gives up after three failures). The caller passes in the function that dials.
 """
 
@@ -18,7 +18,7 @@ from p2p.rate_limit import backoff_s
 
 Means = Literal["mdns", "dht", "invite", "remembered", "public"]
 MEANS: tuple[Means, ...] = ("mdns", "dht", "invite", "remembered")  # by default: the public directory only if chosen
-ENOUGH_PEERS = 8  # connected peers above which only sticky ones are dialled
+ENOUGH_PEERS = 8  # connected peers that this node dialled, from which on only sticky ones are dialled
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
 _MAX_WAIT_S = 5.0
@@ -32,12 +32,15 @@ Connect = Callable[[str, list[Address]], Awaitable[bool]]
 
 
 class Seeker:
-    """Dials wanted peers until `ENOUGH_PEERS` are connected; sticky peers are always redialled when lost."""
+    """Dials wanted peers until `ENOUGH_PEERS` were reached; sticky peers are always redialled when lost.
 
-    def __init__(self, connect: Connect, is_connected: Callable[[str], bool], connected: Callable[[], int]) -> None:
+    Peers that connected by themselves do not count: strangers may do so, to keep this node from all others.
+    """
+
+    def __init__(self, connect: Connect, is_connected: Callable[[str], bool], reached: Callable[[], int]) -> None:
         self._connect = connect
         self._is_connected = is_connected
-        self._connected_count = connected
+        self._reached_count = reached
         self._wanted: dict[str, list[Address]] = {}
         self._sticky: set[str] = set()
         self._neighbours: dict[str, None] = {}  # known from mDNS alone, the oldest first
@@ -98,7 +101,7 @@ class Seeker:
             for peer in self._wanted
             if peer not in self._in_flight and self._next_at[peer] <= now and not self._is_connected(peer)
         ]
-        if self._connected_count() >= ENOUGH_PEERS:
+        if self._reached_count() >= ENOUGH_PEERS:
             due = [peer for peer in due if peer in self._sticky]
         return due
 

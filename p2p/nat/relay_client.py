@@ -25,6 +25,7 @@ PLACES = 3  # reservations that a node holds at a time, at relays of different n
 MAX_RELAYS = 64
 MAX_CIRCUITS_A_RELAY = 32  # so that one relay cannot use up all connections of this node
 _ASK_TIMEOUT_S = 8.0
+_ASK_AGAIN_S = 60.0  # after a relay gave no place
 _CHECK_S = 5.0
 
 log = logging.getLogger("shoal.p2p.relay")
@@ -71,7 +72,8 @@ class RelayClient:
         self._changed = changed
         self._offering: dict[str, Address] = {}  # relay -> its address
         self._places: dict[str, float] = {}  # relay -> expiry of the reservation, unix seconds
-        self._refused_until: dict[str, float] = {}
+        # Relays that gave no place -> how often in a row, and when they may be asked again; the latest last.
+        self._refusals: dict[str, tuple[int, float]] = {}
         self._circuits: Counter[str] = Counter()
         self._wake = trio.Event()
         self._needed = False
@@ -111,14 +113,12 @@ class RelayClient:
             if gone is None:
                 return
             del self._offering[gone]
-            self._refused_until.pop(gone, None)
         self._offering[peer] = address.of(peer)
         self._wake.set()
 
     def withdrawn(self, peer: str) -> None:
         """Record that `peer` no longer offers relaying."""
         self._offering.pop(peer, None)
-        self._refused_until.pop(peer, None)
 
     async def run(self) -> None:
         """Make and renew reservations while they are needed, until cancelled."""
@@ -184,12 +184,18 @@ class RelayClient:
         await connection.closed.wait()
 
     async def _reserve_one(self) -> None:
-        now = trio.current_time()
-        candidates = [
-            relay
+        """Ask one relay for a place: the best of those that refused least often.
+
+        Else a few that are near and never answer would be asked in turn for ever, and no other one.
+        """
+        now, never = trio.current_time(), (0, 0.0)
+        refusals = {
+            relay: count
             for relay in self._offering
-            if relay not in self._places and self._refused_until.get(relay, 0) <= now and self._host.connection(relay)
-        ]
+            for count, until in [self._refusals.get(relay, never)]
+            if relay not in self._places and until <= now and self._host.connection(relay)
+        }
+        candidates = [relay for relay, count in refusals.items() if count == min(refusals.values())]
         if candidates:
             await self._reserve(best_relay(candidates, self._whereabouts, self._places))
 
@@ -208,9 +214,13 @@ class RelayClient:
         except (P2PError, trio.TooSlowError) as error:
             log.info("no reservation at the relay %s: %s", relay, error)
             self._places.pop(relay, None)
-            self._refused_until[relay] = trio.current_time() + 60
+            count, _ = self._refusals.pop(relay, (0, 0.0))
+            self._refusals[relay] = (count + 1, trio.current_time() + _ASK_AGAIN_S)
+            if len(self._refusals) > MAX_RELAYS:
+                del self._refusals[next(iter(self._refusals))]
             self._publish()
             return
+        self._refusals.pop(relay, None)
         self._places[relay] = min(float(answer.reservation.expires_at), time.time() + 7200)
         log.info("reachable through the relay %s", relay)
         self._publish()

@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from app.api import server
+from app.api import server, supervisor
 from app.api.guard import Receive, Scope, Send
-from app.api.supervisor import api_trouble
+from app.api.supervisor import ApiHealth, ApiSupervisor, api_trouble
+from app.core.reasons import Reason
 
 REQUEST = b"GET %s HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 # HTTP/2 with settings that grant no window, and a request for /
@@ -164,5 +165,39 @@ async def test_a_full_api_of_requests_refuses_further_ones(monkeypatch: pytest.M
             assert (await refused.receive_some(65536)).startswith(b"HTTP/1.1 503 ")
             assert await api_trouble(url) is None
             await refused.aclose()
+    for stream in busy:
+        await stream.aclose()
+
+
+async def test_a_crowd_at_a_full_api_does_not_have_it_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own test was closed without a word like any other client, which cut all replies off every 30 s."""
+    monkeypatch.setattr(supervisor, "EVERY_S", 0.01)
+    monkeypatch.setattr(supervisor, "TRY_AGAIN_S", 0.01)
+    tested = trio.Semaphore(0)
+
+    async def counted(url: str) -> Reason | None:
+        trouble = await api_trouble(url)
+        tested.release()
+        return trouble
+
+    application, built, health = Asked(), 0, ApiHealth()
+
+    def build() -> Asked:
+        nonlocal built
+        built += 1
+        return application
+
+    api = ApiSupervisor(server.open_socket(0, explicit=False), build, health)
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(api.run)
+            busy = [await waiting_request(api.url, application) for _ in range(2)]
+            monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
+            monkeypatch.setattr(server, "MAX_REFUSED", 0)  # as if so many others were being refused already
+            monkeypatch.setattr(supervisor, "api_trouble", counted)
+            for _ in range(4):
+                await tested.acquire()
+            assert (built, health.trouble) == (1, None)
+            nursery.cancel_scope.cancel()
     for stream in busy:
         await stream.aclose()

@@ -222,6 +222,7 @@ ROWS: dict[str, tuple[float, ...]] = {
         certificates.MAX_LIST_BYTES / KIB,
         certificates.MAX_DELEGATES_LISTS + 1,
         guard._MAX_CERTIFICATES,
+        guard.LISTS_AT_ONCE,
     ),
     "limited invites": (
         invitations.MAX_INVITATIONS,

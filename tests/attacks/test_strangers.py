@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import time
+from contextlib import AsyncExitStack
 
 import pytest
 import trio
@@ -13,6 +14,7 @@ from trio.testing import MockClock
 
 from app.membership import Membership, wire
 from app.swarm.records import sign_record
+from p2p.discovery.seeker import ENOUGH_PEERS
 from p2p.errors import P2PError
 from p2p.host.admission import Admission, ConnectionLimits
 from p2p.host.heartbeat import PROTOCOL as HEARTBEAT
@@ -24,7 +26,7 @@ from p2p.values import MAX_BODY_BYTES
 from tests.app.swarms import CREATOR, MODEL, N_BLOCKS
 from tests.p2p.network_contract import PROTOCOL, Stall, echo, echo_stream
 from tests.p2p.networks import TrioByteStream, WiredNode, WiredWorld, wired_world
-from tests.p2p.nodes import make_host, make_network
+from tests.p2p.nodes import make_host, make_network, until
 
 HOUR_S = 3600.0
 
@@ -142,3 +144,21 @@ async def test_a_dialler_does_not_choose_the_round_trip_time_that_is_measured_to
         assert all(rtt_s > 1e-5 for rtt_s in measured), measured  # nothing in Python answers within 10 microseconds
         await evil.goodbye()
         nursery.cancel_scope.cancel()
+
+
+# --- peers that are wanted ------------------------------------------------------------------------------------------
+
+
+async def test_strangers_that_connect_do_not_keep_a_node_from_dialling_its_own_peers() -> None:
+    """Eight connections of anybody were enough for it, and a node that had just started stayed alone with them."""
+    victim, friend = make_network(), make_network()
+    strangers = [make_network() for _ in range(ENOUGH_PEERS)]
+    with trio.fail_after(30):
+        async with AsyncExitStack() as stack:
+            for network in (victim, friend, *strangers):
+                await stack.enter_async_context(network.running())
+            for stranger in strangers:
+                stranger.seek(victim.addresses()[0])
+            await until(lambda: len(victim.links()) == ENOUGH_PEERS)
+            victim.seek(friend.addresses()[0], keep=False)  # as it does with each peer that it remembers
+            await until(lambda: friend.peer_id in {link.peer for link in victim.links()})
