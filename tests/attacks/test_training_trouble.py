@@ -37,6 +37,7 @@ from app.training.wire import (
     sequences_of,
 )
 from app.weights.extents import WeightsError
+from engine import training_runner
 from engine.model.ends import load_ends
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
@@ -655,6 +656,33 @@ async def test_a_holder_that_hands_over_other_states_than_it_was_to_make_is_left
         check_close(losses, one_process(source, 3))
         assert set(owner.figures.left_out) == owner._refused == {"n0"}
         assert [why.partition(":")[0] for why in owner.figures.lost] == ["n0"]
+
+
+async def test_a_state_with_one_wrong_number_among_many_does_not_get_into_a_job(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample of a block hardly ever has that number, and one weight of 10,000 ruins every later step."""
+    monkeypatch.setattr(training_runner, "_SAMPLED", 8)
+
+    def change(blocks: Any) -> None:
+        honest = blocks.state
+
+        def state(block: int) -> bytes:
+            data = bytearray(honest(block))
+            numbers = torch.frombuffer(data, dtype=torch.float32, offset=len(data) - 3 * blocks.sums_bytes)
+            numbers.view(3, -1)[0, -1] = 1e4
+            return bytes(data)
+
+        blocks.state = state
+
+    losses = Losses()
+    async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
+        swarm.nodes["n0"].changes.append(change)
+        owner = owner_of(swarm, every=1)
+        with trio.fail_after(60):
+            await owner.run(3, few, losses)
+        check_close(losses, one_process(source, 3))
+        assert set(owner.figures.left_out) == {"n0"}
 
 
 def answers_late(server: Any, kinds: Collection[Kind], seconds: float) -> None:
