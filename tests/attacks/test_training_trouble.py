@@ -41,6 +41,7 @@ from engine import training_runner
 from engine.model.ends import load_ends
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
+from engine.training.adapters import AdapterSettings
 from engine.training.head import TrainingEnds
 from engine.training_runner import BatchLoss, OwnerEnds, sums_bytes
 from p2p.errors import Refused
@@ -789,6 +790,25 @@ async def test_a_snapshot_does_not_wait_for_one_of_several_that_have_its_states(
         owner = owner_of(swarm)
         with trio.fail_after(40):
             await owner.run(1, batches_of, Losses())
+        assert not owner.figures.lost
+
+
+async def test_hops_do_not_forget_a_job_while_their_states_come_over_a_slow_link(
+    source: ModelSource, tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They did after three minutes, with their states: those of an 8B model take longer at 20 Mbit/s."""
+    monkeypatch.setattr(hop, "IDLE_S", 30.0)
+    monkeypatch.setattr(trainer, "PROBE_EVERY_S", 10.0)
+    settings = AdapterSettings(rank=256, alpha=8.0, seed=3)
+    async with open_job_swarm(source, tmp_path, ALL) as swarm:
+        owner = swarm.owner(patience=Patience(), settings=settings, terms={"copies": False})
+        swarm.fabric.set_link("owner", "n0", LinkProfile(delay_s=0.02, bytes_per_s=0.5e6))
+        for store in (owner._states, swarm.nodes["n0"].states):
+            store._in_thread = trio.to_thread.run_sync  # for which the clock waits
+        begun = trio.current_time()
+        with trio.fail_after(600):
+            await owner.run(1, few, lambda step: None)
+        assert trio.current_time() - begun > 45
         assert not owner.figures.lost
 
 
