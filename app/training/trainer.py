@@ -667,7 +667,8 @@ class _HopGroup:
                 if frame.session != self._owner.run_id:
                     continue
                 if frame.kind == Kind.STATE:
-                    self._busy[index], self._sending[index] = frame.rows, frame.width
+                    if index in self._links:  # else what is lost later would not be missed
+                        self._busy[index], self._sending[index] = frame.rows, frame.width
                     self._heard.notify()
                     if not frame.epoch:
                         self._send.send_nowait((index, HopLost(peer, "it has forgotten the job")))

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from trio.testing import MockClock
 
 from app.core.network import FrameStream, Priority
 from app.session import outbound
-from app.session.frame import CHANGES, DTYPES, INT8, Frame, HopError, root_mean_square, row_bytes
+from app.session.frame import CHANGES, DTYPES, INT8, Frame, HopError, plain, root_mean_square, row_bytes
 from app.session.outbound import OutboundFrame
 from app.training import blame, hop, progress, states, trainer, wire
 from app.training.audits import Caution
@@ -810,6 +810,30 @@ async def test_hops_do_not_forget_a_job_while_their_states_come_over_a_slow_link
             await owner.run(1, few, lambda step: None)
         assert trio.current_time() - begun > 45
         assert not owner.figures.lost
+
+
+class LastWords:
+    """The stream of a hop that is not in the plan any more, which says that it computes."""
+
+    peer = "n0"
+
+    def __init__(self, run: bytes) -> None:
+        self._messages = [plain(Kind.STATE, run, 1, 0, rows=9, width=1)]
+
+    async def receive(self) -> bytes:
+        if not self._messages:
+            raise Refused("it is closed")
+        return self._messages.pop()
+
+
+async def test_a_hop_that_was_left_does_not_seem_to_compute_for_ever(source: ModelSource, tmp_path: Path) -> None:
+    """While one computes, nothing is taken for lost: what gets lost later held the job up for ten minutes."""
+    async with open_job_swarm(source, tmp_path, ALL) as swarm, trio.open_nursery() as nursery:
+        owner = owner_of(swarm)
+        group = trainer._HopGroup(owner, 1, nursery)
+        await group._read(0, cast(FrameStream, LastWords(owner.run_id)))
+        assert not group._busy
+        assert not group._sending
 
 
 async def test_of_different_states_those_of_a_hop_that_had_to_rest_do_not_count_again(
