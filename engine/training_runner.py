@@ -21,7 +21,7 @@ from engine.swarm_ends import SwarmEnds
 from engine.training.adapters import AdapterSettings, drawn, layout, weight_count
 from engine.training.head import LossPass, TrainingEnds
 from engine.training.local_trainer import MicroBatch
-from engine.training.optimiser import AdamW, Moments, adamw_step
+from engine.training.optimiser import MOST_RATIO, AdamW, Moments, adamw_step
 from engine.training.peft_format import Adapter
 from engine.training.span import TrainedSpan, unpack_state
 from engine.wire import is_finite, to_bytes, to_tensor
@@ -236,7 +236,8 @@ def version_of(state: bytes, settings: AdapterSettings, config: ModelConfig) -> 
 class StateSample:
     """Some numbers of a block's adapter and moments, which are stepped along with those of its holders.
 
-    Who holds the block does not know which ones: a state that the sums of all holders do not lead to is found.
+    Who holds the block does not know which ones: a state that the sums of all holders do not lead to is found. A few
+    wrong numbers among many are not, so none may be larger than the steps can have made it: those do little.
     """
 
     def __init__(
@@ -247,16 +248,19 @@ class StateSample:
         whole = Moments.fresh(drawn(settings, config, block)) if state is None else unpack_state(state, self._count)[1]
         self._places = torch.from_numpy(numpy.random.default_rng().integers(self._count, size=_SAMPLED))
         self._state = self._sampled(whole)
+        self._largest = float(whole.values.abs().max())  # that a weight can be
 
     def step(self, sums: Any, number: int, rate: float, factor: float) -> None:
         """Make step `number` (from 1) with the summed gradients of the block times `factor`."""
         gradient = torch.from_numpy(sums[self._places.numpy()]) * factor
         self._state = adamw_step(self._state, gradient, number, rate, self._optimiser)
+        self._largest += MOST_RATIO * rate
 
     def fits(self, state: bytes) -> bool:
         """True if a state has the same numbers, but for rounding; raises `TrainingError` if it is none."""
-        found = self._sampled(unpack_state(state, self._count)[1])
-        return all(
+        whole = unpack_state(state, self._count)[1]
+        found = self._sampled(whole)
+        return float(whole.values.abs().max()) <= (1 + _ROUNDING) * self._largest and all(
             float((one - other).double().norm()) <= _ROUNDING * float(one.double().norm()) + _LEAST
             for one, other in zip(self._state, found, strict=True)
         )

@@ -7,7 +7,8 @@ Invariants, by which duplicates, late frames and frames of dead routes do no har
   the micro-batches that may be under way, and who takes more makes way;
 - a micro-batch is counted once for a version and block, in whichever attempt it first comes back;
 - sums of blocks that others hold too are handed over once; what is counted later is in the sums of the next round;
-- after a step no pass is accepted until it is committed, or an epoch begins that drops it.
+- once the sums of all holders are here, and after a step, no pass is accepted until the step is committed, or an epoch
+  begins that drops it: hops before and after this one could have it make another step than all others.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class JobLedger:
         self.forget_passes()
         self.round = 0  # of sums that others add up with theirs
         self.awaits_sums = False  # those of all holders, which the next step needs
+        self._has_sums = False  # of all holders: the next step is made of them
 
     def forget_passes(self) -> None:
         """Forget the passes and what was counted; sums that were handed over stay so."""
@@ -152,7 +154,7 @@ class JobLedger:
 
     def agreed(self) -> None:
         """The sums of all holders are here."""
-        self.awaits_sums = False
+        self.awaits_sums, self._has_sums = False, True
 
     def made_step(self) -> None:
         """The next version has been made; passes wait until it is committed."""
@@ -171,7 +173,7 @@ class JobLedger:
         return True
 
     def _judge(self, sender: str, epoch: int, one: Pass, *, back: bool) -> PassVerdict:
-        if epoch != self.epoch or one.version != self.version or self.stepped:
+        if epoch != self.epoch or one.version != self.version or self.stepped or self._has_sums:
             return PassVerdict.STALE
         way = self.order.way(one.way)
         if way is None:

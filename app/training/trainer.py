@@ -555,6 +555,7 @@ class _HopGroup:
             else:
                 self._links[index] = _Link(hop, PeerOutbox(stream, self._nursery))
                 self._nursery.start_soon(self._read, index, stream)
+        self._nursery.start_soon(self._stay_known)
         await self._close_unused()
         try:
             await self._begin(keeps=False)
@@ -666,7 +667,8 @@ class _HopGroup:
                 if frame.session != self._owner.run_id:
                     continue
                 if frame.kind == Kind.STATE:
-                    self._busy[index], self._sending[index] = frame.rows, frame.width
+                    if index in self._links:  # else what is lost later would not be missed
+                        self._busy[index], self._sending[index] = frame.rows, frame.width
                     self._heard.notify()
                     if not frame.epoch:
                         self._send.send_nowait((index, HopLost(peer, "it has forgotten the job")))
@@ -767,6 +769,13 @@ class _HopGroup:
         for index, link in self._links.items():
             if self._heard_at.get(index, 0.0) <= asked_at:
                 raise HopLost(link.hop.peer, f"it has not answered for {self._patience.probe_s:g} s")
+
+    async def _stay_known(self) -> None:
+        """Ask the hops how they are now and then: they would forget a job that fetches its states for minutes."""
+        while True:
+            await trio.sleep(PROBE_EVERY_S)
+            for link in list(self._links.values()):
+                await link.outbox.push(_control(plain(Kind.PROBE, self._owner.run_id, self._epoch)))
 
     def _on_trouble(self, index: int, trouble: HopError) -> list[int]:
         """Act on a hop's error: return the ways on which what is under way should run again; raises `HopLost`.

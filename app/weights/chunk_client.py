@@ -69,9 +69,8 @@ class ChunkClient:
         timeout_s = LEAVES_S + chunk_count(part.size_bytes) * HASH_BYTES * CHUNK_S / CHUNK_BYTES
         begun = trio.current_time()
         try:
-            raw = await self.network.call(
-                peer, self.sharing.methods.leaves, part.root, timeout_s=timeout_s, priority=Priority.BULK
-            )
+            # Before the chunks that are on their way: on a slow link they take longer than `LEAVES_S`.
+            raw = await self.network.call(peer, self.sharing.methods.leaves, part.root, timeout_s=timeout_s)
             leaves = leaves_from(raw, size_bytes=part.size_bytes, root=part.root)
             # A measured peer is chosen before untried ones, which may never answer.
             self.performance.gave(peer, trio.current_time() - begun)

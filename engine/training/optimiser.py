@@ -39,7 +39,7 @@ class Moments(NamedTuple):
         return cls(values, torch.zeros_like(values), torch.zeros_like(values))
 
 
-_MOST_RATIO = 8.0  # of a first moment to the root of its second: at most 7.3 (Cauchy and Schwarz), and rounding
+MOST_RATIO = 8.0  # of a first moment to the root of its second: at most 7.3 (Cauchy and Schwarz), and rounding
 _ROUNDED = 1.01  # bfloat16 and sums of many numbers lose less
 _LEAST_FIRST = 1e-15  # below it the squares of gradients may be too small for float32
 
@@ -53,7 +53,7 @@ def are_moments(first: Tensor, second: Tensor, clip: float | None = None) -> boo
     """
     if not bool(torch.isfinite(first).all() and torch.isfinite(second).all()) or bool((second < 0).any()):
         return False
-    most = second.sqrt().mul_(_MOST_RATIO).add_(_LEAST_FIRST)
+    most = second.sqrt().mul_(MOST_RATIO).add_(_LEAST_FIRST)
     if bool((first[first.numel() - second.numel() :].abs() > most).any()):
         return False
     return clip is None or float(first.double().norm()) <= _ROUNDED * clip

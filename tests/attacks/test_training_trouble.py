@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from trio.testing import MockClock
 
 from app.core.network import FrameStream, Priority
 from app.session import outbound
-from app.session.frame import CHANGES, DTYPES, INT8, Frame, HopError, root_mean_square, row_bytes
+from app.session.frame import CHANGES, DTYPES, INT8, Frame, HopError, plain, root_mean_square, row_bytes
 from app.session.outbound import OutboundFrame
 from app.training import blame, hop, progress, states, trainer, wire
 from app.training.audits import Caution
@@ -37,9 +37,11 @@ from app.training.wire import (
     sequences_of,
 )
 from app.weights.extents import WeightsError
+from engine import training_runner
 from engine.model.ends import load_ends
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
+from engine.training.adapters import AdapterSettings
 from engine.training.head import TrainingEnds
 from engine.training_runner import BatchLoss, OwnerEnds, sums_bytes
 from p2p.errors import Refused
@@ -657,6 +659,33 @@ async def test_a_holder_that_hands_over_other_states_than_it_was_to_make_is_left
         assert [why.partition(":")[0] for why in owner.figures.lost] == ["n0"]
 
 
+async def test_a_state_with_one_wrong_number_among_many_does_not_get_into_a_job(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample of a block hardly ever has that number, and one weight of 10,000 ruins every later step."""
+    monkeypatch.setattr(training_runner, "_SAMPLED", 8)
+
+    def change(blocks: Any) -> None:
+        honest = blocks.state
+
+        def state(block: int) -> bytes:
+            data = bytearray(honest(block))
+            numbers = torch.frombuffer(data, dtype=torch.float32, offset=len(data) - 3 * blocks.sums_bytes)
+            numbers.view(3, -1)[0, -1] = 1e4
+            return bytes(data)
+
+        blocks.state = state
+
+    losses = Losses()
+    async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
+        swarm.nodes["n0"].changes.append(change)
+        owner = owner_of(swarm, every=1)
+        with trio.fail_after(60):
+            await owner.run(3, few, losses)
+        check_close(losses, one_process(source, 3))
+        assert set(owner.figures.left_out) == {"n0"}
+
+
 def answers_late(server: Any, kinds: Collection[Kind], seconds: float) -> None:
     """Let a server take so long for frames of these kinds; it says that it computes."""
     honest = server._carry_out
@@ -762,6 +791,49 @@ async def test_a_snapshot_does_not_wait_for_one_of_several_that_have_its_states(
         with trio.fail_after(40):
             await owner.run(1, batches_of, Losses())
         assert not owner.figures.lost
+
+
+async def test_hops_do_not_forget_a_job_while_their_states_come_over_a_slow_link(
+    source: ModelSource, tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They did after three minutes, with their states: those of an 8B model take longer at 20 Mbit/s."""
+    monkeypatch.setattr(hop, "IDLE_S", 30.0)
+    monkeypatch.setattr(trainer, "PROBE_EVERY_S", 10.0)
+    settings = AdapterSettings(rank=256, alpha=8.0, seed=3)
+    async with open_job_swarm(source, tmp_path, ALL) as swarm:
+        owner = swarm.owner(patience=Patience(), settings=settings, terms={"copies": False})
+        swarm.fabric.set_link("owner", "n0", LinkProfile(delay_s=0.02, bytes_per_s=0.5e6))
+        for store in (owner._states, swarm.nodes["n0"].states):
+            store._in_thread = trio.to_thread.run_sync  # for which the clock waits
+        begun = trio.current_time()
+        with trio.fail_after(600):
+            await owner.run(1, few, lambda step: None)
+        assert trio.current_time() - begun > 45
+        assert not owner.figures.lost
+
+
+class LastWords:
+    """The stream of a hop that is not in the plan any more, which says that it computes."""
+
+    peer = "n0"
+
+    def __init__(self, run: bytes) -> None:
+        self._messages = [plain(Kind.STATE, run, 1, 0, rows=9, width=1)]
+
+    async def receive(self) -> bytes:
+        if not self._messages:
+            raise Refused("it is closed")
+        return self._messages.pop()
+
+
+async def test_a_hop_that_was_left_does_not_seem_to_compute_for_ever(source: ModelSource, tmp_path: Path) -> None:
+    """While one computes, nothing is taken for lost: what gets lost later held the job up for ten minutes."""
+    async with open_job_swarm(source, tmp_path, ALL) as swarm, trio.open_nursery() as nursery:
+        owner = owner_of(swarm)
+        group = trainer._HopGroup(owner, 1, nursery)
+        await group._read(0, cast(FrameStream, LastWords(owner.run_id)))
+        assert not group._busy
+        assert not group._sending
 
 
 async def test_of_different_states_those_of_a_hop_that_had_to_rest_do_not_count_again(

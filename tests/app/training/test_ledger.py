@@ -155,6 +155,21 @@ def test_sums_are_handed_over_once_and_new_ones_begin() -> None:
     assert hop.hand_over(0) is True  # rounds are counted in each version
 
 
+def test_neighbours_add_nothing_to_the_sums_of_all_holders() -> None:
+    """The hop would make another step than all others, and be left out for it."""
+    order = replace(ORDER, span=Span(2, 4), predecessor="h0", successor="h2", shared=(Span(2, 4),))
+    hop = JobLedger("owner", 1, order, 0)
+    one = Pass(0, 0, 0)
+    assert hop.forward("h0", 1, one) is PassVerdict.RUN
+    assert hop.hand_over(0) is True
+    hop.agreed()
+    assert hop.back("h2", 1, one) is PassVerdict.STALE
+    assert hop.forward("h0", 1, Pass(0, 1, 0)) is PassVerdict.STALE
+    hop.made_step()
+    assert hop.commit(1, 1) is True
+    assert hop.forward("h0", 1, Pass(1, 0, 0)) is PassVerdict.RUN
+
+
 def test_who_shares_nothing_hands_nothing_over() -> None:
     assert ledgers()[0].hand_over(0) is None
 

@@ -17,7 +17,7 @@ from app.manifest.merkle import CHUNK_BYTES
 from app.training.states import FETCH_S, METHODS, SLOWEST_BYTES_PER_S, StateStore
 from app.training.wire import StatePart
 from app.weights.extents import WeightsError
-from p2p.memory.fabric import open_fabric
+from p2p.memory.fabric import LinkProfile, open_fabric
 
 
 def store(network: Network, folder: Path) -> StateStore:
@@ -44,6 +44,20 @@ async def test_a_holder_that_falls_silent_is_given_up_within_a_minute_or_as_long
         allowed_s = FETCH_S + size_bytes / SLOWEST_BYTES_PER_S
         assert 0.9 * allowed_s <= trio.current_time() - begun <= 1.1 * allowed_s
         assert allowed_s < 60 or size_bytes > 1000
+
+
+async def test_states_come_over_a_slow_link_in_the_time_that_their_bytes_take(
+    patient_clock: MockClock, tmp_path: Path
+) -> None:
+    """The hashes of the next one waited behind chunks, and their holder was not asked for a minute each time."""
+    async with open_fabric(profile=LinkProfile(delay_s=0.02, bytes_per_s=0.5e6)) as fabric:
+        me, holder = fabric.node("me"), fabric.node("holder")
+        given = store(holder, tmp_path / "holder")
+        given.serve()
+        parts = [await given.keep(b"run", bytes([number]) * (4 * CHUNK_BYTES)) for number in range(4)]
+        begun = trio.current_time()
+        await store(me, tmp_path / "me").obtain(b"run", parts, ["holder"])
+        assert trio.current_time() - begun < 1.1 * 16 * CHUNK_BYTES / 0.5e6
 
 
 @pytest.mark.parametrize("wrong_bytes", [-1, 1, -CHUNK_BYTES, CHUNK_BYTES])
