@@ -301,14 +301,16 @@ class BlockHost:
         announced, failing = self._swarm.announcements(), self._failing()
         return [one for one in announced if one.peer not in failing] if failing else announced
 
-    def _decide(self, plan: HostingPlan) -> Move | None:
+    def _decide(self, plan: HostingPlan, span: Span | None) -> Move | None:
+        """Decide on a move from `span`, which is served or being loaded; those to a hole wait until it is certain."""
         if self._options.blocks is not None:
-            if self._span is not None:
+            if span is not None:
                 return None
             return Move(self._options.blocks, 0.0, because("asked_for", "the setting `blocks` names these blocks"))
-        settled_s = trio.current_time() - self._settled_at
-        me = Candidate(self._network.peer_id, plan.blocks, self._tokens_per_s, self._span, settled_s)
-        return decide(me, self._others(), self._swarm.n_blocks)
+        settled_s, held = trio.current_time() - self._settled_at, self._swarm.own.held
+        me = Candidate(self._network.peer_id, plan.blocks, self._tokens_per_s, span, settled_s, held)
+        move = decide(me, self._others(), self._swarm.n_blocks)
+        return move if move is None or not _is_hole(move) else replace(move, after_s=max(move.after_s, HOLE_CERTAIN_S))
 
     async def _follow_the_swarm(self, plan: HostingPlan) -> None:
         """Decide on a move and carry it out once its wait is over; until then, wait for changes of members.
@@ -319,13 +321,10 @@ class BlockHost:
         if self._memory_change is not None and self._hosted is not None and self._span is not None:
             await self._change_memory(plan, self._memory_change)
             return
-        move = self._decide(plan)
-        is_hole = move is not None and move.why.code in ("hole", "make_way")
-        if move is not None and is_hole:
-            move = replace(move, after_s=max(move.after_s, HOLE_CERTAIN_S))
-        self._move_timer = due(self._move_timer, move, now)
+        self._move_timer = due(self._move_timer, self._decide(plan, self._span), now)
         if self._move_timer is None or self._move_timer.at > now:
-            with trio.move_on_at(now + REFRESH_S if self._move_timer is None else self._move_timer.at):
+            refresh_at = now + REFRESH_S
+            with trio.move_on_at(refresh_at if self._move_timer is None else min(refresh_at, self._move_timer.at)):
                 await self._news.wait_beyond(seen)
                 await trio.sleep(NEWS_S)
             if self._hosted is not None and trio.current_time() - self._announced_at >= REFRESH_S:
@@ -334,12 +333,19 @@ class BlockHost:
         move, self._move_timer = self._move_timer.move, None
         if self._span is not None:
             self._say("loading", replace(move.why, text=f"moving to {move.span}: {move.why.text}"))
-            await self.drain(HOLE_DRAIN_S if is_hole else DRAIN_S)
+            await self.drain(HOLE_DRAIN_S if _is_hole(move) else DRAIN_S)
         await self._load(plan, move)
 
     # --- hosting ------------------------------------------------------------------------------------------------------
 
     async def _load(self, plan: HostingPlan, move: Move) -> None:
+        """Load the blocks of a move and serve them, or those of a hole that opens meanwhile."""
+        next_move: Move | None = move
+        while next_move is not None:
+            next_move = await self._load_unless_hole(plan, next_move)
+
+    async def _load_unless_hole(self, plan: HostingPlan, move: Move) -> Move | None:
+        """Load and serve blocks; if a hole opens that this node is to fill, stop and return the move to it instead."""
         span = move.span
         state: State = "loading" if await self._loader.is_downloaded(span) else "fetching"
         self._say(state, replace(move.why, text=f"blocks {span}: {move.why.text}"))
@@ -350,8 +356,22 @@ class BlockHost:
             self._loader.let_go(self._span)
         self._hosted = self._span = None  # free the old blocks' memory before loading new ones
         self.is_loading = True
-        hosted = await self._loader.load(plan, span, partial(self._serve_part, span, move))
+        hosted: Hosted | None = None
+        urgent: Move | None = None
+        async with trio.open_nursery() as nursery:
+
+            async def await_hole() -> None:
+                nonlocal urgent
+                urgent = await self._await_hole(plan, span)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(await_hole)
+            hosted = await self._loader.load(plan, span, partial(self._serve_part, span, move))
+            nursery.cancel_scope.cancel()
         self.is_loading = False
+        if hosted is None:
+            self._loader.let_go(span)
+            return urgent
         self._forget_memory_change()  # it was about the blocks before
         self._steps.done("load", f"blocks {span}")
         self._steps.done("measure", f"{hosted.throughput.decode_tokens_per_s:.1f} tokens/s")
@@ -360,6 +380,20 @@ class BlockHost:
         await self._tell_hosted(hosted)
         self._steps.done("announce")
         self._say("serving", move.why)
+        return None
+
+    async def _await_hole(self, plan: HostingPlan, span: Span) -> Move:
+        """Wait, while `span` is loaded, for a hole that this node is to fill instead: a download can take hours."""
+        timer: MoveTimer | None = None
+        while True:
+            seen, now = self._news.version, trio.current_time()
+            move = self._decide(plan, span)
+            timer = due(timer, move if move is not None and move.why.code == "hole" else None, now)
+            if timer is not None and timer.at <= now:
+                return timer.move
+            with trio.move_on_at(now + REFRESH_S if timer is None else min(now + REFRESH_S, timer.at)):
+                await self._news.wait_beyond(seen)
+                await trio.sleep(NEWS_S)
 
     async def _watch_memory(self) -> None:
         """Have blocks given back while other programs need the memory, and taken again later."""
@@ -478,3 +512,8 @@ class BlockHost:
         share = (busy_s - self._announced_busy_s) / max(now - self._announced_at, 1.0)
         self._announced_at, self._announced_busy_s = now, busy_s
         return min(max(share, 0.0), 1.0)
+
+
+def _is_hole(move: Move) -> bool:
+    """True if a move is made because nobody serves a block."""
+    return move.why.code in ("hole", "make_way")

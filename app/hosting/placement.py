@@ -1,10 +1,11 @@
 """Decides which span this node hosts, from the members' announcements. Pure: no I/O, no clock, no random numbers.
 
 A newcomer takes the window that most improves the worst-served blocks; simultaneous newcomers choose in turn. A node
-that hosts a span moves for three reasons: a hole, that is a block that no node serves (at once); a block with a single
-holder while others have spare ones (after seconds); and blocks served much worse than its own (after minutes). Nodes
-that could make the same move wait by rank, which each of them computes alike from the announcements. No move gives up a
-block that no other node serves, and only a hole justifies leaving a block to a single holder.
+that hosts a span moves for three reasons: a hole, that is a block that no node serves (at once, but after minutes if
+others are about to); a block with a single holder while others have spare ones (after seconds); and blocks served much
+worse than its own (after minutes). Nodes that could make the same move wait by rank, which each of them computes alike
+from the announcements. No move gives up a block that no other node serves, and only a hole justifies leaving a block to
+a single holder.
 
 `app.swarm.coverage` sums the announcements up; `app.hosting.block_host` waits and moves.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -30,6 +31,8 @@ JITTER_S = 120.0  # spreads such moves of different nodes
 HOLE_STAGGER_S = 2.0  # per rank of those that could fill a hole: time for an announcement to spread
 THIN_WAIT_S = 5.0  # before helping a single holder: a second one that restarts is back by then
 THIN_STAGGER_S = 4.0  # per rank of those that could help
+COMING_S = 120.0  # before, and per rank of those that could, a hole is filled that others say they are about to fill
+LATEST_RANK = 4  # that counts for it: members could claim to be many
 JOIN_STAGGER_S = 0.6  # between two newcomers' choices, less if there are many
 JOIN_STAGGER_TOTAL_S = 20.0  # for all newcomers together
 
@@ -43,6 +46,7 @@ class Candidate:
     tokens_per_s: float  # 0: not measured yet
     span: Span | None = None
     settled_s: float = 0.0  # since it took this span
+    held: tuple[Span, ...] = ()  # blocks whose weights are on its disk
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,10 @@ def decide_by(found: Coverage, me: Candidate, others: Sequence[Announcement]) ->
         return _fill_hole(me, others, found, with_me.holders.index(0))
     if min(with_me.holders) == 1:
         move = _thicken(me, others, found, with_me)
+        if move is not None:
+            return move
+    if min(with_me.serving) == 0:
+        move = _fill_late_hole(me, others, n_blocks)
         if move is not None:
             return move
     return _even_out(me, others, found, with_me)
@@ -149,6 +157,33 @@ def _fill_hole(me: Candidate, others: Sequence[Announcement], found: Coverage, h
     return Move(best_window(found, possible, me), wait_s, because("hole", f"nobody serves block {hole}"))
 
 
+def _fill_late_hole(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move | None:
+    """Move to a hole that others say they are about to fill, if it lasts: they may need hours for it, or not mean it.
+
+    Whoever moves is about to fill it too, and the next in rank gives it as much time again. A block whose weights
+    nobody has is left to those that wait for them.
+    """
+    assert me.span is not None
+    serving = [replace(other, growing=None) if other.growing else other for other in others if other.serves]
+    found = coverage_of(serving, n_blocks, me.tokens_per_s)
+    holders, stored = found.plus(me.span, me.tokens_per_s).holders, _stored(me, others, n_blocks)
+    hole = next((block for block in range(n_blocks) if stored[block] and not holders[block]), None)
+    move = None if hole is None else _fill_hole(me, serving, found, hole)
+    if move is None:
+        return None
+    rank = min(move.after_s / HOLE_STAGGER_S, LATEST_RANK)
+    return replace(move, after_s=COMING_S * (1 + rank))
+
+
+def _stored(me: Candidate, others: Iterable[Announcement], n_blocks: int) -> list[int]:
+    """Count for each block how many nodes have its weights on disk."""
+    changes = [0] * (n_blocks + 1)
+    for span in (*me.held, *(span for other in others for span in other.held)):
+        changes[min(span.start, n_blocks)] += 1
+        changes[min(span.stop, n_blocks)] -= 1
+    return list(accumulate(changes[:-1]))
+
+
 def _make_way(me: Candidate, found: Coverage, hole: int) -> Move | None:
     """Shift towards a hole that no node can fill, giving up only blocks that others serve; neighbours then follow."""
     assert me.span is not None
@@ -186,9 +221,12 @@ def _thicken(me: Candidate, others: Sequence[Announcement], found: Coverage, wit
     if most < 1:
         return None
     best = best_window(found, [window for window in windows if cured(window) == most], me)
-    block = next(block for block in best.blocks() if alone[block])
+    block = min((block for block in best.blocks() if alone[block]), key=lambda block: with_me.serving[block])
     wait_s = THIN_WAIT_S + THIN_STAGGER_S * _rank(me, others, found, block, spare=2)
     why = because("lone_holder", f"only one node serves block {block}", *_holders(others, block))
+    is_served = any(other.serves and other.span and block in other.span for other in others)
+    if not is_served and not with_me.serving[block]:  # the same reason as if two came, so that the wait for it lasts
+        why = because("hole", f"nobody serves block {block}")
     return Move(best, wait_s, why)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from app.core.reasons import because
 from app.core.span import Span
 from app.hosting.placement import (
+    COMING_S,
     GAIN,
     HOLE_STAGGER_S,
     JOIN_STAGGER_TOTAL_S,
@@ -83,6 +84,33 @@ def test_a_hole_is_filled_at_once_by_those_who_can_one_after_another() -> None:
         assert 9 in move.span
         delays.append(move.after_s)
     assert sorted(delays) == [0.0, HOLE_STAGGER_S, 2 * HOLE_STAGGER_S]
+
+
+def test_a_hole_that_others_are_about_to_fill_is_filled_if_it_lasts() -> None:
+    """Those that could go one after another; a block whose weights nobody has moves nobody."""
+    serving = [holder(peer, 0, 6) for peer in "abc"]
+    coming = [holder(peer, 6, 12, state="fetching") for peer in "de"]
+    everything, delays = (Span(0, 12),), []
+    for one in serving:
+        others = [*(other for other in serving if other is not one), *coming]
+        assert decide(Candidate(one.peer, 6, 10.0, Span(0, 6), LONG_S), others, BLOCKS) is None
+        move = decide(Candidate(one.peer, 6, 10.0, Span(0, 6), LONG_S, everything), others, BLOCKS)
+        assert move is not None
+        assert (move.span, move.why.code) == (Span(6, 12), "hole")
+        delays.append(move.after_s)
+    assert sorted(delays) == [COMING_S, 2 * COMING_S, 3 * COMING_S]
+
+
+def test_members_that_come_and_go_do_not_put_off_the_end_of_a_hole() -> None:
+    me = Candidate("me", 6, 10.0, Span(0, 6), LONG_S, (Span(0, 12),))
+    others = [holder(peer, 0, 6) for peer in "abc"]
+    timer, ends_at = None, set()
+    for now in range(0, 100, 10):
+        coming = [holder(peer, 6, 12, state="fetching") for peer in "de"[: 1 + now // 10 % 2]]
+        timer = due(timer, decide(me, [*others, *coming], BLOCKS), float(now))
+        assert timer is not None
+        ends_at.add(timer.at)
+    assert len(ends_at) == 1
 
 
 def test_a_clear_gain_moves_a_settled_node_and_nothing_else_does() -> None:
