@@ -32,7 +32,8 @@ HOLE_STAGGER_S = 2.0  # per rank of those that could fill a hole: time for an an
 THIN_WAIT_S = 5.0  # before helping a single holder: a second one that restarts is back by then
 THIN_STAGGER_S = 4.0  # per rank of those that could help
 COMING_S = 120.0  # before, and per rank of those that could, a hole is filled that others say they are about to fill
-LATEST_RANK = 4  # that counts for it: members could claim to be many
+LATEST_TO_COME = 4  # the last rank that counts for that
+LATEST_RANK = 15  # the last one that counts for any wait: who claims to go first need not be there
 JOIN_STAGGER_S = 0.6  # between two newcomers' choices, less if there are many
 JOIN_STAGGER_TOTAL_S = 20.0  # for all newcomers together
 
@@ -171,7 +172,7 @@ def _fill_late_hole(me: Candidate, others: Sequence[Announcement], n_blocks: int
     move = None if hole is None else _fill_hole(me, serving, found, hole)
     if move is None:
         return None
-    rank = min(move.after_s / HOLE_STAGGER_S, LATEST_RANK)
+    rank = min(move.after_s / HOLE_STAGGER_S, LATEST_TO_COME)
     return replace(move, after_s=COMING_S * (1 + rank))
 
 
@@ -301,7 +302,7 @@ def _rank(me: Candidate, others: Sequence[Announcement], found: Coverage, block:
 
     mine = precedence(own)
     able = (m for m in others if m.serves and m.span is not None and m.span.start < n_blocks)
-    return sum(theirs > mine for theirs in map(precedence, able) if theirs[0])
+    return min(sum(theirs > mine for theirs in map(precedence, able) if theirs[0]), LATEST_RANK)
 
 
 def _holders(others: Iterable[Announcement], block: int) -> list[str]:

@@ -86,6 +86,15 @@ def test_a_hole_is_filled_at_once_by_those_who_can_one_after_another() -> None:
     assert sorted(delays) == [0.0, HOLE_STAGGER_S, 2 * HOLE_STAGGER_S]
 
 
+def test_a_crowd_that_claims_to_go_first_does_not_put_off_the_end_of_a_hole() -> None:
+    """Each of them made everybody else wait for two seconds."""
+    crowd = [holder(f"liar {number}", 0, 6, 1e6) for number in range(1000)]
+    move = decide(Candidate("me", 6, 10.0, Span(0, 6), LONG_S), [*crowd, holder("a", 0, 6)], BLOCKS)
+    assert move is not None
+    assert (move.span, move.why.code) == (Span(6, 12), "hole")
+    assert move.after_s <= 30.0
+
+
 def test_a_hole_that_others_are_about_to_fill_is_filled_if_it_lasts() -> None:
     """Those that could go one after another; a block whose weights nobody has moves nobody."""
     serving = [holder(peer, 0, 6) for peer in "abc"]
