@@ -24,7 +24,7 @@ from app.core.signal import Signal
 from app.core.span import Span
 from app.hosting.device_view import device_views
 from app.hosting.memory import Free, MemoryChange, after_giving_back, blocks_of, fewer_blocks, kept_span
-from app.hosting.placement import Candidate, Move, MoveTimer, decide, due, regrown
+from app.hosting.placement import Candidate, Move, MoveTimer, decide, due, leave_for_hole, regrown
 from app.membership import Membership
 from app.membership.member import Change
 from app.routing.estimates import rates_to_announce, rtts_to_announce
@@ -301,16 +301,17 @@ class BlockHost:
         announced, failing = self._swarm.announcements(), self._failing()
         return [one for one in announced if one.peer not in failing] if failing else announced
 
-    def _decide(self, plan: HostingPlan, span: Span | None) -> Move | None:
-        """Decide on a move from `span`, which is served or being loaded; those to a hole wait until it is certain."""
+    def _decide(self, plan: HostingPlan) -> Move | None:
         if self._options.blocks is not None:
-            if span is not None:
+            if self._span is not None:
                 return None
             return Move(self._options.blocks, 0.0, because("asked_for", "the setting `blocks` names these blocks"))
+        return decide(self._candidate(plan, self._span), self._others(), self._swarm.n_blocks)
+
+    def _candidate(self, plan: HostingPlan, span: Span | None) -> Candidate:
+        """Return this node as input of a decision; `span` is served or being loaded."""
         settled_s, held = trio.current_time() - self._settled_at, self._swarm.own.held
-        me = Candidate(self._network.peer_id, plan.blocks, self._tokens_per_s, span, settled_s, held)
-        move = decide(me, self._others(), self._swarm.n_blocks)
-        return move if move is None or not _is_hole(move) else replace(move, after_s=max(move.after_s, HOLE_CERTAIN_S))
+        return Candidate(self._network.peer_id, plan.blocks, self._tokens_per_s, span, settled_s, held)
 
     async def _follow_the_swarm(self, plan: HostingPlan) -> None:
         """Decide on a move and carry it out once its wait is over; until then, wait for changes of members.
@@ -321,7 +322,11 @@ class BlockHost:
         if self._memory_change is not None and self._hosted is not None and self._span is not None:
             await self._change_memory(plan, self._memory_change)
             return
-        self._move_timer = due(self._move_timer, self._decide(plan, self._span), now)
+        move = self._decide(plan)
+        is_hole = move is not None and move.why.code in ("hole", "make_way")
+        if move is not None and is_hole:
+            move = replace(move, after_s=max(move.after_s, HOLE_CERTAIN_S))
+        self._move_timer = due(self._move_timer, move, now)
         if self._move_timer is None or self._move_timer.at > now:
             refresh_at = now + REFRESH_S
             with trio.move_on_at(refresh_at if self._move_timer is None else min(refresh_at, self._move_timer.at)):
@@ -333,7 +338,7 @@ class BlockHost:
         move, self._move_timer = self._move_timer.move, None
         if self._span is not None:
             self._say("loading", replace(move.why, text=f"moving to {move.span}: {move.why.text}"))
-            await self.drain(HOLE_DRAIN_S if _is_hole(move) else DRAIN_S)
+            await self.drain(HOLE_DRAIN_S if is_hole else DRAIN_S)
         await self._load(plan, move)
 
     # --- hosting ------------------------------------------------------------------------------------------------------
@@ -385,15 +390,18 @@ class BlockHost:
     async def _await_hole(self, plan: HostingPlan, span: Span) -> Move:
         """Wait, while `span` is loaded, for a hole that this node is to fill instead: a download can take hours."""
         timer: MoveTimer | None = None
-        while True:
+        while self._options.blocks is None:
             seen, now = self._news.version, trio.current_time()
-            move = self._decide(plan, span)
-            timer = due(timer, move if move is not None and move.why.code == "hole" else None, now)
+            move = leave_for_hole(self._candidate(plan, span), self._others(), self._swarm.n_blocks)
+            if move is not None:
+                move = replace(move, after_s=max(move.after_s, HOLE_CERTAIN_S))
+            timer = due(timer, move, now)
             if timer is not None and timer.at <= now:
                 return timer.move
             with trio.move_on_at(now + REFRESH_S if timer is None else min(now + REFRESH_S, timer.at)):
                 await self._news.wait_beyond(seen)
                 await trio.sleep(NEWS_S)
+        return await trio.sleep_forever()
 
     async def _watch_memory(self) -> None:
         """Have blocks given back while other programs need the memory, and taken again later."""
@@ -512,8 +520,3 @@ class BlockHost:
         share = (busy_s - self._announced_busy_s) / max(now - self._announced_at, 1.0)
         self._announced_at, self._announced_busy_s = now, busy_s
         return min(max(share, 0.0), 1.0)
-
-
-def _is_hole(move: Move) -> bool:
-    """True if a move is made because nobody serves a block."""
-    return move.why.code in ("hole", "make_way")

@@ -231,6 +231,22 @@ def _thicken(me: Candidate, others: Sequence[Announcement], found: Coverage, wit
     return Move(best, wait_s, why)
 
 
+# --- a hole that opens while this node loads blocks -------------------------------------------------------------------
+
+
+def leave_for_hole(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move | None:
+    """Return the move to a hole for which this node should give up loading `me.span`; None if there is none.
+
+    Others that are loading may leave for it too, so they wait for each other as well.
+    """
+    move = decide(me, others, n_blocks)
+    if move is None or move.why.code != "hole":
+        return None
+    loading = [other.peer for other in others if other.state in COMING and not other.serves]
+    rank = min(sum(_turn(peer) < _turn(me.peer) for peer in loading), LATEST_RANK)
+    return replace(move, after_s=move.after_s + HOLE_STAGGER_S * rank)
+
+
 # --- blocks served much worse than others -----------------------------------------------------------------------------
 
 

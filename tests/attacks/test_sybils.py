@@ -189,22 +189,29 @@ class SlowDownload(SimLoader):
         return await super().load(plan, span, on_grown)
 
 
-async def test_a_node_that_downloads_for_hours_fills_the_hole_that_opens_meanwhile(autojump_clock: MockClock) -> None:
-    """Three members serve the second half and die while this node fetches the first one, which others serve."""
+async def test_of_nodes_that_download_for_hours_one_fills_the_hole_that_opens_meanwhile(
+    autojump_clock: MockClock,
+) -> None:
+    """All that serve the second half die while three nodes fetch the first one, which others serve."""
     async with open_sim() as sim, trio.open_nursery() as nursery:
-        me, *others = await sim.grow(6)
-        for node in others[:2]:
+        nodes = await sim.grow(12)
+        mine, first, second = nodes[:3], nodes[3:5], nodes[5:]
+        for node in first:
             says_it_serves(node, Span(0, HALF))
-        for node in others[2:]:
+        for node in second:
             says_it_serves(node, Span(HALF, N_BLOCKS))
         await trio.sleep(5)
-        spec = NodeSpec(me.number, HALF, 50.0, load_s=1.0, place=(0.0, 0.0))
-        host = BlockHost(me.network, me.swarm, SlowDownload(spec), HostingOptions(), lambda state, why: None)
-        nursery.start_soon(host.run)
-        await sim.until(lambda: me.swarm.own.span == Span(0, HALF), 60)
-        for node in others[2:]:
+        for me in mine:
+            spec = NodeSpec(me.number, HALF, 50.0, load_s=1.0, place=(0.0, 0.0))
+            host = BlockHost(me.network, me.swarm, SlowDownload(spec), HostingOptions(), lambda state, why: None)
+            nursery.start_soon(host.run)
+        await sim.until(lambda: all(me.swarm.own.span == Span(0, HALF) for me in mine), 60)
+        for node in second:
             sim.kill(node)
-        await sim.until(lambda: me.swarm.own.serves and me.swarm.own.span == Span(HALF, N_BLOCKS), 120)
+        await sim.until(lambda: any(me.swarm.own.serves for me in mine), 120)
+        await trio.sleep(60)
+        filled = [me.swarm.own.serves and me.swarm.own.span == Span(HALF, N_BLOCKS) for me in mine]
+        assert sorted(filled) == [False, False, True]
         nursery.cancel_scope.cancel()
 
 
