@@ -24,7 +24,7 @@ from app.core.signal import Signal
 from app.core.span import Span
 from app.hosting.device_view import device_views
 from app.hosting.memory import Free, MemoryChange, after_giving_back, blocks_of, fewer_blocks, kept_span
-from app.hosting.placement import Candidate, Move, MoveTimer, decide, due, leave_for_hole, regrown
+from app.hosting.placement import Candidate, Move, MoveTimer, decide, due, leave_for_hole, regrown, unserved
 from app.membership import Membership
 from app.membership.member import Change
 from app.routing.estimates import rates_to_announce, rtts_to_announce
@@ -149,6 +149,7 @@ class BlockHost:
         self._settled_at = self._announced_at = self._announced_busy_s = 0.0
         self._news = Signal()
         self._move_timer: MoveTimer | None = None
+        self._unserved_since: dict[int, float] = {}  # blocks that no other member serves
         self._withdrawn = False
         self._memory_changed = Signal()  # `_memory_change` is None again
         self._choosing = trio.CancelScope()
@@ -310,8 +311,18 @@ class BlockHost:
 
     def _candidate(self, plan: HostingPlan, span: Span | None) -> Candidate:
         """Return this node as input of a decision; `span` is served or being loaded."""
-        settled_s, held = trio.current_time() - self._settled_at, self._swarm.own.held
-        return Candidate(self._network.peer_id, plan.blocks, self._tokens_per_s, span, settled_s, held)
+        now, n_blocks = trio.current_time(), self._swarm.n_blocks
+        since = self._unserved_since
+        self._unserved_since = {block: since.get(block, now) for block in unserved(self._others(), n_blocks)}
+        return Candidate(
+            self._network.peer_id,
+            plan.blocks,
+            self._tokens_per_s,
+            span,
+            now - self._settled_at,
+            self._swarm.own.held,
+            {block: now - at for block, at in self._unserved_since.items()},
+        )
 
     async def _follow_the_swarm(self, plan: HostingPlan) -> None:
         """Decide on a move and carry it out once its wait is over; until then, wait for changes of members.

@@ -13,8 +13,8 @@ a single holder.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -31,9 +31,8 @@ JITTER_S = 120.0  # spreads such moves of different nodes
 HOLE_STAGGER_S = 2.0  # per rank of those that could fill a hole: time for an announcement to spread
 THIN_WAIT_S = 5.0  # before helping a single holder: a second one that restarts is back by then
 THIN_STAGGER_S = 4.0  # per rank of those that could help
-COMING_S = 120.0  # before, and per rank of those that could, a hole is filled that others say they are about to fill
-LATEST_TO_COME = 4  # the last rank that counts for that
-LATEST_RANK = 15  # the last one that counts for any wait: who claims to go first need not be there
+COMING_S = 120.0  # at least, and up to five times as long, those have that say they are about to fill a hole
+LATEST_RANK = 15  # of nodes that load blocks and may leave them for a hole
 JOIN_STAGGER_S = 0.6  # between two newcomers' choices, less if there are many
 JOIN_STAGGER_TOTAL_S = 20.0  # for all newcomers together
 
@@ -48,6 +47,7 @@ class Candidate:
     span: Span | None = None
     settled_s: float = 0.0  # since it took this span
     held: tuple[Span, ...] = ()  # blocks whose weights are on its disk
+    unserved_s: Mapping[int, float] = field(default_factory=dict)  # blocks that no other node serves -> for how long
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,10 @@ def decide_by(found: Coverage, me: Candidate, others: Sequence[Announcement]) ->
     with_me = found.plus(me.span, me.tokens_per_s)
     if min(with_me.holders) == 0:
         return _fill_hole(me, others, found, with_me.holders.index(0))
-    if min(with_me.holders) == 1:
+    move = _fill_late_hole(me, others, n_blocks)
+    if move is None and min(with_me.holders) == 1:
         move = _thicken(me, others, found, with_me)
-        if move is not None:
-            return move
-    if min(with_me.serving) == 0:
-        move = _fill_late_hole(me, others, n_blocks)
-        if move is not None:
-            return move
-    return _even_out(me, others, found, with_me)
+    return move or _even_out(me, others, found, with_me)
 
 
 def regrown(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Span:
@@ -159,27 +154,35 @@ def _fill_hole(me: Candidate, others: Sequence[Announcement], found: Coverage, h
 
 
 def _fill_late_hole(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move | None:
-    """Move to a hole that others say they are about to fill, if it lasts: they may need hours for it, or not mean it.
+    """Move to a hole that has lasted although others say they are about to fill it: that can take hours, or be a lie.
 
-    Whoever moves is about to fill it too, and the next in rank gives it as much time again. A block whose weights
-    nobody has is left to those that wait for them.
+    Each node waits for another time, so that few do the same. A block whose weights nobody has is left to those that
+    wait for them.
     """
     assert me.span is not None
-    serving = [replace(other, growing=None) if other.growing else other for other in others if other.serves]
-    found = coverage_of(serving, n_blocks, me.tokens_per_s)
-    holders, stored = found.plus(me.span, me.tokens_per_s).holders, _stored(me, others, n_blocks)
-    hole = next((block for block in range(n_blocks) if stored[block] and not holders[block]), None)
-    move = None if hole is None else _fill_hole(me, serving, found, hole)
-    if move is None:
+    late = {
+        block
+        for block, seconds in me.unserved_s.items()
+        if seconds >= COMING_S * (1 + 4 * _hash_fraction(me.peer, str(block))) and block not in me.span
+    }
+    stored = _counts((*me.held, *(span for other in others for span in other.held)), n_blocks) if late else []
+    hole = min((block for block in late if stored[block]), default=None)
+    if hole is None:
         return None
-    rank = min(move.after_s / HOLE_STAGGER_S, LATEST_TO_COME)
-    return replace(move, after_s=COMING_S * (1 + rank))
+    serving = [replace(other, growing=None) if other.growing else other for other in others if other.serves]
+    return _fill_hole(me, serving, coverage_of(serving, n_blocks, me.tokens_per_s), hole)
 
 
-def _stored(me: Candidate, others: Iterable[Announcement], n_blocks: int) -> list[int]:
-    """Count for each block how many nodes have its weights on disk."""
+def unserved(others: Iterable[Announcement], n_blocks: int) -> list[int]:
+    """List the blocks that none of these members serves."""
+    served = _counts((other.span for other in others if other.serves and other.span is not None), n_blocks)
+    return [block for block, count in enumerate(served) if not count]
+
+
+def _counts(spans: Iterable[Span], n_blocks: int) -> list[int]:
+    """Count for each block how many spans contain it."""
     changes = [0] * (n_blocks + 1)
-    for span in (*me.held, *(span for other in others for span in other.held)):
+    for span in spans:
         changes[min(span.start, n_blocks)] += 1
         changes[min(span.stop, n_blocks)] -= 1
     return list(accumulate(changes[:-1]))
@@ -222,12 +225,9 @@ def _thicken(me: Candidate, others: Sequence[Announcement], found: Coverage, wit
     if most < 1:
         return None
     best = best_window(found, [window for window in windows if cured(window) == most], me)
-    block = min((block for block in best.blocks() if alone[block]), key=lambda block: with_me.serving[block])
+    block = next(block for block in best.blocks() if alone[block])
     wait_s = THIN_WAIT_S + THIN_STAGGER_S * _rank(me, others, found, block, spare=2)
     why = because("lone_holder", f"only one node serves block {block}", *_holders(others, block))
-    is_served = any(other.serves and other.span and block in other.span for other in others)
-    if not is_served and not with_me.serving[block]:  # the same reason as if two came, so that the wait for it lasts
-        why = because("hole", f"nobody serves block {block}")
     return Move(best, wait_s, why)
 
 
@@ -318,7 +318,7 @@ def _rank(me: Candidate, others: Sequence[Announcement], found: Coverage, block:
 
     mine = precedence(own)
     able = (m for m in others if m.serves and m.span is not None and m.span.start < n_blocks)
-    return min(sum(theirs > mine for theirs in map(precedence, able) if theirs[0]), LATEST_RANK)
+    return sum(theirs > mine for theirs in map(precedence, able) if theirs[0])
 
 
 def _holders(others: Iterable[Announcement], block: int) -> list[str]:

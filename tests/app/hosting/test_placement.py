@@ -24,6 +24,7 @@ from app.hosting.placement import (
     MoveTimer,
     decide,
     due,
+    unserved,
 )
 from app.swarm.coverage import coverage_of
 from app.swarm.records import Announcement
@@ -86,40 +87,23 @@ def test_a_hole_is_filled_at_once_by_those_who_can_one_after_another() -> None:
     assert sorted(delays) == [0.0, HOLE_STAGGER_S, 2 * HOLE_STAGGER_S]
 
 
-def test_a_crowd_that_claims_to_go_first_does_not_put_off_the_end_of_a_hole() -> None:
-    """Each of them made everybody else wait for two seconds."""
-    crowd = [holder(f"liar {number}", 0, 6, 1e6) for number in range(1000)]
-    move = decide(Candidate("me", 6, 10.0, Span(0, 6), LONG_S), [*crowd, holder("a", 0, 6)], BLOCKS)
-    assert move is not None
-    assert (move.span, move.why.code) == (Span(6, 12), "hole")
-    assert move.after_s <= 30.0
-
-
 def test_a_hole_that_others_are_about_to_fill_is_filled_if_it_lasts() -> None:
-    """Those that could go one after another; a block whose weights nobody has moves nobody."""
-    serving = [holder(peer, 0, 6) for peer in "abc"]
-    coming = [holder(peer, 6, 12, state="fetching") for peer in "de"]
-    everything, delays = (Span(0, 12),), []
-    for one in serving:
-        others = [*(other for other in serving if other is not one), *coming]
-        assert decide(Candidate(one.peer, 6, 10.0, Span(0, 6), LONG_S), others, BLOCKS) is None
-        move = decide(Candidate(one.peer, 6, 10.0, Span(0, 6), LONG_S, everything), others, BLOCKS)
+    """Each node that could waits for another time; a block whose weights nobody has moves nobody."""
+    others = [*(holder(peer, 0, 6) for peer in "abc"), *(holder(peer, 6, 12, state="fetching") for peer in "de")]
+
+    def move_after(peer: str, seconds: float, *held: Span) -> Move | None:
+        lasted = dict.fromkeys(unserved(others, BLOCKS), seconds)
+        return decide(Candidate(peer, 6, 10.0, Span(0, 6), 1.0, held, lasted), others, BLOCKS)
+
+    waits = set()
+    for peer in ("me", "you", "she"):
+        assert move_after(peer, 5 * COMING_S) is None
+        assert move_after(peer, COMING_S - 1, Span(0, 12)) is None
+        move = move_after(peer, 5 * COMING_S, Span(0, 12))
         assert move is not None
         assert (move.span, move.why.code) == (Span(6, 12), "hole")
-        delays.append(move.after_s)
-    assert sorted(delays) == [COMING_S, 2 * COMING_S, 3 * COMING_S]
-
-
-def test_members_that_come_and_go_do_not_put_off_the_end_of_a_hole() -> None:
-    me = Candidate("me", 6, 10.0, Span(0, 6), LONG_S, (Span(0, 12),))
-    others = [holder(peer, 0, 6) for peer in "abc"]
-    timer, ends_at = None, set()
-    for now in range(0, 100, 10):
-        coming = [holder(peer, 6, 12, state="fetching") for peer in "de"[: 1 + now // 10 % 2]]
-        timer = due(timer, decide(me, [*others, *coming], BLOCKS), float(now))
-        assert timer is not None
-        ends_at.add(timer.at)
-    assert len(ends_at) == 1
+        waits.add(next(seconds for seconds in range(1000) if move_after(peer, seconds, Span(0, 12))))
+    assert len(waits) == 3
 
 
 def test_a_clear_gain_moves_a_settled_node_and_nothing_else_does() -> None:
