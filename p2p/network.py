@@ -112,7 +112,7 @@ class Libp2pNetwork:
         self.traversal.renew_link = lambda peer: self._board.renew(peer, is_relayed)
         self._signer = RecordSigner(identity)
         self._standard_protocols = StandardProtocols(self.host, identity, self._own_record)
-        self._seeker = Seeker(self._reach, self._is_connected, self._count_dialled)
+        self._seeker = Seeker(self._reach, self._is_connected, self._dialled_peers)
         self._memory = KnownPeers(config.remember_at if "remembered" in config.discovery else None, self.host)
         self._kept: frozenset[str] = frozenset()
         self._nursery: trio.Nursery | None = None
@@ -378,9 +378,9 @@ class Libp2pNetwork:
     def _is_connected(self, peer: str) -> bool:
         return self.host.connection(peer) is not None
 
-    def _count_dialled(self) -> int:
-        """Return how many connected peers this node dialled itself: anybody can connect to it."""
-        return len({connection.peer for connection in self.host.connections() if connection.initiated})
+    def _dialled_peers(self) -> set[str]:
+        """Return the connected peers that this node dialled itself: anybody can connect to it."""
+        return {connection.peer for connection in self.host.connections() if connection.initiated}
 
     def _board_peers(self) -> set[str]:
         return {connection.peer for connection in self.host.connections()}

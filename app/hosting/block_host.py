@@ -24,7 +24,7 @@ from app.core.signal import Signal
 from app.core.span import Span
 from app.hosting.device_view import device_views
 from app.hosting.memory import Free, MemoryChange, after_giving_back, blocks_of, fewer_blocks, kept_span
-from app.hosting.placement import Candidate, Move, MoveTimer, decide, due, regrown
+from app.hosting.placement import Candidate, Move, MoveTimer, decide, due, leave_for_hole, regrown, unserved
 from app.membership import Membership
 from app.membership.member import Change
 from app.routing.estimates import rates_to_announce, rtts_to_announce
@@ -149,6 +149,7 @@ class BlockHost:
         self._settled_at = self._announced_at = self._announced_busy_s = 0.0
         self._news = Signal()
         self._move_timer: MoveTimer | None = None
+        self._unserved_since: dict[int, float] = {}  # blocks that no other member serves
         self._withdrawn = False
         self._memory_changed = Signal()  # `_memory_change` is None again
         self._choosing = trio.CancelScope()
@@ -306,9 +307,22 @@ class BlockHost:
             if self._span is not None:
                 return None
             return Move(self._options.blocks, 0.0, because("asked_for", "the setting `blocks` names these blocks"))
-        settled_s = trio.current_time() - self._settled_at
-        me = Candidate(self._network.peer_id, plan.blocks, self._tokens_per_s, self._span, settled_s)
-        return decide(me, self._others(), self._swarm.n_blocks)
+        return decide(self._candidate(plan, self._span), self._others(), self._swarm.n_blocks)
+
+    def _candidate(self, plan: HostingPlan, span: Span | None) -> Candidate:
+        """Return this node as input of a decision; `span` is served or being loaded."""
+        now, n_blocks = trio.current_time(), self._swarm.n_blocks
+        since = self._unserved_since
+        self._unserved_since = {block: since.get(block, now) for block in unserved(self._others(), n_blocks)}
+        return Candidate(
+            self._network.peer_id,
+            plan.blocks,
+            self._tokens_per_s,
+            span,
+            now - self._settled_at,
+            self._swarm.own.held,
+            {block: now - at for block, at in self._unserved_since.items()},
+        )
 
     async def _follow_the_swarm(self, plan: HostingPlan) -> None:
         """Decide on a move and carry it out once its wait is over; until then, wait for changes of members.
@@ -325,7 +339,8 @@ class BlockHost:
             move = replace(move, after_s=max(move.after_s, HOLE_CERTAIN_S))
         self._move_timer = due(self._move_timer, move, now)
         if self._move_timer is None or self._move_timer.at > now:
-            with trio.move_on_at(now + REFRESH_S if self._move_timer is None else self._move_timer.at):
+            refresh_at = now + REFRESH_S
+            with trio.move_on_at(refresh_at if self._move_timer is None else min(refresh_at, self._move_timer.at)):
                 await self._news.wait_beyond(seen)
                 await trio.sleep(NEWS_S)
             if self._hosted is not None and trio.current_time() - self._announced_at >= REFRESH_S:
@@ -340,6 +355,13 @@ class BlockHost:
     # --- hosting ------------------------------------------------------------------------------------------------------
 
     async def _load(self, plan: HostingPlan, move: Move) -> None:
+        """Load the blocks of a move and serve them, or those of a hole that opens meanwhile."""
+        next_move: Move | None = move
+        while next_move is not None:
+            next_move = await self._load_unless_hole(plan, next_move)
+
+    async def _load_unless_hole(self, plan: HostingPlan, move: Move) -> Move | None:
+        """Load and serve blocks; if a hole opens that this node is to fill, stop and return the move to it instead."""
         span = move.span
         state: State = "loading" if await self._loader.is_downloaded(span) else "fetching"
         self._say(state, replace(move.why, text=f"blocks {span}: {move.why.text}"))
@@ -350,8 +372,22 @@ class BlockHost:
             self._loader.let_go(self._span)
         self._hosted = self._span = None  # free the old blocks' memory before loading new ones
         self.is_loading = True
-        hosted = await self._loader.load(plan, span, partial(self._serve_part, span, move))
+        hosted: Hosted | None = None
+        urgent: Move | None = None
+        async with trio.open_nursery() as nursery:
+
+            async def await_hole() -> None:
+                nonlocal urgent
+                urgent = await self._await_hole(plan, span)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(await_hole)
+            hosted = await self._loader.load(plan, span, partial(self._serve_part, span, move))
+            nursery.cancel_scope.cancel()
         self.is_loading = False
+        if hosted is None:
+            self._loader.let_go(span)
+            return urgent
         self._forget_memory_change()  # it was about the blocks before
         self._steps.done("load", f"blocks {span}")
         self._steps.done("measure", f"{hosted.throughput.decode_tokens_per_s:.1f} tokens/s")
@@ -360,6 +396,23 @@ class BlockHost:
         await self._tell_hosted(hosted)
         self._steps.done("announce")
         self._say("serving", move.why)
+        return None
+
+    async def _await_hole(self, plan: HostingPlan, span: Span) -> Move:
+        """Wait, while `span` is loaded, for a hole that this node is to fill instead: a download can take hours."""
+        timer: MoveTimer | None = None
+        while self._options.blocks is None:
+            seen, now = self._news.version, trio.current_time()
+            move = leave_for_hole(self._candidate(plan, span), self._others(), self._swarm.n_blocks)
+            if move is not None:
+                move = replace(move, after_s=max(move.after_s, HOLE_CERTAIN_S))
+            timer = due(timer, move, now)
+            if timer is not None and timer.at <= now:
+                return timer.move
+            with trio.move_on_at(now + REFRESH_S if timer is None else min(now + REFRESH_S, timer.at)):
+                await self._news.wait_beyond(seen)
+                await trio.sleep(NEWS_S)
+        return await trio.sleep_forever()
 
     async def _watch_memory(self) -> None:
         """Have blocks given back while other programs need the memory, and taken again later."""

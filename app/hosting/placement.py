@@ -1,10 +1,11 @@
 """Decides which span this node hosts, from the members' announcements. Pure: no I/O, no clock, no random numbers.
 
 A newcomer takes the window that most improves the worst-served blocks; simultaneous newcomers choose in turn. A node
-that hosts a span moves for three reasons: a hole, that is a block that no node serves (at once); a block with a single
-holder while others have spare ones (after seconds); and blocks served much worse than its own (after minutes). Nodes
-that could make the same move wait by rank, which each of them computes alike from the announcements. No move gives up a
-block that no other node serves, and only a hole justifies leaving a block to a single holder.
+that hosts a span moves for three reasons: a hole, that is a block that no node serves (at once, but after minutes if
+others are about to); a block with a single holder while others have spare ones (after seconds); and blocks served much
+worse than its own (after minutes). Nodes that could make the same move wait by rank, which each of them computes alike
+from the announcements. No move gives up a block that no other node serves, and only a hole justifies leaving a block to
+a single holder.
 
 `app.swarm.coverage` sums the announcements up; `app.hosting.block_host` waits and moves.
 """
@@ -12,8 +13,8 @@ block that no other node serves, and only a hole justifies leaving a block to a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -30,6 +31,8 @@ JITTER_S = 120.0  # spreads such moves of different nodes
 HOLE_STAGGER_S = 2.0  # per rank of those that could fill a hole: time for an announcement to spread
 THIN_WAIT_S = 5.0  # before helping a single holder: a second one that restarts is back by then
 THIN_STAGGER_S = 4.0  # per rank of those that could help
+COMING_S = 120.0  # at least, and up to five times as long, those have that say they are about to fill a hole
+LATEST_RANK = 15  # of nodes that load blocks and may leave them for a hole
 JOIN_STAGGER_S = 0.6  # between two newcomers' choices, less if there are many
 JOIN_STAGGER_TOTAL_S = 20.0  # for all newcomers together
 
@@ -43,6 +46,8 @@ class Candidate:
     tokens_per_s: float  # 0: not measured yet
     span: Span | None = None
     settled_s: float = 0.0  # since it took this span
+    held: tuple[Span, ...] = ()  # blocks whose weights are on its disk
+    unserved_s: Mapping[int, float] = field(default_factory=dict)  # blocks that no other node serves -> for how long
 
 
 @dataclass(frozen=True)
@@ -90,11 +95,10 @@ def decide_by(found: Coverage, me: Candidate, others: Sequence[Announcement]) ->
     with_me = found.plus(me.span, me.tokens_per_s)
     if min(with_me.holders) == 0:
         return _fill_hole(me, others, found, with_me.holders.index(0))
-    if min(with_me.holders) == 1:
+    move = _fill_late_hole(me, others, n_blocks)
+    if move is None and min(with_me.holders) == 1:
         move = _thicken(me, others, found, with_me)
-        if move is not None:
-            return move
-    return _even_out(me, others, found, with_me)
+    return move or _even_out(me, others, found, with_me)
 
 
 def regrown(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Span:
@@ -149,6 +153,41 @@ def _fill_hole(me: Candidate, others: Sequence[Announcement], found: Coverage, h
     return Move(best_window(found, possible, me), wait_s, because("hole", f"nobody serves block {hole}"))
 
 
+def _fill_late_hole(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move | None:
+    """Move to a hole that has lasted although others say they are about to fill it: that can take hours, or be a lie.
+
+    Each node waits for another time, so that few do the same. A block whose weights nobody has is left to those that
+    wait for them.
+    """
+    assert me.span is not None
+    late = {
+        block
+        for block, seconds in me.unserved_s.items()
+        if seconds >= COMING_S * (1 + 4 * _hash_fraction(me.peer, str(block))) and block not in me.span
+    }
+    stored = _counts((*me.held, *(span for other in others for span in other.held)), n_blocks) if late else []
+    hole = min((block for block in late if stored[block]), default=None)
+    if hole is None:
+        return None
+    serving = [replace(other, growing=None) if other.growing else other for other in others if other.serves]
+    return _fill_hole(me, serving, coverage_of(serving, n_blocks, me.tokens_per_s), hole)
+
+
+def unserved(others: Iterable[Announcement], n_blocks: int) -> list[int]:
+    """List the blocks that none of these members serves."""
+    served = _counts((other.span for other in others if other.serves and other.span is not None), n_blocks)
+    return [block for block, count in enumerate(served) if not count]
+
+
+def _counts(spans: Iterable[Span], n_blocks: int) -> list[int]:
+    """Count for each block how many spans contain it."""
+    changes = [0] * (n_blocks + 1)
+    for span in spans:
+        changes[min(span.start, n_blocks)] += 1
+        changes[min(span.stop, n_blocks)] -= 1
+    return list(accumulate(changes[:-1]))
+
+
 def _make_way(me: Candidate, found: Coverage, hole: int) -> Move | None:
     """Shift towards a hole that no node can fill, giving up only blocks that others serve; neighbours then follow."""
     assert me.span is not None
@@ -190,6 +229,22 @@ def _thicken(me: Candidate, others: Sequence[Announcement], found: Coverage, wit
     wait_s = THIN_WAIT_S + THIN_STAGGER_S * _rank(me, others, found, block, spare=2)
     why = because("lone_holder", f"only one node serves block {block}", *_holders(others, block))
     return Move(best, wait_s, why)
+
+
+# --- a hole that opens while this node loads blocks -------------------------------------------------------------------
+
+
+def leave_for_hole(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move | None:
+    """Return the move to a hole for which this node should give up loading `me.span`; None if there is none.
+
+    Others that are loading may leave for it too, so they wait for each other as well.
+    """
+    move = decide(me, others, n_blocks)
+    if move is None or move.why.code != "hole":
+        return None
+    loading = [other.peer for other in others if other.state in COMING and not other.serves]
+    rank = min(sum(_turn(peer) < _turn(me.peer) for peer in loading), LATEST_RANK)
+    return replace(move, after_s=move.after_s + HOLE_STAGGER_S * rank)
 
 
 # --- blocks served much worse than others -----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -38,14 +39,16 @@ _POLL_S = 0.25
 _MAX_STATEMENTS = 64  # of one answer; honest peers send up to 25
 _STATEMENTS_AT_ONCE = 8
 _MAX_ASKED = 512
-_PATIENCE_S = 2.0  # for a manifest, before the next peer is asked as well
+_PATIENCE_S = 2.0  # for a manifest, before the next peer is asked as well; half, a third, … before further ones
+_MANIFEST_ASKS = 64  # peers that are asked for one
+_MAX_FOUND = 128  # peers that a search returns
 _MAX_FAILURES_SHOWN = 3  # in the error, of peers that did not answer
 DIRECTORY = "the directory"
 
 
 @dataclass(frozen=True)
 class FoundSwarm:
-    """A swarm's record, and peers that are likely to be members of it."""
+    """A swarm's record, and peers that are likely to be members of it: first those that sent it, then those told of."""
 
     record: SwarmRecord
     peers: tuple[str, ...]
@@ -117,6 +120,17 @@ class _Search:
         found = await self.network.find_providers(key, timeout_s=self.look_up_s)
         self.start(nursery, found)
 
+    def likely_members(self, swarm: str, via: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the peers that sent a swarm's record, those of `via` first, the others by lot; then those told of.
+
+        Anybody can tell of members that do not exist, and answer first.
+        """
+        senders = {peer for peer, sent in self.records.items() if any(record.id == swarm for record in sent)}
+        told = self.members.get(swarm, {})
+        others = sorted(senders.intersection(told).difference(via))
+        random.shuffle(others)
+        return tuple(dict.fromkeys((*(peer for peer in via if peer in senders), *others, *told)))[:_MAX_FOUND]
+
     async def take(self, peer: str, statements: list[bytes]) -> None:
         """Keep the matching records and the members that the statements name; invalid statements are skipped."""
         for count, raw in enumerate(statements[:_MAX_STATEMENTS], 1):
@@ -163,7 +177,7 @@ async def resolve_swarm(
     except UnknownSwarm as error:
         failures = [search.failures[peer] for peer in via if peer in search.failures]
         raise UnknownSwarm("; ".join([str(error), *failures[:_MAX_FAILURES_SHOWN]])) from None
-    return FoundSwarm(record, tuple(search.members.get(record.id, ())))
+    return FoundSwarm(record, search.likely_members(record.id, via))
 
 
 async def _ask_around(search: _Search, nursery: trio.Nursery, via: tuple[str, ...]) -> None:
@@ -192,8 +206,9 @@ async def fetch_manifest(
 ) -> Manifest:
     """Return a model's manifest from the first of `peers` that sends one with this hash.
 
-    The peers are asked in order, the next one after `_PATIENCE_S` at the latest. Raises `UnknownSwarm` if none sends
-    one of at most `max_bytes`: to read 4 MiB may take a second, in which nothing else is done.
+    The first `_MANIFEST_ASKS` are asked in order, each further one after a shorter wait: many may never answer. Raises
+    `UnknownSwarm` if none sends one of at most `max_bytes`: to read 4 MiB may take a second, in which nothing else is
+    done.
     """
     found: list[Manifest] = []
 
@@ -208,10 +223,10 @@ async def fetch_manifest(
         done.set()
 
     async with trio.open_nursery() as nursery:
-        for peer in dict.fromkeys(peers):
+        for number, peer in enumerate(list(dict.fromkeys(peers))[:_MANIFEST_ASKS], 1):
             done = trio.Event()
             nursery.start_soon(ask, peer, done)
-            with trio.move_on_after(_PATIENCE_S):
+            with trio.move_on_after(_PATIENCE_S / number):
                 await done.wait()
     if not found:
         raise UnknownSwarm(f"no member that was asked sent the manifest {model_hash[:8]}; try again later")

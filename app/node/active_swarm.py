@@ -279,7 +279,7 @@ class ActiveSwarm:
         while record is None or manifest is None:
             try:
                 found = await resolve_swarm(network, wanted, via=self._named_peers, secret=self.swarm.secret)
-                record, peers = record or found.record, (*found.peers, *self._named_peers)
+                record, peers = record or found.record, (*self._named_peers, *found.peers)
                 if manifest is None:
                     self.steps.done("peers")
                     self.steps.begin("manifest")

@@ -34,13 +34,14 @@ Connect = Callable[[str, list[Address]], Awaitable[bool]]
 class Seeker:
     """Dials wanted peers until `ENOUGH_PEERS` were reached; sticky peers are always redialled when lost.
 
-    Peers that connected by themselves do not count: strangers may do so, to keep this node from all others.
+    Peers that connected by themselves do not count: strangers may do so, to keep this node from all others. For the
+    same reason those that only mDNS reported count for each other alone.
     """
 
-    def __init__(self, connect: Connect, is_connected: Callable[[str], bool], reached: Callable[[], int]) -> None:
+    def __init__(self, connect: Connect, is_connected: Callable[[str], bool], reached: Callable[[], set[str]]) -> None:
         self._connect = connect
         self._is_connected = is_connected
-        self._reached_count = reached
+        self._reached = reached
         self._wanted: dict[str, list[Address]] = {}
         self._sticky: set[str] = set()
         self._neighbours: dict[str, None] = {}  # known from mDNS alone, the oldest first
@@ -101,7 +102,10 @@ class Seeker:
             for peer in self._wanted
             if peer not in self._in_flight and self._next_at[peer] <= now and not self._is_connected(peer)
         ]
-        if self._reached_count() >= ENOUGH_PEERS:
+        reached = self._reached()
+        if len(reached) >= ENOUGH_PEERS:
+            due = [peer for peer in due if peer not in self._neighbours]
+        if len(reached.difference(self._neighbours)) >= ENOUGH_PEERS:
             due = [peer for peer in due if peer in self._sticky]
         return due
 

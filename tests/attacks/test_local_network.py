@@ -129,7 +129,7 @@ async def test_names_on_the_local_network_push_out_each_other_only() -> None:
     async def connect(peer: str, addresses: list[Address]) -> bool:
         return False
 
-    seeker = Seeker(connect, lambda peer: False, lambda: 0)
+    seeker = Seeker(connect, lambda peer: False, set)
     seeker.want("remembered", [ADDRESS])
     for number in range(2000):
         seeker.want_neighbour(f"invented {number}", [ADDRESS])

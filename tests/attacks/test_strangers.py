@@ -162,3 +162,18 @@ async def test_strangers_that_connect_do_not_keep_a_node_from_dialling_its_own_p
             await until(lambda: len(victim.links()) == ENOUGH_PEERS)
             victim.seek(friend.addresses()[0], keep=False)  # as it does with each peer that it remembers
             await until(lambda: friend.peer_id in {link.peer for link in victim.links()})
+
+
+async def test_strangers_on_the_local_network_do_not_keep_a_node_from_dialling_its_own_peers() -> None:
+    """A node dialled each neighbour that mDNS reports: eight of them were enough, and it dialled nobody else."""
+    victim, friend = make_network(), make_network()
+    strangers = [make_network() for _ in range(ENOUGH_PEERS)]
+    with trio.fail_after(30):
+        async with AsyncExitStack() as stack:
+            for network in (victim, friend, *strangers):
+                await stack.enter_async_context(network.running())
+            for stranger in strangers:
+                victim._seeker.want_neighbour(stranger.peer_id, stranger.host.addresses)
+            await until(lambda: len(victim.links()) == ENOUGH_PEERS)
+            victim.seek(friend.addresses()[0], keep=False)  # as it does with each peer that it remembers
+            await until(lambda: friend.peer_id in {link.peer for link in victim.links()})

@@ -8,7 +8,8 @@ from trio.testing import MockClock
 
 from app.core.span import Span
 from app.hosting.block_host import BlockHost, HostingOptions
-from app.membership import resolve_swarm
+from app.manifest.manifest import Manifest
+from app.membership import fetch_manifest, resolve_swarm, wire
 from app.routing.route import RouteRequest
 from app.routing.search import find_route
 from app.swarm.names import SwarmName
@@ -16,10 +17,12 @@ from app.swarm.records import Announcement, sign_announcement, sign_record
 from p2p.identity import Identity
 from p2p.memory.fabric import LinkProfile, open_fabric
 from tests.app.membership.test_hostile import told
-from tests.app.membership.test_swarm_search import serve
+from tests.app.membership.test_swarm_search import manifest, serve
 from tests.app.swarms import CREATOR, MODEL, N_BLOCKS, START_S, Sim, SimNode, identity, open_sim, wall_clock
 from tests.sim.twin import SimLoader
 from tests.sim.world import NodeSpec
+
+__all__ = ["manifest"]
 
 # --- M-8: a backdated record -----------------------------------------------------------------------------------------
 
@@ -42,6 +45,39 @@ async def test_a_strangers_backdated_record_does_not_replace_the_one_that_member
         found = await resolve_swarm(newcomer, SwarmName.parse(asked), via=via, wall_clock=wall_clock)
         assert not found.record.private
         assert found.record == real
+
+
+# --- members that do not exist, told to a newcomer -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", [False, True])
+async def test_made_up_members_do_not_keep_a_newcomer_from_the_models_manifest(
+    autojump_clock: MockClock, manifest: Manifest, named: bool
+) -> None:
+    """A stranger answers first, with 40 members that never answer: each was given two seconds before a real one."""
+    record = sign_record(CREATOR, "reef", manifest.hash, now_ms=int(START_S * 1000))
+    now_ms = int(START_S * 1000)
+    async with open_fabric() as fabric:
+        serve(fabric.node("member"), record).keep(manifest)
+        ghosts = []
+        for who in map(identity, range(1000, 1040)):
+            fabric.node(who.peer_id)
+            fabric.freeze(who.peer_id)
+            said = Announcement(who.peer_id, now_ms, now_ms + 600_000, record.id, "serving", Span(0, 4))
+            ghosts.append(sign_announcement(who, said))
+
+        async def tell(peer: str, body: bytes) -> bytes:
+            await trio.lowlevel.checkpoint()
+            return wire.pack([record.raw, *ghosts])
+
+        fabric.node("stranger").serve(wire.FIND, tell)
+        fabric.set_link("newcomer", "stranger", LinkProfile(delay_s=0.001))
+        newcomer, via = fabric.node("newcomer"), ["stranger", "member"]
+        found = await resolve_swarm(newcomer, SwarmName("reef"), via=via, wall_clock=wall_clock)
+        assert (set(found.peers[:2]), len(found.peers)) == ({"stranger", "member"}, 42), "those that answered first"
+        with trio.fail_after(10):
+            peers = found.peers if named else [*found.peers[2:], "member"]
+            assert await fetch_manifest(newcomer, peers, manifest.hash) == manifest
 
 
 # --- H-7: members that do not exist ----------------------------------------------------------------------------------

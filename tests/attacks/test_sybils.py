@@ -14,6 +14,7 @@ from app.routing.bans import FAILING
 from app.routing.planner import RoutePlanner, SessionRoutes
 from app.routing.route import RouteRequest
 from app.swarm.records import Announcement, sign_announcement
+from engine.hosting import Hosted, HostingPlan
 from p2p.errors import P2PError
 from p2p.identity import Identity
 from tests.app.hash_model import HashRunner, greedy
@@ -155,6 +156,62 @@ async def test_a_node_fills_the_hole_that_members_hide_at_which_its_replies_fail
         await sim.until(lambda: me.swarm.own.serves and me.swarm.own.span == Span(HALF, N_BLOCKS), 90)
         routes.worked(liars[0].peer)
         assert liars[0].peer not in planner.bans.failing(trio.current_time())
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_node_fills_a_hole_although_members_say_for_long_that_they_are_about_to(
+    autojump_clock: MockClock,
+) -> None:
+    """Four members say that they fetch the second half, and never serve it: a node that can be spared takes it."""
+    async with open_sim() as sim, trio.open_nursery() as nursery:
+        me, *others = await sim.grow(8)
+        for node in others[:3]:
+            says_it_serves(node, Span(0, HALF))
+        for node in others[3:]:
+            node.swarm.announce(state="fetching", span=Span(HALF, N_BLOCKS), decode_tokens_per_s=50.0)
+        me.swarm.announce(held=(Span(0, N_BLOCKS),))
+        await trio.sleep(5)
+        spec = NodeSpec(me.number, HALF, 50.0, load_s=1.0, place=(0.0, 0.0))
+        host = BlockHost(me.network, me.swarm, SimLoader(spec), HostingOptions(), lambda state, why: None)
+        nursery.start_soon(host.run)
+        await sim.until(lambda: me.swarm.own.serves, 60)
+        assert me.swarm.own.span == Span(0, HALF), "more seem to be about to serve the second half"
+        await sim.until(lambda: me.swarm.own.serves and me.swarm.own.span == Span(HALF, N_BLOCKS), 900)
+        nursery.cancel_scope.cancel()
+
+
+class SlowDownload(SimLoader):
+    """Blocks of the first half take hours to come."""
+
+    async def load(self, plan: HostingPlan, span: Span, on_grown: object) -> Hosted:
+        if span.start < HALF:
+            await trio.sleep(6 * 3600)
+        return await super().load(plan, span, on_grown)
+
+
+async def test_of_nodes_that_download_for_hours_one_fills_the_hole_that_opens_meanwhile(
+    autojump_clock: MockClock,
+) -> None:
+    """All that serve the second half die while three nodes fetch the first one, which others serve."""
+    async with open_sim() as sim, trio.open_nursery() as nursery:
+        nodes = await sim.grow(12)
+        mine, first, second = nodes[:3], nodes[3:5], nodes[5:]
+        for node in first:
+            says_it_serves(node, Span(0, HALF))
+        for node in second:
+            says_it_serves(node, Span(HALF, N_BLOCKS))
+        await trio.sleep(5)
+        for me in mine:
+            spec = NodeSpec(me.number, HALF, 50.0, load_s=1.0, place=(0.0, 0.0))
+            host = BlockHost(me.network, me.swarm, SlowDownload(spec), HostingOptions(), lambda state, why: None)
+            nursery.start_soon(host.run)
+        await sim.until(lambda: all(me.swarm.own.span == Span(0, HALF) for me in mine), 60)
+        for node in second:
+            sim.kill(node)
+        await sim.until(lambda: any(me.swarm.own.serves for me in mine), 120)
+        await trio.sleep(60)
+        filled = [me.swarm.own.serves and me.swarm.own.span == Span(HALF, N_BLOCKS) for me in mine]
+        assert sorted(filled) == [False, False, True]
         nursery.cancel_scope.cancel()
 
 

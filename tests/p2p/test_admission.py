@@ -161,7 +161,7 @@ class Neighbourhood:
         return peer in self.reachable
 
     def seeker(self) -> Seeker:
-        return Seeker(self.connect, self.connected.__contains__, lambda: len(self.connected))
+        return Seeker(self.connect, self.connected.__contains__, lambda: set(self.connected))
 
 
 async def test_a_peer_is_dialled_for_ever_with_growing_pauses(autojump_clock: trio.abc.Clock) -> None:

@@ -307,7 +307,7 @@ async def test_a_wanted_peer_that_is_forgotten_before_its_turn_harms_nobody() ->
         tried.append(name)
         return False
 
-    seeker = Seeker(connect, lambda name: False, lambda: 0)  # type: ignore[arg-type]
+    seeker = Seeker(connect, lambda name: False, set)  # type: ignore[arg-type]
     seeker.want("a", [PLACE])
     async with trio.open_nursery() as nursery:
         nursery.start_soon(seeker._try, "a")

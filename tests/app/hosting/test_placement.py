@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from app.core.reasons import because
 from app.core.span import Span
 from app.hosting.placement import (
+    COMING_S,
     GAIN,
     HOLE_STAGGER_S,
     JOIN_STAGGER_TOTAL_S,
@@ -23,6 +24,7 @@ from app.hosting.placement import (
     MoveTimer,
     decide,
     due,
+    unserved,
 )
 from app.swarm.coverage import coverage_of
 from app.swarm.records import Announcement
@@ -83,6 +85,25 @@ def test_a_hole_is_filled_at_once_by_those_who_can_one_after_another() -> None:
         assert 9 in move.span
         delays.append(move.after_s)
     assert sorted(delays) == [0.0, HOLE_STAGGER_S, 2 * HOLE_STAGGER_S]
+
+
+def test_a_hole_that_others_are_about_to_fill_is_filled_if_it_lasts() -> None:
+    """Each node that could waits for another time; a block whose weights nobody has moves nobody."""
+    others = [*(holder(peer, 0, 6) for peer in "abc"), *(holder(peer, 6, 12, state="fetching") for peer in "de")]
+
+    def move_after(peer: str, seconds: float, *held: Span) -> Move | None:
+        lasted = dict.fromkeys(unserved(others, BLOCKS), seconds)
+        return decide(Candidate(peer, 6, 10.0, Span(0, 6), 1.0, held, lasted), others, BLOCKS)
+
+    waits = set()
+    for peer in ("me", "you", "she"):
+        assert move_after(peer, 5 * COMING_S) is None
+        assert move_after(peer, COMING_S - 1, Span(0, 12)) is None
+        move = move_after(peer, 5 * COMING_S, Span(0, 12))
+        assert move is not None
+        assert (move.span, move.why.code) == (Span(6, 12), "hole")
+        waits.add(next(seconds for seconds in range(1000) if move_after(peer, seconds, Span(0, 12))))
+    assert len(waits) == 3
 
 
 def test_a_clear_gain_moves_a_settled_node_and_nothing_else_does() -> None:
