@@ -4,9 +4,9 @@ A step, all of it in this file: micro-batches follow each other through the hops
 have counted, and what is missing runs again (`_tally`); where several hold a block, their sums are made one, and who
 lied about them is left out (`_reduce`); the gradient's norm over all hops decides how it is clipped, and every hop
 makes the next version (`step`); once all have, it is committed. After some steps the states of all blocks are kept here
-and at one more hop (`take_snapshot`). If a hop fails whose blocks others hold too, they go on without it, and the step
-begins again (`go_on_without`). Otherwise the epoch ends: the next one begins with another route at the last snapshot,
-so that every later step is what it would have been.
+(`take_snapshot`) and at one more hop (`copy_snapshot`). If a hop fails whose blocks others hold too, they go on without
+it, and the step begins again (`go_on_without`). Otherwise the epoch ends: the next one begins with another route at the
+last snapshot, so that every later step is what it would have been.
 """
 
 from __future__ import annotations
@@ -185,6 +185,7 @@ class Patience:
     quiet_s: float = 1.0  # without any frame before hops are asked how they are, at least
     probe_s: float = 3.0  # for the answer
     stuck_s: float = 600.0  # for a hop that answers, and brings the job no further
+    copy_s: float = 300.0  # for a copy of a snapshot; if that is too short, no more are made
     route_s: float = 600.0  # for a route
 
 
@@ -314,6 +315,7 @@ class SwarmTrainer:
         self._blame = Blame(self._patience.probe_s * 10)
         self._hooks = JobHooks()
         self._snapshot_every = terms.snapshot_every  # steps; fewer after an epoch was lost
+        self._makes_copies = terms.copies
         self._snapshot_at = 0.0
         self._snapshot_s = 0.0  # that the last one took
 
@@ -465,6 +467,7 @@ class SwarmTrainer:
         if self._trained is not None:
             await self._device.run_later(self._trained.keep)
         await self._hooks.on_snapshot(self.snapshot)
+        await self._survived(epoch, epoch.copy_snapshot)
         self._snapshot_every = min(2 * self._snapshot_every, self._terms.snapshot_every)
         self._snapshot_at = trio.current_time()
         self._snapshot_s = self._snapshot_at - begun
@@ -607,19 +610,22 @@ class _HopGroup:
 
         Raises `HopLost` if they do not hold all blocks.
         """
-        owner = self._owner
         while True:
             if not self.can_lose(lost.peer):
                 raise lost
             self._drop(lost)
             await self._close_unused()
-            owner.figures.epochs += 1
-            self._epoch = owner.figures.epochs
             try:
-                await self._begin(keeps=keeps)
+                await self._begin_anew(keeps=keeps)
                 return
             except HopLost as another:
                 lost = another
+
+    async def _begin_anew(self, *, keeps: bool) -> None:
+        """Begin another epoch with the hops of the plan; raises `HopLost`."""
+        self._owner.figures.epochs += 1
+        self._epoch = self._owner.figures.epochs
+        await self._begin(keeps=keeps)
 
     async def _close_unused(self) -> None:
         """Close the streams to hops that are not in the plan any more: one that was lost, and those it alone led to."""
@@ -1470,13 +1476,30 @@ class _HopGroup:
             await self._obtain(chosen, suppliers)
             await self._check_states(run.span, chosen, suppliers)
             states += chosen
-        others = [link for link in self._links.values() if link.hop.peer != owner._network.peer_id]
-        if others and self._terms.copies:
-            keep = encode_parts(Kind.KEEP, owner.run_id, self._epoch, self.version, states, [owner._network.peer_id])
-            await self._order_one(others[self.version % len(others)], Kind.KEEP, keep)
         await owner._states.forget(owner.states_run, keep=states)
-        kept_by = tuple(link.hop.peer for link in others)
-        return Snapshot(self.version, tuple(states), kept_by)
+        return Snapshot(self.version, tuple(states), tuple(link.hop.peer for link in self._others))
+
+    @property
+    def _others(self) -> list[_Link]:
+        """The hops that are not this node."""
+        return [link for link in self._links.values() if link.hop.peer != self._owner._network.peer_id]
+
+    async def copy_snapshot(self) -> None:
+        """Have one more hop keep all states of the last snapshot; raises `HopLost`.
+
+        Over a slow link from here that takes too long: the hops go on without it, and no other copy is tried.
+        """
+        owner, others = self._owner, self._others
+        if not others or not owner._makes_copies:
+            return
+        states, here = owner.snapshot.states, owner._network.peer_id
+        keep = encode_parts(Kind.KEEP, owner.run_id, self._epoch, self.version, states, [here])
+        with trio.move_on_after(self._patience.copy_s) as waiting:
+            await self._order_one(others[self.version % len(others)], Kind.KEEP, keep)
+        if waiting.cancelled_caught:
+            log.warning("no more snapshots are copied: one took more than %g s", self._patience.copy_s)
+            owner._makes_copies = False
+            await self._begin_anew(keeps=True)  # the hop would fetch it to the end before it does anything else
 
     async def _obtain(self, parts: Sequence[StatePart], suppliers: Sequence[str]) -> None:
         """Fetch the states that some hops name, and read them once: a snapshot of anything else would be the job's end.

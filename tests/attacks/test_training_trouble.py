@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -29,6 +29,7 @@ from app.training.wire import (
     MAX_ATTEMPTS,
     Kind,
     Pass,
+    StatePart,
     SumsBuffer,
     encode_trouble,
     length_of,
@@ -810,6 +811,30 @@ async def test_hops_do_not_forget_a_job_while_their_states_come_over_a_slow_link
             await owner.run(1, few, lambda step: None)
         assert trio.current_time() - begun > 45
         assert not owner.figures.lost
+
+
+async def obtain_without_end(run: bytes, states: Sequence[StatePart], *holders: Any) -> None:
+    if states:
+        await trio.sleep_forever()
+
+
+async def test_a_job_goes_on_if_no_hop_can_copy_its_snapshots_in_time(
+    source: ModelSource, tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One hop fetches all states from the owner: with a slow link from there, each snapshot failed and cost a hop."""
+    async with open_job_swarm(source, tmp_path, ALL) as swarm:
+        owner = swarm.owner(patience=Patience(), every=1)
+        swarm.fabric.set_link("owner", "n0", LinkProfile(delay_s=0.02))
+        for node in swarm.nodes.values():
+            monkeypatch.setattr(node.states, "obtain", obtain_without_end)
+        for store in (owner._states, *(node.states for node in swarm.nodes.values())):
+            store._in_thread = trio.to_thread.run_sync  # for which the clock waits
+        losses: list[float] = []
+        with trio.fail_after(400):
+            await owner.run(3, few, lambda step: losses.append(step.loss))
+        assert len(losses) == 3
+        assert not owner.figures.lost
+        assert owner.snapshot.version == 3
 
 
 class LastWords:
