@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import inspect
 import json
 import re
 import sys
@@ -142,8 +143,8 @@ class _Refused(jinja2.TemplateError):
     """The template called `raise_exception`."""
 
 
-class _Exhausted(Exception):
-    """The template exceeded a bound on time, steps or size."""
+class _Exhausted(BaseException):
+    """The template exceeded a bound on time, steps or size; jinja2 goes on after exceptions of some kinds."""
 
 
 class _Budget:
@@ -169,7 +170,9 @@ class _Budget:
 
     def _on_call(self, frame: Any, event: str, argument: Any) -> Any:
         # Only lines of compiled templates and macros are counted. Filters of long lists make many calls within a line.
-        self._check_time()
+        # Python drops what is raised in a generator that it closes, and traces no further: a template would never end.
+        if not frame.f_code.co_flags & inspect.CO_GENERATOR:
+            self._check_time()
         return self._on_line if frame.f_code.co_filename == "<template>" else None
 
     def _on_line(self, frame: Any, event: str, argument: Any) -> Any:

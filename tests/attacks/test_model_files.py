@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -222,6 +223,21 @@ def test_a_template_that_takes_long_to_compile_is_refused(monkeypatch: pytest.Mo
     with pytest.raises(SourceError, match=r"more than 65536 characters|exceeds a limit"):
         ChatTemplate(TokenizerSpec("{}", branching(chars), None, None, {}, False))
     assert time.process_time() - begun_at < 2
+
+
+def test_a_limit_is_not_lost_in_a_generator_that_is_closed() -> None:
+    """Python drops what is raised there, and traces no further: a template that makes many could run for ever."""
+
+    def close_one_and_go_on() -> None:
+        budget, numbers = chat_template._Budget(), iter(number for number in range(2))
+        next(numbers)
+        with budget:
+            budget._look_at = budget._deadline = -math.inf
+            del numbers
+            branching(0)
+
+    with pytest.raises(chat_template._Exhausted):
+        close_one_and_go_on()
 
 
 # --- M-7: manifests --------------------------------------------------------------------------------------------------
