@@ -768,8 +768,7 @@ class _HopGroup:
     async def _probe(self) -> None:
         """Ask every hop how it is; raises `HopLost` for one that does not answer."""
         asked_at = trio.current_time()
-        for link in self._links.values():
-            await link.outbox.push(_control(plain(Kind.PROBE, self._owner.run_id, self._epoch)))
+        await self._to_all(plain(Kind.PROBE, self._owner.run_id, self._epoch))
         with trio.move_on_after(self._patience.probe_s):
             await self._heard.wait_for(lambda: all(self._heard_at.get(i, 0.0) > asked_at for i in self._links))
         for index, link in self._links.items():
@@ -780,8 +779,7 @@ class _HopGroup:
         """Ask the hops how they are now and then: they would forget a job that fetches its states for minutes."""
         while True:
             await trio.sleep(PROBE_EVERY_S)
-            for link in list(self._links.values()):
-                await link.outbox.push(_control(plain(Kind.PROBE, self._owner.run_id, self._epoch)))
+            await self._to_all(plain(Kind.PROBE, self._owner.run_id, self._epoch))
 
     def _on_trouble(self, index: int, trouble: HopError) -> list[int]:
         """Act on a hop's error: return the ways on which what is under way should run again; raises `HopLost`.
@@ -909,7 +907,7 @@ class _HopGroup:
         return [self._links[index].hop.peer for index in indices]
 
     async def _to_all(self, message: bytes, except_for: Any = ()) -> None:
-        for index, link in self._links.items():
+        for index, link in list(self._links.items()):  # hops may be lost meanwhile
             if index not in except_for:
                 await link.outbox.push(_control(message))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 import pytest
@@ -22,6 +23,7 @@ from p2p.identity import Identity
 from p2p.link.frames import CHUNK_BYTES, FIRST, PREFACE, WHOLE, Frame, Kind, encode
 from p2p.link.quota import Limits
 from p2p.link.switchboard import LIVE_LANE
+from p2p.network import Libp2pNetwork
 from p2p.values import MAX_BODY_BYTES
 from tests.app.swarms import CREATOR, MODEL, N_BLOCKS
 from tests.p2p.network_contract import PROTOCOL, Stall, echo, echo_stream
@@ -149,7 +151,20 @@ async def test_a_dialler_does_not_choose_the_round_trip_time_that_is_measured_to
 # --- peers that are wanted ------------------------------------------------------------------------------------------
 
 
-async def test_strangers_that_connect_do_not_keep_a_node_from_dialling_its_own_peers() -> None:
+def connect(stranger: Libp2pNetwork, victim: Libp2pNetwork) -> None:
+    """Let a stranger dial the node."""
+    stranger.seek(victim.addresses()[0])
+
+
+def announce_nearby(stranger: Libp2pNetwork, victim: Libp2pNetwork) -> None:
+    """Let mDNS report a stranger, whom the node dials."""
+    victim._seeker.want_neighbour(stranger.peer_id, stranger.host.addresses)
+
+
+@pytest.mark.parametrize("appear", [connect, announce_nearby])
+async def test_strangers_do_not_keep_a_node_from_dialling_its_own_peers(
+    appear: Callable[[Libp2pNetwork, Libp2pNetwork], None],
+) -> None:
     """Eight connections of anybody were enough for it, and a node that had just started stayed alone with them."""
     victim, friend = make_network(), make_network()
     strangers = [make_network() for _ in range(ENOUGH_PEERS)]
@@ -158,22 +173,7 @@ async def test_strangers_that_connect_do_not_keep_a_node_from_dialling_its_own_p
             for network in (victim, friend, *strangers):
                 await stack.enter_async_context(network.running())
             for stranger in strangers:
-                stranger.seek(victim.addresses()[0])
-            await until(lambda: len(victim.links()) == ENOUGH_PEERS)
-            victim.seek(friend.addresses()[0], keep=False)  # as it does with each peer that it remembers
-            await until(lambda: friend.peer_id in {link.peer for link in victim.links()})
-
-
-async def test_strangers_on_the_local_network_do_not_keep_a_node_from_dialling_its_own_peers() -> None:
-    """A node dialled each neighbour that mDNS reports: eight of them were enough, and it dialled nobody else."""
-    victim, friend = make_network(), make_network()
-    strangers = [make_network() for _ in range(ENOUGH_PEERS)]
-    with trio.fail_after(30):
-        async with AsyncExitStack() as stack:
-            for network in (victim, friend, *strangers):
-                await stack.enter_async_context(network.running())
-            for stranger in strangers:
-                victim._seeker.want_neighbour(stranger.peer_id, stranger.host.addresses)
+                appear(stranger, victim)
             await until(lambda: len(victim.links()) == ENOUGH_PEERS)
             victim.seek(friend.addresses()[0], keep=False)  # as it does with each peer that it remembers
             await until(lambda: friend.peer_id in {link.peer for link in victim.links()})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -632,11 +632,8 @@ async def test_a_liar_does_not_have_one_honest_holder_after_the_other_left_out(
         assert not owner._refused
 
 
-@pytest.mark.parametrize("part", range(3), ids=["weights", "first moments", "second moments"])
-async def test_a_holder_that_hands_over_other_states_than_it_was_to_make_is_left_out(
-    source: ModelSource, tmp_path: Path, part: int
-) -> None:
-    """Of two that differed, the state of the route's first one was taken: it made of the job whatever it liked."""
+def hands_over(falsify: Callable[[torch.Tensor], None]) -> Callable[[Any], None]:
+    """A change of a node's blocks: their weights and both moments are falsified in the states that it hands over."""
 
     def change(blocks: Any) -> None:
         honest = blocks.state
@@ -644,14 +641,26 @@ async def test_a_holder_that_hands_over_other_states_than_it_was_to_make_is_left
         def state(block: int) -> bytes:
             data = bytearray(honest(block))
             numbers = torch.frombuffer(data, dtype=torch.float32, offset=len(data) - 3 * blocks.sums_bytes)
-            numbers.view(3, -1)[part] *= 1.1
+            falsify(numbers.view(3, -1))
             return bytes(data)
 
         blocks.state = state
 
+    return change
+
+
+@pytest.mark.parametrize("part", range(3), ids=["weights", "first moments", "second moments"])
+async def test_a_holder_that_hands_over_other_states_than_it_was_to_make_is_left_out(
+    source: ModelSource, tmp_path: Path, part: int
+) -> None:
+    """Of two that differed, the state of the route's first one was taken: it made of the job whatever it liked."""
+
+    def falsify(numbers: torch.Tensor) -> None:
+        numbers[part] *= 1.1
+
     losses = Losses()
     async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
-        swarm.nodes["n0"].changes.append(change)
+        swarm.nodes["n0"].changes.append(hands_over(falsify))
         owner = owner_of(swarm, every=1)
         with trio.fail_after(60):
             await owner.run(3, few, losses)
@@ -666,20 +675,12 @@ async def test_a_state_with_one_wrong_number_among_many_does_not_get_into_a_job(
     """A sample of a block hardly ever has that number, and one weight of 10,000 ruins every later step."""
     monkeypatch.setattr(training_runner, "_SAMPLED", 8)
 
-    def change(blocks: Any) -> None:
-        honest = blocks.state
-
-        def state(block: int) -> bytes:
-            data = bytearray(honest(block))
-            numbers = torch.frombuffer(data, dtype=torch.float32, offset=len(data) - 3 * blocks.sums_bytes)
-            numbers.view(3, -1)[0, -1] = 1e4
-            return bytes(data)
-
-        blocks.state = state
+    def falsify(numbers: torch.Tensor) -> None:
+        numbers[0, -1] = 1e4
 
     losses = Losses()
     async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
-        swarm.nodes["n0"].changes.append(change)
+        swarm.nodes["n0"].changes.append(hands_over(falsify))
         owner = owner_of(swarm, every=1)
         with trio.fail_after(60):
             await owner.run(3, few, losses)
