@@ -15,8 +15,8 @@ BURST_S = 0.25  # seconds' worth of unused rate that may be saved up
 SHORTEST_WAIT_S = 0.001
 RECHECK_S = 0.25  # longest single wait, so that a raised limit takes effect soon
 REPLY_S = 3.0  # after which tokens count as under way since the last of them
-BULK_SHARE = 0.6  # of a slow upload, beside replies
-LEAST_BULK_BYTES_PER_S = 32e3  # whatever was measured
+SHARE = 0.6  # of a slow upload that bulk and replies may have together before bulk waits
+LONGEST_PAUSE_S = 0.5  # after which bulk may send another chunk, however much replies send
 SLOW_UPLOAD_BYTES_PER_S = 4e6  # a faster one is not filled for long by anything that it has to carry
 WINDOW_S = 1.0  # of bulk without a pause, to measure the upload
 MEASURE_AGAIN_S = 30.0  # after which it is measured once more beside replies, for as long as two windows
@@ -68,26 +68,31 @@ class SpareUpload:
         self._bytes_per_s: float | None = None  # of the upload, when bulk filled it
         self._replied_at = self._free_until = -math.inf
         self._measure_at = math.inf
+        self._bulk_at = -math.inf  # when the last chunk began
         self._writers = 0  # links that write bulk now
         self._busy_since = self._busy_s = 0.0
         self._window_at, self._window_bytes = 0.0, 0
 
-    def replied(self, now: float) -> None:
-        """Note that tokens of a reply are sent."""
+    def replied(self, size: int, now: float) -> None:
+        """Note that so many bytes of a reply were sent."""
         if now - self._replied_at > REPLY_S:
             self._measure_at = now + MEASURE_AGAIN_S
         self._replied_at = now
+        if self._limit.wait_s(now) < RECHECK_S:  # bulk need not make up for a whole prompt
+            self._limit.spend(size, now)
 
     def is_limited(self, now: float) -> bool:
         """True if bulk is sent more slowly than it could be."""
-        is_beside = now - self._replied_at <= REPLY_S and now >= self._free_until
-        return is_beside and self._limit.bytes_per_s is not None
+        beside_replies = now - self._replied_at <= REPLY_S and now >= self._free_until
+        return beside_replies and self._limit.bytes_per_s is not None
 
     def wait_s(self, now: float) -> float:
         """Seconds for bulk to wait before asking again; 0 if the next chunk may be sent now."""
         if self.is_limited(now) and now >= self._measure_at:
             self._free_until, self._measure_at = now + 2 * WINDOW_S, now + MEASURE_AGAIN_S
-        return self._limit.wait_s(now) if self.is_limited(now) else 0.0
+        if not self.is_limited(now):
+            return 0.0
+        return min(self._limit.wait_s(now), max(self._bulk_at + LONGEST_PAUSE_S - now, 0.0))
 
     def begin(self, now: float) -> None:
         """Note that a link begins to write a chunk of bulk; `end` must follow."""
@@ -96,6 +101,7 @@ class SpareUpload:
                 self._window_at, self._window_bytes, self._busy_s = now, 0, 0.0
             self._busy_since = now
         self._writers += 1
+        self._bulk_at = now
 
     def end(self, size: int, now: float) -> None:
         """Note that a link has written so many bytes of bulk."""
@@ -115,7 +121,7 @@ class SpareUpload:
     def _measured(self, bytes_per_s: float) -> None:
         self._bytes_per_s = max(bytes_per_s, _FALL * (self._bytes_per_s or 0.0))
         is_slow = self._bytes_per_s < SLOW_UPLOAD_BYTES_PER_S
-        self._limit.set_rate(max(BULK_SHARE * self._bytes_per_s, LEAST_BULK_BYTES_PER_S) if is_slow else None)
+        self._limit.set_rate(SHARE * self._bytes_per_s if is_slow else None)
 
 
 @dataclass

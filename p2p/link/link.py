@@ -267,7 +267,7 @@ class PeerLink:
                 if is_bulk:
                     spare.begin(now)
                 elif urgency != CONTROL and not self.exempt:
-                    spare.replied(now)
+                    spare.replied(size, now)
                 try:
                     await self._put(parts, size)
                 finally:

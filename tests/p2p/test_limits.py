@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from p2p.channel.pipe import MOST_UNSENT_BYTES, UnsentBound
 from p2p.link.bandwidth import (
-    BULK_SHARE,
     BURST_S,
-    LEAST_BULK_BYTES_PER_S,
+    LONGEST_PAUSE_S,
     MEASURE_AGAIN_S,
     RECHECK_S,
     REPLY_S,
+    SHARE,
     WINDOW_S,
     Bandwidth,
     ByteRateLimit,
@@ -184,7 +184,7 @@ class Upload:
         sent, until = 0, self.now + seconds
         while self.now < until:
             if replies:
-                self.spare.replied(self.now)
+                self.spare.replied(100, self.now)
             if (wait_s := self.spare.wait_s(self.now)) > 0:
                 self.now += wait_s
                 continue
@@ -202,7 +202,7 @@ CHUNK = 16 * 1024
 def test_bulk_leaves_a_part_of_a_slow_upload_to_replies() -> None:
     upload = Upload(250e3)
     assert upload.bulk(5) == pytest.approx(250e3, rel=0.1)
-    assert upload.bulk(20, replies=True) == pytest.approx(BULK_SHARE * 250e3, rel=0.1)
+    assert upload.bulk(20, replies=True) == pytest.approx(SHARE * 250e3, rel=0.1)
     upload.now += REPLY_S + 0.1
     assert upload.bulk(5) == pytest.approx(250e3, rel=0.1)
 
@@ -232,19 +232,19 @@ def test_an_upload_that_became_faster_or_slower_is_measured_again_beside_replies
     upload.bulk(10, replies=True)
     upload.bytes_per_s = 400e3
     upload.bulk(MEASURE_AGAIN_S, replies=True)
-    assert upload.bulk(10, replies=True) == pytest.approx(BULK_SHARE * 400e3, rel=0.15)
+    assert upload.bulk(10, replies=True) == pytest.approx(SHARE * 400e3, rel=0.15)
     upload.bytes_per_s = 200e3
     upload.bulk(20 * MEASURE_AGAIN_S, replies=True)
-    assert upload.bulk(10, replies=True) == pytest.approx(BULK_SHARE * 200e3, rel=0.2)
+    assert upload.bulk(10, replies=True) == pytest.approx(SHARE * 200e3, rel=0.2)
 
 
 def test_one_that_reads_slowly_does_not_stop_what_others_are_sent() -> None:
     upload = Upload(1e3)  # all that a peer takes, minute after minute, and a node's only bulk
     upload.bulk(3600)
     upload.bytes_per_s = 1e6
-    assert upload.bulk(10, replies=True) >= 0.9 * LEAST_BULK_BYTES_PER_S
+    assert upload.bulk(10, replies=True) >= 0.9 * CHUNK / LONGEST_PAUSE_S
     upload.bulk(MEASURE_AGAIN_S, replies=True)
-    assert upload.bulk(10, replies=True) == pytest.approx(BULK_SHARE * 1e6, rel=0.15)
+    assert upload.bulk(10, replies=True) == pytest.approx(SHARE * 1e6, rel=0.15)
 
 
 def test_links_that_write_at_once_are_measured_together() -> None:
@@ -254,10 +254,23 @@ def test_links_that_write_at_once_are_measured_together() -> None:
         now = 0.1 * step
         spare.begin(now)
         spare.end(CHUNK, now + 0.05)
-    spare.replied(now)
+    spare.replied(100, now)
     waits = 0
     for _ in range(10):
         waits += spare.wait_s(now) > 0
         spare.begin(now)
         spare.end(CHUNK, now)
     assert waits  # 164 kB/s were measured, of which bulk may have 98
+
+
+def test_bulk_makes_way_for_a_prompt_and_does_not_stop() -> None:
+    upload, prompt = Upload(250e3), 0
+    upload.bulk(5)
+    began, sent = upload.now, 0.0
+    while upload.now < began + 10:
+        upload.spare.replied(64 * 1024, upload.now)
+        prompt += 64 * 1024
+        upload.now += 64 * 1024 / upload.bytes_per_s
+        sent += upload.bulk(CHUNK / upload.bytes_per_s) * CHUNK / upload.bytes_per_s
+    assert 0.5 * CHUNK / LONGEST_PAUSE_S <= sent / 10 <= 1.5 * CHUNK / LONGEST_PAUSE_S
+    assert prompt >= 7 * 250e3
