@@ -14,7 +14,8 @@ a header of 20 bytes, a name, and a chunk of a message's body:
 - `flags`: bits 0-1 the priority (0 control, 1 decode, 2 prefill, 3 bulk), bit 2 first chunk, bit 3 last chunk; the
   other bits are zero when sent and ignored when received.
 - `name`: at most 128 bytes of printable ASCII, only on the first frame of the kinds that have one.
-- `length`: bytes of this chunk, at most 256 KiB; every chunk but the last has exactly 256 KiB.
+- `length`: bytes of this chunk, at most 256 KiB; every chunk but the last has 16 KiB or more, and exactly 256 KiB if
+  the receiver's minor version is 0. On a slow link small chunks let urgent messages overtake sooner.
 - `total`: bytes of the whole body, at most 64 MiB, the same in each chunk. Chunks of messages with different ids or
   priorities may interleave, those of one id and priority may not: higher priorities overtake at every chunk, equal
   ones keep their order. At most 256 messages may be unfinished at a time.

@@ -14,7 +14,9 @@ from app.core.reasons import Reason, because
 from app.routing.route import Route
 from app.session.frame import CHUNK_ROWS, Frame
 
-SLOW_LINK_BYTES_PER_S = 250_000  # tokens may be under way for as long as such a link takes
+# Tokens may be under way for as long as such a link takes: a fifth of 2 Mbit/s, as the rest may go to others.
+SLOW_LINK_BYTES_PER_S = 50_000
+CROWDED_S = 3.0  # and for so long at least: behind what others send, even few bytes wait in routers
 STEP_TOKENS = 64  # of a prompt that a hop reads at once, at least; one that takes longer for fewer counts as stuck
 
 
@@ -95,11 +97,14 @@ class HopProgress:
                 why = because("hop_stuck", "it answers but does not advance", hop.peer)
                 return HopLoss(HopFailed(hop.peer, why))
             before = hop.peer
+        if quiet_s < CROWDED_S:
+            return None  # the answer may be behind what others send
         return HopLoss(HopFailed(before, because("answer_lost", "its answer is lost", before), blameless=True))
 
     def _transfer_s(self, tokens: int) -> float:
         """Seconds after which some of these tokens have arrived, if a slow link carries them."""
-        return min(tokens * self._row_bytes / SLOW_LINK_BYTES_PER_S, self._longest_quiet_s)
+        crossing_s = tokens * self._row_bytes / SLOW_LINK_BYTES_PER_S
+        return min(max(crossing_s, CROWDED_S), self._longest_quiet_s)
 
     def _may_take(self, peer: str, fed: int, since_s: float) -> bool:
         """Count the seconds since the last look as a wait for this hop; False if those are too many in all."""

@@ -88,6 +88,8 @@ IDLE_LINK_S = 60.0  # a stream without sessions for so long is closed
 FEED_AHEAD_BYTES = 16 * 2**20  # of embedded tokens that wait for a hop's stream, and a chunk more
 FEED_TOGETHER_BYTES = 64 * 2**20  # the same for sessions of which nothing waits there
 _LOOK_FOR_ROOM_S = 0.02
+PROBE_ROUND_TRIPS, LONGEST_PROBE_S = 4, 5.0
+PROMPT_ROWS, PROMPT_PATIENCE = 16, 3
 
 
 class Listener(Protocol):
@@ -195,6 +197,11 @@ class HopLinks:
             if self.is_open(hop.peer):
                 await self._links[hop.peer].send(plain(Kind.CLOSE, session, epoch))
 
+    def round_trip_s(self, route: Route) -> float:
+        """The longest round trip to a hop of the route; what waits on the way counts."""
+        hops = {hop.peer for hop in route}
+        return max((link.rtt_s or 0.0 for link in self._network.links() if link.peer in hops), default=0.0)
+
     def prepare(self, peer: str, *, timeout_s: float) -> None:
         """Start to open a link that may be needed later."""
         if not self.is_open(peer) and not self.is_closed:
@@ -252,7 +259,7 @@ class SessionSettings:
     open_s: float = 5.0  # to reach a hop
     ready_s: float = 5.0  # for a hop to begin an epoch
     adapter_s: float = 300.0  # for a hop that answers probes to fetch an adapter before
-    probe_s: float = 1.0  # for a hop to say how far it is
+    probe_s: float = 1.0  # for a hop to say how far it is; longer where round trips are long
     stuck_s: float = 30.0  # for a hop that answers probes but does not advance
     first_route_s: float = 15.0  # to wait for a route at the beginning: a member may be joining or slow to answer
     new_route_s: float = 60.0  # and in the middle of a reply
@@ -630,12 +637,17 @@ class RouteHops:
         with trio.move_on_after(within_s):
             await self._heard.wait_for(lambda: self.answer is not None or self.trouble is not None)
 
-    async def probe(self) -> None:
-        """Ask every hop how far it is, and wait for all their states, the answer or a failure."""
+    def probe_s(self, rows: int = 1) -> float:
+        """Seconds in which every hop must say how far it is while so many rows are under way: a prompt fills links."""
+        crowded_s = min(PROBE_ROUND_TRIPS * self._links.round_trip_s(self.route), LONGEST_PROBE_S)
+        return max(self._settings.probe_s * (PROMPT_PATIENCE if rows > PROMPT_ROWS else 1), crowded_s)
+
+    async def probe(self, patience_s: float) -> None:
+        """Ask every hop how far it is, and wait for all their states, the answer or a failure, `patience_s` at most."""
         self.states.clear()
         for hop in self.route:
             await self._open[hop.peer].send(plain(Kind.PROBE, self.id, self.epoch, self._wanted.stop))
-        with trio.move_on_after(self._settings.probe_s):
+        with trio.move_on_after(patience_s):
             while self.answer is None and self.trouble is None and len(self.states) < len(self.route):
                 await self._heard.wait()
 
@@ -752,7 +764,7 @@ class RouteHops:
             self.states.clear()
             for peer in missing:
                 await self._open[peer].send(plain(Kind.PROBE, self.id, self.epoch))
-            with trio.move_on_after(self._settings.probe_s):
+            with trio.move_on_after(self.probe_s()):
                 await self._heard.wait_for(is_settled)
             # A hop that fetches an adapter has no session yet, so its state tells no epoch.
             adapted = self._shape.adapter is not None
@@ -1087,7 +1099,8 @@ class RouteSession:
     async def _ask_hops(self) -> None:
         """Ask all hops how far they are; one that is silent becomes `hops.trouble`."""
         hops = self._hops
-        await hops.probe()
+        patience_s = hops.probe_s(len(self._history) - self.answered)
+        await hops.probe(patience_s)
         if hops.answer is not None or hops.trouble is not None:
             return
         last = hops.states.get(hops.route[-1].peer)
@@ -1095,7 +1108,7 @@ class RouteSession:
             self.reached = min(last.position, len(self._history))
         for hop in hops.route:
             if hop.peer not in hops.states:
-                why = because("hop_silent", f"it has not answered for {self._settings.probe_s:g} s", hop.peer)
+                why = because("hop_silent", f"it has not answered for {patience_s:.0f} s", hop.peer)
                 self._guide.failed(hop.peer, why, busy=False)
                 hops.trouble = HopFailed(hop.peer, why, blameless=True)  # reported above, as others may be
 
@@ -1225,6 +1238,7 @@ class RouteSession:
             return 0.0
         times = self._excuses[failure.peer] = self._excuses.get(failure.peer, 0) + 1
         if failure.blameless and times <= _EXCUSES:
+            log.info("session %s: %s is tried again: %s", self.id.hex()[:8], failure.peer, failure.why.text)
             return 0.0 if times == 1 else backoff_s(_PAUSE_S, times - 1, _LONGEST_PAUSE_S)
         self._unsound.add(failure.peer)
         log.warning("session %s: %s failed: %s", self.id.hex()[:8], failure.peer, failure.why.text)

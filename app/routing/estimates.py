@@ -243,20 +243,27 @@ def _nearest(hosted: Span | None, members: Sequence[Announcement], among: Contai
 _STEP = 0.5  # fraction of the surplus that one reply corrects
 _LEAST_S = 1e-6  # lower bound of an estimate
 _REMEMBERED = 1024  # peers
+BELIEVED_S = (
+    1800.0  # after which a measurement counts no more: a peer that was slow once is not used, and so not measured
+)
 
 
 class MeasuredSpeeds:
     """Measured seconds per token and block of each peer."""
 
     def __init__(self) -> None:
-        self._block_s: dict[str, float] = {}
+        self._block_s: dict[str, float] = {}  # the latest measured last
+        self._noted_at: dict[str, float] = {}
 
-    @property
-    def block_s(self) -> Mapping[str, float]:
+    def block_s(self, now: float) -> dict[str, float]:
         """Current estimates by peer."""
-        return self._block_s
+        while self._block_s and self._noted_at[peer := next(iter(self._block_s))] < now - BELIEVED_S:
+            self._forget(peer)
+        return dict(self._block_s)
 
-    def note(self, route: Route, token_s: float, links_s: float, expected_block_s: Mapping[str, float]) -> None:
+    def note(
+        self, route: Route, token_s: float, links_s: float, expected_block_s: Mapping[str, float], now: float
+    ) -> None:
         """Correct the estimates of a route's hops by a measured token time (normalised least mean squares).
 
         `token_s` is a reply's typical seconds per token, `links_s` the part of it on links; `expected_block_s` is the
@@ -268,9 +275,12 @@ class MeasuredSpeeds:
         squares = sum(len(hop.span) ** 2 for hop in route)
         for hop in route:
             moved_s = estimates[hop.peer] + _STEP * surplus_s * len(hop.span) / squares
-            self._block_s[hop.peer] = max(moved_s, _LEAST_S)
-        while len(self._block_s) > _REMEMBERED:  # drop the least recently used
-            del self._block_s[next(iter(self._block_s))]
+            self._block_s[hop.peer], self._noted_at[hop.peer] = max(moved_s, _LEAST_S), now
+        while len(self._block_s) > _REMEMBERED:
+            self._forget(next(iter(self._block_s)))
+
+    def _forget(self, peer: str) -> None:
+        del self._block_s[peer], self._noted_at[peer]
 
 
 MOST = 12  # peers that `route_neighbours` returns at most

@@ -114,7 +114,7 @@ class RoutePlanner:
         yield from self._rates.update(members)
         rates = self._rates.estimates(self._network.peer_id, self._network.links())
         byte_s = yield from by_chunks(lambda some: rates.byte_s(m.peer for m in some), members)
-        return KnownCosts(dict(self.measured.block_s), penalty_s, byte_s)
+        return KnownCosts(self.measured.block_s(trio.current_time()), penalty_s, byte_s)
 
     def link_s(self) -> LinkSeconds:
         """Return a function for the estimated one-way seconds between two peers; "" is this node."""
@@ -133,7 +133,7 @@ class RoutePlanner:
         """Update the per-peer estimates from a reply's typical seconds per token over this route."""
         serving = [m for m in self.members() if m.serves]
         expected = believed_seconds(serving, replace(request, prompt_tokens=0), KnownCosts())
-        self.measured.note(route, token_s, links_seconds(route, self.link_s()), expected)
+        self.measured.note(route, token_s, links_seconds(route, self.link_s()), expected, trio.current_time())
 
     async def find(
         self, current: Route, request: RouteRequest, avoid: Sequence[str], formats: Mapping[str, str] | None = None

@@ -20,11 +20,13 @@ from app.weights.chunk_server import ChunkServer
 from app.weights.chunk_writer import ChunkWriter
 from app.weights.extents import chunk_length
 from app.weights.part_store import NewPart
-from p2p.errors import P2PError, Refused, RemoteError
+from p2p.errors import DeadlineExceeded, P2PError, Refused, RemoteError
 
 log = logging.getLogger("shoal.weights")
 
-CHUNK_S = 20.0  # deadline for a chunk: 1 MiB at 50 kB/s; slower peers count as failed
+CHUNK_S = 20.0  # deadline for a chunk: 1 MiB at 50 kB/s; extended for a peer as long as it sends at least
+LEAST_BYTES_PER_S = 4000  # which includes other answers of it, as they come one after another, but
+LONGER = 8  # times the deadline at most
 ELSEWHERE_S = 16.0  # deadline for a peer we were redirected to: it may itself still be receiving the chunks
 MISLED_S = 1.0  # a failed redirect that took longer than this counts against the peer that sent us there
 LEAVES_S = 5.0  # deadline for a list of leaves, plus its transfer time at the slowest accepted rate
@@ -87,10 +89,7 @@ class ChunkClient:
         """Send one request: the number of chunks stored, the peer that we are redirected to, or None on failure."""
         request, begun = wire.ChunkRequest(new.part.root, piece.index, piece.count, tried), trio.current_time()
         try:
-            raw = await self.network.call(
-                peer, self.sharing.methods.chunk, request.encode(), timeout_s=timeout_s, priority=Priority.BULK
-            )
-            answer = wire.read_answer(raw)
+            answer = wire.read_answer(await self._call_slow(peer, request.encode(), timeout_s))
             if isinstance(answer, str):
                 return answer
             chunks = _split(answer, new.part, piece)
@@ -109,6 +108,34 @@ class ChunkClient:
         except P2PError as error:
             self._back_off(peer, str(error))
         return None
+
+    async def _call_slow(self, peer: str, request: bytes, timeout_s: float) -> bytes:
+        """Ask for chunks; a peer that is only slow has more time than `timeout_s`. Raises `P2PError`."""
+        raw: bytes | None = None
+        failure: P2PError = DeadlineExceeded(f"{peer} sent next to nothing for {timeout_s:g} s")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch, peer, timeout_s, nursery.cancel_scope)
+            try:
+                method, longest_s = self.sharing.methods.chunk, LONGER * timeout_s
+                raw = await self.network.call(peer, method, request, timeout_s=longest_s, priority=Priority.BULK)
+            except P2PError as error:
+                failure = error
+            nursery.cancel_scope.cancel()
+        if raw is None:
+            raise failure
+        return raw
+
+    async def _watch(self, peer: str, period_s: float, scope: trio.CancelScope) -> None:
+        """Cancel what waits for a peer when next to nothing came from it in a whole period."""
+        enough, came = LEAST_BYTES_PER_S * period_s, self._came_from(peer)
+        while True:
+            await trio.sleep(period_s)
+            before, came = came, self._came_from(peer)
+            if came - before < enough:
+                scope.cancel()
+
+    def _came_from(self, peer: str) -> int:
+        return sum(link.bytes_in for link in self.network.links() if link.peer == peer)
 
     def _may_ask(self, peer: str) -> bool:
         usable = self.performance.is_usable(peer, trio.current_time())

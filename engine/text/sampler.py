@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.errors import EngineError
 
 HEAD = 512  # tokens that are sorted first; most draws need no more
+_COLDEST = 1e-6  # logits divided by less could become infinite
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def draw(logits: Tensor, columns: Tensor, *, filters: bool, masked: bool = False
     Without `filters` no row has top-p or min-p; with `masked` some tokens may not be drawn.
     """
     temperature, top_k, top_p, min_p, number = columns.split(1, dim=1)
-    probabilities = torch.softmax(logits / temperature.float(), dim=-1)
+    probabilities = torch.softmax(logits / temperature.float().clamp(min=_COLDEST), dim=-1)
     likeliest = _likeliest(probabilities, columns, head) if logits.device.type == "cpu" else None
     probabilities, tokens = likeliest or probabilities.sort(descending=True, stable=True)
     mass = probabilities.double().cumsum(-1)

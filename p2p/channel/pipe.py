@@ -16,9 +16,38 @@ import trio
 from p2p.channel.raw import ConnectionClosed, RawConnection
 from p2p.errors import P2PError
 
-# Bound on unsent bytes in the kernel: more would delay urgent frames behind them, fewer would leave a fast link idle.
-_UNSENT_BYTES: Final = 128 << 10
+MOST_UNSENT_BYTES: Final = 128 << 10
+LEAST_UNSENT_BYTES: Final = 16 << 10
+UNSENT_S: Final = 0.05
 _LOST = (OSError, EOFError, trio.BrokenResourceError, trio.ClosedResourceError, P2PError)
+
+
+class UnsentBound:
+    """How many unsent bytes the kernel should hold: as many as it sends in `UNSENT_S`, within bounds. Pure.
+
+    More would delay urgent frames behind them, fewer would leave a fast connection idle.
+    """
+
+    def __init__(self) -> None:
+        self.size = MOST_UNSENT_BYTES
+        self._given = 0  # bytes that the kernel took since
+        self._room_at: float | None = None  # when it had room again after it was full
+
+    def gave(self, size: int) -> None:
+        """Count bytes that the kernel took."""
+        self._given += size
+
+    def has_room(self, now: float, *, was_full: bool) -> None:
+        """Note that the kernel has room; `was_full` if it had none a moment ago, so that all it took before is sent."""
+        if not was_full:
+            self.size = min(2 * self.size, MOST_UNSENT_BYTES)
+        elif self._room_at is not None and now > self._room_at:
+            sent = UNSENT_S * self._given / (now - self._room_at)
+            if sent < self.size:
+                self.size = max(self.size // 2, LEAST_UNSENT_BYTES)
+            elif sent >= 2 * self.size:
+                self.size = min(2 * self.size, MOST_UNSENT_BYTES)
+        self._room_at, self._given = now if was_full else None, 0
 
 
 class SocketPipe:
@@ -33,11 +62,9 @@ class SocketPipe:
         direct = getattr(self.socket, "_sock", None)
         self._direct = direct if isinstance(direct, stdlib_socket.socket) else None
         self._poll: select.poll | None = None
+        self._unsent = UnsentBound()
         if self._direct is not None:
-            option = getattr(stdlib_socket, "TCP_NOTSENT_LOWAT", None)
-            if option is not None:
-                with contextlib.suppress(OSError):
-                    self._direct.setsockopt(stdlib_socket.IPPROTO_TCP, option, _UNSENT_BYTES)
+            self._tell_bound()
             if hasattr(select, "poll"):
                 self._poll = select.poll()
                 self._poll.register(self._direct.fileno(), select.POLLOUT)
@@ -57,6 +84,11 @@ class SocketPipe:
         """True if `send_now` works on this kind of connection."""
         return self._direct is not None
 
+    @property
+    def slowness(self) -> int:
+        """How many times fewer bytes than usual should be sent at once, so that urgent ones need not wait for long."""
+        return MOST_UNSENT_BYTES // self._unsent.size
+
     def has_room(self) -> bool:
         """True if the kernel holds few unsent bytes, so that more of them would be sent soon."""
         return self._poll is None or bool(self._poll.poll(0))
@@ -66,11 +98,13 @@ class SocketPipe:
         if self._direct is None:
             return 0
         try:
-            return self._direct.send(data)
+            taken = self._direct.send(data)
         except BlockingIOError:
             return 0
         except OSError as error:
             raise ConnectionClosed(f"the connection was lost: {error}") from error
+        self._unsent.gave(taken)
+        return taken
 
     async def wait_room(self) -> None:
         """Wait until the kernel has room; returns at once if there is no socket."""
@@ -79,10 +113,21 @@ class SocketPipe:
         descriptor = self._direct.fileno()
         if descriptor < 0:
             raise ConnectionClosed("the connection was closed")
+        was_full = not self.has_room()
         try:
             await trio.lowlevel.wait_writable(descriptor)
         except _LOST as error:
             raise ConnectionClosed(f"the connection was lost: {error}") from error
+        before = self._unsent.size
+        self._unsent.has_room(trio.current_time(), was_full=was_full)
+        if self._unsent.size != before:
+            self._tell_bound()
+
+    def _tell_bound(self) -> None:
+        option = getattr(stdlib_socket, "TCP_NOTSENT_LOWAT", None)
+        if self._direct is not None and option is not None:
+            with contextlib.suppress(OSError):
+                self._direct.setsockopt(stdlib_socket.IPPROTO_TCP, option, self._unsent.size)
 
     async def send(self, data: bytes | bytearray | memoryview) -> None:
         """Send all of `data`; a cancelled send leaves the connection unusable."""

@@ -40,9 +40,13 @@ class Sender:
                     # Take a batch only when the kernel has room: a more urgent frame may be queued until then.
                     await session.pipe.wait_room()
                     if not session.has_unsent and not outbox.empty:
-                        session.send_now(outbox.take())
+                        session.send_now(outbox.take(self._batch_bytes))
         except ConnectionClosed as error:
             self._on_lost(str(error))
+
+    @property
+    def _batch_bytes(self) -> int:
+        return BATCH_BYTES // self._session.pipe.slowness
 
     def send_at_once(self, half: SendHalf, parts: Sequence[Buffer]) -> bool:
         """Send a whole write as one frame from the calling task.
@@ -66,7 +70,7 @@ class Sender:
         if self.outbox.empty:
             return
         if session.pipe.can_send_now and not session.has_unsent and session.pipe.has_room():
-            self._send(self.outbox.take())
+            self._send(self.outbox.take(self._batch_bytes))
         if not self.outbox.empty:
             self._work.set()
 

@@ -13,11 +13,13 @@ from typing import NamedTuple
 from p2p.errors import P2PError, ProtocolError, Refused, RemoteError
 from p2p.values import MAX_BODY_BYTES, MAX_NAME_BYTES, Buffer
 
-MAJOR, MINOR = 1, 0
+MAJOR, MINOR = 1, 1
+SMALL_CHUNKS = 1  # the minor version from which a peer accepts chunks of less than `CHUNK_BYTES`
 MAGIC = b"shoal\0"
 PREFACE = MAGIC + bytes((MAJOR, MINOR))
 HEADER = struct.Struct(">BBHIIII")
 CHUNK_BYTES = 256 * 1024
+SMALLEST_CHUNK_BYTES = 16 * 1024  # but for the last one of a message
 FIRST, LAST = 0x04, 0x08
 WHOLE = FIRST | LAST
 PRIORITY_MASK = 0x03
@@ -95,6 +97,7 @@ class FrameDecoder:
         self._held = 0
         self._needed = len(PREFACE)
         self._greeted = False
+        self.minor = 0  # the minor version that the peer speaks, once its first bytes have come
 
     @property
     def is_inside(self) -> bool:
@@ -149,7 +152,9 @@ class FrameDecoder:
         if len(data) > len(MAGIC) and data[len(MAGIC)] != MAJOR:
             raise ProtocolError(f"the peer speaks version {data[len(MAGIC)]} of the link protocol, this node {MAJOR}")
         self._greeted = len(data) >= len(PREFACE)
-        if not self._greeted:
+        if self._greeted:
+            self.minor = data[len(PREFACE) - 1]
+        else:
             self._parts = [data]
         return self._greeted
 
@@ -175,8 +180,8 @@ def _end_of_frame(data: Buffer, start: int, size: int) -> int:
 
 def _check_chunk(flags: int, length: int, total: int, name_length: int, kind: int) -> None:
     whole = flags & WHOLE == WHOLE
-    # Every chunk but the last must be full, so that a message cannot be cut into millions of tiny frames.
-    if (whole and length != total) or (not flags & LAST and length != CHUNK_BYTES):
+    # A bound for every chunk but the last, so that a message cannot be cut into millions of tiny frames.
+    if (whole and length != total) or (not flags & LAST and length < SMALLEST_CHUNK_BYTES):
         raise ProtocolError(f"a chunk of {length} bytes of a message of {total} is cut wrongly")
     if bool(name_length) != (kind == Kind.REQUEST and bool(flags & FIRST)):
         raise ProtocolError(f"a chunk of kind {kind} has a name of {name_length} bytes")

@@ -15,13 +15,24 @@ import trio
 from p2p.errors import DeadlineExceeded, PeerUnreachable, ProtocolError, QueueFull, StreamReset
 from p2p.link.byte_stream import ByteStream
 from p2p.link.calls import Calls
-from p2p.link.frames import BUSY, FIRST, PREFACE, Assembler, Frame, FrameDecoder, Kind, body_bytes, failure_of
+from p2p.link.frames import (
+    BUSY,
+    FIRST,
+    PREFACE,
+    SMALL_CHUNKS,
+    Assembler,
+    Frame,
+    FrameDecoder,
+    Kind,
+    body_bytes,
+    failure_of,
+)
 from p2p.link.handlers import Handlers, Services
 from p2p.link.outbox import Outbox, Outgoing, spoken
 from p2p.link.receive_rate import ReceiveRate
 from p2p.link.streams import MessageStream
 from p2p.rate_limit import FloodGuard, LogLimit
-from p2p.values import CONTROL, MESSAGE_COST_BYTES, PREFILL, Buffer, Payload, buffers_of, check_name
+from p2p.values import BULK, CONTROL, MESSAGE_COST_BYTES, PREFILL, Buffer, Payload, buffers_of, check_name
 
 READ_BYTES = 256 * 1024
 FRAMES_A_TURN = 256
@@ -230,7 +241,7 @@ class PeerLink:
     # --- the writer ---
 
     async def _write(self) -> None:
-        up = self.services.bandwidth.up
+        up, spare = self.services.bandwidth.up, self.services.bandwidth.spare
         try:
             await self._put((PREFACE,), len(PREFACE))
             while True:
@@ -241,7 +252,11 @@ class PeerLink:
                     self._wake = trio.Event()
                     await self._wake.wait()
                     continue
-                if urgency >= PREFILL and not self.exempt and (wait_s := up.wait_s(trio.current_time())) > 0:
+                now, is_bulk = trio.current_time(), urgency == BULK and not self.exempt
+                wait_s = up.wait_s(now) if urgency >= PREFILL and not self.exempt else 0.0
+                if is_bulk:
+                    wait_s = max(wait_s, spare.wait_s(now))
+                if wait_s > 0:
                     self._wake = trio.Event()
                     with trio.move_on_after(wait_s):  # a message that need not wait may be queued meanwhile
                         await self._wake.wait()
@@ -249,9 +264,20 @@ class PeerLink:
                 parts, size = self._outbox.take()
                 self._written.set()
                 self._written = trio.Event()
-                await self._put(parts, size)
+                if is_bulk:
+                    spare.begin(now)
+                elif urgency != CONTROL and not self.exempt:
+                    spare.replied(size, now)
+                try:
+                    await self._put(parts, size)
+                finally:
+                    begun_at, now = now, trio.current_time()
+                    if is_bulk:
+                        spare.end(size, now)
+                if not (is_bulk and spare.is_limited(now)):  # what is sent slowly on purpose says nothing of the speed
+                    self._outbox.wrote(size, now - begun_at)
                 if not self.exempt:
-                    up.spend(size, trio.current_time())
+                    up.spend(size, now)
         except StreamReset as error:
             log.debug("the link to %s ended while writing: %s", self._peer, error)
             self.close()
@@ -287,7 +313,10 @@ class PeerLink:
                 read_at = trio.current_time()
                 if not self.exempt:
                     down.spend(len(data), read_at)
-                for number, frame in enumerate(decoder.feed(data), 1):
+                frames = decoder.feed(data)
+                if decoder.minor >= SMALL_CHUNKS:
+                    self._outbox.allow_small_chunks()
+                for number, frame in enumerate(frames, 1):
                     if self._reading is not stream:
                         raise ProtocolError("a frame follows a switch on the same byte stream")
                     self._dispatch(frame)

@@ -1,7 +1,8 @@
 """Queues of the messages that one link has to send, one for each priority. Pure; the link's writer takes from it.
 
-A message of higher priority overtakes between chunks; messages of one priority keep their order. A queue below its
-bound of `QUEUE_BYTES` accepts one more message of any size.
+A message of higher priority overtakes between chunks; messages of one priority keep their order. Chunks are so large
+that one takes a moment: small ones on slow links, where an urgent message would wait for seconds behind a large one.
+A queue below its bound of `QUEUE_BYTES` accepts one more message of any size.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from p2p.link.frames import CHUNK_BYTES, FIRST, LAST, MAX_TEXT_BYTES, encode_header
+from p2p.link.frames import CHUNK_BYTES, FIRST, LAST, MAX_TEXT_BYTES, SMALLEST_CHUNK_BYTES, encode_header
 from p2p.values import MESSAGE_COST_BYTES, PRIORITIES, Buffer
 
 QUEUE_BYTES = 8 * 2**20
 COALESCE_BYTES = 16 * 1024  # small messages in a queue are written together, up to this size
 MAX_URGENT_FRAMES = 8192
+CHUNK_S = 0.05  # that a chunk may take, unless it is of the smallest size
+_FIRST_CHUNK_BYTES = 32 * 1024  # of a link whose speed is not known yet
 
 
 class Outgoing:
@@ -38,14 +41,14 @@ class Outgoing:
         self.dropped = False
         self.left: Callable[[], None] | None = None  # called once the writer took its last chunk, or it was dropped
 
-    def next_chunk(self) -> tuple[list[Buffer], int, bool]:
+    def next_chunk(self, chunk_bytes: int = CHUNK_BYTES) -> tuple[list[Buffer], int, bool]:
         """Return the buffers of the next frame, its length, and True if it is the last one."""
-        if self.size <= CHUNK_BYTES:
+        if not self.sent and self.size <= chunk_bytes:
             header = encode_header(
                 self.kind, self.priority | FIRST | LAST, self.id, self.size, self.size, self.arg, self.name
             )
             return [header, *self.parts], len(header) + self.size, True
-        start, self.sent = self.sent, min(self.sent + CHUNK_BYTES, self.size)
+        start, self.sent = self.sent, min(self.sent + chunk_bytes, self.size)
         last = self.sent == self.size
         flags = self.priority | (FIRST if start == 0 else 0) | (LAST if last else 0)
         name = self.name if start == 0 else b""
@@ -79,6 +82,8 @@ class Outbox:
         self._queued = [0] * PRIORITIES
         # Indexed by id: a peer decides how often messages are dropped, and each search would cost this node time.
         self._by_id: dict[int, dict[Outgoing, None]] = {}
+        self._chunk_bytes = CHUNK_BYTES
+        self._fits_chunks = False
 
     def has_room(self, priority: int) -> bool:
         """True if the queue of this priority accepts one more message of any size."""
@@ -93,6 +98,20 @@ class Outbox:
         self._queues[message.priority].append(message)
         self._queued[message.priority] += message.size + MESSAGE_COST_BYTES
         self._by_id.setdefault(message.id, {})[message] = None
+
+    def allow_small_chunks(self) -> None:
+        """Cut messages as the link's speed asks for from now on; to be called when the peer is known to accept that."""
+        if not self._fits_chunks:
+            self._fits_chunks, self._chunk_bytes = True, _FIRST_CHUNK_BYTES
+
+    def wrote(self, size: int, took_s: float) -> None:
+        """Fit the size of chunks to the time that it took to write so many bytes."""
+        if not self._fits_chunks or size < self._chunk_bytes:
+            return
+        if took_s > CHUNK_S:
+            self._chunk_bytes = max(self._chunk_bytes // 2, SMALLEST_CHUNK_BYTES)
+        elif took_s < CHUNK_S / 4:
+            self._chunk_bytes = min(2 * self._chunk_bytes, CHUNK_BYTES)
 
     def urgency(self) -> int | None:
         """Return the priority of the next message, or None if nothing waits."""
@@ -109,7 +128,7 @@ class Outbox:
         if priority is None:
             return [], 0
         queue = self._queues[priority]
-        batch, size, done = queue[0].next_chunk()
+        batch, size, done = queue[0].next_chunk(self._chunk_bytes)
         if not done:
             return batch, size
         self._forget(queue.popleft())

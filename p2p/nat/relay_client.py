@@ -11,6 +11,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import trio
 
@@ -27,6 +28,8 @@ MAX_CIRCUITS_A_RELAY = 32  # so that one relay cannot use up all connections of 
 _ASK_TIMEOUT_S = 8.0
 _ASK_AGAIN_S = 60.0  # after a relay gave no place
 _CHECK_S = 5.0
+_SHORTEST_PLACE_S = 600.0  # one that ends sooner is none: whoever gives such ones would be asked again and again
+_LONGEST_PLACE_S = 7200.0
 
 log = logging.getLogger("shoal.p2p.relay")
 
@@ -64,6 +67,13 @@ def best_relay(candidates: Iterable[str], whereabouts: Callable[[str], tuple[str
     return min(candidates, key=lambda relay: (whereabouts(relay)[0] in taken, whereabouts(relay)[1], random.random()))
 
 
+class _Place(NamedTuple):
+    """A reservation, by trio's clock: the relay's own may be minutes off."""
+
+    renew_at: float
+    ends_at: float
+
+
 class RelayClient:
     """Holds reservations at up to `PLACES` relays while `needed`, and dials other peers through relays."""
 
@@ -71,7 +81,7 @@ class RelayClient:
         self._host = host
         self._changed = changed
         self._offering: dict[str, Address] = {}  # relay -> its address
-        self._places: dict[str, float] = {}  # relay -> expiry of the reservation, unix seconds
+        self._places: dict[str, _Place] = {}
         # Relays that gave no place -> how often in a row, and when they may be asked again; the latest last.
         self._refusals: dict[str, tuple[int, float]] = {}
         self._circuits: Counter[str] = Counter()
@@ -126,7 +136,8 @@ class RelayClient:
             self._drop_lost()
             if self.needed and len(self._places) < PLACES:
                 await self._reserve_one()
-            for relay in [r for r, until in self._places.items() if until - time.time() < 300]:
+            now = trio.current_time()
+            for relay in [relay for relay, place in self._places.items() if place.renew_at <= now]:
                 await self._reserve(relay)
             with trio.move_on_after(_CHECK_S * random.uniform(0.5, 1.0)):
                 await self._wake.wait()
@@ -211,6 +222,9 @@ class RelayClient:
             answer = await self._ask_for_place(relay)
             if answer.status is not Status.OK or answer.reservation is None:
                 raise Refused(f"the relay refused the reservation: {answer.status.name}")
+            lasts_s = min(answer.reservation.expires_at - time.time(), _LONGEST_PLACE_S)
+            if lasts_s < _SHORTEST_PLACE_S:
+                raise Refused(f"the reservation ends in {lasts_s:.0f} s")
         except (P2PError, trio.TooSlowError) as error:
             log.info("no reservation at the relay %s: %s", relay, error)
             self._places.pop(relay, None)
@@ -221,7 +235,8 @@ class RelayClient:
             self._publish()
             return
         self._refusals.pop(relay, None)
-        self._places[relay] = min(float(answer.reservation.expires_at), time.time() + 7200)
+        now = trio.current_time()
+        self._places[relay] = _Place(now + lasts_s / 2, now + lasts_s)
         log.info("reachable through the relay %s", relay)
         self._publish()
 
@@ -235,8 +250,8 @@ class RelayClient:
             await stream.reset()  # a relay that does not close it would use up the streams of the connection
 
     def _drop_lost(self) -> None:
-        now = time.time()
-        lost = [r for r, until in self._places.items() if until <= now or self._host.connection(r) is None]
+        now = trio.current_time()
+        lost = [r for r, place in self._places.items() if place.ends_at <= now or self._host.connection(r) is None]
         for relay in lost:
             del self._places[relay]
         if lost or (self._places and not self.needed):

@@ -36,6 +36,11 @@ def test_zero_temperature_takes_the_best() -> None:
     assert sample(torch.tensor([0.0, 3.0, 2.9]), [], Sampling(temperature=0), 0) == 1
 
 
+@pytest.mark.parametrize("temperature", [1e-4, 1e-30, 1e-38, 5e-324])
+def test_next_to_no_temperature_takes_the_best_too(temperature: float) -> None:
+    assert drawn([-30.0, 3.0, 2.9, 30.0, 29.0], Sampling(temperature=temperature), 20) == {3}
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

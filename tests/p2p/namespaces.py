@@ -61,6 +61,17 @@ class Namespaces:
         self.inside(name, "ip", "addr", "add", ip, "dev", card)
         self.inside(name, "ip", "link", "set", card, "up")
 
+    def plug_far(self, name: str, ip: str, *, up: str, down: str) -> None:
+        """Connect a namespace to the switch as if it were far away: no network in common, and so fast up and down.
+
+        Speeds are as `tc` writes them. What does not fit waits for up to 200 ms, as in a router.
+        """
+        self.plug(name, "eth0", f"{ip}/32")
+        self.inside(name, "ip", "route", "add", f"{ip.partition('.')[0]}.0.0.0/8", "dev", "eth0")
+        for where, card, speed in ((name, "eth0", up), ("switch", f"to-{name}", down)):
+            shape = ("tbf", "rate", speed, "burst", "20kb", "latency", "200ms")
+            self.inside(where, "tc", "qdisc", "add", "dev", card, "root", *shape)
+
     def wire(self, router: str, router_ip: str, host: str, host_ip: str) -> None:
         """Put a host behind a router: the card `lan` of the router leads to the card `eth` of the host."""
         self.inside(router, "ip", "link", "add", "lan", "type", "veth", "peer", "name", "eth")

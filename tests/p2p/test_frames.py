@@ -17,6 +17,7 @@ from p2p.link.frames import (
     MAX_PARTIAL_MESSAGES,
     MAX_TEXT_BYTES,
     PREFACE,
+    SMALLEST_CHUNK_BYTES,
     WHOLE,
     Assembler,
     Frame,
@@ -176,6 +177,55 @@ def test_an_urgent_message_overtakes_at_the_next_chunk() -> None:
     outbox.put(Outgoing(Kind.MESSAGE, 2, 1, (b"now",), 3))
     (second,) = decoder.feed(b"".join(outbox.take()[0]))
     assert (first.id, second.id) == (1, 2)
+
+
+def test_chunks_are_so_large_that_a_link_takes_a_moment_for_one() -> None:
+    """At 250 kB/s a chunk of 256 KiB took a second, and whatever was urgent waited behind it."""
+    outbox = Outbox()
+    outbox.allow_small_chunks()
+    for speed, wanted in ((250e3, SMALLEST_CHUNK_BYTES), (2e6, 32 * 1024), (1e9, CHUNK_BYTES), (250e3, 16 * 1024)):
+        outbox.put(Outgoing(Kind.ANSWER, 1, 3, (bytes(8 * CHUNK_BYTES),), 8 * CHUNK_BYTES))
+        taken = []
+        while outbox.urgency() is not None:
+            outbox.allow_small_chunks()  # as every read does
+            taken.append(outbox.take()[1] - HEADER.size)
+            outbox.wrote(taken[-1] + HEADER.size, taken[-1] / speed)
+        assert sum(taken) == 8 * CHUNK_BYTES
+        assert taken[-2] == wanted
+
+
+def test_a_peer_of_an_older_version_gets_full_chunks() -> None:
+    outbox = Outbox()
+    outbox.put(Outgoing(Kind.ANSWER, 1, 3, (bytes(3 * CHUNK_BYTES),), 3 * CHUNK_BYTES))
+    for _ in range(3):
+        assert outbox.take()[1] == HEADER.size + CHUNK_BYTES
+        outbox.wrote(HEADER.size + CHUNK_BYTES, 10.0)
+
+
+def test_a_small_message_says_nothing_of_the_speed() -> None:
+    outbox = Outbox()
+    outbox.allow_small_chunks()
+    for took_s in (1e-6, 10.0):
+        for _ in range(20):
+            outbox.wrote(1000, took_s)
+    outbox.put(Outgoing(Kind.ANSWER, 1, 3, (bytes(CHUNK_BYTES),), CHUNK_BYTES))
+    assert outbox.take()[1] == HEADER.size + 32 * 1024
+
+
+def test_the_version_of_the_peer_is_known_from_its_first_bytes() -> None:
+    for minor in (0, 1, 7):
+        decoder = FrameDecoder()
+        for byte in PREFACE[:-1] + bytes([minor]):
+            assert decoder.minor == 0
+            decoder.feed(bytes([byte]))
+        assert decoder.minor == minor
+
+
+def test_a_message_is_not_cut_into_tiny_pieces() -> None:
+    small = chunk(1, FIRST, SMALLEST_CHUNK_BYTES)
+    assert decode([PREFACE + encode(small)]) == [small]
+    with pytest.raises(ProtocolError, match="cut wrongly"):
+        decode([PREFACE + encode(chunk(1, FIRST, SMALLEST_CHUNK_BYTES - 1))])
 
 
 def test_what_is_dropped_is_not_sent_and_makes_room() -> None:

@@ -6,7 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p.link.bandwidth import BURST_S, RECHECK_S, Bandwidth, ByteRateLimit
+from p2p.channel.pipe import MOST_UNSENT_BYTES, UnsentBound
+from p2p.link.bandwidth import (
+    BURST_S,
+    LONGEST_PAUSE_S,
+    MEASURE_AGAIN_S,
+    RECHECK_S,
+    REPLY_S,
+    SHARE,
+    WINDOW_S,
+    Bandwidth,
+    ByteRateLimit,
+    SpareUpload,
+)
 from p2p.link.quota import Limits, Quota, SharedLimit
 
 TIGHT = Limits(
@@ -146,3 +158,119 @@ def test_no_limit_never_waits_and_a_limit_can_be_changed_at_any_time() -> None:
     assert bandwidth.up.wait_s(1.0) == 0
     with pytest.raises(ValueError, match="above zero"):
         bandwidth.set_limits(0, None)
+
+
+@pytest.mark.parametrize(("speed", "wanted"), [(100e3, 16), (250e3, 16), (1e6, 32), (1e7, 128), (1e9, 128)])
+def test_the_kernel_holds_as_many_unsent_bytes_as_it_sends_in_a_moment(speed: float, wanted: int) -> None:
+    bound, now = UnsentBound(), 0.0
+    for _ in range(10):
+        bound.has_room(now, was_full=True)
+        bound.gave(3 * bound.size)
+        now += 3 * bound.size / speed
+    assert bound.size == wanted << 10
+    for _ in range(10):  # it became fast, and never holds anything when it is looked at
+        bound.has_room(now, was_full=False)
+    assert bound.size == MOST_UNSENT_BYTES
+
+
+class Upload:
+    """Links of a node that send bulk over an upload of some speed, as fast as it and `SpareUpload` allow."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.spare, self.bytes_per_s, self.now = SpareUpload(), bytes_per_s, 100.0
+
+    def bulk(self, seconds: float, *, replies: bool = False, pause_s: float = 0.0) -> float:
+        """Send for so long, and return the bytes a second."""
+        sent, until = 0, self.now + seconds
+        while self.now < until:
+            if replies:
+                self.spare.replied(100, self.now)
+            if (wait_s := self.spare.wait_s(self.now)) > 0:
+                self.now += wait_s
+                continue
+            self.spare.begin(self.now)
+            self.now += CHUNK / self.bytes_per_s
+            self.spare.end(CHUNK, self.now)
+            sent += CHUNK
+            self.now += pause_s
+        return sent / seconds
+
+
+CHUNK = 16 * 1024
+
+
+def test_bulk_leaves_a_part_of_a_slow_upload_to_replies() -> None:
+    upload = Upload(250e3)
+    assert upload.bulk(5) == pytest.approx(250e3, rel=0.1)
+    assert upload.bulk(20, replies=True) == pytest.approx(SHARE * 250e3, rel=0.1)
+    upload.now += REPLY_S + 0.1
+    assert upload.bulk(5) == pytest.approx(250e3, rel=0.1)
+
+
+def test_bulk_beside_replies_is_free_until_the_upload_was_measured() -> None:
+    upload = Upload(250e3)
+    assert upload.bulk(WINDOW_S / 2, replies=True) == pytest.approx(250e3, rel=0.2)
+    assert upload.bulk(20, replies=True) < 0.7 * 250e3
+
+
+def test_a_fast_upload_is_not_slowed_down() -> None:
+    upload = Upload(5e7)
+    upload.bulk(5)
+    assert upload.bulk(20, replies=True) == pytest.approx(5e7, rel=0.1)
+
+
+def test_bulk_with_pauses_says_nothing_of_the_upload() -> None:
+    """Else a node with little to send would be held to that little, beside replies."""
+    upload = Upload(5e7)
+    upload.bulk(10, pause_s=0.5)
+    assert upload.bulk(10, replies=True) == pytest.approx(5e7, rel=0.1)
+
+
+def test_an_upload_that_became_faster_or_slower_is_measured_again_beside_replies() -> None:
+    upload = Upload(100e3)
+    upload.bulk(5)
+    upload.bulk(10, replies=True)
+    upload.bytes_per_s = 400e3
+    upload.bulk(MEASURE_AGAIN_S, replies=True)
+    assert upload.bulk(10, replies=True) == pytest.approx(SHARE * 400e3, rel=0.15)
+    upload.bytes_per_s = 200e3
+    upload.bulk(20 * MEASURE_AGAIN_S, replies=True)
+    assert upload.bulk(10, replies=True) == pytest.approx(SHARE * 200e3, rel=0.2)
+
+
+def test_one_that_reads_slowly_does_not_stop_what_others_are_sent() -> None:
+    upload = Upload(1e3)  # all that a peer takes, minute after minute, and a node's only bulk
+    upload.bulk(3600)
+    upload.bytes_per_s = 1e6
+    assert upload.bulk(10, replies=True) >= 0.9 * CHUNK / LONGEST_PAUSE_S
+    upload.bulk(MEASURE_AGAIN_S, replies=True)
+    assert upload.bulk(10, replies=True) == pytest.approx(SHARE * 1e6, rel=0.15)
+
+
+def test_links_that_write_at_once_are_measured_together() -> None:
+    spare, now = SpareUpload(), 0.0
+    spare.begin(now)
+    for step in range(100):  # two links, of which one is always writing
+        now = 0.1 * step
+        spare.begin(now)
+        spare.end(CHUNK, now + 0.05)
+    spare.replied(100, now)
+    waits = 0
+    for _ in range(10):
+        waits += spare.wait_s(now) > 0
+        spare.begin(now)
+        spare.end(CHUNK, now)
+    assert waits  # 164 kB/s were measured, of which bulk may have 98
+
+
+def test_bulk_makes_way_for_a_prompt_and_does_not_stop() -> None:
+    upload, prompt = Upload(250e3), 0
+    upload.bulk(5)
+    began, sent = upload.now, 0.0
+    while upload.now < began + 10:
+        upload.spare.replied(64 * 1024, upload.now)
+        prompt += 64 * 1024
+        upload.now += 64 * 1024 / upload.bytes_per_s
+        sent += upload.bulk(CHUNK / upload.bytes_per_s) * CHUNK / upload.bytes_per_s
+    assert 0.5 * CHUNK / LONGEST_PAUSE_S <= sent / 10 <= 1.5 * CHUNK / LONGEST_PAUSE_S
+    assert prompt >= 7 * 250e3

@@ -31,9 +31,9 @@ def loss(a: Frame, b: Frame, *, quiet_s: float) -> HopLoss | None:
     ("a", "b", "quiet_s", "peer", "sender", "blameless"),
     [
         (state(10, 10), state(0, 0, epoch=0), 1.0, "b", "", True),  # it came back without its sessions
-        (state(9, 9), state(9, 9), 1.0, "a", "", True),  # the asker's own frame is lost
-        (state(10, 10), state(9, 9), 1.0, "b", "a", True),  # between two hops
-        (state(10, 10), state(10, 10), 1.0, "b", "", True),  # only the answer is missing
+        (state(9, 9), state(9, 9), 3.1, "a", "", True),  # the asker's own frame is lost
+        (state(10, 10), state(9, 9), 3.1, "b", "a", True),  # between two hops
+        (state(10, 10), state(10, 10), 3.1, "b", "", True),  # only the answer is missing
         (state(10, 10), state(9, 10), 31.0, "b", "", False),  # it has all it needs and does nothing
         (state(5, 10), state(5, 5), 31.0, "a", "", False),  # so does one whose outputs have all arrived
         (state(5, 10), state(0, 0), 31.0, "b", "a", True),  # its successor takes nothing, and it waits for that
@@ -50,6 +50,8 @@ def test_who_is_at_fault(a: Frame, b: Frame, quiet_s: float, peer: str, sender: 
     [
         (state(9, 10), state(9, 9), 29.0),  # the device is at work
         (state(10, 10), state(0, 0), 0.03),  # ten rows of 1000 bytes may still be under way
+        (state(10, 10), state(9, 9), 2.9),  # a single one may be behind what others send
+        (state(10, 10), state(10, 10), 2.9),  # and so may the answer
     ],
 )
 def test_what_is_only_late(a: Frame, b: Frame, quiet_s: float) -> None:
@@ -57,7 +59,7 @@ def test_what_is_only_late(a: Frame, b: Frame, quiet_s: float) -> None:
 
 
 def test_no_prompt_is_so_long_that_hops_may_deny_it_for_minutes() -> None:
-    """A slow link takes 268 s for all of these rows, but only 8 s for the next chunk."""
+    """A slow link takes 22 minutes for all of these rows, but only 42 s for the next chunk."""
     progress, fed, row_bytes = HopProgress(0.0, row_bytes=8192, stuck_s=30.0), 8192, 8192
     chunk_s = CHUNK_ROWS * row_bytes / SLOW_LINK_BYTES_PER_S
     states = {"a": state(fed, fed), "b": state(0, 0)}

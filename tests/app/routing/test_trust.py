@@ -25,7 +25,7 @@ from app.asker.evidence import (
     worst_case_remaining,
 )
 from app.core.span import Span
-from app.routing.estimates import MeasuredSpeeds
+from app.routing.estimates import BELIEVED_S, MeasuredSpeeds
 from app.routing.route import Hop
 from app.routing.trust import DISTRUSTED, HOUR_S, KEPT, TrustBook, TrustEvent, added, standing
 
@@ -166,9 +166,21 @@ def test_who_is_slow_in_every_company_stands_out() -> None:
     for first in ("a", "b"):
         for second in ("slow", "c") * 8:
             route = (Hop(first, Span(0, 4)), Hop(second, Span(4, 8)))
-            measured.note(route, 0.002 + sum(4 * actual_s[hop.peer] for hop in route), 0.0, claims_s)
-    assert measured.block_s["slow"] == pytest.approx(0.1, rel=0.3)
-    assert max(measured.block_s["a"], measured.block_s["c"]) < 0.03
+            measured.note(route, 0.002 + sum(4 * actual_s[hop.peer] for hop in route), 0.0, claims_s, 0.0)
+    assert measured.block_s(0.0)["slow"] == pytest.approx(0.1, rel=0.3)
+    assert max(measured.block_s(0.0)["a"], measured.block_s(0.0)["c"]) < 0.03
+
+
+def test_who_was_slow_once_is_tried_again_later() -> None:
+    """A peer is measured only in replies that use it: one slow reply kept a fast one out until the asker restarted."""
+    measured = MeasuredSpeeds()
+    stalled, steady = (Hop("stalled", Span(0, 8)),), (Hop("steady", Span(0, 8)),)
+    measured.note(stalled, 5.0, 0.0, {}, 0.0)
+    measured.note(steady, 0.1, 0.0, {}, BELIEVED_S - 1)
+    assert set(measured.block_s(BELIEVED_S)) == {"stalled", "steady"}
+    measured.note(stalled, 5.0, 0.0, {}, BELIEVED_S)
+    assert set(measured.block_s(2 * BELIEVED_S - 0.5)) == {"stalled"}
+    assert measured.block_s(3 * BELIEVED_S + 1) == {}
 
 
 def test_elimination_alone_convicts_nobody() -> None:

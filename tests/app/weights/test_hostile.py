@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from app.core.network import Payload
+from app.manifest.merkle import CHUNK_BYTES
 from app.weights import chunk_client as asking
 from app.weights import chunk_schedule, wire
 from app.weights import chunk_server as sharing
@@ -20,6 +21,7 @@ from app.weights.library import ENDS, Library, span_parts
 from app.weights.manifest_store import ManifestStore
 from app.weights.part_store import PartFiles
 from p2p.errors import P2PError, Refused
+from p2p.memory.fabric import LinkProfile
 from p2p.platform import write_private
 from tests.app.weights.models import empty_library, import_model
 from tests.app.weights.test_exchange import ALL, World, world
@@ -62,6 +64,33 @@ async def test_many_silent_holders_do_not_hold_up_the_hashes(tmp_path: Path, mon
         with trio.fail_after(20):
             await peer.fetching.fetch(["block.0", "block.1"])
         assert set(peer.fetching.progress.from_peers) == {"seed"}
+
+
+async def test_a_holder_that_is_only_slow_is_not_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members with 2 Mbit/s up that serve others besides took longer than the deadline for each chunk, for ever."""
+    monkeypatch.setattr(asking, "CHUNK_S", 0.5)
+    async with world(tmp_path) as here:
+        here.fabric.set_link("seed", "newcomer", LinkProfile(bytes_per_s=1.5 * CHUNK_BYTES))
+        peer = here.peer("newcomer")
+        with trio.fail_after(20):
+            await peer.fetching.fetch(["block.0"])
+        assert set(peer.fetching.progress.from_peers) == {"seed"}
+
+
+async def test_a_holder_that_sends_other_things_is_given_up_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "CHUNK_S", 0.02)
+    monkeypatch.setattr(asking, "LEAST_BYTES_PER_S", 0)  # so that it seems to send, whatever it does
+    monkeypatch.setattr(fetching, "NEXT_ASKED_S", 0.02)
+    monkeypatch.setattr(fetching, "LATE_S", 60.0)
+    async with world(tmp_path) as here:
+        heard = silent(here, "silent")
+        peer = here.peer("newcomer")
+        with trio.fail_after(20):
+            await peer.fetching.fetch(ALL)
+        assert heard
+        assert peer.library.held() == set(ALL)
 
 
 async def test_a_peer_that_sends_to_a_silent_victim_is_soon_told_to_give(
