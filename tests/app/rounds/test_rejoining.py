@@ -84,3 +84,32 @@ async def test_a_job_goes_on_once_there_is_memory_again_though_nobody_else_train
 
     await run_alone(tmp_path, found)
     await run_alone(tmp_path, go_on, lambda: room)
+
+
+async def test_a_founder_that_is_restarted_before_the_first_round_is_over_goes_on(tmp_path: Path) -> None:
+    """It has the model from which the job starts, and nobody else does yet."""
+    wish = replace(wish_in(tmp_path), every=200)
+    before = 0
+
+    async def found(jobs: TrainJobs) -> None:
+        nonlocal before
+        await jobs.found(wish)
+        [running] = jobs.running.values()
+        with trio.fail_after(60):
+            while not running.island.figures.steps:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+        before = running.island.standing.round
+
+    async def go_on(jobs: TrainJobs) -> None:
+        with trio.fail_after(60):
+            while not jobs.running:  # noqa: ASYNC110
+                await trio.sleep(0.05)
+        [running] = jobs.running.values()
+        with trio.move_on_after(20):
+            while not running.island.figures.steps:  # noqa: ASYNC110
+                await trio.sleep(0.05)
+        assert running.island.figures.steps > 0, await jobs.facts()
+
+    await run_alone(tmp_path, found)
+    assert before == 0
+    await run_alone(tmp_path, go_on)
