@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,3 +36,26 @@ async def test_islands_whose_changes_take_90_s_make_rounds_together(tmp_path: Pa
         await swarm.until(lambda: islands[0].standing.round >= 6, within_s=5 * 3600)
         made = members_of(islands[0].log)
         assert made.count(2) >= 2, (made, [island.figures for island in islands])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+async def test_a_newcomer_comes_in_though_the_state_takes_longer_than_two_rounds(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    """Four rounds, as for the starter model over 130 Mbit/s, where the founder makes fifty steps in 17 s.
+
+    The founder keeps the state of a round until the next but one is over, and the newcomer began anew each time.
+    """
+    shape, speed = replace(SHAPE, n_blocks=4), 1.25e6
+    lesson, profile = Lesson(shape, drawn_model(shape, 1), Text()), LinkProfile(0.03, bytes_per_s=speed)
+    step_s = 8 * model_weights(shape) / speed / 4 / 5
+    bounds = {"every": 5, "least_every": 5, "most_every": 50, "steps": 10**6, "batch": 1, "rate": 1e-3}
+    async with open_islands(
+        tmp_path, 0, lesson=lesson, profile=profile, timing=RoundTiming(), step_s=step_s, wire="auto", **bounds
+    ) as swarm:
+        founder = swarm.nodes[0].island
+        await swarm.until(lambda: founder.standing.round >= 2)
+        newcomer = swarm.add(1, step_s=step_s, has_model=False).island
+        await swarm.until(lambda: founder.standing.step >= 400 or newcomer.figures.steps > 0, within_s=3600)
+        assert newcomer.figures.steps > 0, (founder.standing.round, newcomer.figures)
