@@ -17,6 +17,8 @@ NORM_FACTOR = 5.0  # a change is doubted if its norm is so many times the median
 LEAST_LIKENESS = 0.99  # cosine with the last merged change, from which on a change may be a replay of it
 MOST_LIKENESS = 0.98  # of the others; beyond it a replay cannot be told from an honest change
 REPLAY_FACTOR = 5.0  # a replay is so many times nearer to the last merged change than that of any other member
+# Slower links, each way, are not waited for in an exchange: 1 Mbit/s, for those with 2 up that others use too.
+SLOWEST_BYTES_PER_S = 125e3
 REQUEST_S = 2.0  # that the leaves of one request take, at the speed of their link
 UNMEASURED_BYTES_PER_S = 250e3  # speed of a link before it was measured, which soon happens
 SLOWER = 3.0  # a link may be so many times slower than it was, because others use it too
@@ -116,6 +118,15 @@ def to_leave_out(
     counts = Counter(roots.values())
     usual = max(counts, key=lambda root: (counts[root], bool(root), root))
     return {peer for peer in members if roots.get(peer) != usual}
+
+
+def exchange_limit_s(change_bytes: int, steps_s: float, *, least_s: float) -> float:
+    """Return how long an exchange of changes of so many bytes may take, after steps that took `steps_s`.
+
+    A member sends and takes up to twice a change. But one that delays an exchange costs the others no more than
+    `least_s` and as long again as the steps took.
+    """
+    return least_s + min(2 * change_bytes / SLOWEST_BYTES_PER_S, steps_s)
 
 
 def request_leaves(leaf_bytes: int, bytes_per_s: float | None, most: int) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,11 +28,12 @@ from app.core.network import Network, Payload
 from app.core.signal import Signal
 from app.manifest.merkle import HASH_BYTES
 from app.rounds import wire
-from app.rounds.checkpoint import CheckpointWriter
+from app.rounds.checkpoint import HELD_CHANGES, CheckpointWriter, MergedChange
 from app.rounds.decisions import (
     SLOWER,
     UNMEASURED_BYTES_PER_S,
     Rest,
+    exchange_limit_s,
     first_to_commit,
     grace_s,
     leading_order,
@@ -57,6 +59,7 @@ from app.rounds.log import (
     make_entry,
     read_entry,
     replay,
+    steps_s,
 )
 from app.rounds.moments import MomentsExchange, Question, parts_in
 from app.rounds.reading import positions_of, sequence_at
@@ -89,6 +92,7 @@ from app.rounds.traces import StepTraces, Trace, pack_trace, trace_seed, traced_
 from app.routing.route import Route
 from app.training.states import StateStore, part_of
 from app.training.wire import StatePart
+from app.weights.download import PartsAbsent
 from engine.errors import EngineError
 from p2p.envelope import MAX_PAYLOAD_BYTES, domain_of, parse
 from p2p.errors import EnvelopeError, P2PError, RemoteError
@@ -99,6 +103,7 @@ T = TypeVar("T")
 
 OUTSIDE_LONG = 3  # rounds of the others, after which an island without moments takes theirs over
 KEPT_ATTEMPTS = 4  # whose merged leaves are kept for members that are late
+KNOWN_ROUNDS = 16  # the last ones, of which nobody waits for a merged change that was dropped
 MAX_PEERS = 256
 _LISTS_MORE = 2  # lists of one leader in a round, beyond one for each member that it may have to leave out
 _LONGEST_DISREGARD = 7  # doublings
@@ -118,7 +123,7 @@ class RoundTiming:
     grace_least_s: float = 2.0  # for late members, see `decisions.grace_s`
     grace_most_s: float = 60.0
     lead_s: float = 15.0  # silence of the one who leads, before the next one does
-    exchange_s: float = 60.0
+    exchange_s: float = 60.0  # at least, see `decisions.exchange_limit_s`
     quorum_s: float = 30.0  # a round without quorum is made by those who are there after so long
 
 
@@ -268,6 +273,7 @@ class Island:
         self._ahead: RoundEntry | None = None
         self._rests: dict[str, Rest] = {}  # members that failed in exchanges of the last rounds, as seen from here
         self._failed_here: set[str] = set()  # members whom this island accused in this round
+        self._lost_s = 0.0  # in exchanges of this round for which the time was too short
         self._stands_down_until = 0.0  # others found this island at fault while it led
         self._news = Signal()
         self._nursery: trio.Nursery
@@ -476,6 +482,7 @@ class Island:
     async def _round(self, standing: Standing) -> None:
         """Wait for a list, or make one, until the round has an entry that this island has taken over."""
         began, done, attempts = trio.current_time(), set[bytes](), 0
+        followed: dict[str, float] = {}  # leaders, and until when each may wait for the results of its first list
         while self.standing is standing and not self._leaving:
             if self._ahead is not None or self._behind():
                 await self._catch_up()
@@ -486,10 +493,11 @@ class Island:
             if offered is not None:
                 done.add(offered.hash)
                 attempts = max(attempts, offered.attempt + 1)
-                await self._attend(offered)
+                followed.setdefault(offered.leader, await self._attend(offered))
                 began = trio.current_time() + self.timing.lead_s
                 continue
             lead_at = self._lead_at(standing, began, first=not attempts)
+            lead_at = max([lead_at, *(followed[peer] for peer in followed.keys() & self.alive())])
             if trio.current_time() >= lead_at:
                 attempts = await self._lead(standing, attempts, done)
                 began = trio.current_time() + self.timing.lead_s
@@ -537,13 +545,15 @@ class Island:
         order = leading_order(self.record.id, self.standing.round, (one.leader for one in open_lists))
         return min(open_lists, key=lambda one: (-one.attempt, order.index(one.leader)), default=None)
 
-    async def _attend(self, members: MemberList) -> None:
+    async def _attend(self, members: MemberList) -> float:
         """Take part in an exchange that another island leads, and tell it how that ended.
 
-        The round's entry may be here before the leader's answer to that.
+        Returns until when it may still wait for the results of others. The round's entry may be here before its answer.
         """
+        until = trio.current_time() + self._exchange_s() + 2 * self.timing.lead_s
         result = await self._exchanged(members)
         self._nursery.start_soon(self._say, members.leader, result.raw)
+        return until if result.root else 0.0
 
     async def _lead(self, standing: Standing, attempt: int, done: set[bytes]) -> int:
         """Make lists until a round counts or another island leads better; return the number of attempts so far.
@@ -570,7 +580,8 @@ class Island:
                 continue
             if self._ahead is not None:
                 break
-            results = await self._gather(members, await self._exchanged(members))
+            until = trio.current_time() + self._exchange_s() + self.timing.lead_s
+            results = await self._gather(members, await self._exchanged(members), until)
             if self._ahead is not None or results is None:
                 break
             accusations = {peer: result.failed for peer, result in results.items() if result.failed}
@@ -649,15 +660,20 @@ class Island:
         heard = {peer for peer, one in self.heard.items() if one.at > since}
         return {self.peer, *last, *self._arrivals, *heard} & {*standing.members}
 
-    async def _gather(self, members: MemberList, own: Result) -> dict[str, Result] | None:
-        """Wait for the results of all members; those of silent ones are missing. None: another list is better."""
+    async def _gather(self, members: MemberList, own: Result, until: float) -> dict[str, Result] | None:
+        """Wait for the results of all members; those of silent ones are missing. None: another list is better.
+
+        Who is done with the exchange waits for members with slower links, `until` its time is over, if they are there.
+        """
         results, expected = self._results[members.hash], {*members.members}
-        results[self.peer] = own
-        with trio.move_on_after(self.timing.lead_s):
-            while not expected <= results.keys() and self._ahead is None:
-                if any(self._comes_before(one, members) for one in self._lists.values()):
-                    return None
-                await self._news.wait()
+        results[self.peer], soon = own, trio.current_time() + self.timing.lead_s
+        while (missing := expected - results.keys()) and self._ahead is None:
+            if any(self._comes_before(one, members) for one in self._lists.values()):
+                return None
+            may_succeed = missing <= self.alive() and all(result.root for result in results.values())
+            if (left_s := (until if may_succeed else soon) - trio.current_time()) <= 0:
+                break
+            await self._pause(left_s)
         return {peer: result for peer, result in results.items() if peer in expected}
 
     async def _count(self, standing: Standing, members: MemberList, results: dict[str, Result], began: float) -> None:
@@ -665,7 +681,8 @@ class Island:
 
         Steps and number format of the next round follow from the time of the last steps, and from what the exchange
         since `began` cost with arriving before and settling after it. The one who leads is done before the others:
-        rounds in which this island did not lead, if they were longer, say more.
+        rounds in which this island did not lead, if they were longer, say more, and so does an exchange of this round
+        that was given up for want of time.
         """
         record, figures = self.record, self.figures
         # Whoever has the state before this round can go on with the next one; members that are late catch up.
@@ -674,11 +691,11 @@ class Island:
             present &= {*standing.members, *self.data_of}
         present -= resting(self._rests_after(members), standing.round + 1)
         here_s = trio.current_time() - began + figures.arrive_s + figures.settle_s
-        overhead_s = max(here_s, *figures.overheads_s, 0.0)
+        overhead_s = max(here_s, *figures.overheads_s, self._lost_s)
         step_s = figures.step_s
         every = next_every(standing.every, step_s, overhead_s, least=record.least_every, most=record.most_every)
         codec = standing.codec
-        if len(members.members) > 1:
+        if len(members.members) > 1 or self._lost_s:
             codec = next_codec(codec, step_s, overhead_s, least=record.least_every, known=record.codecs)
         entry = await self._in_thread(partial(
             make_entry, self._identity, record, standing, members, results.values(), every=every, codec=codec,
@@ -701,19 +718,22 @@ class Island:
         """Run one attempt; the result says what state it leads to, or who failed."""
         assert self._own is not None
         began = trio.current_time()
+        deadline = began + self._exchange_s()
         self._tester.stop()
         self._tried |= {*members.members}
         attempt = ExchangeAttempt(members, self.record.grid)
         self._keep(attempt)
         root, failed = b"", dict[str, str]()
         try:
-            leaves = await self._exchange.run(attempt, self._own, began + self.timing.exchange_s)
+            leaves = await self._exchange.run(attempt, self._own, deadline)
             states = await self._device.run_later(self._model.advance, leaves)
             root, parts = await self._in_thread(hashed, states)
             self._candidate = _Candidate(members.hash, root, states, parts)
         except ExchangeFailed as error:
             failed = error.failed
             self._failed_here |= failed.keys() - {self.peer}
+            if trio.current_time() > deadline - self.timing.lead_s:  # by which the deadlines of others may differ
+                self._lost_s = max(self._lost_s, trio.current_time() - began)
         except EngineError as error:
             log.warning("the merged change of round %s cannot be used: %s", members.round, error)
         self.figures.bytes_in = attempt.bytes_in
@@ -722,6 +742,15 @@ class Island:
             tested=self._tester.told, recomputed=self._tester.recomputed,
         )  # fmt: skip
         return sign_result(self._identity, made, self._wall_ms())
+
+    def _exchange_s(self) -> float:
+        """How long an exchange of this round may take, the same for all members."""
+        took_s = steps_s(self.record, self.log, self.standing.every)
+        return exchange_limit_s(self._change_bytes, took_s, least_s=self.timing.exchange_s)
+
+    @property
+    def _change_bytes(self) -> int:
+        return self._model.leaves * self._model.leaf_bytes
 
     def _keep(self, attempt: ExchangeAttempt) -> None:
         """Show others an attempt, and forget the oldest ones: each has leaves as large as a whole change."""
@@ -745,18 +774,26 @@ class Island:
         self._rests = self._rests_after(entry.list)
         await self.checkpoint.finish()  # of the state before this round
         past = PastRound(self.standing, self.checkpoint.parts, entry)
-        await self._settle(standing, [*self.log, entry], found.states, found.parts)
+        change = None
+        if (made := self._attempts.get(entry.list.hash)) is not None:
+            change = MergedChange(entry.list.hash, [made.merged[leaf] for leaf in range(self._model.leaves)])
+        await self._settle(standing, [*self.log, entry], found.states, found.parts, change)
         self._nursery.start_soon(self._tester.run, past, standing.tests)
 
     async def _result_of(self, entry: RoundEntry) -> tuple[list[bytes], _Candidate]:
-        """Return the merged leaves of a round and the state after it, from the first member whose leaves fit."""
+        """Return the merged leaves of a round and the state after it, from the first member whose leaves fit.
+
+        Without them there are no steps to make, so a slow link has its time; each member but the last, half of what is
+        left.
+        """
         failed: dict[str, str] = {}
-        deadline = trio.current_time() + self.timing.exchange_s
-        for peer in entry.list.members:
-            if peer == self.peer:
-                continue
+        limit_s = exchange_limit_s(self._change_bytes, math.inf, least_s=self.timing.exchange_s)
+        deadline = trio.current_time() + limit_s
+        others = [peer for peer in entry.list.members if peer != self.peer]
+        for peer in others:
             try:
-                leaves = await self._exchange.merged_of(entry.list, peer, deadline)
+                until = deadline if peer == others[-1] else (trio.current_time() + deadline) / 2
+                leaves = await self._exchange.merged_of(entry.list, peer, until)
                 states: list[bytes] = await self._device.run_later(self._model.advance, leaves)
                 root, parts = await self._in_thread(hashed, states)
                 if root == entry.root:
@@ -767,11 +804,17 @@ class Island:
         raise ExchangeFailed(failed)
 
     async def _settle(
-        self, standing: Standing, entries: list[RoundEntry], states: list[bytes], parts: list[StatePart]
+        self,
+        standing: Standing,
+        entries: list[RoundEntry],
+        states: list[bytes],
+        parts: list[StatePart],
+        change: MergedChange | None = None,
     ) -> None:
         """Let the job stand where a new state is, and forget what belongs to the round before.
 
-        The state is written while the next steps are made; raises what the last one could not be written for.
+        `change` is the merged one, if that is what led here. The state is written while the next steps are made; raises
+        what the last one could not be written for.
         """
         began = trio.current_time()
         if len(self._arrived_at) > 1:  # a round alone says nothing of how late others are
@@ -790,7 +833,7 @@ class Island:
         self._first_list_at.clear()
         self._tried.clear()
         self._failed_here.clear()
-        self._stands_down_until, self._complete_at = 0.0, None
+        self._stands_down_until, self._complete_at, self._lost_s = 0.0, None, 0.0
         self._tester.begin_round()
         self._tested = self._own if any(test.peer == self.peer for test in standing.tests) else None
         if self._tested is not None and self._tested.traces:  # nobody may see the others
@@ -809,7 +852,7 @@ class Island:
             if self._settled is not None:
                 await self._settled(entries, states)
 
-        self.checkpoint.start(self._nursery, standing.round, states, parts, save)
+        self.checkpoint.start(self._nursery, standing.round, states, parts, save, change)
         self._news.notify()
 
     def _behind(self) -> list[str]:
@@ -881,16 +924,15 @@ class Island:
         """Fetch another island's log and, if it is the better history, its state; False if ours is."""
         entries, standing = await self._log_of(peer)
         if self._has_state:
-            following = entries[len(self.log)] if len(entries) > len(self.log) else None
-            if following is not None and following.prev == self.head:
-                is_wanted = self._counts(following)
+            is_next = len(entries) > len(self.log) and entries[len(self.log)].prev == self.head
+            if is_next:
+                is_wanted = self._counts(entries[len(self.log)])
             else:
                 is_wanted = await self._in_thread(is_better, list(self.log), entries)  # reads old entries from disk
             if not is_wanted:
                 return False
-        if self._has_state and len(entries) == len(self.log) + 1 and entries[-1].prev == self.head:
-            await self._adopt(entries[-1])
-            return True
+            if is_next and await self._caught_up(entries[len(self.log) :]):
+                return True
         try:
             answer = await self._ask(peer, wire.PARTS, {"round": standing.round})
         except RemoteError as error:
@@ -901,13 +943,33 @@ class Island:
         holders = list(dict.fromkeys([peer, *self._same_head(standing.prev)]))[:8]
         self._asked_in, gave, question = standing.round, Counter[str](), Question(holders)
         self._nursery.start_soon(self._moments.ask, question)
-        states = await self._states.fetch(self.record.id[:16], parts, holders, gave)
+        try:
+            states = await self._states.fetch(self.record.id[:16], parts, holders, gave, is_patient=True)
+        except PartsAbsent as error:
+            raise WentOn(f"{peer} has made other rounds meanwhile: {error}") from error
         await self._device.run_later(self._model.load, states)
         if self._moments.are_lacking and not await self._moments.take(question, gave):
             log.info("%s goes on with fresh moments: nobody has given any", self.record.name)
         self.figures.fetched += 1
         self._has_state = True
         await self._settle(standing, entries, states, parts)
+        return True
+
+    async def _caught_up(self, entries: Sequence[RoundEntry]) -> bool:
+        """Take over rounds one after the other by their merged changes; False if nobody has them all any more.
+
+        Raises as `_adopt` does if there is one round and nobody has its change.
+        """
+        if len(entries) * self._change_bytes > HELD_CHANGES * sum(self._sizes):
+            return False
+        for entry in entries:
+            try:
+                await self._adopt(entry)
+            except (RecordError, ExchangeFailed, EngineError, P2PError) as error:
+                if len(entries) == 1:
+                    raise
+                log.info("round %s could not be taken over by its change: %s", entry.round, error)
+                return False
         return True
 
     def _same_head(self, head: bytes) -> list[str]:
@@ -1207,11 +1269,16 @@ class Island:
 
     async def _on_exchange(self, method: str, peer: str, fields: Fields) -> Payload:
         key, until = fields.hex_bytes("list", HASH_BYTES), trio.current_time() + wire.WAIT_S
+        if method == wire.MERGED and key not in self._attempts:
+            first, count = fields.integer("first", 0, wire.MAX_LEAVES), fields.integer("count", 1, wire.RUN_LEAVES)
+            if (kept := await self.checkpoint.leaves_of(key, first, count)) is not None:
+                return kept
         with trio.move_on_at(until):
             await self._news.wait_for(lambda: key in self._attempts)
         attempt = self._attempts.get(key)
         if attempt is None:
-            raise RemoteError("this list is not known here", wire.NOT_YET)
+            is_over = method == wire.MERGED and any(entry.list.hash == key for entry in self.log[-KNOWN_ROUNDS:])
+            raise RemoteError("this list is not known here", wire.WRONG if is_over else wire.NOT_YET)
         members, grid = attempt.members.members, attempt.grid
         if method == wire.SIGNED:
             if self.peer in members:

@@ -163,7 +163,7 @@ class MomentsExchange:
     async def _took(self, model: MomentsModel, peer: str, offer: Offer) -> bool:
         with trio.move_on_after(self._patience_s(peer, offer)):
             try:
-                parts = await self._states.fetch(self._run, offer.parts, [peer])
+                parts = await self._states.fetch(self._run, offer.parts, [peer], is_patient=True)
                 await self._device.run_later(model.take_moments, Taken(offer.steps, parts, offer.norms))
                 return True
             except Exception as error:  # of torch, for one, if the card is full; fresh ones will do

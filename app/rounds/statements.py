@@ -114,6 +114,7 @@ class Arrival:
     raw: bytes = b""
     traces: bytes = b""  # empty: there are none
     network: int | None = None  # the local network that it shares with other members, see `app.rounds.grid`
+    at_ms: int = 0  # by the clock of its peer
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ class Result:
     past: tuple[int, ...] = ()  # thousandths
     tested: tuple[int, ...] = ()  # likewise
     recomputed: tuple[int, ...] = ()  # likewise
+    at_ms: int = 0  # by the clock of its peer
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,7 @@ def read_arrival(raw: bytes) -> Arrival:
         raw=raw,
         traces=fields.hex_bytes("traces", HASH_BYTES) if "traces" in fields.values else b"",
         network=fields.integer("network", 0, MAX_MEMBERS - 1) if "network" in fields.values else None,
+        at_ms=envelope.sequence,
     )
 
 
@@ -275,6 +278,7 @@ def read_result(raw: bytes) -> Result:
         past=tuple(fields.integers("past", -1010, 1010, max_items=MAX_MEMBERS_TOGETHER, default=[])),
         tested=tuple(fields.integers("tested", 0, MOST_RATIO, max_items=2 * MOST_TESTED, default=[])),
         recomputed=tuple(fields.integers("recomputed", 0, MOST_RATIO, max_items=MOST_TESTED, default=[])),
+        at_ms=envelope.sequence,
     )
 
 
@@ -328,8 +332,8 @@ def signed(
 def opened(raw: bytes, domain: str, max_bytes: int = MAX_PAYLOAD_BYTES) -> tuple[Envelope, Fields]:
     """Verify a statement and return its fields; raises `RecordError`.
 
-    Its time is not looked at, since nothing goes by it: a member that dates its own ahead would part those whose clocks
-    let them read a list with it from the others.
+    It is read whatever its time is: a member that dates its own ahead would part those whose clocks let them read a
+    list with it from the others.
     """
 
     def read(envelope: Envelope) -> Fields:

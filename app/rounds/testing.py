@@ -19,6 +19,7 @@ import trio
 
 from app.core.compute import Device
 from app.core.errors import RecordError
+from app.rounds.decisions import SLOWER, UNMEASURED_BYTES_PER_S
 from app.rounds.exchange import Exchange, ExchangeFailed
 from app.rounds.log import RoundEntry, Standing
 from app.rounds.reading import positions_of, sequence_at
@@ -32,7 +33,7 @@ from p2p.errors import DeadlineExceeded, P2PError, RemoteError
 
 log = logging.getLogger("shoal.rounds")
 
-TEST_S = 600.0  # longest time of a test; the next round ends it earlier
+TEST_S = 600.0  # for what a test fetches, at least; the next round ends it earlier
 
 
 class TryingModel(Protocol):
@@ -163,7 +164,10 @@ class ChangeTester:
         It is 0 if that could not be computed, or the member shows no steps because it is of several machines; and the
         worst if it does not show what it committed to, though it has just shown its change.
         """
-        standing, entry, deadline = past.standing, past.entry, trio.current_time() + TEST_S
+        standing, entry = past.standing, past.entry
+        # it is doubted if it does not show them in time, so a slow link has more
+        transfer_s = model.trace_bytes / (self._exchange.speed_of(peer) or UNMEASURED_BYTES_PER_S)
+        deadline = trio.current_time() + TEST_S + SLOWER * transfer_s
         arrival = next(one for one in entry.list.arrivals if one.peer == peer)
         if not arrival.traces:
             return 0

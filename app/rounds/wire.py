@@ -10,7 +10,8 @@
                                                   them for those who were drawn to test it in the next round
     rounds.row     list, first, count          -> leaves that it merged of the changes of its row (blobs), for the
                                                   member that merges those of all rows (`app.rounds.grid`)
-    rounds.merged  list, first, count          -> merged leaves (blobs), for everybody
+    rounds.merged  list, first, count          -> merged leaves (blobs), for everybody; of the last rounds, and of all
+                                                  since a state that somebody still fetches (`app.rounds.checkpoint`)
     rounds.signed  list, of (a peer or absent) -> what members signed for the shares that they merged (blobs): the one
                                                   asked, and those whose shares it has taken; with `of`, of that one
                                                   alone. Older versions do not know `of`

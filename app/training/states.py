@@ -6,6 +6,7 @@ go with it. The adapters of replies travel in the same way (`app.training.reply_
 
 from __future__ import annotations
 
+import math
 import secrets
 import shutil
 from collections import Counter
@@ -24,6 +25,7 @@ from app.manifest.manifest import Part
 from app.manifest.merkle import CHUNK_BYTES, leaf_hash, root_of
 from app.training.activations import FREE_BYTES
 from app.training.wire import StatePart
+from app.weights.chunk_client import while_it_comes
 from app.weights.chunk_server import ChunkServer
 from app.weights.download import Download
 from app.weights.extents import WeightsError
@@ -95,15 +97,25 @@ class StateStore:
         states: Sequence[StatePart],
         holders: Sequence[str],
         gave: Counter[str] | None = None,
+        *,
+        is_patient: bool = False,
     ) -> list[bytes]:
         """Return the bytes of states, all of them in memory; raises as `obtain` does."""
-        await self.obtain(run, states, holders, gave)
+        await self.obtain(run, states, holders, gave, is_patient=is_patient)
         return [await self.read(state) for state in states]
 
-    async def read(self, state: StatePart) -> bytes:
-        """Return the bytes of a state that is here; raises `WeightsError` if it is not."""
-        data: bytes = await self._in_thread(self._parts.whole, _part(state))
+    async def read(self, state: StatePart, some: range | None = None) -> bytes:
+        """Return the bytes of a state that is here, or some of them; raises `WeightsError` if it is not."""
+        data: bytes = await self._in_thread(self._parts.whole, _part(state), some)
         return data
+
+    async def require_room(self, size_bytes: int) -> None:
+        """Raise `WeightsError` if so many bytes would leave less than `FREE_BYTES` of the disk."""
+        await self._in_thread(_require_room, self._folder, size_bytes)
+
+    def fetched_at(self, states: Iterable[StatePart]) -> float:
+        """Return when those who fetched one of these states from here fetched something last; -inf if nobody did."""
+        return max((self._server.asked_at(state.root) for state in states), default=-math.inf)
 
     async def obtain(
         self,
@@ -111,31 +123,39 @@ class StateStore:
         states: Sequence[StatePart],
         holders: Sequence[str],
         gave: Counter[str] | None = None,
+        *,
+        is_patient: bool = False,
     ) -> None:
         """Keep states, downloaded from their holders to the disk as far as they are not here.
 
-        What each holder has given, in bytes, is added to `gave`.
+        What each holder has given, in bytes, is added to `gave`. Who `is_patient` waits for as long as they come,
+        however slowly, but not for holders that do not have them.
 
         Raises `WeightsError` if the disk cannot be written or no holder is a member, `trio.TooSlowError` if nobody
-        sends them in time.
+        sends them in time; to the patient, `PartsAbsent` and `DeadlineExceeded`.
         """
         parts = {state.root: self._part(run, state) for state in states}  # blocks may have equal states
         names = [part.name for part in parts.values()]
         others = [peer for peer in holders if peer != self._network.peer_id and self._is_member(peer)]
-        with trio.fail_after(FETCH_S + sum(state.size_bytes for state in states) / SLOWEST_BYTES_PER_S):
+        limit_s = FETCH_S + sum(state.size_bytes for state in states) / SLOWEST_BYTES_PER_S
+        with trio.fail_after(math.inf if is_patient else limit_s):
             await self._removed.wait_for(lambda: self._removing.isdisjoint(parts))
             self._add(parts.values())
             if missing := self._parts.missing(names):
                 if not others:
                     raise WeightsError(f"{missing[0]} is not here, and no member that has it is named")
                 absent = [part.size_bytes for part in parts.values() if part.name in set(missing)]
-                await self._in_thread(_require_room, self._folder, sum(absent))
+                await self.require_room(sum(absent))
                 under_way = [(run, root) for root in parts]
                 self._downloads.update(under_way)
                 try:
                     self._add(parts.values())  # another run may have named other sizes meanwhile
-                    download = Download(self._network, self._parts, self._server, lambda name: others, hangs_up=False)
-                    await download.fetch(names)
+                    ways = {"hangs_up": False, "waits": not is_patient}
+                    download = Download(self._network, self._parts, self._server, lambda name: others, **ways)
+                    if is_patient:
+                        await while_it_comes(self._network, others, FETCH_S, partial(download.fetch, names))
+                    else:
+                        await download.fetch(names)
                     if gave is not None:
                         gave.update(download.progress.from_peers)
                 finally:
@@ -165,6 +185,7 @@ class StateStore:
             if not runs:
                 del self._runs[root]
                 self._parts.drop(root)
+                self._server.asked_by.pop(root, None)
                 gone.add(root)
         if gone:
             self._removing |= gone
@@ -182,7 +203,7 @@ class StateStore:
 
 
 def _require_room(folder: Path, size_bytes: int) -> None:
-    """Raise `WeightsError` if a download would leave less than `FREE_BYTES` of the disk."""
+    """Raise `WeightsError` if so many bytes would leave less than `FREE_BYTES` of the disk."""
     free = disk_free_bytes(folder)
     if free < size_bytes + FREE_BYTES:
         text = f"{format_size(size_bytes)} do not fit, {format_size(free)} are free"

@@ -6,11 +6,14 @@ Results and failures are recorded in `PeerPerformance`; peers are chosen in `dow
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import trio
 
-from app.core.errors import RecordError
+from app.core.errors import AppError, RecordError
 from app.core.network import Network, Priority
 from app.manifest.manifest import Part
 from app.manifest.merkle import CHUNK_BYTES, HASH_BYTES, chunk_count, leaves_from
@@ -23,12 +26,13 @@ from app.weights.part_store import NewPart
 from p2p.errors import DeadlineExceeded, P2PError, Refused, RemoteError
 
 log = logging.getLogger("shoal.weights")
+T = TypeVar("T")
 
-CHUNK_S = 20.0  # deadline for a chunk: 1 MiB at 50 kB/s; extended for a peer as long as it sends at least
-LEAST_BYTES_PER_S = 4000  # which includes other answers of it, as they come one after another, but
-LONGER = 8  # times the deadline at most
-ELSEWHERE_S = 16.0  # deadline for a peer we were redirected to: it may itself still be receiving the chunks
+SLOWEST_BYTES_PER_S = 4000  # of a link to a peer; slower ones count as failed
+CHUNK_S = 20.0  # a request is given up when the link was slower for so long, or silent
+ELSEWHERE_S = 16.0  # the same for a peer we were redirected to: it may itself still be receiving the chunks
 MISLED_S = 1.0  # a failed redirect that took longer than this counts against the peer that sent us there
+WINDOW = 2  # open requests to one peer
 LEAVES_S = 5.0  # deadline for a list of leaves, plus its transfer time at the slowest accepted rate
 
 
@@ -42,6 +46,7 @@ class ChunkClient:
     performance: PeerPerformance
     from_peers: dict[str, int] = field(default_factory=dict)  # peer -> bytes received
     hangs_up: bool = True  # on peers whose answers do not fit
+    lacking: dict[str, set[str]] = field(default_factory=dict)  # part -> peers that said that it is not there
 
     async def chunks(self, peer: str, new: NewPart, piece: ChunkRun) -> int | None:
         """Fetch a run of chunks from a peer, or from the member it redirects to; None if neither delivers.
@@ -49,18 +54,17 @@ class ChunkClient:
         Return the number of chunks that were verified and written. Raises `WeightsError` if the disk cannot be written.
         """
         performance = self.performance
-        timeout_s = CHUNK_S * (piece.count if peer in performance.pace_s else 1)
-        answer = await self._call(peer, new, piece, tried=performance.may_not_redirect(peer), timeout_s=timeout_s)
+        answer = await self._call(peer, new, piece, tried=performance.may_not_redirect(peer))
         if isinstance(answer, str):
             if self._may_ask(answer):
                 begun = trio.current_time()
-                given = await self._call(answer, new, piece, tried=True, timeout_s=ELSEWHERE_S)
+                given = await self._call(answer, new, piece, tried=True, silent_s=ELSEWHERE_S)
                 if isinstance(given, int):
                     performance.record_redirect(peer, succeeded=True)
                     return given
                 if trio.current_time() - begun > MISLED_S:
                     performance.record_redirect(peer, succeeded=False)
-            answer = await self._call(peer, new, piece, tried=True, timeout_s=timeout_s)
+            answer = await self._call(peer, new, piece, tried=True)
         if isinstance(answer, str):
             await self._ban(peer, "it redirects although it was asked to send the chunk itself")
             return None
@@ -68,7 +72,7 @@ class ChunkClient:
 
     async def leaves(self, peer: str, part: Part) -> tuple[bytes, ...] | None:
         """Return the hashes of a part's chunks, checked against its root; None if the peer does not deliver."""
-        timeout_s = LEAVES_S + chunk_count(part.size_bytes) * HASH_BYTES * CHUNK_S / CHUNK_BYTES
+        timeout_s = LEAVES_S + chunk_count(part.size_bytes) * HASH_BYTES / SLOWEST_BYTES_PER_S
         begun = trio.current_time()
         try:
             # Before the chunks that are on their way: on a slow link they take longer than `LEAVES_S`.
@@ -80,21 +84,27 @@ class ChunkClient:
         except RecordError as error:
             await self._ban(peer, str(error))
         except P2PError as error:
+            self._note_lack(peer, part, error)
             self._back_off(peer, str(error))
         return None
 
     async def _call(
-        self, peer: str, new: NewPart, piece: ChunkRun, *, tried: bool, timeout_s: float
+        self, peer: str, new: NewPart, piece: ChunkRun, *, tried: bool, silent_s: float | None = None
     ) -> int | str | None:
         """Send one request: the number of chunks stored, the peer that we are redirected to, or None on failure."""
         request, begun = wire.ChunkRequest(new.part.root, piece.index, piece.count, tried), trio.current_time()
         try:
-            answer = wire.read_answer(await self._call_slow(peer, request.encode(), timeout_s))
+            silent_s = CHUNK_S if silent_s is None else silent_s
+            timeout_s = silent_s + WINDOW * piece.count * CHUNK_BYTES / SLOWEST_BYTES_PER_S
+            ask = partial(self.network.call, peer, self.sharing.methods.chunk, request.encode(), timeout_s=timeout_s)
+            raw = await while_it_comes(self.network, [peer], silent_s, partial(ask, priority=Priority.BULK))
+            answer = wire.read_answer(raw)
             if isinstance(answer, str):
                 return answer
             chunks = _split(answer, new.part, piece)
             if not await self.writer.take(new, piece.index, chunks):
                 raise RecordError(f"it sent wrong bytes for chunk {piece.index} of {new.part.name} or one of the next")
+            self.lacking.get(new.part.name, set()).discard(peer)
             self.performance.gave(peer, (trio.current_time() - begun) / len(chunks))
             self.from_peers[peer] = self.from_peers.get(peer, 0) + len(answer)
             return len(chunks)
@@ -103,43 +113,20 @@ class ChunkClient:
         except Refused:
             self.performance.refused_as_busy(peer, trio.current_time())
         except RemoteError as error:
+            self._note_lack(peer, new.part, error)
             if not (tried and error.code == wire.ABSENT):
                 self._back_off(peer, str(error))
         except P2PError as error:
             self._back_off(peer, str(error))
         return None
 
-    async def _call_slow(self, peer: str, request: bytes, timeout_s: float) -> bytes:
-        """Ask for chunks; a peer that is only slow has more time than `timeout_s`. Raises `P2PError`."""
-        raw: bytes | None = None
-        failure: P2PError = DeadlineExceeded(f"{peer} sent next to nothing for {timeout_s:g} s")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch, peer, timeout_s, nursery.cancel_scope)
-            try:
-                method, longest_s = self.sharing.methods.chunk, LONGER * timeout_s
-                raw = await self.network.call(peer, method, request, timeout_s=longest_s, priority=Priority.BULK)
-            except P2PError as error:
-                failure = error
-            nursery.cancel_scope.cancel()
-        if raw is None:
-            raise failure
-        return raw
-
-    async def _watch(self, peer: str, period_s: float, scope: trio.CancelScope) -> None:
-        """Cancel what waits for a peer when next to nothing came from it in a whole period."""
-        enough, came = LEAST_BYTES_PER_S * period_s, self._came_from(peer)
-        while True:
-            await trio.sleep(period_s)
-            before, came = came, self._came_from(peer)
-            if came - before < enough:
-                scope.cancel()
-
-    def _came_from(self, peer: str) -> int:
-        return sum(link.bytes_in for link in self.network.links() if link.peer == peer)
-
     def _may_ask(self, peer: str) -> bool:
         usable = self.performance.is_usable(peer, trio.current_time())
         return peer != self.network.peer_id and usable and self.sharing.is_member(peer)
+
+    def _note_lack(self, peer: str, part: Part, error: P2PError) -> None:
+        if isinstance(error, RemoteError) and error.code == wire.ABSENT:
+            self.lacking.setdefault(part.name, set()).add(peer)
 
     def _back_off(self, peer: str, why: str) -> None:
         if backoff_s := self.performance.failed(peer, trio.current_time()):
@@ -150,6 +137,44 @@ class ChunkClient:
         self.performance.lied(peer)
         if self.hangs_up:
             await self.network.disconnect(peer, misbehaved=True)
+
+
+async def while_it_comes(
+    network: Network, peers: Collection[str], silent_s: float, function: Callable[[], Awaitable[T]]
+) -> T:
+    """Return what a function fetches from some peers, as long as it comes faster than `SLOWEST_BYTES_PER_S`.
+
+    Raises `DeadlineExceeded` if it was slower for `silent_s`, or what the function raises of `P2PError` and `AppError`.
+    """
+    found: list[T] = []
+    failures: list[Exception] = []
+
+    async def fetch() -> None:
+        try:
+            found.append(await function())
+        except (P2PError, AppError) as error:
+            failures.append(error)
+        nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fetch)
+        came = True
+        while came:
+            before = _bytes_from(network, peers)
+            await trio.sleep(silent_s)
+            # fewer than before: a link was replaced
+            came = not 0 <= _bytes_from(network, peers) - before < silent_s * SLOWEST_BYTES_PER_S
+        nursery.cancel_scope.cancel()
+    if failures:
+        raise failures[0]
+    if not found:
+        raise DeadlineExceeded(f"{', '.join(peers)} sent next to nothing for {silent_s:g} s")
+    return found[0]
+
+
+def _bytes_from(network: Network, peers: Collection[str]) -> int:
+    """How many bytes have come over the open links to some peers."""
+    return sum(link.bytes_in for link in network.links() if link.peer in peers)
 
 
 def _split(answer: memoryview, part: Part, piece: ChunkRun) -> list[memoryview]:

@@ -8,6 +8,7 @@ too. `is_member` decides who is served; who may connect at all is decided in `p2
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ class ChunkServer:
         self._receivers: OrderedDict[tuple[bytes, int], tuple[str, int]] = OrderedDict()  # chunk -> peer, redirects
         self._arrived = Signal()
         self._coming: list[Callable[[bytes, int], bool]] = []
+        self.asked_by: dict[bytes, str] = {}  # root -> the last peer that was sent some of it
 
     def serve(self, network: Network) -> None:
         """Register both methods with the network."""
@@ -66,6 +68,11 @@ class ChunkServer:
         """Peers that requested something within the last `ACTIVE_S` seconds."""
         now = trio.current_time()
         return tuple(peer for peer, given in self.given.items() if now - given.at < ACTIVE_S)
+
+    def asked_at(self, root: bytes) -> float:
+        """Return when the last peer that was sent some of a part has requested anything; -inf if there is none."""
+        given = self.given.get(self.asked_by.get(root, ""))
+        return -math.inf if given is None else given.at
 
     @contextlib.contextmanager
     def following(self, coming: Callable[[bytes, int], bool]) -> Iterator[None]:
@@ -105,6 +112,7 @@ class ChunkServer:
             return wire.elsewhere_answer(other)
         with self._waiting(given):
             self._record_receiver(peer, request)
+            self.asked_by[part.root] = peer
             chunks = await self._chunks(part, request)
         size = sum(len(chunk) for chunk in chunks)
         given.bytes += size

@@ -16,7 +16,7 @@ from app.core.network import Network
 from app.core.signal import Signal
 from app.manifest.manifest import Part
 from app.manifest.merkle import leaf_hash
-from app.weights.chunk_client import CHUNK_S, ChunkClient
+from app.weights.chunk_client import CHUNK_S, WINDOW, ChunkClient
 from app.weights.chunk_schedule import ChunkQueue, ChunkRun, PeerPerformance
 from app.weights.chunk_server import ChunkServer
 from app.weights.chunk_writer import ChunkWriter
@@ -26,12 +26,15 @@ from app.weights.part_store import NewPart
 from app.weights.wire import MAX_RUN
 
 MAX_PEERS = 8  # peers to download from at the same time
-WINDOW = 2  # open requests to one peer
 LOOK_AHEAD = 48  # start the next part when fewer chunks than this are left to request
 LATE_S = 10.0  # an open request older than this may be repeated to a second peer
 LOOK_AGAIN_S = 1.0  # between two looks for peers while nothing happens
 CHOOSE_S = 0.05  # shortest time between two choices of peers
 NEXT_ASKED_S = 1.0  # wait for a part's leaves before asking a further peer in parallel
+
+
+class PartsAbsent(WeightsError):
+    """None of the members that were to have a part has it any more."""
 
 
 @dataclass
@@ -57,13 +60,15 @@ class Download:
         holders: Callable[[str], Sequence[str]],
         *,
         hangs_up: bool = True,
+        waits: bool = True,
     ) -> None:
         """`hangs_up` on peers that send wrong data; not if roots and sizes are the word of somebody who may lie.
 
         A root says nothing of a part's size, so with a wrong one the answers of honest peers do not fit either.
+        It `waits` until somebody has a part; if not, a part that all holders say they lack is given up.
         """
         self._network, self._parts, self._sharing, self._holders = network, parts, sharing, holders
-        self._hangs_up = hangs_up
+        self._hangs_up, self._waits = hangs_up, waits
         self._performance = PeerPerformance()
         self._queue = self._new_queue()
         self._pending: list[Part] = []  # not started yet
@@ -79,9 +84,10 @@ class Download:
         self.progress = DownloadProgress()
 
     async def fetch(self, names: Sequence[str], on_part: Callable[[str], None] = lambda name: None) -> None:
-        """Download these parts, roughly in this order; waits while no member has one of them.
+        """Download these parts, roughly in this order.
 
-        `on_part` is called with the name of each completed part. Raises `WeightsError` if the disk cannot be written.
+        `on_part` is called with the name of each completed part. Raises `WeightsError` if the disk cannot be written,
+        `PartsAbsent` if a part is given up.
         """
         parts = [self._parts.by_name[name] for name in names]
         self.progress = DownloadProgress(sum(part.size_bytes for part in parts), parts_total=len(parts))
@@ -125,8 +131,15 @@ class Download:
                 if not await self._start_part():
                     break
             self._start_workers()
+            if not self._waits:
+                self._require_holders()
             with trio.move_on_after(LOOK_AGAIN_S):
                 await self._news.wait_beyond(seen)
+
+    def _require_holders(self) -> None:
+        for part in [*self._pending, *(new.part for new in self._open.values())]:
+            if self._asking.lacking.get(part.name, set()).issuperset(self._holders(part.name)):
+                raise PartsAbsent(f"nobody has {part.name} any more")
 
     # --- parts --------------------------------------------------------------------------------------------------------
 

@@ -79,10 +79,11 @@ class PartSet:
             return None
         return read_at_hand(extents, index * CHUNK_BYTES, chunk_length(part.size_bytes, index))
 
-    def whole(self, part: Part) -> bytes:
-        """Read all bytes of a part; raises `WeightsError` if it is not here or cannot be read."""
+    def whole(self, part: Part, some: range | None = None) -> bytes:
+        """Read all bytes of a part, or some; raises `WeightsError` if it is not here or cannot be read."""
+        wanted = range(part.size_bytes) if some is None else some
         try:
-            return read_range(self._extents(part), 0, part.size_bytes)
+            return read_range(self._extents(part), wanted.start, len(wanted))
         except OSError as error:
             raise WeightsError(f"{part.name} of {self._owner} cannot be read: {error}") from error
 

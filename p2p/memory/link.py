@@ -73,6 +73,11 @@ class Lane:
             delay_s += wire_s if priority < PREFILL else self.busy_until - now
         return delay_s
 
+    def waiting_bytes(self, profile: LinkProfile) -> int:
+        """Return how many of the bytes that were sent have not crossed a slow link yet."""
+        left_s = self.busy_until - trio.current_time()
+        return int(left_s * profile.bytes_per_s) if left_s > 0 and profile.bytes_per_s != math.inf else 0
+
     def arrived(self, size: int, profile: LinkProfile) -> None:
         """Count a message as received; a long one tells the link's speed."""
         if size >= SKIPPED_BYTES + ENOUGH_BYTES and profile.bytes_per_s != math.inf:

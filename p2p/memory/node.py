@@ -127,7 +127,7 @@ class MemoryNode:
                 peer,
                 link.profile.kind,
                 2 * link.profile.delay_s,
-                link.lanes[peer].sent_bytes,
+                link.lanes[peer].sent_bytes - link.lanes[peer].waiting_bytes(link.profile),
                 link.lanes[self._name].sent_bytes,
                 link.lanes[peer].receive_rate.bytes_per_s,
             )

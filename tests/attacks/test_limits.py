@@ -15,7 +15,7 @@ from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
 from app.membership import exchange, guard
 from app.membership.table import TableLimits
-from app.rounds import grid, island, record, statements, traces
+from app.rounds import checkpoint, decisions, grid, island, record, statements, traces
 from app.rounds import log as round_log
 from app.serving import batching, block_server, handover
 from app.serving.adapters import AdapterLimits
@@ -29,7 +29,7 @@ from app.swarm.records import MAX_ANNOUNCEMENT_BYTES, MAX_RECORD_BYTES
 from app.system import logs
 from app.training import activations, trainer
 from app.training import hop as training_hop
-from app.weights import chunk_server
+from app.weights import chunk_client, chunk_server
 from engine.text import constraint, grammar_trial
 from p2p import rate_limit
 from p2p.addresses import MAX_ADDRESSES_PER_PEER
@@ -231,7 +231,13 @@ ROWS: dict[str, tuple[float, ...]] = {
         admission.TOKENS_AT_ONCE,
         admission.TOKEN_EVERY_S,
     ),
-    "parts of a model": (chunk_server.SLOTS_PER_PEER, chunk_server.SLOTS, chunk_server.MAX_WAITING),
+    "parts of a model": (
+        chunk_server.SLOTS_PER_PEER,
+        chunk_server.SLOTS,
+        chunk_server.MAX_WAITING,
+        chunk_client.SLOWEST_BYTES_PER_S / 1000,
+        chunk_client.CHUNK_S,
+    ),
     "log": (logs._FILES + 1, logs._FILE_BYTES / 10**6, rate_limit.BURST, 1 / rate_limit.PER_S),
     "idle links": (ENOUGH_LINKS,),
     "training in rounds": (
@@ -246,6 +252,12 @@ ROWS: dict[str, tuple[float, ...]] = {
         island.MAX_PEERS,
         traces.MOST_TRACES,
         traces.TRACE_BYTES / MIB,
+        island.RoundTiming().exchange_s,
+        decisions.SLOWEST_BYTES_PER_S * 8 / 10**6,
+        round_log.MEASURED_ROUNDS,
+        checkpoint.HELD_S,
+        checkpoint.HELD_CHANGES,
+        activations.FREE_BYTES / 2**30,
     ),
     "fine-tuning at a hop": (
         training_hop.MAX_WAITING_BYTES / MIB,

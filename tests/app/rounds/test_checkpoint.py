@@ -11,7 +11,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from app.rounds.checkpoint import CheckpointWriter
+from app.rounds import wire
+from app.rounds.checkpoint import HELD_S, CheckpointWriter, MergedChange
 from app.training.states import StateStore, part_of
 from p2p.memory.fabric import open_fabric
 from tests.app.rounds.island_swarm import LINK, in_place, open_islands
@@ -83,3 +84,59 @@ async def test_what_could_not_be_written_is_raised_once(tmp_path: Path, autojump
         writer.start(nursery, 1, [state], [part_of(state)[0]], nothing)
         await writer.finish()
         assert writer.round == 1
+
+
+STATE = b"s" * 64  # twice as large as a change with the length of its leaf
+
+
+async def written(writer: CheckpointWriter, number: int, *, fetched: StateStore | None = None) -> None:
+    """Write the checkpoint of a round, and let somebody fetch it."""
+    state = STATE + bytes([number])
+    await writer.keep(number, [state], [part_of(state)[0]], MergedChange(bytes([number]), [bytes([number]) * 28]))
+    if fetched is not None:
+        await fetched.fetch(RUN, [part_of(state)[0]], [identity(0).peer_id])
+
+
+async def test_a_state_that_is_fetched_is_kept_with_the_changes_since(tmp_path: Path, patient_clock: MockClock) -> None:
+    async with open_fabric(1, LINK) as fabric:
+        store = StateStore(fabric.node(identity(0).peer_id), tmp_path / "0", lambda peer: True, in_place)
+        other = StateStore(fabric.node(identity(1).peer_id), tmp_path / "1", lambda peer: True, in_place)
+        store.serve()
+        writer = CheckpointWriter(RUN, store, kept=[])
+        await written(writer, 0, fetched=other)
+        for number in range(1, 5):
+            await written(writer, number, fetched=other if number == 1 else None)  # one at a time is kept
+        states = {STATE + bytes([number]) for number in (0, 3, 4)}
+        assert {data for data in parts_in(tmp_path / "0") if data.startswith(STATE)} == states
+        for number in range(1, 5):
+            leaf = await writer.leaves_of(bytes([number]), 0, 1)
+            assert leaf is not None
+            assert wire.unpack(leaf, 1) == [bytes([number]) * 28]
+        assert await writer.leaves_of(bytes([4]), 0, 2) is None
+        assert await writer.leaves_of(bytes([9]), 0, 1) is None
+
+
+@pytest.mark.parametrize("rounds_s", [1.0, HELD_S])
+async def test_a_state_is_not_kept_for_ever(tmp_path: Path, patient_clock: MockClock, rounds_s: float) -> None:
+    """Until whoever fetched it has been silent for long, or the changes since are larger than a newer one."""
+    async with open_fabric(1, LINK) as fabric:
+        store = StateStore(fabric.node(identity(0).peer_id), tmp_path / "0", lambda peer: True, in_place)
+        other = StateStore(fabric.node(identity(1).peer_id), tmp_path / "1", lambda peer: True, in_place)
+        store.serve()
+        writer = CheckpointWriter(RUN, store, kept=[])
+        await written(writer, 0, fetched=other)
+        kept = 0
+        for number in range(1, 10):
+            await trio.sleep(rounds_s)
+            await written(writer, number)
+            kept += STATE + bytes([0]) in parts_in(tmp_path / "0")
+        assert kept == (5 if rounds_s < HELD_S else 1)  # the changes of five rounds are larger than two states
+        assert parts_in(tmp_path / "0") == {STATE + bytes([number]) for number in (8, 9)}
+
+
+async def test_a_state_that_nobody_fetches_is_not_kept(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_store(tmp_path) as store:
+        writer = CheckpointWriter(RUN, store, kept=[])
+        for number in range(4):
+            await written(writer, number)
+        assert parts_in(tmp_path) == {STATE + bytes([number]) for number in (2, 3)}

@@ -17,6 +17,7 @@ from app.rounds.decisions import (
     Rest,
     copied,
     doubted,
+    exchange_limit_s,
     few_steps,
     first_to_commit,
     grace_s,
@@ -172,6 +173,16 @@ def test_two_lost_answers_leave_half_of_an_exchange(size: int, speed: float, exc
     for lost in range(2):
         left -= request_timeout_s(size, speed, wait_s=2.0, lost=lost, left_s=left)
     assert left >= exchange_s / 2
+
+
+@pytest.mark.parametrize(
+    ("change_bytes", "steps_s", "wanted_s"),
+    [(0, 1e4, 60), (134_700_000, 0, 60), (134_700_000, 600, 660), (134_700_000, 1e4, 60 + 2155.2)],
+)
+def test_an_exchange_may_take_as_long_as_its_bytes_need_and_the_steps_took(
+    change_bytes: int, steps_s: float, wanted_s: float
+) -> None:
+    assert exchange_limit_s(change_bytes, steps_s, least_s=60) == pytest.approx(wanted_s)
 
 
 def failing_rounds(rounds: int) -> list[int]:

@@ -32,6 +32,7 @@ from app.rounds.log import (
     most_left_out,
     read_entry,
     replay,
+    steps_s,
     up_to,
 )
 from app.rounds.record import DOMAIN, MAX_EVERY, MAX_STEPS, TrainingRecord, read_training, sign_training
@@ -121,7 +122,7 @@ def test_a_statement_with_the_time_of_another_clock_is_read_by_everybody() -> No
     found = arrival(PEOPLE[0], START)
     for day in (-1000, 1, 10**6):
         ahead = sign_arrival(PEOPLE[0], found, NOW_MS + day * 86_400_000)
-        assert read_arrival(ahead.raw) == replace(found, raw=ahead.raw)
+        assert read_arrival(ahead.raw) == replace(found, raw=ahead.raw, at_ms=ahead.at_ms)
 
 
 @given(st.integers(0, 2000), st.integers(0, 255))
@@ -152,7 +153,7 @@ def test_a_result_is_read_as_it_was_signed() -> None:
     found = members(START, PEOPLE[:2])
     peer = PEOPLE[1].peer_id
     made = Result(found.job, 0, found.hash, b"", {peer: "it does not answer"}, {peer: (0.25, -0.5)}, past=(-12, 998))
-    assert replace(sign_result(PEOPLE[0], made, NOW_MS), raw=b"", peer="") == made
+    assert replace(sign_result(PEOPLE[0], made, NOW_MS), raw=b"", peer="", at_ms=0) == made
 
 
 @pytest.mark.parametrize(
@@ -551,3 +552,32 @@ def test_of_two_histories_the_one_with_more_known_tokens_goes_on() -> None:
     assert is_better(common, [*common, few])
     assert not is_better([*common, few], common)
     assert not is_better(common, common)
+
+
+def timed(arrived_s: list[list[float]], ended_s: list[list[float]]) -> list[RoundEntry]:
+    """Rounds whose members arrived and ended at these times after the job was founded."""
+
+    def dated(some: Any, times_s: list[float]) -> Any:
+        pairs = zip(some, times_s, strict=True)
+        return tuple(replace(one, at_ms=int(RECORD.created_ms + 1000 * at_s)) for one, at_s in pairs)
+
+    entries = []
+    for entry, arrived, ended in zip(history(len(arrived_s), PEOPLE[:2]), arrived_s, ended_s, strict=True):
+        members = replace(entry.list, arrivals=dated(entry.list.arrivals, arrived))
+        entries.append(replace(entry, list=members, results=dated(entry.results, ended)))
+    return entries
+
+
+def test_how_long_steps_take_is_read_from_the_log() -> None:
+    assert steps_s(RECORD, [], 10) == 0
+    assert steps_s(RECORD, timed([[30]], [[40]]), 10) == 30  # since the job was founded
+    entries = timed([[30], [73, 70], [160, 165]], [[40], [99, 100], [200, 200]])
+    assert steps_s(RECORD, entries, 10) == 30  # of 30, 30 and 60 for ten steps
+    assert steps_s(RECORD, entries, 20) == 60
+
+
+@pytest.mark.parametrize("wrong_s", [-1e6, 1e6])
+def test_one_of_two_with_a_wrong_clock_does_not_make_steps_seem_longer(wrong_s: float) -> None:
+    arrived = [[30.0], *([float(at), at + wrong_s] for at in (70, 110, 150))]
+    ended = [[40.0], *([float(at), at + wrong_s] for at in (80, 120, 160))]
+    assert 0 <= steps_s(RECORD, timed(arrived, ended), 10) <= 30

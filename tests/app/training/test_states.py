@@ -16,7 +16,9 @@ from app.core.network import Network
 from app.manifest.merkle import CHUNK_BYTES
 from app.training.states import FETCH_S, METHODS, SLOWEST_BYTES_PER_S, StateStore
 from app.training.wire import StatePart
+from app.weights.download import PartsAbsent
 from app.weights.extents import WeightsError
+from p2p.errors import DeadlineExceeded
 from p2p.memory.fabric import LinkProfile, open_fabric
 
 
@@ -58,6 +60,69 @@ async def test_states_come_over_a_slow_link_in_the_time_that_their_bytes_take(
         begun = trio.current_time()
         await store(me, tmp_path / "me").obtain(b"run", parts, ["holder"])
         assert trio.current_time() - begun < 1.1 * 16 * CHUNK_BYTES / 0.5e6
+
+
+async def test_states_come_over_a_link_that_is_slower_than_others_accept_if_somebody_is_patient(
+    patient_clock: MockClock, tmp_path: Path
+) -> None:
+    """An answer takes longer than a minute there, and all of them longer than a job of several hops would wait."""
+    async with open_fabric(profile=LinkProfile(delay_s=0.02, bytes_per_s=30e3)) as fabric:
+        me, holder = fabric.node("me"), fabric.node("holder")
+        given = store(holder, tmp_path / "holder")
+        given.serve()
+        part = await given.keep(b"run", bytes(12 * CHUNK_BYTES))
+        assert 12 * CHUNK_BYTES / 30e3 > FETCH_S + 12 * CHUNK_BYTES / SLOWEST_BYTES_PER_S
+        begun = trio.current_time()
+        await store(me, tmp_path / "me").obtain(b"run", [part], ["holder"], is_patient=True)
+        assert trio.current_time() - begun < 1.1 * 12 * CHUNK_BYTES / 30e3
+
+
+async def test_states_that_no_holder_has_are_given_up_at_once(patient_clock: MockClock, tmp_path: Path) -> None:
+    async with open_fabric() as fabric:
+        states = store(fabric.node("me"), tmp_path / "me")
+        for name in ("a", "b"):
+            store(fabric.node(name), tmp_path / name).serve()
+        begun = trio.current_time()
+        with pytest.raises(PartsAbsent):
+            await states.obtain(b"run", [StatePart(bytes(32), 10**6)], ["a", "b"], is_patient=True)
+        assert trio.current_time() - begun < FETCH_S
+
+
+async def test_states_that_their_holder_drops_meanwhile_are_given_up_at_once(
+    patient_clock: MockClock, tmp_path: Path
+) -> None:
+    async with open_fabric(profile=LinkProfile(bytes_per_s=1e6)) as fabric:
+        given = store(fabric.node("giver"), tmp_path / "giver")
+        state = await given.keep(b"run", bytes(40 * CHUNK_BYTES))
+        given.serve()
+        asked, honest = list[str](), given._server._on_chunk
+
+        async def forgetful(peer: str, body: bytes) -> Any:
+            asked.append(peer)
+            if len(asked) == 3:
+                await given.forget(b"run")
+            return await honest(peer, body)
+
+        fabric.nodes["giver"].serve(METHODS.chunk, forgetful)
+        begun = trio.current_time()
+        with pytest.raises(PartsAbsent):
+            await store(fabric.node("me"), tmp_path / "me").obtain(b"run", [state], ["giver"], is_patient=True)
+        assert trio.current_time() - begun < FETCH_S
+
+
+async def test_the_patient_give_up_a_holder_that_falls_silent(autojump_clock: MockClock, tmp_path: Path) -> None:
+    async def never(*_: Any) -> bytes:
+        await trio.sleep_forever()
+        return b""
+
+    async with open_fabric() as fabric:
+        network, frozen = fabric.node("me"), fabric.node("frozen")
+        for method in METHODS:
+            frozen.serve(method, never)
+        states, begun = StateStore(network, tmp_path, lambda peer: True), trio.current_time()
+        with pytest.raises(DeadlineExceeded):
+            await states.obtain(b"run", [StatePart(bytes(32), 10**9)], ["frozen"], is_patient=True)
+        assert trio.current_time() - begun <= 2 * FETCH_S
 
 
 @pytest.mark.parametrize("wrong_bytes", [-1, 1, -CHUNK_BYTES, CHUNK_BYTES])

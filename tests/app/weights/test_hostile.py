@@ -77,22 +77,6 @@ async def test_a_holder_that_is_only_slow_is_not_given_up(tmp_path: Path, monkey
         assert set(peer.fetching.progress.from_peers) == {"seed"}
 
 
-async def test_a_holder_that_sends_other_things_is_given_up_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(asking, "CHUNK_S", 0.02)
-    monkeypatch.setattr(asking, "LEAST_BYTES_PER_S", 0)  # so that it seems to send, whatever it does
-    monkeypatch.setattr(fetching, "NEXT_ASKED_S", 0.02)
-    monkeypatch.setattr(fetching, "LATE_S", 60.0)
-    async with world(tmp_path) as here:
-        heard = silent(here, "silent")
-        peer = here.peer("newcomer")
-        with trio.fail_after(20):
-            await peer.fetching.fetch(ALL)
-        assert heard
-        assert peer.library.held() == set(ALL)
-
-
 async def test_a_peer_that_sends_to_a_silent_victim_is_soon_told_to_give(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
