@@ -44,7 +44,7 @@ class Progress:
     tokens: int = 0  # counted, over all steps
     seconds: float = 0.0  # of training, over all runs
     losses: tuple[float, ...] = ()  # of each step, the last `MAX_LOSSES`
-    validation: tuple[tuple[int, float], ...] = ()  # (step, loss on data that is not trained on)
+    validation: tuple[tuple[int, float], ...] = ()  # the last (step, loss on data not trained on)
     why: str = ""  # the error of a failed job
     left_out: tuple[tuple[str, str], ...] = ()  # (hop that trained wrongly, or may have; how that was found)
     links: tuple[tuple[str, str, int], ...] = ()  # (sender, receiver, bytes of hidden states and gradients)
@@ -69,7 +69,7 @@ class Progress:
         """Return the progress with the loss on data that is not trained on; one that is not finite is left out."""
         if not math.isfinite(loss):
             return self
-        return replace(self, validation=(*self.validation, (step, loss)))
+        return replace(self, validation=(*self.validation, (step, loss))[-MAX_LOSSES:])
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import trio
 
 from app.config.home import Home
 from app.core.errors import AppError, RecordError
-from app.training.job_store import Job, JobSource, JobStore, Progress
+from app.training.job_store import MAX_LOSSES, Job, JobSource, JobStore, Progress
 from app.training.record import JobRecord, decode_record
 from app.training.swarm_jobs import SwarmJobs, _Watch
 from app.training.trainer import StepDone
@@ -117,6 +117,17 @@ def test_progress_with_what_is_no_list_of_hops_is_refused(jobs: JobStore, left_o
     path.write_text(json.dumps({**json.loads(path.read_text()), "left_out": left_out}))
     with pytest.raises(RecordError, match="left_out"):
         jobs.find(RECORD.id)
+
+
+def test_progress_after_more_steps_and_epochs_than_are_kept_is_read_again(jobs: JobStore) -> None:
+    jobs.create(RECORD, SOURCE)
+    each = tuple(float(step) for step in range(MAX_LOSSES))
+    progress = Progress(losses=each, validation=tuple(enumerate(each)))
+    progress = progress.after_step(MAX_LOSSES, 1.5, 1, 1.0).validated(MAX_LOSSES, 2.5)
+    jobs.save_progress(RECORD.id, progress)
+    found = jobs.find(RECORD.id).progress
+    assert (found.losses[-1], found.validation[-1]) == (1.5, (MAX_LOSSES, 2.5))
+    assert len(found.losses) == len(found.validation) == MAX_LOSSES
 
 
 def test_progress_of_an_earlier_version_is_read(jobs: JobStore) -> None:
