@@ -104,6 +104,7 @@ class JobStore:
 
     def __init__(self, home: Home) -> None:
         self._folder = home.jobs_folder
+        self._statuses: dict[str, Status] = {}  # of jobs, as written here last
 
     def folder(self, job_id: str) -> Path:
         """Folder of a job."""
@@ -183,8 +184,10 @@ class JobStore:
         ]
 
     def save_progress(self, job_id: str, progress: Progress) -> None:
-        """Write how far a job is."""
-        write_private(self.folder(job_id) / "progress.json", json.dumps(asdict(progress)).encode(), durable=False)
+        """Write how far a job is; flushed to disk, unless it runs as it did before."""
+        durable = not progress.status == self._statuses.get(job_id) == "running"
+        write_private(self.folder(job_id) / "progress.json", json.dumps(asdict(progress)).encode(), durable=durable)
+        self._statuses[job_id] = progress.status
 
     def save_state(self, job_id: str, states: dict[int, bytes]) -> None:
         """Replace the state that a job goes on from."""
@@ -234,9 +237,16 @@ class JobStore:
         return Job(record, source, progress)
 
     def _progress(self, folder: Path) -> Progress:
-        """Return the progress as it was written; raises `OSError` or `RecordError`."""
+        """Return the progress as it was written; raises `OSError` or `RecordError`.
+
+        A power cut can damage the file while the job runs, and only then: what it goes on from is in `state`.
+        """
         raw = (folder / "progress.json").read_bytes()
-        return _progress(decode_object(raw, "progress.json", max_bytes=_MAX_PROGRESS_BYTES))
+        try:
+            fields = decode_object(raw, "progress.json", max_bytes=_MAX_PROGRESS_BYTES)
+        except RecordError:
+            return Progress("running")
+        return _progress(fields)
 
 
 def _progress(fields: Fields) -> Progress:
