@@ -349,15 +349,16 @@ class SwarmJobs:
 
     def _settle(self, running: RunningJob) -> None:
         """Write how a run ended, just before its lock is released: what is wished after that finds no run."""
-        job_id = running.job.record.id
-        if running.progress.status == "running":
-            running.progress = replace(running.progress, status="paused")
-        self._save(running)
-        if running.progress.status != "finished" and self._jobs.wished(job_id) == "stop":
-            running.progress = replace(running.progress, status="stopped")
-            self._save(running)
-        if running.progress.status in ENDED:
+        job_id, progress = running.job.record.id, running.progress
+        if progress.status == "running":
+            progress = replace(progress, status="paused")
+        self._write(job_id, progress)
+        if progress.status != "finished" and self._jobs.wished(job_id) == "stop":
+            progress = replace(progress, status="stopped")
+            self._write(job_id, progress)
+        if progress.status in ENDED:
             self._jobs.remove_state(job_id)
+        running.progress = progress  # last: who sees that it is stopped finds no state
 
     async def _finish(self, running: RunningJob) -> None:
         """Store the adapter of a job whose steps are done, and how its forecast compares."""

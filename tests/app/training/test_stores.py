@@ -158,7 +158,7 @@ def test_progress_is_flushed_to_disk_whenever_a_job_begins_or_ends(
     assert flushed == [True, False, False, True, True, False, True, True]
 
 
-@pytest.mark.parametrize("content", [b"", b"\0" * 40, b'{"status": "runn'])
+@pytest.mark.parametrize("content", [b"", b"\0" * 40, b'{"status": "runn'], ids=["empty", "zeros", "cut off"])
 def test_a_job_whose_progress_a_power_cut_damaged_was_running(jobs: JobStore, content: bytes) -> None:
     job = jobs.create(RECORD, replace(SOURCE, swarm="s"))
     (jobs.folder(RECORD.id) / "progress.json").write_bytes(content)
