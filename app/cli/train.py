@@ -127,14 +127,15 @@ def _export(name: str, folder: Path, arguments: argparse.Namespace) -> int:
     job = store.find(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise AppError(f"{folder} exists and is not an empty folder: give another one")
-    files = export_files(job.record, store.states(job), (job.folder / "tokenizer.json").read_bytes())
+    rounds = len(store.log(job))
+    states = store.states(job) if rounds else None  # before the first round it is the model that the job began with
+    files = export_files(job.record, states, (job.folder / "tokenizer.json").read_bytes())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, data in files.items():
             (folder / file).write_bytes(data)
     except OSError as error:
         raise AppError(f"{folder} cannot be written: {error.strerror or error}") from error
-    rounds = len(store.log(job))
     facts = {"name": job.record.name, "path": str(folder.absolute()), "round": rounds}
     return _show(
         facts,

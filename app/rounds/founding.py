@@ -41,6 +41,7 @@ from engine.budget import (
 from engine.config import ModelConfig
 from engine.device.dtypes import pick_dtype
 from engine.device.probe import Device, find_device, probe_devices
+from engine.errors import DeviceFull
 from engine.island import TRACED_WEIGHT_BYTES, IslandModel, IslandTerms, PipelineModel, first_states, unpacked
 from engine.model.block import WeightOptions
 from engine.sources.base import ModelSource, TokenizerSpec, block_part
@@ -98,6 +99,10 @@ class Founded:
     budget: FullBudget
     sequences: int
 
+    def states(self) -> list[bytes]:
+        """The states of all parts before the first round."""
+        return first_states(config_of(self.record), self.vectors)
+
 
 class DoesNotFit(AppError):
     """The state of a model is too large for this machine."""
@@ -105,6 +110,9 @@ class DoesNotFit(AppError):
     def __init__(self, text: str, config: ModelConfig, length: int) -> None:
         super().__init__(text)
         self.config, self.length = config, length
+
+
+OUT_OF_MEMORY = (DoesNotFit, DeviceFull, MemoryError, torch.OutOfMemoryError)  # there may be more of it later
 
 
 def prepare(
@@ -268,7 +276,7 @@ def plan_island(
 def plan_owner(
     config: ModelConfig, length: int, limit_bytes: int | None = None
 ) -> tuple[FullBudget, Device, torch.dtype]:
-    """Choose the device for the owner's part of an island of several machines; raises `AppError` if it is too small.
+    """Choose the device for the owner's part of an island of several machines; raises `DoesNotFit` if it is too small.
 
     The ends are trained on the device, and what rounds need of all weights is in the machine's memory. The budget is
     that of the whole model.
@@ -283,9 +291,11 @@ def plan_owner(
     for one, size in wanted:
         usable = allowance_on(one, limit_bytes or None if one.id == device.id else None).usable_bytes
         if size > usable:
-            raise AppError(
+            raise DoesNotFit(
                 f"even with other machines for all blocks, training {budget.weights} weights takes "
-                f"{format_size(size)} here, but {one.id} has {format_size(usable)} to spare: give a smaller model"
+                f"{format_size(size)} here, but {one.id} has {format_size(usable)} to spare: give a smaller model",
+                config,
+                length,
             )
     return budget, device, dtype
 

@@ -278,6 +278,7 @@ class Island:
         self._news = Signal()
         self._nursery: trio.Nursery
         self._leaving = False
+        self._fetching = trio.CancelScope()  # of what the main task fetches from others, however long it takes
         self._has_state = False
         self._asked_in = 0  # the latest round in which others were asked for moments
         self._outside_from = 0  # the first round without this island, since it last took part
@@ -318,6 +319,11 @@ class Island:
         """Remove what is kept for this island's steps."""
         await self._steps.close()
 
+    async def forget_states(self) -> None:
+        """Remove the states and moments that others could fetch here."""
+        for run in (self.record.id[:16], self._moments.run):
+            await self._states.forget(run)
+
     def alive(self) -> set[str]:
         """Other islands of this job that were heard lately."""
         now = trio.current_time()
@@ -336,8 +342,9 @@ class Island:
                 self.log[at] = entry
 
     def leave(self) -> None:
-        """End `run` at the next step."""
+        """End `run` at the next step, and what is being fetched at once."""
         self._leaving = True
+        self._fetching.cancel()
         self._news.notify()
 
     async def begin(self, entries: Sequence[RoundEntry] = (), states: Sequence[bytes] | None = None) -> None:
@@ -386,16 +393,15 @@ class Island:
             if self._ahead is not None or self._behind():
                 await self._catch_up()
             elif self.is_finished or self.peer not in standing.members or not self._has_state:
-                outside = self._has_state and not self.is_finished
                 self._outside_from = self._outside_from or standing.round
-                self.figures.waiting = f"waits until round {standing.round} of the others is over" if outside else ""
+                self.figures.waiting = self._why_outside(standing)
                 with trio.move_on_after(self.timing.hello_s):
                     await self._news.wait()
             elif standing.round - max(self._asked_in, self._outside_from) >= OUTSIDE_LONG and self._moments.are_lacking:
                 alive = self.alive()
                 self._asked_in, question = standing.round, Question([one for one in standing.members if one in alive])
                 self._nursery.start_soon(self._moments.ask, question)
-                await self._moments.take(question, {})
+                await self._unless_left(self._moments.take, question, {})
             else:
                 began, self._outside_from = trio.current_time(), 0
                 self.figures.waiting = ""
@@ -405,6 +411,14 @@ class Island:
                 if self.standing is not standing:
                     self._measure(standing, began, trained)
         await self.checkpoint.finish()
+
+    def _why_outside(self, standing: Standing) -> str:
+        """Say what an island waits for that makes no steps now; nothing if all are done."""
+        if self.is_finished:
+            return ""
+        if not self._has_state:
+            return f"waits for a member that has the state before round {standing.round}, which is not here"
+        return f"waits until round {standing.round} of the others is over"
 
     def _is_over(self) -> bool:
         """True if all steps are done, and nobody who was heard since then has another history or still has to finish.
@@ -921,8 +935,11 @@ class Island:
         await trio.lowlevel.checkpoint()
 
     async def _take_over(self, peer: str) -> bool:
-        """Fetch another island's log and, if it is the better history, its state; False if ours is."""
-        entries, standing = await self._log_of(peer)
+        """Fetch another island's log and, if it is the better history, its state; False if ours is, or if we leave."""
+        found = await self._unless_left(self._log_of, peer)
+        if found is None:
+            return False
+        entries, standing = found
         if self._has_state:
             is_next = len(entries) > len(self.log) and entries[len(self.log)].prev == self.head
             if is_next:
@@ -943,12 +960,15 @@ class Island:
         holders = list(dict.fromkeys([peer, *self._same_head(standing.prev)]))[:8]
         self._asked_in, gave, question = standing.round, Counter[str](), Question(holders)
         self._nursery.start_soon(self._moments.ask, question)
+        fetch = partial(self._states.fetch, is_patient=True)
         try:
-            states = await self._states.fetch(self.record.id[:16], parts, holders, gave, is_patient=True)
+            states = await self._unless_left(fetch, self.record.id[:16], parts, holders, gave)
         except PartsAbsent as error:
             raise WentOn(f"{peer} has made other rounds meanwhile: {error}") from error
+        if states is None:
+            return False
         await self._device.run_later(self._model.load, states)
-        if self._moments.are_lacking and not await self._moments.take(question, gave):
+        if self._moments.are_lacking and not await self._unless_left(self._moments.take, question, gave):
             log.info("%s goes on with fresh moments: nobody has given any", self.record.name)
         self.figures.fetched += 1
         self._has_state = True
@@ -963,6 +983,8 @@ class Island:
         if len(entries) * self._change_bytes > HELD_CHANGES * sum(self._sizes):
             return False
         for entry in entries:
+            if self._leaving:
+                break
             try:
                 await self._adopt(entry)
             except (RecordError, ExchangeFailed, EngineError, P2PError) as error:
@@ -971,6 +993,13 @@ class Island:
                 log.info("round %s could not be taken over by its change: %s", entry.round, error)
                 return False
         return True
+
+    async def _unless_left(self, fetch: Callable[..., Awaitable[T]], *args: Any) -> T | None:
+        """Fetch something from others in the main task; None once this island leaves."""
+        with trio.CancelScope() as self._fetching:
+            if not self._leaving:
+                return await fetch(*args)
+        return None
 
     def _same_head(self, head: bytes) -> list[str]:
         """Islands that have the state after a round."""

@@ -104,7 +104,7 @@ class MomentsExchange:
         """Without a model that is whole here, there are no moments to give or to take."""
         self._network, self._job, self._model = network, job, model
         self._device, self._states = device, states
-        self._run = b"moments" + job[:16]
+        self.run = b"moments" + job[:16]  # that the moments belong to among the states
         self._taken_in = -1  # the round in which the moments were written down last
         self._offer: Offer | None = None
         self._writing = trio.Lock()
@@ -122,8 +122,8 @@ class MomentsExchange:
                     raise RemoteError("this island has no moments yet", wire.NOT_YET)
                 before = self._offer.parts if self._offer is not None else ()
                 made = await self._device.run_later(self._model.moments)
-                parts = tuple([await self._states.keep(self._run, data) for data in made.parts])
-                await self._states.forget(self._run, [*before, *parts])
+                parts = tuple([await self._states.keep(self.run, data) for data in made.parts])
+                await self._states.forget(self.run, [*before, *parts])
                 self._offer, self._taken_in = Offer(made.steps, made.norms, parts), number
             offer = self._offer
         assert offer is not None
@@ -163,14 +163,14 @@ class MomentsExchange:
     async def _took(self, model: MomentsModel, peer: str, offer: Offer) -> bool:
         with trio.move_on_after(self._patience_s(peer, offer)):
             try:
-                parts = await self._states.fetch(self._run, offer.parts, [peer], is_patient=True)
+                parts = await self._states.fetch(self.run, offer.parts, [peer], is_patient=True)
                 await self._device.run_later(model.take_moments, Taken(offer.steps, parts, offer.norms))
                 return True
             except Exception as error:  # of torch, for one, if the card is full; fresh ones will do
                 log.info("the moments of %s could not be taken over: %r", peer, error)
             finally:
                 with trio.CancelScope(shield=True):
-                    await self._states.forget(self._run, self._offer.parts if self._offer is not None else ())
+                    await self._states.forget(self.run, self._offer.parts if self._offer is not None else ())
         return False
 
     def _patience_s(self, peer: str, offer: Offer) -> float:

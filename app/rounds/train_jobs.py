@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,9 @@ LISTED = 32  # jobs that can be joined
 TRAIN = "train"  # these jobs among past forecasts
 KEPT_FINISHED_S = 600.0  # that a finished job, with its model in memory, is kept for islands that are late
 KEPT_VALIDATION = 200  # losses after the latest rounds, among the figures
+MEMORY_AGAIN_S, MEMORY_AGAIN_MOST_S = 10.0, 300.0  # until a job for which memory is short is tried again
+
+_EXPECTED = (AppError, EngineError, P2PError, OSError)  # they say themselves what is wrong
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,14 @@ class RunningTraining:
     ended: trio.Event = field(default_factory=trio.Event)
 
 
+@dataclass
+class _Waiting:
+    """A job that ran when the node ended and does not go on yet."""
+
+    why: str = ""
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the task that tries it
+
+
 class TrainJobs:
     """Founds, joins, runs and leaves training jobs in one swarm; `run` until cancelled."""
 
@@ -107,6 +119,7 @@ class TrainJobs:
         self._server = RoundServer(place.network, place.is_member)
         self._nursery: trio.Nursery | None = None
         self._starting = trio.Lock()
+        self._waiting: dict[bytes, _Waiting] = {}
         self.running: dict[bytes, RunningTraining] = {}
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -145,14 +158,15 @@ class TrainJobs:
                     f"two training jobs would be named {wish.name}: {hashes}; choose another name, or join it"
                 )
             raw = sign_training(self._place.identity, founded.record)
-            job = await trio.to_thread.run_sync(self._store.create, raw, founded.texts)
-            await self._begin(job, founded.vectors)
+            job = await trio.to_thread.run_sync(lambda: self._store.create(raw, founded.texts, founded.states()))
+            await self._start(job, founded.vectors)
         return self._facts(job.record)
 
     async def join(self, target: str, data: Sequence[str] = (), licence: str = "") -> dict[str, Any]:
         """Take part in a job of this swarm, by its name or hash; raises `AppError`.
 
-        `data` are files to train on in a job whose members have texts of their own, under this licence.
+        `data` are files to train on in a job whose members have texts of their own, under this licence; not needed
+        again for a job that is stored here.
         """
         async with self._starting:
             known = [
@@ -169,24 +183,27 @@ class TrainJobs:
             if stored and self._store.facts(stored[0])["status"] == FINISHED:
                 raise AppError(f"{record.name} is finished: `shoal train export {record.name} FOLDER` writes its model")
             if record.id not in self.running:
-                self._check_data(record, data, licence)
+                has_text = bool(stored) and not data
+                self._check_data(record, data, licence, has_text=has_text)
                 holders = [peer for other, (_, _, peer) in known if other.id == record.id]
-                fetched = await self._place.states.fetch(record.id[:16], record.parts, holders)
-                texts = dict(zip(record.texts, fetched, strict=True))
-                if record.own_data:
+                texts = await self._texts(record, stored[0].folder if stored else None, holders)
+                if record.own_data and not has_text:
                     texts |= await self._own_texts(record, data, licence, texts)
                 job = await trio.to_thread.run_sync(self._store.create, raw, texts)
-                await self._begin(job, None)
+                await self._start(job)
         return self._facts(record)
 
     async def leave(self, target: str) -> dict[str, Any]:
         """Take no more part in a job; steps that were not yet merged are lost. Raises `AppError`."""
         job = await trio.to_thread.run_sync(self._store.find, target)
         running = self.running.get(job.record.id)
-        if running is None:
+        if running is not None:
+            running.island.leave()
+            await running.ended.wait()
+        elif self._stop_waiting(job):
+            await self._write(job, None, LEFT)
+        else:
             raise AppError(f"this node takes no part in {job.record.name} now")
-        running.island.leave()
-        await running.ended.wait()
         return self._store.facts(job)
 
     async def facts(self) -> list[dict[str, Any]]:
@@ -205,13 +222,23 @@ class TrainJobs:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _check_data(self, record: TrainingRecord, data: Sequence[str], licence: str) -> None:
+    def _check_data(self, record: TrainingRecord, data: Sequence[str], licence: str, *, has_text: bool) -> None:
         if data and not record.own_data:
             raise AppError(f"{record.name} has one text for all members: leave out --data")
-        if record.own_data and not data:
+        if not record.own_data or has_text:
+            return
+        if not data:
             raise AppError(f"the members of {record.name} train on texts of their own: name yours with --data")
-        if record.own_data and (record.licence or self._place.public) and not licence.strip():
+        if (record.licence or self._place.public) and not licence.strip():
             raise AppError(f"the members of {record.name} name the licence of their texts: give yours with --licence")
+
+    async def _texts(self, record: TrainingRecord, folder: Path | None, holders: Sequence[str]) -> dict[str, bytes]:
+        """Return the texts that all members have, from the job's folder as far as they are there, else from holders."""
+        states, run = self._place.states, record.id[:16]
+        for path in [] if folder is None else [folder / name for name in record.texts]:
+            with suppress(FileNotFoundError):
+                await states.keep(run, await trio.to_thread.run_sync(path.read_bytes))
+        return dict(zip(record.texts, await states.fetch(run, record.parts, holders), strict=True))
 
     async def _own_texts(
         self, record: TrainingRecord, data: Sequence[str], licence: str, texts: dict[str, bytes]
@@ -282,21 +309,67 @@ class TrainJobs:
         return found
 
     async def _take_up(self, job: StoredTraining) -> None:
-        try:
-            async with self._starting:
-                await self._begin(job, None)
-        except (AppError, EngineError, OSError) as error:
-            log.warning("training %s does not go on: %s", job.record.name, error)
-            self._write(job, None, FAILED, str(error))
-        except Exception as error:  # of torch, for one, if the card is full; it must not end the node's other work
-            log.exception("training %s does not go on", job.record.name)
-            self._write(job, None, FAILED, failure_text(error))
+        """Go on with a job that ran when the node ended; while memory is short, try again, more seldom each time."""
+        from app.rounds.founding import OUT_OF_MEMORY
 
-    async def _begin(self, job: StoredTraining, vectors: Any) -> None:
+        name, key, again_s = job.record.name, job.record.id, MEMORY_AGAIN_S
+        waiting = self._waiting[key] = _Waiting()
+        with waiting.scope:
+            while True:
+                try:
+                    async with self._starting:
+                        if key not in self.running:  # as it is if somebody has joined it by now
+                            await self._begin(job)
+                    break
+                except OUT_OF_MEMORY as error:
+                    log.warning("training %s goes on once there is memory for it: %s", name, error)
+                    waiting.why = f"waits for memory: {_why(error)}"
+                except Exception as error:  # of torch, for one; it must not end the node's other work
+                    with_trace = not isinstance(error, _EXPECTED)
+                    log.warning("training %s does not go on: %s", name, error, exc_info=with_trace)
+                    await self._write(job, None, FAILED, _why(error))
+                    break
+                await trio.sleep(again_s)  # out of the handler, whose error holds what was loaded
+                again_s = min(2 * again_s, MEMORY_AGAIN_MOST_S)
+        if self._waiting.get(key) is waiting:
+            del self._waiting[key]
+
+    async def _start(self, job: StoredTraining, vectors: Any = None) -> None:
+        """Begin a job that was founded or joined; what keeps it from that is raised, and written down."""
+        try:
+            await self._begin(job, vectors)
+        except Exception as error:
+            if job.record.id not in self._waiting:  # else it is tried again
+                await self._write(job, None, FAILED, _why(error))
+            raise
+        self._stop_waiting(job)
+
+    def _stop_waiting(self, job: StoredTraining) -> bool:
+        """Do not try again to go on with a job; False if that was not to be."""
+        waiting = self._waiting.pop(job.record.id, None)
+        if waiting is not None:
+            waiting.scope.cancel()
+        return waiting is not None
+
+    async def _begin(self, job: StoredTraining, vectors: Any = None) -> None:
         """Make an island, with the state that it goes on from, and run it in a task of its own."""
+        assert self._nursery is not None, "jobs need a running node"
+        record = job.record
+        try:
+            island, machine = await self._island(job, vectors)
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await self._place.states.forget(record.id[:16])
+            raise
+        self._server.islands[record.id] = island
+        self._server.records[record.id] = job.raw
+        self.running[record.id] = RunningTraining(job, island, machine)
+        self._nursery.start_soon(self._run_job, self.running[record.id])
+
+    async def _island(self, job: StoredTraining, vectors: Any) -> tuple[Island, MachineSpec]:
+        """Make a job's island, with the state that it goes on from, and measure this machine."""
         from app.rounds.founding import TokenText
 
-        assert self._nursery is not None, "jobs need a running node"
         place, record = self._place, job.record
         names = {"tokens", "held", *record.texts}
         texts = {name: await trio.to_thread.run_sync((job.folder / name).read_bytes) for name in names}
@@ -317,17 +390,14 @@ class TrainJobs:
         if isinstance(steps, PipelineSteps):
             steps.validated = island.validated
         entries = await trio.to_thread.run_sync(self._store.log, job)
-        states = await trio.to_thread.run_sync(self._store.states, job)
+        states = await trio.to_thread.run_sync(self._store.states, job) if vectors is None else None
         if states is not None:
-            entries = up_to(entries, (await trio.to_thread.run_sync(hashed, states))[0])
-        if entries:
-            await island.begin(entries, states)
-        else:
-            await island.begin()
-        self._server.islands[record.id] = island
-        self._server.records[record.id] = job.raw
-        self.running[record.id] = RunningTraining(job, island, machine)
-        self._nursery.start_soon(self._run_job, self.running[record.id])
+            root, _ = await trio.to_thread.run_sync(hashed, states)
+            entries = up_to(entries, root)
+            if not entries and root.hex() != record.start:  # of a history that is lost
+                states = None
+        await island.begin(entries, states)
+        return island, machine
 
     async def _model(self, record: TrainingRecord, vectors: Any) -> tuple[Any, Device, StepMaker]:
         """Make an island's model, its device and what makes its steps: this machine, or several if it is too small."""
@@ -348,46 +418,48 @@ class TrainJobs:
     async def _run_job(self, running: RunningTraining) -> None:
         """Run an island until the job is finished, left or failed, and write down which."""
         job, island = running.job, running.island
-        self._write(job, island, RUNNING)
         try:
+            await self._write(job, island, RUNNING)
             await island.run()
-            self._write(job, island, FINISHED if island.is_finished else LEFT)
-        except (AppError, EngineError, P2PError, OSError) as error:
+            await self._write(job, island, FINISHED if island.is_finished else LEFT)
+        except _EXPECTED as error:
             log.warning("training %s failed: %s", job.record.name, error)
-            self._write(job, island, FAILED, str(error)[:1000])
+            await self._write(job, island, FAILED, _why(error))
         except Exception as error:  # torch raises errors of every kind; they must not end the node's other work
             log.exception("training %s failed", job.record.name)
-            self._write(job, island, FAILED, failure_text(error))
+            await self._write(job, island, FAILED, _why(error))
         finally:
-            del self.running[job.record.id]
-            running.ended.set()
             with trio.CancelScope(shield=True):
                 await island.close()
+                if not island.is_finished:
+                    await self._forget(island)
+            del self.running[job.record.id]
+            running.ended.set()
             if island.is_finished:
                 assert self._nursery is not None, "this task is in it"
-                self._nursery.start_soon(self._serve_the_late, job.record.id, island)
-            else:
-                self._forget(job.record.id)
+                self._nursery.start_soon(self._serve_the_late, island)
 
-    async def _serve_the_late(self, job: bytes, island: Island) -> None:
+    async def _serve_the_late(self, island: Island) -> None:
         """Keep a finished island until no other one was heard for a while, then give its memory back."""
         last_s = trio.current_time()
         while (left_s := last_s + KEPT_FINISHED_S - trio.current_time()) > 0:
             await trio.sleep(left_s)
             last_s = max([last_s, *(one.at for one in island.heard.values())])
-        self._forget(job)
+        await self._forget(island)
 
-    def _forget(self, job: bytes) -> None:
-        """Answer no more requests of a job's islands."""
-        self._server.islands.pop(job, None)
-        self._server.records.pop(job, None)
+    async def _forget(self, island: Island) -> None:
+        """Answer no more requests of an island's job, and remove its states; not if another island is in its place."""
+        job = island.record.id
+        if self._server.islands.get(job) is island:
+            del self._server.islands[job], self._server.records[job]
+            await island.forget_states()
 
     async def _save(self, job: StoredTraining, entries: list[Any], states: list[bytes]) -> None:
         await trio.to_thread.run_sync(self._store.save, job, entries, states)
         self._note_left_out(job.record, entries)
         if (running := self.running.get(job.record.id)) is not None:
             running.island.replace_entries(await trio.to_thread.run_sync(self._store.on_disk, job, entries))
-            self._write(job, running.island, RUNNING)
+            await self._write(job, running.island, RUNNING)
             measured = running.island.figures.measured_round
             # A forecast is for islands of one machine. Who joins before the first round is over has no entry yet.
             if entries and measured == entries[-1].round and not running.island.machines:
@@ -430,14 +502,22 @@ class TrainJobs:
             facts = figures_of(running.island, RUNNING)
             facts.pop("checkpoint_ms")
             return facts
-        return self._store.idle_facts(job or self._store.find(record.id.hex()))
+        facts = self._store.idle_facts(job or self._store.find(record.id.hex()))
+        waiting = self._waiting.get(record.id)
+        return facts | {"waiting": "" if waiting is None else waiting.why}
 
-    def _write(self, job: StoredTraining, island: Island | None, status: str, why: str = "") -> None:
+    async def _write(self, job: StoredTraining, island: Island | None, status: str, why: str = "") -> None:
         facts = self._store.facts(job) if island is None else figures_of(island, status)
         try:
-            self._store.save_facts(job, {**facts, "status": status, "why": why})
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(self._store.save_facts, job, {**facts, "status": status, "why": why})
         except OSError as error:
             log.warning("the figures of training %s cannot be written: %s", job.record.name, error)
+
+
+def _why(error: Exception) -> str:
+    """Say in one short text why a job does not go on."""
+    return str(error)[:1000] if isinstance(error, _EXPECTED) else failure_text(error)
 
 
 def terms_of(record: TrainingRecord, entries: Sequence[RoundEntry], held_rows: int) -> Terms:

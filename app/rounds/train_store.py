@@ -5,7 +5,8 @@ tokens, held    the text as token ids, 32 bits each, little-endian; to train on 
 tokenizer.json  the tokenizer, as the record names it by hash
 own_data.json   source and licence of the text, if it is this node's own and the node has joined the job with it
 log             the signed entries of all rounds, one a line in base64; rounds are appended
-state           the states of all parts after the last round, in their order (blobs of `app.rounds.wire`)
+state           the states of all parts after the last round, or before the first, in their order (blobs of
+                `app.rounds.wire`)
 facts.json      figures for people, written after each round
 """
 
@@ -96,13 +97,19 @@ class TrainStore:
     def __init__(self, home: Home) -> None:
         self._folder = home.trainings_folder
         self._written: dict[Path, _Written] = {}  # logs that were read or written here
+        self._statuses: dict[Path, str] = {}  # of jobs, as written here last
 
-    def create(self, raw: bytes, texts: dict[str, bytes]) -> StoredTraining:
-        """Write a job that begins here, or that this node joins; `texts` are its files by name."""
+    def create(self, raw: bytes, texts: dict[str, bytes], states: list[bytes] | None = None) -> StoredTraining:
+        """Write a job that begins here, or that this node joins; `texts` are its files by name.
+
+        `states` are those before the first round, which nobody but the founder has.
+        """
         record = read_training(raw, now_ms=wall_ms())
         folder = private_directory(self._folder / short_id(record))
         for name, data in texts.items():
             write_private(folder / name, data)
+        if states is not None:
+            _write_states(folder, states)
         write_private(folder / "record", raw)  # last: a job that is found is complete
         return StoredTraining(record, raw, folder)
 
@@ -151,7 +158,7 @@ class TrainStore:
         return entries
 
     def states(self, job: StoredTraining) -> list[bytes] | None:
-        """Return the states after the newest entry; None if there are none yet."""
+        """Return the states after the newest entry, or before the first round; None if there are none yet."""
         try:
             return wire.unpack((job.folder / "state").read_bytes(), _MAX_BLOBS)
         except FileNotFoundError:
@@ -160,7 +167,7 @@ class TrainStore:
     def save(self, job: StoredTraining, entries: list[RoundEntry], states: list[bytes]) -> None:
         """Write the log, and then the states after its last entry."""
         self._write_log(job.folder / "log", entries)
-        write_private(job.folder / "state", b"".join(wire.pack(states)))
+        _write_states(job.folder, states)
 
     def on_disk(self, job: StoredTraining, entries: Sequence[RoundEntry]) -> list[RoundEntry]:
         """Return a log that was saved with all but its newest entries left on disk."""
@@ -188,11 +195,17 @@ class TrainStore:
         self._written[path] = _written(entries, len(whole))
 
     def save_facts(self, job: StoredTraining, facts: dict[str, Any]) -> None:
-        """Write the figures of a job."""
-        write_private(job.folder / "facts.json", json.dumps(facts).encode(), durable=False)
+        """Write the figures of a job; flushed to disk, unless it runs as it did before."""
+        durable = not facts["status"] == self._statuses.get(job.folder) == RUNNING
+        write_private(job.folder / "facts.json", json.dumps(facts).encode(), durable=durable)
+        self._statuses[job.folder] = facts["status"]
 
     def facts(self, job: StoredTraining) -> dict[str, Any]:
-        """Return the figures of a job as they were written last."""
+        """Return the figures of a job as they were written last.
+
+        Without them a job counts as running: a power cut can damage the file only then, and a node that was killed
+        while the job began has none yet.
+        """
         try:
             facts = json.loads((job.folder / "facts.json").read_bytes())
         except (OSError, ValueError):
@@ -210,6 +223,10 @@ class TrainStore:
     def all_idle_facts(self) -> list[dict[str, Any]]:
         """Return the figures of all jobs, the newest first, while none of them runs in this node."""
         return [self.idle_facts(job) for job in self.all()]
+
+
+def _write_states(folder: Path, states: list[bytes]) -> None:
+    write_private(folder / "state", b"".join(wire.pack(states)))
 
 
 def _lines(entries: list[RoundEntry]) -> bytes:
@@ -230,7 +247,7 @@ def facts_of(record: TrainingRecord) -> dict[str, Any]:
     """Return the figures of a job of which nothing is known but its record."""
     return {
         "job": short_id(record), "hash": record.id.hex(), "name": record.name, "founder": record.founder,
-        "status": FAILED, "why": "", "round": 0, "step": 0, "steps": record.steps, "loss": None,
+        "status": RUNNING, "why": "", "round": 0, "step": 0, "steps": record.steps, "loss": None,
         "validation_loss": None, "tokens": 0, "tokens_per_s": None, "islands": [], "left_out": {},
         "bytes_per_round": 0, "utilisation": None, "waiting": "", "every": record.every, "wire": record.codecs[0],
         "losses": [], "validation": [], "doubted": {}, "resting": {}, "left_s": None,

@@ -44,7 +44,7 @@ class Progress:
     tokens: int = 0  # counted, over all steps
     seconds: float = 0.0  # of training, over all runs
     losses: tuple[float, ...] = ()  # of each step, the last `MAX_LOSSES`
-    validation: tuple[tuple[int, float], ...] = ()  # (step, loss on data that is not trained on)
+    validation: tuple[tuple[int, float], ...] = ()  # the last (step, loss on data not trained on)
     why: str = ""  # the error of a failed job
     left_out: tuple[tuple[str, str], ...] = ()  # (hop that trained wrongly, or may have; how that was found)
     links: tuple[tuple[str, str, int], ...] = ()  # (sender, receiver, bytes of hidden states and gradients)
@@ -69,7 +69,7 @@ class Progress:
         """Return the progress with the loss on data that is not trained on; one that is not finite is left out."""
         if not math.isfinite(loss):
             return self
-        return replace(self, validation=(*self.validation, (step, loss)))
+        return replace(self, validation=(*self.validation, (step, loss))[-MAX_LOSSES:])
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ class JobStore:
 
     def __init__(self, home: Home) -> None:
         self._folder = home.jobs_folder
+        self._statuses: dict[str, Status] = {}  # of jobs, as written here last
 
     def folder(self, job_id: str) -> Path:
         """Folder of a job."""
@@ -183,8 +184,10 @@ class JobStore:
         ]
 
     def save_progress(self, job_id: str, progress: Progress) -> None:
-        """Write how far a job is."""
-        write_private(self.folder(job_id) / "progress.json", json.dumps(asdict(progress)).encode(), durable=False)
+        """Write how far a job is; flushed to disk, unless it runs as it did before."""
+        durable = not progress.status == self._statuses.get(job_id) == "running"
+        write_private(self.folder(job_id) / "progress.json", json.dumps(asdict(progress)).encode(), durable=durable)
+        self._statuses[job_id] = progress.status
 
     def save_state(self, job_id: str, states: dict[int, bytes]) -> None:
         """Replace the state that a job goes on from."""
@@ -234,9 +237,16 @@ class JobStore:
         return Job(record, source, progress)
 
     def _progress(self, folder: Path) -> Progress:
-        """Return the progress as it was written; raises `OSError` or `RecordError`."""
+        """Return the progress as it was written; raises `OSError` or `RecordError`.
+
+        A power cut can damage the file while the job runs, and only then: what it goes on from is in `state`.
+        """
         raw = (folder / "progress.json").read_bytes()
-        return _progress(decode_object(raw, "progress.json", max_bytes=_MAX_PROGRESS_BYTES))
+        try:
+            fields = decode_object(raw, "progress.json", max_bytes=_MAX_PROGRESS_BYTES)
+        except RecordError:
+            return Progress("running")
+        return _progress(fields)
 
 
 def _progress(fields: Fields) -> Progress:

@@ -163,12 +163,16 @@ class SwarmJobs:
                 await trio.sleep(TAKE_UP_AGAIN_S)
             except (AppError, EngineError, OSError) as error:
                 log.warning("job %s does not go on: %s", job.record.id, error)
-                self._write(job.record.id, replace(job.progress, status="failed", why=str(error)))
+                await self._fail(job, str(error))
                 return
             except Exception as error:  # of torch, for one, if the card is full; it must not end the node's other work
                 log.exception("job %s does not go on", job.record.id)
-                self._write(job.record.id, replace(job.progress, status="failed", why=failure_text(error)))
+                await self._fail(job, failure_text(error))
                 return
+
+    async def _fail(self, job: Job, why: str) -> None:
+        progress = replace(job.progress, status="failed", why=why[:1000])
+        await trio.to_thread.run_sync(self._write, job.record.id, progress)
 
     async def forecast(self, wish: TrainingWish) -> JobForecast:
         """Say what a job would be, without beginning it; raises `AppError` or `EngineError`."""
@@ -317,10 +321,10 @@ class SwarmJobs:
         record, trainer = running.job.record, running.trainer
         with lock:
             self.running[record.id] = running
-            self._save(running)
-            task_status.started()
-            watch = _Watch(running, self._jobs)
             try:
+                await trio.to_thread.run_sync(self._save, running)
+                task_status.started()
+                watch = _Watch(running, self._jobs)
                 try:
                     await trainer.run(record.steps, watch.batches, watch.on_step, watch.hooks())
                     running.progress = replace(running.progress, snapshots_s=running.snapshots_s)
@@ -335,7 +339,8 @@ class SwarmJobs:
                 finally:
                     with trio.CancelScope(shield=True):
                         await trainer.close()
-                self._settle(running)
+                with trio.CancelScope(shield=True):
+                    await trio.to_thread.run_sync(self._settle, running)
             finally:
                 del self.running[record.id]
 
@@ -344,14 +349,16 @@ class SwarmJobs:
 
     def _settle(self, running: RunningJob) -> None:
         """Write how a run ended, just before its lock is released: what is wished after that finds no run."""
-        job_id, status = running.job.record.id, running.progress.status
-        if status != "finished" and self._jobs.wished(job_id) == "stop":
-            running.progress = replace(running.progress, status="stopped")
-        elif status == "running":
-            running.progress = replace(running.progress, status="paused")
-        self._save(running)
-        if running.progress.status in ENDED:
+        job_id, progress = running.job.record.id, running.progress
+        if progress.status == "running":
+            progress = replace(progress, status="paused")
+        self._write(job_id, progress)
+        if progress.status != "finished" and self._jobs.wished(job_id) == "stop":
+            progress = replace(progress, status="stopped")
+            self._write(job_id, progress)
+        if progress.status in ENDED:
             self._jobs.remove_state(job_id)
+        running.progress = progress  # last: who sees that it is stopped finds no state
 
     async def _finish(self, running: RunningJob) -> None:
         """Store the adapter of a job whose steps are done, and how its forecast compares."""

@@ -197,7 +197,8 @@ class Copier:
         island._own = OwnChange(own, leaves, hashes_of(leaves)[0])
         found = self._list([own, *others], len(peers))
         await island._offer(found)
-        results = await island._gather(found, await island._exchanged(found))
+        until = trio.current_time() + island._exchange_s() + island.timing.lead_s
+        results = await island._gather(found, await island._exchanged(found), until)
         if results is not None and len(results) == len(peers):
             await island._count(standing, found, results, trio.current_time())
         return len(peers) + 1

@@ -21,7 +21,7 @@ from p2p.nat import relay_client, relay_server
 from p2p.nat.hole_punching import ATTEMPTS, HolePunch, HolePuncher, PunchType, _addresses
 from p2p.nat.hole_punching import PROTOCOL as DCUTR
 from p2p.nat.reachability import Reach, Reachability
-from p2p.nat.relay_client import RelayClient, best_relay
+from p2p.nat.relay_client import RelayClient, _Place, best_relay
 from p2p.nat.relay_server import RelayLimits, RelayServer
 from p2p.nat.relay_wire import HOP, STOP, Status, StopMessage, StopType
 from p2p.nat.traversal import Traversal
@@ -210,7 +210,7 @@ async def test_a_relay_brings_no_visitors_into_the_places_of_dials() -> None:
     async with running(victim, relay):
         connection = await relay.connect(victim.peer_id, victim.addresses)
         await until(lambda: bool(victim.connections()))
-        client._places[relay.peer_id] = math.inf
+        client._places[relay.peer_id] = _Place(math.inf, math.inf)
         stream = await connection.open_stream(STOP)
         await send_message(stream, StopMessage(StopType.CONNECT, make_host().peer_id))
         assert (await receive_message(stream, StopMessage)).status == Status.RESOURCE_LIMIT_EXCEEDED

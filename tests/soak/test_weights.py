@@ -17,8 +17,8 @@ from app.api.client import client_of
 from app.config.home import cache_folder
 from app.core.errors import NotRunning
 from app.snapshot.views import WeightsView
-from app.weights import download as fetching
 from app.weights import wire
+from app.weights.chunk_client import WINDOW
 from app.weights.extents import chunk_length, matching_chunks
 from app.weights.library import ENDS, span_parts
 from app.weights.manifest_store import ManifestStore
@@ -37,7 +37,7 @@ SPANS = ("0:10", "10:20", "20:30", "0:15", "15:30")
 SERVING_S = 300.0
 MIDDLE_BYTES = 8e6  # of some 60 MB for each
 PROMPT = ("Once upon a time", "--temperature", "0", "--max-tokens", "16")
-IN_FLIGHT_BYTES = fetching.WINDOW * wire.MAX_RUN * len(SPANS) * 2**20  # from each of the others
+IN_FLIGHT_BYTES = WINDOW * wire.MAX_RUN * len(SPANS) * 2**20  # from each of the others
 
 
 class Newcomer:

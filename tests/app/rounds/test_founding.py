@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from app.cli import main
 from app.config.home import Home
 from app.core.errors import AppError, RecordError
 from app.rounds import founding
@@ -20,6 +21,7 @@ from app.rounds.founding import (
     export_files,
     make_model,
     plan_island,
+    plan_owner,
     prepare,
     tokenizer_of,
 )
@@ -106,6 +108,8 @@ def test_a_state_that_fits_nowhere_names_the_bytes() -> None:
     large = replace(CONFIG, hidden_size=8192, intermediate_size=65536, n_blocks=80)
     with pytest.raises(AppError, match=r"takes .*B, but cpu has .*B to spare"):
         plan_island(large, 16)
+    with pytest.raises(DoesNotFit, match="even with other machines"):
+        plan_owner(large, 16)
 
 
 def test_traces_of_steps_count_where_an_island_is_trained_on_the_cpu() -> None:
@@ -161,15 +165,17 @@ def test_tokens_that_the_model_does_not_know_are_refused(wish: TrainWish, tmp_pa
         TokenText(b"\xff" * 64, made.texts["held"], made.record)
 
 
-def test_a_stored_job_is_found_and_exported(wish: TrainWish, tmp_path: Path) -> None:
+def test_a_stored_job_is_found_and_exported(
+    wish: TrainWish, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = prepared(wish, tmp_path)
     store = TrainStore(Home.open(tmp_path / "home"))
-    job = store.create(sign_training(FOUNDER, made.record), made.texts)
+    job = store.create(sign_training(FOUNDER, made.record), made.texts, made.states())
     assert store.find("fish").record == store.find(job.id).record == made.record
-    assert (store.log(job), store.states(job)) == ([], None)
+    assert (store.log(job), store.states(job)) == ([], made.states())
+    assert main(["train", "export", "fish", str(tmp_path / "none"), "--home", str(tmp_path / "home")]) == 1
+    assert "no finished round" in capsys.readouterr().err
     tokenizer = (job.folder / "tokenizer.json").read_bytes()
-    with pytest.raises(AppError, match="no finished round"):
-        export_files(made.record, None, tokenizer)
     entries, states = history(2), first_states(CONFIG, made.vectors)
     store.save(job, entries, states)
     assert [entry.hash for entry in store.log(job)] == [entry.hash for entry in entries]

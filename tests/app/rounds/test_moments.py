@@ -91,7 +91,7 @@ async def test_a_newcomer_takes_over_moments(tmp_path: Path, patient_clock: Mock
         assert not any(entry.doubted for entry in late.island.log)
         # nothing of it is left with the newcomer, and at most two sets with a giver
         for node in swarm.nodes.values():
-            run = node.island._moments._run
+            run = node.island._moments.run
             kept = [root for root, runs in node.island._states._runs.items() if run in runs]
             assert len(kept) <= (0 if node is late else 2 * len(node.model.moments_bytes))
 

@@ -248,6 +248,11 @@ async def open_nodes(folder: Path) -> AsyncIterator[list[Node]]:
         nursery.cancel_scope.cancel()
 
 
+def state_files(folder: Path) -> list[Path]:
+    """The files of states that the nodes in a folder keep for others."""
+    return [path for path in folder.glob("**/states/**/*") if path.is_file()]
+
+
 def forms_of(text: str) -> Iterator[bytes]:
     """Pieces of a text as bytes: the letters themselves, and their token ids in the usual formats."""
     for at in range(0, len(text) - 8, 61):
@@ -331,6 +336,8 @@ async def test_a_finished_job_serves_the_late_and_then_gives_its_memory_back(
             assert other.island.is_finished
             del running, other
             while first._server.islands or first._server.records or late._server.islands:  # noqa: ASYNC110
+                await trio.sleep(0.05)
+            while state_files(tmp_path):  # noqa: ASYNC110
                 await trio.sleep(0.05)
         gc.collect()
         assert model() is None

@@ -47,6 +47,36 @@ def reopened(tmp_path: Path) -> TrainStore:
     return TrainStore(Home.open(tmp_path))
 
 
+def test_a_job_that_is_found_has_its_first_state(store: TrainStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However soon the node is killed: the record is written last."""
+    written: list[str] = []
+
+    def noted(path: Path, data: bytes) -> None:
+        written.append(path.name)
+        write_private(path, data)
+
+    monkeypatch.setattr(app.rounds.train_store, "write_private", noted)
+    job = store.create(sign_training(PEOPLE[0], RECORD), {"tokens": b"text"}, STATES)
+    assert written == ["tokens", "state", "record"]
+    assert store.states(job) == STATES
+
+
+def test_figures_are_flushed_to_disk_whenever_a_job_begins_or_ends(
+    store: TrainStore, job: StoredTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[bool] = []
+
+    def noted(path: Path, data: bytes, *, durable: bool = True) -> None:
+        flushed.append(durable)
+        write_private(path, data, durable=durable)
+
+    monkeypatch.setattr(app.rounds.train_store, "write_private", noted)
+    for status in ("running", "running", "running", "left", "running", "running", "failed", "failed"):
+        store.save_facts(job, {"status": status})
+        assert store.facts(job)["status"] == status
+    assert flushed == [True, False, False, True, True, False, True, True]
+
+
 def test_rounds_are_appended(
     store: TrainStore, job: StoredTraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

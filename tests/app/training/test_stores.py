@@ -13,12 +13,14 @@ from typing import Any, Literal
 import pytest
 import trio
 
+import app.training.job_store
 from app.config.home import Home
 from app.core.errors import AppError, RecordError
-from app.training.job_store import Job, JobSource, JobStore, Progress
+from app.training.job_store import MAX_LOSSES, Job, JobSource, JobStore, Progress, Status
 from app.training.record import JobRecord, decode_record
 from app.training.swarm_jobs import SwarmJobs, _Watch
 from app.training.trainer import StepDone
+from p2p.platform import write_private
 
 RECORD = JobRecord(
     out="a", model="0" * 64, data="1" * 64, rank=8, alpha=16.0, targets=("q", "v"), dropout=0.0, epochs=1, batch=8,
@@ -119,6 +121,17 @@ def test_progress_with_what_is_no_list_of_hops_is_refused(jobs: JobStore, left_o
         jobs.find(RECORD.id)
 
 
+def test_progress_after_more_steps_and_epochs_than_are_kept_is_read_again(jobs: JobStore) -> None:
+    jobs.create(RECORD, SOURCE)
+    each = tuple(float(step) for step in range(MAX_LOSSES))
+    progress = Progress(losses=each, validation=tuple(enumerate(each)))
+    progress = progress.after_step(MAX_LOSSES, 1.5, 1, 1.0).validated(MAX_LOSSES, 2.5)
+    jobs.save_progress(RECORD.id, progress)
+    found = jobs.find(RECORD.id).progress
+    assert (found.losses[-1], found.validation[-1]) == (1.5, (MAX_LOSSES, 2.5))
+    assert len(found.losses) == len(found.validation) == MAX_LOSSES
+
+
 def test_progress_of_an_earlier_version_is_read(jobs: JobStore) -> None:
     jobs.create(RECORD, SOURCE)
     path = jobs.folder(RECORD.id) / "progress.json"
@@ -128,7 +141,34 @@ def test_progress_of_an_earlier_version_is_read(jobs: JobStore) -> None:
     assert jobs.find(RECORD.id).progress.left_out == ()
 
 
-@pytest.mark.parametrize(("file", "content"), [("progress.json", b"{"), ("record.json", b"{}"), ("source.json", b"")])
+def test_progress_is_flushed_to_disk_whenever_a_job_begins_or_ends(
+    jobs: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs.create(RECORD, SOURCE)
+    flushed: list[bool] = []
+
+    def noted(path: Path, data: bytes, *, durable: bool = True) -> None:
+        flushed.append(durable)
+        write_private(path, data, durable=durable)
+
+    monkeypatch.setattr(app.training.job_store, "write_private", noted)
+    statuses: list[Status] = ["running", "running", "running", "paused", "running", "running", "failed", "failed"]
+    for status in statuses:
+        jobs.save_progress(RECORD.id, Progress(status))
+    assert flushed == [True, False, False, True, True, False, True, True]
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 40, b'{"status": "runn'], ids=["empty", "zeros", "cut off"])
+def test_a_job_whose_progress_a_power_cut_damaged_was_running(jobs: JobStore, content: bytes) -> None:
+    job = jobs.create(RECORD, replace(SOURCE, swarm="s"))
+    (jobs.folder(RECORD.id) / "progress.json").write_bytes(content)
+    assert jobs.all() == jobs.interrupted("s") == [job]
+    assert jobs.find(RECORD.id).progress.status == "paused"
+    with jobs.hold(RECORD.id):
+        assert jobs.find(RECORD.id).progress.status == "running"
+
+
+@pytest.mark.parametrize(("file", "content"), [("progress.json", b"{}"), ("record.json", b"{}"), ("source.json", b"")])
 def test_a_damaged_job_hides_no_other(jobs: JobStore, file: str, content: bytes) -> None:
     jobs.create(RECORD, SOURCE)
     other = jobs.create(replace(RECORD, seed=1), SOURCE)
@@ -165,19 +205,11 @@ async def test_a_job_that_cannot_be_taken_up_ends_no_other_work(
     async def full(job: Job, material: Any) -> Any:
         raise RuntimeError("CUDA out of memory")
 
-    written = trio.Event()
-    write = owned._write
-
-    def noted(job_id: str, progress: Progress) -> None:
-        write(job_id, progress)
-        written.set()
-
     monkeypatch.setattr(owned, "_prepared", full)
-    monkeypatch.setattr(owned, "_write", noted)
     async with trio.open_nursery() as nursery:
         await nursery.start(owned.run)
-        with trio.fail_after(10):
-            await written.wait()
+        with trio.fail_after(60):
+            while (progress := jobs.find(RECORD.id).progress).status != "failed":  # noqa: ASYNC110
+                await trio.sleep(0.01)
         nursery.cancel_scope.cancel()
-    progress = jobs.find(RECORD.id).progress
     assert (progress.status, progress.why) == ("failed", "RuntimeError while computing: CUDA out of memory")

@@ -19,6 +19,7 @@ from app.weights import chunk_server as sharing
 from app.weights import download as fetching
 from app.weights import part_store as part_files
 from app.weights import wire
+from app.weights.chunk_client import WINDOW
 from app.weights.chunk_server import ChunkServer
 from app.weights.download import Download
 from app.weights.extents import WeightsError
@@ -235,7 +236,7 @@ async def test_a_bad_peer_is_found_out_at_the_chunk_and_the_rest_comes_from_othe
         assert "bad" not in peer.fetching.progress.from_peers
         assert peer.library.check(ALL, again=True) == []
         if answer is not refuses:
-            assert len(asked) <= 2 * fetching.WINDOW
+            assert len(asked) <= 2 * WINDOW
 
 
 async def test_the_wrong_part_is_the_wrong_bytes(tmp_path: Path) -> None:
@@ -361,7 +362,7 @@ async def test_a_fetch_that_is_cancelled_goes_on_later_with_the_chunks_it_had(tm
         again = here.peer("newcomer-again", empty_library(tmp_path / "newcomer", here.studied))
         with trio.fail_after(30):
             await again.fetching.fetch(ALL)
-        in_flight = fetching.WINDOW * wire.MAX_RUN * CHUNK_BYTES
+        in_flight = WINDOW * wire.MAX_RUN * CHUNK_BYTES
         assert here.seed.sharing.total_bytes <= here.studied.manifest.size_bytes + in_flight
         assert had > 0
 
