@@ -1,0 +1,121 @@
+"""Hosts that alone serve a block, and move: what they go on serving must not wait for what they have yet to download."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import cast
+
+import trio
+from trio.testing import MockClock
+
+from app.core.span import Span
+from app.hosting.block_host import BlockHost, HostingOptions
+from app.hosting.memory import MemoryChange
+from engine.benchmark import Throughput
+from engine.hosting import Hosted, HostingPlan
+from tests.app.hash_model import HashRunner
+from tests.app.hosting.test_memory import FakeLoader, asker_of, plan_of
+from tests.app.session_swarm import PROMPT, ask
+from tests.app.swarms import N_BLOCKS, SimNode, open_sim
+
+DOWNLOAD_S = 120.0  # for one block: 440 MB through 30 Mbit/s
+LOAD_S = 0.5
+
+
+class DownloadingLoader(FakeLoader):
+    """Blocks that are not on disk arrive one after the other; the first ones are served meanwhile, as `SpanLoad` does.
+
+    Like there, the served part begins with the span's first block and has no gap.
+    """
+
+    def __init__(self, plan: HostingPlan) -> None:
+        super().__init__(plan)
+        self.disk: set[int] = set()
+
+    async def is_downloaded(self, span: Span) -> bool:
+        return self.disk >= set(span.blocks())
+
+    async def load(
+        self, plan: HostingPlan, span: Span, on_grown: Callable[[Hosted, Span], Awaitable[None]]
+    ) -> Hosted:
+        self.loaded.append(span)
+        runner: HashRunner | None = None
+        hosted = cast(Hosted, None)
+        for block in span.blocks():
+            if block not in self.disk:
+                await trio.sleep(DOWNLOAD_S)
+                self.disk.add(block)
+            await trio.sleep(LOAD_S)
+            ready = block + 1
+            if ready - span.start < max(1, len(span) // 4):
+                continue
+            if runner is None:
+                runner = HashRunner(span.start, ready)
+                hosted = cast(Hosted, SimpleNamespace(runner=runner, throughput=Throughput(100.0, 1000.0, None)))
+            runner.stop = ready
+            if ready < span.stop and not self.disk >= set(span.blocks()):
+                await on_grown(hosted, Span(span.start, ready))
+        return hosted
+
+
+async def started(nursery: trio.Nursery, node: SimNode, capacity: int, blocks: Span) -> BlockHost:
+    """A host that an earlier life of the swarm has brought to these blocks; it has them on disk, and may move."""
+    loader = DownloadingLoader(plan_of(capacity))
+    loader.disk |= set(blocks.blocks())
+    host = BlockHost(node.network, node.swarm, loader, HostingOptions(blocks=blocks), lambda state, why: None)
+    nursery.start_soon(host.run)
+    with trio.fail_after(60):
+        while host.span != blocks:
+            await trio.sleep(0.1)
+    return host
+
+
+async def longest_gap_s(hosts: list[BlockHost], within_s: int) -> float:
+    """Seconds in a row in which some block of the model has no host."""
+    dark_s = longest_s = 0.0
+    for _ in range(within_s):
+        await trio.sleep(1)
+        serving = [host.span for host in hosts if host._swarm.own.serves and host.span is not None]
+        dark_s = 0.0 if {block for span in serving for block in span.blocks()} >= set(range(N_BLOCKS)) else dark_s + 1
+        longest_s = max(longest_s, dark_s)
+    return longest_s
+
+
+async def test_a_sole_holder_does_not_stop_the_swarm_while_it_downloads_blocks_that_others_serve(
+    autojump_clock: MockClock,
+) -> None:
+    """Others joined where it is not needed any more, so the only host of six blocks goes to help another one.
+
+    It gives up no block that nobody else serves, but it unloads them until those before them are downloaded.
+    """
+    spans = [Span(0, 6), Span(6, 18), Span(18, N_BLOCKS), Span(12, N_BLOCKS), Span(12, N_BLOCKS)]
+    async with open_sim() as sim, trio.open_nursery() as nursery:
+        *nodes, user = await sim.grow(len(spans) + 1)
+        hosts = [await started(nursery, node, len(span), span) for node, span in zip(nodes, spans, strict=True)]
+        asker = await asker_of(nursery, user)
+        assert len((await ask(asker, PROMPT, 5)).token_ids) == 5, "the swarm works"
+        for host in hosts:
+            host._options = HostingOptions()  # it may choose its blocks from now on
+            host._news.notify()
+        gap_s = await longest_gap_s(hosts, 3600)
+        nursery.cancel_scope.cancel()
+    assert gap_s < 60, f"no reply was possible for {gap_s:.0f} s"
+
+
+async def test_memory_that_is_free_again_does_not_stop_the_swarm(autojump_clock: MockClock) -> None:
+    """A host gave blocks back and is now the only one of the others: it unloads these to download further ones."""
+    spans = [Span(0, 6), Span(6, 18), Span(12, N_BLOCKS), Span(12, N_BLOCKS)]
+    async with open_sim() as sim, trio.open_nursery() as nursery:
+        nodes = await sim.grow(len(spans))
+        hosts = [await started(nursery, node, len(span), span) for node, span in zip(nodes, spans, strict=True)]
+        shrinking = hosts[1]
+        loader = cast(DownloadingLoader, shrinking._loader)
+        shrinking._options = HostingOptions()
+        await loader.take.send(MemoryChange((6,)))
+        await sim.until(lambda: shrinking.span == Span(6, 12), 30)
+        await trio.sleep(300)
+        await loader.take.send(MemoryChange((12,)))
+        gap_s = await longest_gap_s(hosts, 3600)
+        nursery.cancel_scope.cancel()
+    assert gap_s < 60, f"no reply was possible for {gap_s:.0f} s"
