@@ -119,3 +119,28 @@ async def test_memory_that_is_free_again_does_not_stop_the_swarm(autojump_clock:
         gap_s = await longest_gap_s(hosts, 3600)
         nursery.cancel_scope.cancel()
     assert gap_s < 60, f"no reply was possible for {gap_s:.0f} s"
+
+
+async def test_a_member_that_restarts_does_not_stop_the_swarm_for_as_long_as_a_download(
+    autojump_clock: MockClock,
+) -> None:
+    """Three hosts just cover the model. One restarts within half a minute, and another one has left for its blocks.
+
+    That one unloads blocks that nobody else serves, waits until those of the hole are downloaded, and does not go back
+    to them once the hole is filled.
+    """
+    spans = [Span(0, 6), Span(6, 18), Span(12, N_BLOCKS)]
+    async with open_sim() as sim, trio.open_nursery() as nursery:
+        nodes = await sim.grow(len(spans))
+        hosts = [await started(nursery, node, len(span), span) for node, span in zip(nodes, spans, strict=True)]
+        for host in hosts[1:]:
+            host._options = HostingOptions()  # it may choose its blocks from now on
+            host._news.notify()
+        assert await longest_gap_s(hosts, 600) == 0, "three hosts rest where they are"
+        sim.kill(nodes[0])
+        await trio.sleep(20)
+        again = sim.add(nodes[0].number, [node.peer for node in nodes[1:]])
+        hosts[0] = await started(nursery, again, 6, spans[0])
+        gap_s = await longest_gap_s(hosts, 3600)
+        nursery.cancel_scope.cancel()
+    assert gap_s < 60, f"no reply was possible for {gap_s:.0f} s after all members were back"
