@@ -144,3 +144,23 @@ async def test_a_member_that_restarts_does_not_stop_the_swarm_for_as_long_as_a_d
         gap_s = await longest_gap_s(hosts, 3600)
         nursery.cancel_scope.cancel()
     assert gap_s < 60, f"no reply was possible for {gap_s:.0f} s after all members were back"
+
+
+async def test_six_seconds_of_silence_do_not_stop_the_swarm_for_as_long_as_a_download(
+    autojump_clock: MockClock,
+) -> None:
+    """The same three hosts; one of them is only cut off for a moment, with its blocks loaded."""
+    spans = [Span(0, 6), Span(6, 18), Span(12, N_BLOCKS)]
+    async with open_sim() as sim, trio.open_nursery() as nursery:
+        nodes = await sim.grow(len(spans))
+        hosts = [await started(nursery, node, len(span), span) for node, span in zip(nodes, spans, strict=True)]
+        for host in hosts:
+            host._options = HostingOptions()  # it may choose its blocks from now on
+            host._news.notify()
+        await trio.sleep(60)
+        sim.fabric.freeze(nodes[0].peer)
+        await trio.sleep(6)
+        sim.fabric.resume(nodes[0].peer)
+        gap_s = await longest_gap_s(hosts, 3600)
+        nursery.cancel_scope.cancel()
+    assert gap_s < 60, f"no reply was possible for {gap_s:.0f} s"
