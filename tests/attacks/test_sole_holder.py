@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
 import trio
 from trio.testing import MockClock
 
@@ -164,3 +165,25 @@ async def test_six_seconds_of_silence_do_not_stop_the_swarm_for_as_long_as_a_dow
         gap_s = await longest_gap_s(hosts, 3600)
         nursery.cancel_scope.cancel()
     assert gap_s < 60, f"no reply was possible for {gap_s:.0f} s"
+
+
+@pytest.mark.parametrize("number", range(4))
+async def test_a_sole_holder_that_restarts_serves_what_it_has_on_disk(autojump_clock: MockClock, number: int) -> None:
+    """It chooses among windows of equal worth by lot: most of them begin with blocks that it has yet to download."""
+    spans = [Span(0, 6), Span(12, N_BLOCKS), Span(6, 18)]
+    async with open_sim() as sim, trio.open_nursery() as nursery:
+        nodes = await sim.grow(2)
+        nodes.append(sim.add(10 + number, [node.peer for node in nodes]))
+        hosts = [await started(nursery, node, len(span), span) for node, span in zip(nodes, spans, strict=True)]
+        assert await longest_gap_s(hosts, 10) == 0
+        sim.kill(nodes[2])
+        await trio.sleep(20)
+        again = sim.add(10 + number, [node.peer for node in nodes[:2]])
+        await trio.sleep(3)  # it meets the others
+        loader = DownloadingLoader(plan_of(12))
+        loader.disk |= set(spans[2].blocks())
+        hosts[2] = BlockHost(again.network, again.swarm, loader, HostingOptions(), lambda state, why: None)
+        nursery.start_soon(hosts[2].run)
+        gap_s = await longest_gap_s(hosts, 3600)
+        nursery.cancel_scope.cancel()
+    assert gap_s < 60, f"no reply was possible for {gap_s:.0f} s: it chose {loader.loaded[0]}, and had {spans[2]}"
