@@ -125,6 +125,7 @@ class SpanLoad:
             return await self._load_first(span, span)
         self._held = set(await trio.to_thread.run_sync(self._weights.library.held))
         hosted: Hosted | None = None
+        told = span.start  # the end of the part that `on_grown` knows of
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._fetch, span)
             nursery.start_soon(self._report_download, span)
@@ -134,8 +135,9 @@ class SpanLoad:
                 loaded = span.start if hosted is None else hosted.runner.stop
                 if loaded == span.stop:
                     break
-                if hosted is not None and loaded < ready:
+                if hosted is not None and loaded > told:
                     await on_grown(hosted, Span(span.start, loaded))
+                    told = loaded
                 else:
                     await self._wait_for_part(span, ready)
             nursery.cancel_scope.cancel()
