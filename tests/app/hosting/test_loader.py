@@ -12,7 +12,7 @@ from trio.testing import MockClock
 
 from app.core.device_thread import DeviceThread
 from app.core.span import Span
-from app.hosting.loader import SpanLoad
+from app.hosting.loader import BlockLoader, SpanLoad
 from app.snapshot.startup import StartupSteps
 from app.weights.library import span_parts
 from app.weights.model_weights import ModelWeights
@@ -26,7 +26,7 @@ class SlowWeights:
     """Parts that arrive one after the other, in the order of their names in the request."""
 
     def __init__(self, held: set[str]) -> None:
-        self.on_disk = held
+        self.on_disk, self.hosted = held, set[str]()
         self.library = SimpleNamespace(
             missing=lambda names: [name for name in names if name not in self.on_disk], held=lambda: set(self.on_disk)
         )
@@ -37,6 +37,7 @@ class SlowWeights:
     async def need(
         self, names: Sequence[str], on_part: Callable[[str], None] = lambda name: None, *, hosted: bool = False
     ) -> None:
+        self.hosted |= set(names) if hosted else set()
         for name in names:
             if name not in self.on_disk:
                 await trio.sleep(PART_S)
@@ -72,7 +73,7 @@ async def run_here(function: Callable[..., Any], *args: Any) -> Any:
 async def test_blocks_are_served_while_a_slow_download_goes_on(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first quarter was loaded, and nothing was served before the last block came: no part ever lay ready."""
+    """Each block is loaded long before the next one comes: a quarter is served at first, then block by block."""
     monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
     weights, device = cast(ModelWeights, SlowWeights(set())), cast(DeviceThread, InlineDevice())
     served: list[tuple[float, int]] = []
@@ -84,5 +85,15 @@ async def test_blocks_are_served_while_a_slow_download_goes_on(
     load = InstantLoad(weights, device, cast(HostingPlan, None), StartupSteps(lambda: None))
     await load.load(span, on_grown)
     assert trio.current_time() - begun == pytest.approx(len(span_parts(0, 12)) * PART_S, abs=1)
-    assert served, "nothing was served until all twelve blocks were there"
-    assert served[0][0] <= 6 * PART_S
+    assert [length for _, length in served] == list(range(3, 12)), "each part is told once"
+    assert [at for at, _ in served] == pytest.approx([length * PART_S for length in range(3, 12)])
+
+
+async def test_blocks_are_downloaded_for_later(autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
+    weights = SlowWeights({*span_parts(0, 2), *span_parts(4, 5), "embedding"})
+    loader = BlockLoader(cast(ModelWeights, weights), StartupSteps(lambda: None))
+    assert await loader.held() == (Span(0, 2), Span(4, 5))
+    await loader.fetch(Span(1, 4))
+    assert await loader.held() == (Span(0, 5),)
+    assert not weights.hosted, "what is only downloaded is not kept from eviction"
