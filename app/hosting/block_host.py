@@ -370,7 +370,7 @@ class BlockHost:
             return
         move, self._move_timer = self._move_timer.move, None
         if move.fetch_first:
-            await self._fetch_ahead(move.span, partial(self._is_wanted, plan, move.span))
+            await self._fetch_ahead(move.span, partial(self._is_wanted, plan, move))
             return
         if self._span is not None:
             self._say("loading", replace(move.why, text=f"moving to {move.span}: {move.why.text}"))
@@ -410,10 +410,8 @@ class BlockHost:
                 self._fetch_again_at = trio.current_time() + FETCH_AGAIN_S
             nursery.cancel_scope.cancel()
 
-    async def _is_wanted(self, plan: HostingPlan, span: Span) -> bool:
-        """True if the node should move to a span once that is downloaded, and should not do so before."""
-        me = await self._candidate(plan, self._span)
-        return me.is_needed and is_wanted(span, me, self._others(), self._swarm.n_blocks)
+    async def _is_wanted(self, plan: HostingPlan, move: Move) -> bool:
+        return is_wanted(move, await self._candidate(plan, self._span), self._others(), self._swarm.n_blocks)
 
     # --- hosting ------------------------------------------------------------------------------------------------------
 

@@ -100,13 +100,18 @@ def decide_by(found: Coverage, me: Candidate, others: Sequence[Announcement]) ->
         return move
     # A hole is filled from the disk at once, if only in part; for the other reasons one whole move is better than two.
     fetched = (me.fetched,) if me.fetched is not None and is_within(me.fetched, me.held) else ()
-    only = me.held if move.why.code in HOLES else fetched
-    return _choose(found, replace(me, only=only), others) or replace(move, fetch_first=True)
+    at_once = _choose(found, replace(me, only=me.held if move.why.code in HOLES else fetched), others)
+    is_same = at_once is not None and at_once.why.code == move.why.code
+    return at_once if is_same else replace(move, fetch_first=True)
 
 
-def is_wanted(span: Span, me: Candidate, others: Sequence[Announcement], n_blocks: int) -> bool:
-    """True if this node should move to a span as soon as that is on its disk."""
-    return _choose(coverage_of(others, n_blocks, me.tokens_per_s), replace(me, only=(span,)), others) is not None
+def is_wanted(move: Move, me: Candidate, others: Sequence[Announcement], n_blocks: int) -> bool:
+    """True if this node should go on with the download for a move: its reason lasts, and nothing on disk will do."""
+    found = coverage_of(others, n_blocks, me.tokens_per_s)
+    now = decide_by(found, me, others)
+    if now is None or not now.fetch_first or now.why.code != move.why.code:
+        return False
+    return now.span == move.span or _choose(found, replace(me, only=(move.span,)), others) is not None
 
 
 def _choose(found: Coverage, me: Candidate, others: Sequence[Announcement]) -> Move | None:

@@ -287,8 +287,11 @@ def test_a_sole_holder_downloads_a_hole_before_it_moves() -> None:
     move = decide(sole(), others, BLOCKS)
     assert move is not None
     assert (move.span, move.why.code, move.fetch_first) == (Span(0, 6), "hole", True)
-    assert is_wanted(move.span, sole(), others, BLOCKS)
-    assert not is_wanted(move.span, sole(), THREE, BLOCKS), "somebody has filled it meanwhile"
+    assert is_wanted(move, sole(), others, BLOCKS)
+    assert is_wanted(move, replace(sole(), held=(Span(2, 9),)), others, BLOCKS)
+    assert not is_wanted(move, sole(), THREE, BLOCKS), "somebody has filled it meanwhile"
+    assert not is_wanted(move, replace(sole(), is_needed=False), others, BLOCKS), "it need not wait for the download"
+    assert not is_wanted(move, replace(sole(), held=(Span(0, 9),)), others, BLOCKS)
     again = decide(replace(sole(), held=(Span(0, 9),)), others, BLOCKS)
     assert again is not None
     assert (again.span, again.fetch_first) == (Span(0, 6), False)
@@ -318,6 +321,20 @@ def test_a_sole_holder_helps_another_once_all_of_that_is_downloaded() -> None:
     move = decide(replace(sole(), held=wholly), others, BLOCKS)
     assert move is not None
     assert (move.span, move.fetch_first) == (Span(0, 6), False)
+
+
+def test_a_download_to_help_another_holder_stops_for_a_hole() -> None:
+    others = [*THREE, holder("d", 6, 12)]
+    move = decide(sole(), others, BLOCKS)
+    assert move is not None
+    assert is_wanted(move, sole(), others, BLOCKS)
+    assert is_wanted(replace(move, span=Span(1, 7)), sole(), others, BLOCKS), "it is as good as begun"
+    coming = [holder("a", 0, 3, state="fetching"), *others[1:], holder("e", 1, 2)]
+    lasted = replace(sole(Span(0, 1)), unserved_s={0: 5 * COMING_S, 3: 1.0})
+    now = decide(lasted, coming, BLOCKS)
+    assert now is not None
+    assert (now.why.code, now.fetch_first) == ("hole", True)
+    assert not is_wanted(move, lasted, coming, BLOCKS)
 
 
 def test_what_was_downloaded_for_a_move_is_used_although_another_window_is_better_by_now() -> None:
