@@ -24,7 +24,19 @@ from app.core.signal import Signal
 from app.core.span import Span
 from app.hosting.device_view import device_views
 from app.hosting.memory import Free, MemoryChange, after_giving_back, blocks_of, fewer_blocks, kept_span
-from app.hosting.placement import Candidate, Move, MoveTimer, decide, due, leave_for_hole, regrown, unserved
+from app.hosting.placement import (
+    HOLES,
+    Candidate,
+    Move,
+    MoveTimer,
+    decide,
+    due,
+    is_wanted,
+    is_within,
+    leave_for_hole,
+    regrown,
+    unserved,
+)
 from app.membership import Membership
 from app.membership.member import Change
 from app.routing.estimates import rates_to_announce, rtts_to_announce
@@ -34,6 +46,7 @@ from app.session.frame import CHANGES, INT8
 from app.snapshot.startup import StartupSteps
 from app.snapshot.views import DeviceView, State
 from app.swarm.records import Announcement
+from app.weights.extents import WeightsError
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -47,6 +60,7 @@ log = logging.getLogger("shoal.hosting")
 REFRESH_S = 30.0  # between two announcements of figures such as load and free cache
 NEWS_S = 0.25  # changes of members within this time lead to one decision
 HOLE_CERTAIN_S = 1.5  # shortest wait before filling a hole: by then it is clear if its holder is gone or only slow
+FETCH_AGAIN_S = 600.0  # after blocks for a move could not be stored
 HOLE_DRAIN_S = 1.0  # short: while a block has no holder, no session makes progress until this node has moved
 
 
@@ -89,8 +103,11 @@ class Loader(Protocol):
     async def plan(self, wish: HostingWish) -> HostingPlan:
         """Return the device, and how many blocks fit on it."""
 
-    async def is_downloaded(self, span: Span) -> bool:
-        """True if all weights of these blocks are on disk."""
+    async def held(self) -> tuple[Span, ...]:
+        """Return the blocks whose weights are on disk, in spans with gaps between them."""
+
+    async def fetch(self, span: Span) -> None:
+        """Download the missing weights of these blocks, beside those of the loaded ones; raises `WeightsError`."""
 
     async def load(self, plan: HostingPlan, span: Span, on_grown: Callable[[Hosted, Span], Awaitable[None]]) -> Hosted:
         """Load all blocks of a span; awaits `on_grown` for each part of it that can be served before the end."""
@@ -150,6 +167,8 @@ class BlockHost:
         self._news = Signal()
         self._move_timer: MoveTimer | None = None
         self._unserved_since: dict[int, float] = {}  # blocks that no other member serves
+        self._fetched: Span | None = None  # blocks that were downloaded for a move
+        self._fetch_again_at = 0.0
         self._withdrawn = False
         self._memory_changed = Signal()  # `_memory_change` is None again
         self._choosing = trio.CancelScope()
@@ -302,15 +321,20 @@ class BlockHost:
         announced, failing = self._swarm.announcements(), self._failing()
         return [one for one in announced if one.peer not in failing] if failing else announced
 
-    def _decide(self, plan: HostingPlan) -> Move | None:
+    async def _decide(self, plan: HostingPlan) -> Move | None:
         if self._options.blocks is not None:
             if self._span is not None:
                 return None
             return Move(self._options.blocks, 0.0, because("asked_for", "the setting `blocks` names these blocks"))
-        return decide(self._candidate(plan, self._span), self._others(), self._swarm.n_blocks)
+        me = await self._candidate(plan, self._span)
+        move = decide(me, self._others(), self._swarm.n_blocks)
+        return None if move is not None and move.fetch_first and trio.current_time() < self._fetch_again_at else move
 
-    def _candidate(self, plan: HostingPlan, span: Span | None) -> Candidate:
+    async def _candidate(self, plan: HostingPlan, span: Span | None) -> Candidate:
         """Return this node as input of a decision; `span` is served or being loaded."""
+        held = await self._loader.held()
+        # Blocks that are on disk are served in a moment.
+        serves = span if span is not None and is_within(span, held) else self._span
         now, n_blocks = trio.current_time(), self._swarm.n_blocks
         since = self._unserved_since
         self._unserved_since = {block: since.get(block, now) for block in unserved(self._others(), n_blocks)}
@@ -320,8 +344,10 @@ class BlockHost:
             self._tokens_per_s,
             span,
             now - self._settled_at,
-            self._swarm.own.held,
+            held,
             {block: now - at for block, at in self._unserved_since.items()},
+            is_needed=serves is not None and any(block in serves for block in self._unserved_since),
+            fetched=self._fetched,
         )
 
     async def _follow_the_swarm(self, plan: HostingPlan) -> None:
@@ -333,24 +359,59 @@ class BlockHost:
         if self._memory_change is not None and self._hosted is not None and self._span is not None:
             await self._change_memory(plan, self._memory_change)
             return
-        move = self._decide(plan)
-        is_hole = move is not None and move.why.code in ("hole", "make_way")
+        move = await self._decide(plan)
+        is_hole = move is not None and move.why.code in HOLES
         if move is not None and is_hole:
             move = replace(move, after_s=max(move.after_s, HOLE_CERTAIN_S))
         self._move_timer = due(self._move_timer, move, now)
         if self._move_timer is None or self._move_timer.at > now:
-            refresh_at = now + REFRESH_S
-            with trio.move_on_at(refresh_at if self._move_timer is None else min(refresh_at, self._move_timer.at)):
-                await self._news.wait_beyond(seen)
-                await trio.sleep(NEWS_S)
-            if self._hosted is not None and trio.current_time() - self._announced_at >= REFRESH_S:
-                self._announce()
+            await self._await_news(seen, self._move_timer)
+            self._refresh_announcement()
             return
         move, self._move_timer = self._move_timer.move, None
+        if move.fetch_first:
+            await self._fetch_ahead(move.span, partial(self._is_wanted, plan, move))
+            return
         if self._span is not None:
             self._say("loading", replace(move.why, text=f"moving to {move.span}: {move.why.text}"))
             await self.drain(HOLE_DRAIN_S if is_hole else DRAIN_S)
         await self._load(plan, move)
+
+    async def _await_news(self, seen: int, timer: MoveTimer | None) -> None:
+        """Wait for changes of members after version `seen` of the news, until the timer or `REFRESH_S` is over."""
+        refresh_at = trio.current_time() + REFRESH_S
+        with trio.move_on_at(refresh_at if timer is None else min(refresh_at, timer.at)):
+            await self._news.wait_beyond(seen)
+            await trio.sleep(NEWS_S)
+
+    def _refresh_announcement(self) -> None:
+        if self._hosted is not None and trio.current_time() - self._announced_at >= REFRESH_S:
+            self._announce()
+
+    async def _fetch_ahead(self, span: Span, still: Callable[[], Awaitable[bool]]) -> None:
+        """Download blocks while the present ones are served; stops if `still` ends or other programs need memory."""
+
+        async def watch() -> None:
+            while True:
+                seen = self._news.version
+                if self._memory_change is not None or not await still():
+                    nursery.cancel_scope.cancel()
+                await self._await_news(seen, None)
+                self._refresh_announcement()
+
+        log.info("downloading blocks %s, while %s are served here", span, self._span)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            try:
+                await self._loader.fetch(span)
+                self._fetched = span
+            except WeightsError as error:
+                log.warning("this node stays at blocks %s: %s", self._span, error)
+                self._fetch_again_at = trio.current_time() + FETCH_AGAIN_S
+            nursery.cancel_scope.cancel()
+
+    async def _is_wanted(self, plan: HostingPlan, move: Move) -> bool:
+        return is_wanted(move, await self._candidate(plan, self._span), self._others(), self._swarm.n_blocks)
 
     # --- hosting ------------------------------------------------------------------------------------------------------
 
@@ -363,7 +424,7 @@ class BlockHost:
     async def _load_unless_hole(self, plan: HostingPlan, move: Move) -> Move | None:
         """Load and serve blocks; if a hole opens that this node is to fill, stop and return the move to it instead."""
         span = move.span
-        state: State = "loading" if await self._loader.is_downloaded(span) else "fetching"
+        state: State = "loading" if is_within(span, await self._loader.held()) else "fetching"
         self._say(state, replace(move.why, text=f"blocks {span}: {move.why.text}"))
         self._swarm.announce(state=state, span=span, growing=None, device=plan.device_name)
         await self._tell_hosted(None)
@@ -403,15 +464,13 @@ class BlockHost:
         timer: MoveTimer | None = None
         while self._options.blocks is None:
             seen, now = self._news.version, trio.current_time()
-            move = leave_for_hole(self._candidate(plan, span), self._others(), self._swarm.n_blocks)
+            move = leave_for_hole(await self._candidate(plan, span), self._others(), self._swarm.n_blocks)
             if move is not None:
                 move = replace(move, after_s=max(move.after_s, HOLE_CERTAIN_S))
             timer = due(timer, move, now)
             if timer is not None and timer.at <= now:
                 return timer.move
-            with trio.move_on_at(now + REFRESH_S if timer is None else min(now + REFRESH_S, timer.at)):
-                await self._news.wait_beyond(seen)
-                await trio.sleep(NEWS_S)
+            await self._await_news(seen, timer)
         return await trio.sleep_forever()
 
     async def _watch_memory(self) -> None:
@@ -440,13 +499,16 @@ class BlockHost:
     async def _change_memory(self, plan: HostingPlan, change: MemoryChange) -> None:
         """Give blocks back, or load the span again with more of them; raises `DeviceFull` if none can be kept."""
         assert self._span is not None, "only a served span changes"
+        fetch: Span | None = None
         try:
             if change.total > plan.blocks:
-                await self._regrow(change)
+                fetch = await self._regrow(change, self._span)
             else:
                 await self._give_back(plan, change, self._span)
         finally:
             self._forget_memory_change()
+        if fetch is not None:
+            await self._fetch_ahead(fetch, self._has_no_move)
 
     def _forget_memory_change(self) -> None:
         self._memory_change = None
@@ -475,16 +537,26 @@ class BlockHost:
         if self._planned is not None and self._plan.device != plan.device:
             await self._planned(self._plan)
 
-    async def _regrow(self, change: MemoryChange) -> None:
+    async def _regrow(self, change: MemoryChange, served: Span) -> Span | None:
+        """Load more blocks than the served ones, or return those that have to be downloaded first.
+
+        That is so if only this node serves some of its blocks. The free memory is judged again later.
+        """
         assert self._full is not None, "a plan was made before"
-        assert self._span is not None, "only a served span grows"
-        plan = self._plan = self._full.with_blocks(change.blocks)
-        span = self._options.blocks
+        plan, span = self._full.with_blocks(change.blocks), self._options.blocks
+        me = await self._candidate(plan, served)
         if span is None or len(span) > plan.blocks:
-            me = Candidate(self._network.peer_id, plan.blocks, self._tokens_per_s, self._span)
             span = regrown(me, self._others(), self._swarm.n_blocks)
+        if me.is_needed and not is_within(span, me.held):
+            return span
+        self._plan = plan
         await self.drain()
         await self._load(plan, Move(span, 0.0, because("memory_back", "the device's memory is free again")))
+        return None
+
+    async def _has_no_move(self) -> bool:
+        assert self._plan is not None, "a plan was made before"
+        return await self._decide(self._plan) is None
 
     async def _tell_hosted(self, hosted: Hosted | None) -> None:
         if self._on_hosted is not None:

@@ -22,7 +22,8 @@ from app.hosting.memory import LOOK_S, Free, MemoryChange, MemoryWatch
 from app.snapshot.startup import StartupSteps
 from app.weights.extents import WeightsError
 from app.weights.library import ENDS, span_parts
-from app.weights.model_weights import ModelWeights
+from app.weights.model_weights import ModelWeights, runs
+from engine.sources.layout import block_index
 
 if TYPE_CHECKING:
     from engine.config import ModelConfig
@@ -56,10 +57,14 @@ class BlockLoader:
         self.device.device = plan.device.id
         return plan
 
-    async def is_downloaded(self, span: Span) -> bool:
-        """True if all weights of these blocks are on disk."""
-        missing = await trio.to_thread.run_sync(self._weights.library.missing, span_parts(span.start, span.stop))
-        return not missing
+    async def held(self) -> tuple[Span, ...]:
+        """Return the blocks whose weights are on disk, in spans with gaps between them."""
+        names = await trio.to_thread.run_sync(self._weights.library.held)
+        return runs(sorted(index for name in names if (index := block_index(name)) is not None))
+
+    async def fetch(self, span: Span) -> None:
+        """Download the missing weights of these blocks, beside those of the loaded ones; raises `WeightsError`."""
+        await self._weights.need(span_parts(span.start, span.stop))
 
     async def load(self, plan: HostingPlan, span: Span, on_grown: OnGrown) -> Hosted:
         """Load all blocks of a span; awaits `on_grown` for each part of it that can be served before the end.
@@ -125,6 +130,7 @@ class SpanLoad:
             return await self._load_first(span, span)
         self._held = set(await trio.to_thread.run_sync(self._weights.library.held))
         hosted: Hosted | None = None
+        told = span.start  # the end of the part that `on_grown` knows of
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._fetch, span)
             nursery.start_soon(self._report_download, span)
@@ -134,8 +140,9 @@ class SpanLoad:
                 loaded = span.start if hosted is None else hosted.runner.stop
                 if loaded == span.stop:
                     break
-                if hosted is not None and loaded < ready:
+                if hosted is not None and loaded > told:
                     await on_grown(hosted, Span(span.start, loaded))
+                    told = loaded
                 else:
                     await self._wait_for_part(span, ready)
             nursery.cancel_scope.cancel()

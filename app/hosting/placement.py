@@ -1,11 +1,12 @@
 """Decides which span this node hosts, from the members' announcements. Pure: no I/O, no clock, no random numbers.
 
-A newcomer takes the window that most improves the worst-served blocks; simultaneous newcomers choose in turn. A node
-that hosts a span moves for three reasons: a hole, that is a block that no node serves (at once, but after minutes if
-others are about to); a block with a single holder while others have spare ones (after seconds); and blocks served much
-worse than its own (after minutes). Nodes that could make the same move wait by rank, which each of them computes alike
-from the announcements. No move gives up a block that no other node serves, and only a hole justifies leaving a block to
-a single holder.
+A newcomer takes a window on its disk that nobody serves, or else the one that most improves the worst-served blocks;
+simultaneous newcomers choose in turn. A node that hosts a span moves for three reasons: a hole, that is a block that no
+node serves (at once, but after minutes if others are about to); a block with a single holder while others have spare
+ones (after seconds); and blocks served much worse than its own (after minutes). Nodes that could make the same move
+wait by rank, which each of them computes alike from the announcements. No move gives up a block that no other node
+serves, and only a hole justifies leaving a block to a single holder. A move interrupts all blocks of a node, so one
+that serves a block alone moves only to blocks on its disk, and downloads them before.
 
 `app.swarm.coverage` sums the announcements up; `app.hosting.block_host` waits and moves.
 """
@@ -32,6 +33,7 @@ HOLE_STAGGER_S = 2.0  # per rank of those that could fill a hole: time for an an
 THIN_WAIT_S = 5.0  # before helping a single holder: a second one that restarts is back by then
 THIN_STAGGER_S = 4.0  # per rank of those that could help
 COMING_S = 120.0  # at least, and up to five times as long, those have that say they are about to fill a hole
+HOLES = frozenset({"hole", "make_way"})  # codes of moves for a block that no node serves
 LATEST_RANK = 15  # of nodes that load blocks and may leave them for a hole
 JOIN_STAGGER_S = 0.6  # between two newcomers' choices, less if there are many
 JOIN_STAGGER_TOTAL_S = 20.0  # for all newcomers together
@@ -46,8 +48,16 @@ class Candidate:
     tokens_per_s: float  # 0: not measured yet
     span: Span | None = None
     settled_s: float = 0.0  # since it took this span
-    held: tuple[Span, ...] = ()  # blocks whose weights are on its disk
+    held: tuple[Span, ...] = ()  # blocks whose weights are on its disk, in spans with gaps between them
     unserved_s: Mapping[int, float] = field(default_factory=dict)  # blocks that no other node serves -> for how long
+    is_needed: bool = False  # it serves some of these, or is loading them from disk
+    fetched: Span | None = None  # blocks that it has downloaded for a move
+    only: tuple[Span, ...] | None = None  # it moves only within these; None: anywhere
+
+
+def is_within(span: Span, spans: Iterable[Span]) -> bool:
+    """True if one of these spans has all blocks of `span`."""
+    return any(one.covers(span) for one in spans)
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,7 @@ class Move:
     span: Span
     after_s: float
     why: Reason
+    fetch_first: bool = False  # download it while the present blocks are served, then decide again
 
 
 @dataclass(frozen=True)
@@ -84,12 +95,32 @@ def decide(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move
 
 def decide_by(found: Coverage, me: Candidate, others: Sequence[Announcement]) -> Move | None:
     """Decide like `decide`, from the coverage by the other members, with this node's own speed in the median."""
+    move = _choose(found, me, others)
+    if move is None or not me.is_needed or is_within(move.span, me.held):
+        return move
+    # A hole is filled from the disk at once, if only in part; for the other reasons one whole move is better than two.
+    fetched = (me.fetched,) if me.fetched is not None and is_within(me.fetched, me.held) else ()
+    at_once = _choose(found, replace(me, only=me.held if move.why.code in HOLES else fetched), others)
+    is_same = at_once is not None and at_once.why.code == move.why.code
+    return at_once if is_same else replace(move, fetch_first=True)
+
+
+def is_wanted(move: Move, me: Candidate, others: Sequence[Announcement], n_blocks: int) -> bool:
+    """True if this node should go on with the download for a move: its reason lasts, and nothing on disk will do."""
+    found = coverage_of(others, n_blocks, me.tokens_per_s)
+    now = decide_by(found, me, others)
+    if now is None or not now.fetch_first or now.why.code != move.why.code:
+        return False
+    return now.span == move.span or _choose(found, replace(me, only=(move.span,)), others) is not None
+
+
+def _choose(found: Coverage, me: Candidate, others: Sequence[Announcement]) -> Move | None:
     n_blocks = len(found.speeds)
     length = min(me.blocks, n_blocks)
     if length < 1:
         return None
     if me.span is None:
-        best = best_window(found, _windows(length, n_blocks), me)
+        best = best_window(found, _newcomers_windows(me, others, n_blocks), me)
         words = "the blocks with the fewest hosts" if any(found.holders) else "chosen when nobody else hosted any block"
         return Move(best, _join_delay_s(me.peer, others), because("worst_served", words))
     with_me = found.plus(me.span, me.tokens_per_s)
@@ -102,32 +133,56 @@ def decide_by(found: Coverage, me: Candidate, others: Sequence[Announcement]) ->
 
 
 def regrown(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Span:
-    """Return the span of `me.blocks` blocks around the present one that helps the worst-served blocks most."""
+    """Return the span of `me.blocks` blocks around the present one that helps the worst-served blocks most.
+
+    A node that is needed takes one on its disk, if there is any.
+    """
     assert me.span is not None
     found = coverage_of(others, n_blocks, me.tokens_per_s)
-    windows = _windows(min(me.blocks, n_blocks), n_blocks, me.span.start)
-    return best_window(found, [window for window in windows if window.stop >= me.span.stop], me)
+    windows = [window for window in _windows(me, n_blocks, me.span.start) if window.stop >= me.span.stop]
+    on_disk = [window for window in windows if me.is_needed and is_within(window, me.held)]
+    return best_window(found, on_disk or windows, me)
 
 
 def best_window(found: Coverage, windows: Iterable[Span], me: Candidate) -> Span:
-    """Return the window where this node most improves the worst-served blocks; ties are broken by peer id."""
+    """Return the window where this node most improves the worst-served blocks.
+
+    Among equal ones it is the one of which most is on disk, then one by the hash of the peer id.
+    """
     speeds, n_blocks = found.speeds, len(found.speeds)
     before, after = found.worth(), found.worth(found.trusted(me.tokens_per_s))
+    on_disk = _counter([held > 0 for held in _counts(me.held, n_blocks)])
 
-    def merit(span: Span) -> tuple[list[float], int, float]:
+    def merit(span: Span) -> tuple[list[float], int, int, float]:
         lifted = sorted(before[: span.start] + after[span.start : span.stop] + before[span.stop :])
         # Of equal windows, prefer one next to served blocks or the model's ends: it leaves no gap too small for others.
         joins = (span.start == 0 or speeds[span.start - 1] > 0) + (span.stop == n_blocks or speeds[span.stop] > 0)
-        return lifted, joins, _hash_fraction(me.peer, str(span.start))
+        return lifted, joins, on_disk(span.start, span.stop), _hash_fraction(me.peer, str(span.start))
 
     return max(windows, key=merit)
 
 
-def _windows(length: int, n_blocks: int, over: int | None = None) -> list[Span]:
-    """List all spans of `length` blocks, or those that contain block `over`."""
+def _newcomers_windows(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> list[Span]:
+    """List the windows on disk with the most blocks that nobody serves or loads; all windows if there are none.
+
+    So members that come back after an outage serve at once what their disks hold.
+    """
+    windows = _windows(me, n_blocks)
+    states = COMING - {"fetching"}
+    coming = [other.span for other in others if other.state in states and other.span is not None]
+    count = _counter([not served for served in _counts(coming, n_blocks)])
+    dark = {window: count(window.start, window.stop) for window in windows if is_within(window, me.held)}
+    most = max(dark.values(), default=0)
+    return [window for window in windows if dark.get(window) == most] if most else windows
+
+
+def _windows(me: Candidate, n_blocks: int, over: int | None = None) -> list[Span]:
+    """List the spans that this node could host, or those that contain block `over`."""
+    length = min(me.blocks, n_blocks)
     first = 0 if over is None else max(0, over - length + 1)
     last = n_blocks - length if over is None else min(over, n_blocks - length)
-    return [Span(start, start + length) for start in range(first, last + 1)]
+    windows = [Span(start, start + length) for start in range(first, last + 1)]
+    return windows if me.only is None else [window for window in windows if is_within(window, me.only)]
 
 
 def _join_delay_s(peer: str, others: Sequence[Announcement]) -> float:
@@ -145,7 +200,7 @@ def _fill_hole(me: Candidate, others: Sequence[Announcement], found: Coverage, h
     """Move to the best window over a hole that opens no other hole; if there is none, shift towards it."""
     n_blocks = len(found.speeds)
     count = _counter([serving == 0 for serving in found.serving])
-    windows = _windows(min(me.blocks, n_blocks), n_blocks, hole)
+    windows = _windows(me, n_blocks, hole)
     possible = [window for window in windows if _given_up(me, window, count) == 0]
     if not possible:
         return _make_way(me, found, hole)
@@ -201,10 +256,13 @@ def _make_way(me: Candidate, found: Coverage, hole: int) -> Move | None:
     if step == 0:
         return None
     step = step if towards_end else -step
+    shifted = Span(span.start + step, span.stop + step)
+    if me.only is not None and not is_within(shifted, me.only):
+        return None
     # The hash makes one of two nodes that could shift go first.
     wait_s = HOLE_STAGGER_S * (1 + 2 * _hash_fraction(me.peer, str(hole)))
     why = because("make_way", f"moving: block {hole} has no host, and no node can take it over directly")
-    return Move(Span(span.start + step, span.stop + step), wait_s, why)
+    return Move(shifted, wait_s, why)
 
 
 # --- a block with a single holder -------------------------------------------------------------------------------------
@@ -220,7 +278,7 @@ def _thicken(me: Candidate, others: Sequence[Announcement], found: Coverage, wit
     def cured(window: Span) -> int:
         return _added(me, window, count_alone) - _given_up(me, window, count_pairs)
 
-    windows = [w for w in _windows(min(me.blocks, n_blocks), n_blocks) if _given_up(me, w, count_stuck) == 0]
+    windows = [w for w in _windows(me, n_blocks) if _given_up(me, w, count_stuck) == 0]
     most = max(map(cured, windows), default=0)
     if most < 1:
         return None
@@ -240,7 +298,7 @@ def leave_for_hole(me: Candidate, others: Sequence[Announcement], n_blocks: int)
     Others that are loading may leave for it too, so they wait for each other as well.
     """
     move = decide(me, others, n_blocks)
-    if move is None or move.why.code != "hole":
+    if move is None or move.why.code != "hole" or move.fetch_first:
         return None
     loading = [other.peer for other in others if other.state in COMING and not other.serves]
     rank = min(sum(_turn(peer) < _turn(me.peer) for peer in loading), LATEST_RANK)
@@ -263,7 +321,7 @@ def _even_out(me: Candidate, others: Sequence[Announcement], found: Coverage, wi
         found.speeds[b] < GAIN * weakest or found.holders[b] < 2 or found.serving[b] == 0 for b in range(n_blocks)
     ]
     count = _counter(needed)
-    windows = _windows(min(me.blocks, n_blocks), n_blocks, block)
+    windows = _windows(me, n_blocks, block)
     possible = [window for window in windows if _given_up(me, window, count) == 0]
     if not possible:
         return None

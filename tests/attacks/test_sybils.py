@@ -159,6 +159,13 @@ async def test_a_node_fills_the_hole_that_members_hide_at_which_its_replies_fail
         nursery.cancel_scope.cancel()
 
 
+class EmptyDisk(SimLoader):
+    """Blocks come from other members."""
+
+    async def held(self) -> tuple[Span, ...]:
+        return ()
+
+
 async def test_a_node_fills_a_hole_although_members_say_for_long_that_they_are_about_to(
     autojump_clock: MockClock,
 ) -> None:
@@ -169,10 +176,10 @@ async def test_a_node_fills_a_hole_although_members_say_for_long_that_they_are_a
             says_it_serves(node, Span(0, HALF))
         for node in others[3:]:
             node.swarm.announce(state="fetching", span=Span(HALF, N_BLOCKS), decode_tokens_per_s=50.0)
-        me.swarm.announce(held=(Span(0, N_BLOCKS),))
+        others[0].swarm.announce(held=(Span(0, N_BLOCKS),))
         await trio.sleep(5)
         spec = NodeSpec(me.number, HALF, 50.0, load_s=1.0, place=(0.0, 0.0))
-        host = BlockHost(me.network, me.swarm, SimLoader(spec), HostingOptions(), lambda state, why: None)
+        host = BlockHost(me.network, me.swarm, EmptyDisk(spec), HostingOptions(), lambda state, why: None)
         nursery.start_soon(host.run)
         await sim.until(lambda: me.swarm.own.serves, 60)
         assert me.swarm.own.span == Span(0, HALF), "more seem to be about to serve the second half"

@@ -15,7 +15,7 @@ import trio
 
 from app.core.device_thread import DeviceThread
 from app.core.reasons import Reason
-from app.core.span import Span
+from app.core.span import MAX_BLOCKS, Span
 from app.hosting.block_host import BlockHost, HostingOptions
 from app.hosting.memory import Free, MemoryChange
 from app.membership import Membership, MembershipSetup, Timing
@@ -46,8 +46,11 @@ class SimLoader:
         budget = BlockBudget(self._spec.blocks, 0, 0, 0, 0, 0, "simulated")
         return HostingPlan(Device("sim", "cpu", "simulated", 0, 0), torch.float32, "none", budget)
 
-    async def is_downloaded(self, span: Span) -> bool:
-        return True
+    async def held(self) -> tuple[Span, ...]:
+        return (Span(0, MAX_BLOCKS),)
+
+    async def fetch(self, span: Span) -> None:
+        raise AssertionError("all blocks are on disk")
 
     async def load(self, plan: HostingPlan, span: Span, on_grown: object) -> Hosted:
         await trio.sleep(self._spec.load_s)

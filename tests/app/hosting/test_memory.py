@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -192,10 +193,13 @@ class FakeLoader:
     async def plan(self, wish: HostingWish) -> HostingPlan:
         return self._plan
 
-    async def is_downloaded(self, span: Span) -> bool:
-        return True
+    async def held(self) -> tuple[Span, ...]:
+        return (Span(0, N_BLOCKS),)
 
-    async def load(self, plan: HostingPlan, span: Span, on_grown: object) -> Hosted:
+    async def fetch(self, span: Span) -> None:
+        raise AssertionError("all blocks are on disk")
+
+    async def load(self, plan: HostingPlan, span: Span, on_grown: Callable[[Hosted, Span], Awaitable[None]]) -> Hosted:
         await trio.sleep(1)
         self.loaded.append(span)
         runner = FullRunner(span.start, span.stop)

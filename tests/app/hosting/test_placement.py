@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -24,10 +25,14 @@ from app.hosting.placement import (
     MoveTimer,
     decide,
     due,
+    is_wanted,
+    is_within,
+    regrown,
     unserved,
 )
 from app.swarm.coverage import coverage_of
 from app.swarm.records import Announcement
+from app.weights.model_weights import runs
 
 BLOCKS = 12
 LONG_S = REBALANCE_AFTER_S + 1
@@ -223,6 +228,153 @@ def test_nodes_shift_until_no_block_is_left_out(lengths: list[int], data: st.Dat
         assert all(others_serve[block] > 0 for block in spans[peer].blocks() if block not in new), "a copy was lost"
         spans[peer] = new
     raise AssertionError(f"no end: {spans}")
+
+
+# --- blocks on disk --------------------------------------------------------------------------------------------------
+
+
+def test_of_equal_windows_a_newcomer_takes_the_one_on_its_disk() -> None:
+    others = [holder(peer, 0, BLOCKS) for peer in "ab"]
+    for number in range(8):
+        move = decide(Candidate(f"p{number}", 4, 10.0, held=(Span(5, 9), Span(1, 3))), others, BLOCKS)
+        assert move is not None
+        assert move.span == Span(5, 9)
+
+
+def test_a_newcomer_serves_what_is_on_its_disk_and_nobody_serves() -> None:
+    me = Candidate("me", 4, 10.0, held=(Span(3, 7),))
+    rest = [holder("a", 7, 12)]
+
+    def chosen(*more: Announcement) -> Span:
+        move = decide(me, [*rest, *more], BLOCKS)
+        assert move is not None
+        return move.span
+
+    assert chosen() == Span(3, 7)
+    assert chosen(holder("b", 0, 4)) == Span(3, 7)
+    assert chosen(holder("b", 3, 7, state="fetching")) == Span(3, 7), "that can take hours"
+    assert chosen(holder("b", 3, 7, state="loading")) == Span(0, 4)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, BLOCKS - 1), st.integers(1, 6)), min_size=1, max_size=8),
+    st.randoms(use_true_random=False),
+)
+def test_members_that_come_back_serve_all_that_their_disks_hold(
+    drawn: list[tuple[int, int]], rng: random.Random
+) -> None:
+    firsts = [min(at, BLOCKS - length) for at, length in drawn]
+    spans = {f"p{index}": Span(at, at + drawn[index][1]) for index, at in enumerate(firsts)}
+    back: list[Announcement] = []
+    for peer in rng.sample(sorted(spans), len(spans)):
+        move = decide(Candidate(peer, len(spans[peer]), 10.0, held=(spans[peer],)), back, BLOCKS)
+        assert move is not None
+        state = "loading" if move.span == spans[peer] else "fetching"
+        back.append(holder(peer, move.span.start, move.span.stop, state=state))
+    served = {block for member in back if member.state == "loading" and member.span for block in member.span.blocks()}
+    assert served == {block for span in spans.values() for block in span.blocks()}
+
+
+THREE = [holder("a", 0, 3), holder("c", 6, 12)]  # with the node on 3:9, that alone serves 3:6
+
+
+def sole(*held: Span, fetched: Span | None = None) -> Candidate:
+    return Candidate("me", 6, 10.0, Span(3, 9), LONG_S, (Span(3, 9), *held), is_needed=True, fetched=fetched)
+
+
+def test_a_sole_holder_downloads_a_hole_before_it_moves() -> None:
+    others = THREE[1:]
+    move = decide(sole(), others, BLOCKS)
+    assert move is not None
+    assert (move.span, move.why.code, move.fetch_first) == (Span(0, 6), "hole", True)
+    assert is_wanted(move, sole(), others, BLOCKS)
+    assert is_wanted(move, replace(sole(), held=(Span(2, 9),)), others, BLOCKS)
+    assert not is_wanted(move, sole(), THREE, BLOCKS), "somebody has filled it meanwhile"
+    assert not is_wanted(move, replace(sole(), is_needed=False), others, BLOCKS), "it need not wait for the download"
+    assert not is_wanted(move, replace(sole(), held=(Span(0, 9),)), others, BLOCKS)
+    again = decide(replace(sole(), held=(Span(0, 9),)), others, BLOCKS)
+    assert again is not None
+    assert (again.span, again.fetch_first) == (Span(0, 6), False)
+
+
+def test_a_node_that_is_not_needed_moves_to_a_hole_at_once() -> None:
+    others = [*THREE[1:], holder("b", 3, 9)]
+    move = decide(replace(sole(), is_needed=False), others, BLOCKS)
+    assert move is not None
+    assert (move.span, move.fetch_first) == (Span(0, 6), False)
+
+
+def test_a_sole_holder_fills_a_hole_from_its_disk_at_once() -> None:
+    others = [holder("a", 0, 2), holder("b", 0, 1), holder("c", 6, 12)]  # nobody serves block 2
+    move = decide(replace(sole(), held=(Span(2, 9),)), others, BLOCKS)
+    assert move is not None
+    assert (move.span, move.fetch_first) == (Span(2, 8), False)
+
+
+def test_a_sole_holder_helps_another_once_all_of_that_is_downloaded() -> None:
+    others = [*THREE, holder("d", 6, 12)]
+    partly, wholly = (Span(2, 9),), (Span(0, 9),)
+    for held, fetched in (((Span(3, 9),), None), (partly, None), (partly, Span(0, 6))):
+        move = decide(replace(sole(), held=held, fetched=fetched), others, BLOCKS)
+        assert move is not None
+        assert (move.span, move.why.code, move.fetch_first) == (Span(0, 6), "lone_holder", True)
+    move = decide(replace(sole(), held=wholly), others, BLOCKS)
+    assert move is not None
+    assert (move.span, move.fetch_first) == (Span(0, 6), False)
+
+
+def test_a_download_to_help_another_holder_stops_for_a_hole() -> None:
+    others = [*THREE, holder("d", 6, 12)]
+    move = decide(sole(), others, BLOCKS)
+    assert move is not None
+    assert is_wanted(move, sole(), others, BLOCKS)
+    assert is_wanted(replace(move, span=Span(1, 7)), sole(), others, BLOCKS), "it is as good as begun"
+    coming = [holder("a", 0, 3, state="fetching"), *others[1:], holder("e", 1, 2)]
+    lasted = replace(sole(Span(0, 1)), unserved_s={0: 5 * COMING_S, 3: 1.0})
+    now = decide(lasted, coming, BLOCKS)
+    assert now is not None
+    assert (now.why.code, now.fetch_first) == ("hole", True)
+    assert not is_wanted(move, lasted, coming, BLOCKS)
+
+
+def test_what_was_downloaded_for_a_move_is_used_although_another_window_is_better_by_now() -> None:
+    others = [*THREE, holder("d", 6, 12)]
+    move = decide(sole(Span(1, 7), fetched=Span(1, 7)), others, BLOCKS)
+    assert move is not None
+    assert (move.span, move.fetch_first) == (Span(1, 7), False)
+
+
+def test_a_sole_holder_takes_blocks_back_from_its_disk() -> None:
+    others = [*THREE, holder("d", 6, 12)]
+    assert regrown(replace(sole(), span=Span(3, 6)), others, BLOCKS) == Span(3, 9)
+    assert regrown(replace(sole(), span=Span(3, 6), is_needed=False), others, BLOCKS) == Span(0, 6)
+
+
+@given(st.lists(st.integers(1, 8), min_size=2, max_size=6), st.data())
+def test_sole_holders_come_to_rest_and_never_leave_for_a_download(lengths: list[int], data: st.DataObject) -> None:
+    blocks = data.draw(st.integers(max(lengths), sum(lengths)))
+    starts: list[int] = [data.draw(st.integers(0, blocks - length)) for length in lengths]
+    spans = {f"p{i}": Span(start, start + lengths[i]) for i, start in enumerate(starts)}
+    disks = {peer: set(span.blocks()) for peer, span in spans.items()}
+    for _ in range(400):
+        members = [holder(peer, span.start, span.stop) for peer, span in spans.items()]
+        moves = []
+        for peer, span in spans.items():
+            others = [member for member in members if member.peer != peer]
+            needed = any(block in span for block in unserved(others, blocks))
+            me = Candidate(peer, len(span), 10.0, span, LONG_S, runs(sorted(disks[peer])), is_needed=needed)
+            move = decide(me, others, blocks)
+            if move is not None:
+                assert move.fetch_first or not needed or is_within(move.span, me.held)
+                moves.append((move.after_s, peer, move))
+        if not moves:
+            assert min(coverage_of(members, blocks).holders) > 0
+            return
+        _, peer, move = min(moves, key=lambda each: each[:2])
+        disks[peer] |= set(move.span.blocks())
+        if not move.fetch_first:
+            spans[peer] = move.span
+    raise AssertionError(f"no rest: {spans}")
 
 
 # --- odd swarms ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from app.core.pieces import at_once
 from app.core.reasons import because
 from app.core.span import Span
 from app.routing import vector_search
-from app.routing.bans import Bans
+from app.routing.bans import FADE_S, Bans
 from app.routing.cost import HOP_S, believed_seconds, block_seconds, entry_seconds, route_seconds, wait_seconds
 from app.routing.estimates import LinkEstimates, link_seconds
 from app.routing.route import Hop, KnownCosts, LinkSeconds, NoRoute, Privacy, Route, RouteRequest, Visit
@@ -191,6 +191,28 @@ def test_bans_grow_and_are_forgiven() -> None:
     bans.ban("a", 40.0, because("hop_busy", "busy", "a"), brief=True)
     assert "a" in bans.active(42.4)
     assert "a" not in bans.active(42.6)
+
+
+def test_a_peer_that_was_busy_does_not_count_as_one_that_fails() -> None:
+    bans, now = Bans(), 0.0
+    busy, broken = because("hop_busy", "busy", "a"), because("hop_lost", "its stream broke", "a")
+    for brief in (True, True, True, False, True, False, False):
+        assert bans.ban("a", now, busy if brief else broken, brief=brief)
+        assert not bans.failing(now), "it failed three times at most"
+        now += 301
+    bans.ban("a", now, broken)
+    assert bans.failing(now) == {"a"}
+
+
+def test_failures_fade() -> None:
+    bans, now = Bans(), 0.0
+    why = because("hop_lost", "its stream broke", "a")
+    for _ in range(12):
+        bans.ban("a", now, why)
+        now += 301
+    bans.ban("a", now + FADE_S, why)
+    assert not bans.failing(now + FADE_S)
+    assert not bans.active(now + FADE_S + 1.1), "the first ban is a short one"
 
 
 def test_what_was_measured_counts_and_what_is_claimed_is_doubted() -> None:
