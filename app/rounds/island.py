@@ -274,6 +274,7 @@ class Island:
         self._rests: dict[str, Rest] = {}  # members that failed in exchanges of the last rounds, as seen from here
         self._failed_here: set[str] = set()  # members whom this island accused in this round
         self._lost_s = 0.0  # in exchanges of this round for which the time was too short
+        self._rounds_behind = 0.0  # when changes were taken over last; infinity after a state for which they are held
         self._stands_down_until = 0.0  # others found this island at fault while it led
         self._news = Signal()
         self._nursery: trio.Nursery
@@ -971,16 +972,20 @@ class Island:
         if self._moments.are_lacking and not await self._unless_left(self._moments.take, question, gave):
             log.info("%s goes on with fresh moments: nobody has given any", self.record.name)
         self.figures.fetched += 1
-        self._has_state = True
+        self._has_state, self._rounds_behind = True, math.inf
         await self._settle(standing, entries, states, parts)
         return True
 
     async def _caught_up(self, entries: Sequence[RoundEntry]) -> bool:
         """Take over rounds one after the other by their merged changes; False if nobody has them all any more.
 
-        Raises as `_adopt` does if there is one round and nobody has its change.
+        Others hold several for whoever has just fetched a state. If they have made as many rounds meanwhile as were
+        taken over the last time, a newer state is nearer. Raises as `_adopt` does if there is one round and nobody has
+        its change.
         """
-        if len(entries) * self._change_bytes > HELD_CHANGES * sum(self._sizes):
+        before, self._rounds_behind = self._rounds_behind, len(entries)
+        is_nearer = len(entries) == 1 or len(entries) < before
+        if not is_nearer or len(entries) * self._change_bytes > HELD_CHANGES * sum(self._sizes):
             return False
         for entry in entries:
             if self._leaving:
@@ -1302,12 +1307,13 @@ class Island:
             first, count = fields.integer("first", 0, wire.MAX_LEAVES), fields.integer("count", 1, wire.RUN_LEAVES)
             if (kept := await self.checkpoint.leaves_of(key, first, count)) is not None:
                 return kept
+            if any(entry.list.hash == key for entry in self.log[-KNOWN_ROUNDS:]):
+                raise RemoteError("the changes of this round are not kept any more", wire.WRONG)
         with trio.move_on_at(until):
             await self._news.wait_for(lambda: key in self._attempts)
         attempt = self._attempts.get(key)
         if attempt is None:
-            is_over = method == wire.MERGED and any(entry.list.hash == key for entry in self.log[-KNOWN_ROUNDS:])
-            raise RemoteError("this list is not known here", wire.WRONG if is_over else wire.NOT_YET)
+            raise RemoteError("this list is not known here", wire.NOT_YET)
         members, grid = attempt.members.members, attempt.grid
         if method == wire.SIGNED:
             if self.peer in members:

@@ -292,9 +292,9 @@ async def test_to_leave_ends_the_fetch_of_a_state(tmp_path: Path, monkeypatch: p
         states, began = nodes[1].jobs._place.states, trio.Event()
         fetch = states.fetch
 
-        async def endless(run: bytes, parts: Any, holders: Any, *more: Any) -> list[bytes]:
+        async def endless(run: bytes, parts: Any, holders: Any, *more: Any, **ways: Any) -> list[bytes]:
             if parts == founder.job.record.parts:
-                return await fetch(run, parts, holders, *more)
+                return await fetch(run, parts, holders, *more, **ways)
             began.set()
             await trio.sleep_forever()
             raise AssertionError
