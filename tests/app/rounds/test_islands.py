@@ -216,6 +216,17 @@ async def test_joining_takes_the_state_by_parts_and_enters_at_a_boundary(
         assert all(arrival.steps == 5 for entry in late.island.log for arrival in entry.list.arrivals)
 
 
+async def test_a_joiner_that_has_the_first_state_takes_the_newest_one(tmp_path: Path, patient_clock: MockClock) -> None:
+    """It asked for the changes of all rounds since, one after the other, though nobody keeps them for it."""
+    async with open_islands(tmp_path, 0, 1, steps=100) as swarm:
+        await swarm.until(lambda: swarm.nodes[0].island.standing.round >= 8)
+        late = swarm.add(4)
+        joined_in = swarm.nodes[0].island.standing.round
+        await swarm.until(lambda: late.name in swarm.nodes[0].island.standing.members)
+        assert late.island.figures.fetched == 1
+        assert swarm.nodes[0].island.standing.round <= joined_in + 4
+
+
 async def test_a_joiner_whose_model_is_not_the_start_takes_it_over(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0) as swarm:
         late = swarm.add(1, has_model=False)
