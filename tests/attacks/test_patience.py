@@ -16,6 +16,7 @@ from app.training.states import METHODS
 from app.weights import wire as weights_wire
 from app.weights.download import MAX_PEERS
 from p2p.errors import P2PError, Refused
+from p2p.memory.fabric import LinkProfile
 from tests.app.rounds.island_swarm import open_islands
 from tests.app.swarms import identity
 from tests.app.weights.test_exchange import ALL, world
@@ -71,15 +72,19 @@ async def test_a_member_that_trickles_an_old_state_does_not_keep_a_newcomer_out(
             nursery.cancel_scope.cancel()
 
 
+def tricklers(many: int) -> list[str]:
+    """Names that the newcomer asks before the seed."""
+
+    def turn(name: str) -> bytes:
+        return leaf_hash(f"newcomer {name}".encode())
+
+    names = (f"trickler-{number}" for number in count())
+    return list(islice((name for name in names if turn(name) < turn("seed")), many))
+
+
 async def test_eight_holders_that_trickle_do_not_hold_up_a_download(tmp_path: Path, patient_clock: MockClock) -> None:
     """Their names make them the first that this node tries; each sends 5 kB/s of something, but no chunk."""
     async with world(tmp_path) as here:
-
-        def turn(name: str) -> bytes:
-            return leaf_hash(f"newcomer {name}".encode())
-
-        names = (f"trickler-{number}" for number in count())
-        tricklers = list(islice((name for name in names if turn(name) < turn("seed")), MAX_PEERS))
 
         async def never(peer: str, body: bytes) -> Payload:
             await trio.sleep_forever()
@@ -96,8 +101,45 @@ async def test_eight_holders_that_trickle_do_not_hold_up_a_download(tmp_path: Pa
         peer = here.peer("newcomer")
         began = trio.current_time()
         async with trio.open_nursery() as nursery:
-            for name in tricklers:
+            for name in tricklers(MAX_PEERS):
                 here.liar(name, lambda peer, body: b"").serve(weights_wire.CHUNK, never)
+                nursery.start_soon(trickle, name)
+            await peer.fetching.fetch(ALL)
+            nursery.cancel_scope.cancel()
+        assert trio.current_time() - began < 300
+
+
+async def test_two_holders_that_trickle_the_same_chunks_do_not_hold_up_a_download(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    """They give the other chunks faster than anybody, so that they are chosen to repeat what one of them owes."""
+    async with world(tmp_path) as here:
+        owed: set[tuple[bytes, int]] = set()
+
+        async def chunk(peer: str, body: bytes) -> Payload:
+            request = weights_wire.ChunkRequest.decode(body)
+            key = (request.root, request.index)
+            if (len(owed) < 2 and request.count > 1) or key in owed:
+                owed.add(key)
+                await trio.sleep_forever()
+            part = here.seed.library.part(request.root)
+            assert part is not None
+            return weights_wire.chunk_answer(here.seed.library.chunk(part, request.index) or b"")
+
+        async def trickle(name: str) -> None:
+            while True:
+                try:
+                    await here.fabric.nodes[name].call("newcomer", "anything", bytes(10_000), timeout_s=2)
+                except P2PError:
+                    pass
+                await trio.sleep(2)
+
+        here.fabric.set_link("seed", "newcomer", LinkProfile(0.03))
+        peer = here.peer("newcomer")
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for name in tricklers(2):
+                here.liar(name, lambda peer, body: b"").serve(weights_wire.CHUNK, chunk)
                 nursery.start_soon(trickle, name)
             await peer.fetching.fetch(ALL)
             nursery.cancel_scope.cancel()

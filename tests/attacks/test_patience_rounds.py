@@ -51,5 +51,4 @@ async def test_a_member_that_never_shows_a_past_change_costs_who_catches_up_litt
             began, rounds = trio.current_time(), first.island.standing.round
             await swarm.until(lambda: any(victim.name in one.list.members for one in log()[rounds:]), 5 * 3600)
             outside.append(trio.current_time() - began)
-            print("out for", outside[-1], "s,", first.island.standing.round - rounds, "rounds", flush=True)
         assert max(outside) < 1800, outside
