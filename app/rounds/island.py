@@ -783,7 +783,10 @@ class Island:
         found = self._candidate
         if found is None or (found.list_hash, found.root) != (entry.list.hash, entry.root):
             self._candidate = None
-            leaves, found = await self._result_of(entry)
+            result = await self._unless_left(self._result_of, entry)
+            if result is None:
+                raise ExchangeFailed({self.peer: "it leaves"})
+            leaves, found = result
             self._keep(ExchangeAttempt(entry.list, self.record.grid, merged=dict(enumerate(leaves))))
         await self._device.run_later(lambda: self._model.commit(counted=counted))
         self._rests = self._rests_after(entry.list)
@@ -798,12 +801,10 @@ class Island:
     async def _result_of(self, entry: RoundEntry) -> tuple[list[bytes], _Candidate]:
         """Return the merged leaves of a round and the state after it, from the first member whose leaves fit.
 
-        Without them there are no steps to make, so a slow link has its time; each member but the last, half of what is
-        left.
+        Each member but the last has half of the time that is left.
         """
         failed: dict[str, str] = {}
-        limit_s = exchange_limit_s(self._change_bytes, math.inf, least_s=self.timing.exchange_s)
-        deadline = trio.current_time() + limit_s
+        deadline = trio.current_time() + self._exchange_s()
         others = [peer for peer in entry.list.members if peer != self.peer]
         for peer in others:
             try:

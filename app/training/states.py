@@ -34,6 +34,7 @@ from app.weights.wire import ChunkMethods
 from engine.device.sensors import disk_free_bytes
 
 METHODS = ChunkMethods("train.leaves", "train.chunk")
+SILENT_S = 240.0  # the same for the patient, who count what was checked alone: a slow link takes long for a request
 FETCH_S = 45.0  # until a holder that sends nothing is given up; a frozen one must not hold up a job for minutes
 SLOWEST_BYTES_PER_S = 125_000  # so much longer is waited for large states
 
@@ -153,7 +154,8 @@ class StateStore:
                     ways = {"hangs_up": False, "waits": not is_patient}
                     download = Download(self._network, self._parts, self._server, lambda name: others, **ways)
                     if is_patient:
-                        await while_it_comes(self._network, others, FETCH_S, partial(download.fetch, names))
+                        fetch = partial(download.fetch, names)
+                        await while_it_comes(lambda: sum(download.progress.from_peers.values()), SILENT_S, fetch)
                     else:
                         await download.fetch(names)
                     if gave is not None:

@@ -6,7 +6,7 @@ Results and failures are recorded in `PeerPerformance`; peers are chosen in `dow
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -16,7 +16,7 @@ import trio
 from app.core.errors import AppError, RecordError
 from app.core.network import Network, Priority
 from app.manifest.manifest import Part
-from app.manifest.merkle import CHUNK_BYTES, HASH_BYTES, chunk_count, leaves_from
+from app.manifest.merkle import HASH_BYTES, chunk_count, leaves_from
 from app.weights import wire
 from app.weights.chunk_schedule import ChunkRun, PeerPerformance
 from app.weights.chunk_server import ChunkServer
@@ -31,8 +31,8 @@ T = TypeVar("T")
 SLOWEST_BYTES_PER_S = 4000  # of a link to a peer; slower ones count as failed
 CHUNK_S = 20.0  # a request is given up when the link was slower for so long, or silent
 ELSEWHERE_S = 16.0  # the same for a peer we were redirected to: it may itself still be receiving the chunks
+SLOW_S, LONGEST_S = 60.0, 180.0  # the same for each chunk, and for a request, however much comes from the peer
 MISLED_S = 1.0  # a failed redirect that took longer than this counts against the peer that sent us there
-WINDOW = 2  # open requests to one peer
 LEAVES_S = 5.0  # deadline for a list of leaves, plus its transfer time at the slowest accepted rate
 
 
@@ -95,9 +95,9 @@ class ChunkClient:
         request, begun = wire.ChunkRequest(new.part.root, piece.index, piece.count, tried), trio.current_time()
         try:
             silent_s = CHUNK_S if silent_s is None else silent_s
-            timeout_s = silent_s + WINDOW * piece.count * CHUNK_BYTES / SLOWEST_BYTES_PER_S
+            timeout_s = min(SLOW_S * piece.count, LONGEST_S)
             ask = partial(self.network.call, peer, self.sharing.methods.chunk, request.encode(), timeout_s=timeout_s)
-            raw = await while_it_comes(self.network, [peer], silent_s, partial(ask, priority=Priority.BULK))
+            raw = await while_it_comes(partial(self._came_from, peer), silent_s, partial(ask, priority=Priority.BULK))
             answer = wire.read_answer(raw)
             if isinstance(answer, str):
                 return answer
@@ -120,6 +120,9 @@ class ChunkClient:
             self._back_off(peer, str(error))
         return None
 
+    def _came_from(self, peer: str) -> int:
+        return sum(link.bytes_in for link in self.network.links() if link.peer == peer)
+
     def _may_ask(self, peer: str) -> bool:
         usable = self.performance.is_usable(peer, trio.current_time())
         return peer != self.network.peer_id and usable and self.sharing.is_member(peer)
@@ -139,10 +142,8 @@ class ChunkClient:
             await self.network.disconnect(peer, misbehaved=True)
 
 
-async def while_it_comes(
-    network: Network, peers: Collection[str], silent_s: float, function: Callable[[], Awaitable[T]]
-) -> T:
-    """Return what a function fetches from some peers, as long as it comes faster than `SLOWEST_BYTES_PER_S`.
+async def while_it_comes(came: Callable[[], int], silent_s: float, function: Callable[[], Awaitable[T]]) -> T:
+    """Return what a function fetches, as long as the bytes that `came` are more than `SLOWEST_BYTES_PER_S`.
 
     Raises `DeadlineExceeded` if it was slower for `silent_s`, or what the function raises of `P2PError` and `AppError`.
     """
@@ -158,23 +159,18 @@ async def while_it_comes(
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(fetch)
-        came = True
-        while came:
-            before = _bytes_from(network, peers)
+        is_coming = True
+        while is_coming:
+            before = came()
             await trio.sleep(silent_s)
             # fewer than before: a link was replaced
-            came = not 0 <= _bytes_from(network, peers) - before < silent_s * SLOWEST_BYTES_PER_S
+            is_coming = not 0 <= came() - before < silent_s * SLOWEST_BYTES_PER_S
         nursery.cancel_scope.cancel()
     if failures:
         raise failures[0]
     if not found:
-        raise DeadlineExceeded(f"{', '.join(peers)} sent next to nothing for {silent_s:g} s")
+        raise DeadlineExceeded(f"next to nothing came for {silent_s:g} s")
     return found[0]
-
-
-def _bytes_from(network: Network, peers: Collection[str]) -> int:
-    """How many bytes have come over the open links to some peers."""
-    return sum(link.bytes_in for link in network.links() if link.peer in peers)
 
 
 def _split(answer: memoryview, part: Part, piece: ChunkRun) -> list[memoryview]:

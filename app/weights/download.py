@@ -16,7 +16,7 @@ from app.core.network import Network
 from app.core.signal import Signal
 from app.manifest.manifest import Part
 from app.manifest.merkle import leaf_hash
-from app.weights.chunk_client import CHUNK_S, WINDOW, ChunkClient
+from app.weights.chunk_client import CHUNK_S, ChunkClient
 from app.weights.chunk_schedule import ChunkQueue, ChunkRun, PeerPerformance
 from app.weights.chunk_server import ChunkServer
 from app.weights.chunk_writer import ChunkWriter
@@ -26,6 +26,7 @@ from app.weights.part_store import NewPart
 from app.weights.wire import MAX_RUN
 
 MAX_PEERS = 8  # peers to download from at the same time
+WINDOW = 2  # open requests to one peer
 LOOK_AHEAD = 48  # start the next part when fewer chunks than this are left to request
 LATE_S = 10.0  # an open request older than this may be repeated to a second peer
 LOOK_AGAIN_S = 1.0  # between two looks for peers while nothing happens

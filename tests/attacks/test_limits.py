@@ -237,6 +237,8 @@ ROWS: dict[str, tuple[float, ...]] = {
         chunk_server.MAX_WAITING,
         chunk_client.SLOWEST_BYTES_PER_S / 1000,
         chunk_client.CHUNK_S,
+        chunk_client.SLOW_S,
+        chunk_client.LONGEST_S,
     ),
     "log": (logs._FILES + 1, logs._FILE_BYTES / 10**6, rate_limit.BURST, 1 / rate_limit.PER_S),
     "idle links": (ENOUGH_LINKS,),

@@ -11,18 +11,17 @@ from trio.testing import MockClock
 from app.core.network import Payload
 from app.rounds import decisions, wire
 from app.rounds.island import RoundTiming
-from app.rounds.log import RoundEntry
 from p2p.errors import RemoteError
-from tests.app.rounds.island_swarm import open_islands
-
-ROUNDS = {"every": 25, "least_every": 25, "most_every": 25, "steps": 10**6}
+from tests.app.rounds.island_swarm import SlowSteps, open_islands
 
 
 async def test_a_member_that_never_shows_a_past_change_costs_who_catches_up_little(
     tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Changes take as long as those of the starter model (134 MB) would over 1 Mbit/s; a round takes five minutes."""
-    async with open_islands(tmp_path, 0, 1, 2, **ROUNDS, step_s=12.0, timing=RoundTiming()) as swarm:
+    async with open_islands(
+        tmp_path, 0, 1, 2, every=25, least_every=25, most_every=25, steps=10**6, step_s=12.0, timing=RoundTiming()
+    ) as swarm:
         first, victim, hostile = (swarm.nodes[number] for number in range(3))
         model = victim.model
         speed = 125e3 * model.leaves * model.leaf_bytes / 134e6
@@ -37,18 +36,23 @@ async def test_a_member_that_never_shows_a_past_change_costs_who_catches_up_litt
                 raise RemoteError("this list is not known here", wire.NOT_YET)
             return await honest(peer, body)
 
-        def log() -> list[RoundEntry]:
-            return first.island.log
+        async def until(*, is_member: bool, within_s: float) -> float:
+            """Wait for a round with or without the victim, and return how long that took."""
+            began, rounds = trio.current_time(), first.island.standing.round
+
+            def is_so() -> bool:
+                return any((victim.name in one.list.members) == is_member for one in first.island.log[rounds:])
+
+            await swarm.until(is_so, within_s)
+            return trio.current_time() - began
 
         network.serve(wire.MERGED, not_yet)
         await swarm.until(lambda: first.island.standing.round >= 3, within_s=7200)
-        outside = []
+        device, outside = victim.device, []
+        assert isinstance(device, SlowSteps)
         for _ in range(3):
-            victim.device.step_s = 80.0  # somebody plays a game there for a while
-            rounds = first.island.standing.round
-            await swarm.until(lambda: any(victim.name not in one.list.members for one in log()[rounds:]), 7200)
-            victim.device.step_s = 12.0
-            began, rounds = trio.current_time(), first.island.standing.round
-            await swarm.until(lambda: any(victim.name in one.list.members for one in log()[rounds:]), 5 * 3600)
-            outside.append(trio.current_time() - began)
+            device.step_s = 80.0  # somebody plays a game there for a while
+            await until(is_member=False, within_s=7200)
+            device.step_s = 12.0
+            outside.append(await until(is_member=True, within_s=5 * 3600))
         assert max(outside) < 1800, outside

@@ -18,7 +18,7 @@ from app.config.home import cache_folder
 from app.core.errors import NotRunning
 from app.snapshot.views import WeightsView
 from app.weights import wire
-from app.weights.chunk_client import WINDOW
+from app.weights.download import WINDOW
 from app.weights.extents import chunk_length, matching_chunks
 from app.weights.library import ENDS, span_parts
 from app.weights.manifest_store import ManifestStore

@@ -19,9 +19,8 @@ from app.weights import chunk_server as sharing
 from app.weights import download as fetching
 from app.weights import part_store as part_files
 from app.weights import wire
-from app.weights.chunk_client import WINDOW
 from app.weights.chunk_server import ChunkServer
-from app.weights.download import Download
+from app.weights.download import WINDOW, Download
 from app.weights.extents import WeightsError
 from app.weights.library import ENDS, Library, span_parts
 from app.weights.part_set import PartSet
