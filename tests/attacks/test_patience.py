@@ -9,7 +9,7 @@ import trio
 from trio.testing import MockClock
 
 from app.core.canonical_json import canonical
-from app.core.network import Payload
+from app.core.network import Network, Payload
 from app.manifest.merkle import leaf_hash
 from app.rounds import wire as rounds_wire
 from app.training.states import METHODS
@@ -20,6 +20,16 @@ from p2p.memory.fabric import LinkProfile
 from tests.app.rounds.island_swarm import open_islands
 from tests.app.swarms import identity
 from tests.app.weights.test_exchange import ALL, world
+
+
+async def trickle(node: Network, peer: str) -> None:
+    """Send a peer 5 kB/s of something."""
+    while True:
+        try:
+            await node.call(peer, "anything", bytes(10_000), timeout_s=2)
+        except P2PError:
+            pass
+        await trio.sleep(2)
 
 
 async def test_a_member_that_trickles_an_old_state_does_not_keep_a_newcomer_out(
@@ -57,16 +67,8 @@ async def test_a_member_that_trickles_an_old_state_does_not_keep_a_newcomer_out(
         trickler.serve(METHODS.leaves, busy)
         trickler.serve(METHODS.chunk, busy)
 
-        async def trickle() -> None:
-            while True:
-                try:
-                    await trickler.call(newcomer, "anything", bytes(10_000), timeout_s=2)
-                except P2PError:
-                    pass
-                await trio.sleep(2)
-
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(trickle)
+            nursery.start_soon(trickle, trickler, newcomer)
             late = swarm.add(4, has_model=False)
             await swarm.until(lambda: late.island.figures.steps > 0, within_s=1200)
             nursery.cancel_scope.cancel()
@@ -90,20 +92,12 @@ async def test_eight_holders_that_trickle_do_not_hold_up_a_download(tmp_path: Pa
             await trio.sleep_forever()
             raise AssertionError
 
-        async def trickle(name: str) -> None:
-            while True:
-                try:
-                    await here.fabric.nodes[name].call("newcomer", "anything", bytes(10_000), timeout_s=2)
-                except P2PError:
-                    pass
-                await trio.sleep(2)
-
         peer = here.peer("newcomer")
         began = trio.current_time()
         async with trio.open_nursery() as nursery:
             for name in tricklers(MAX_PEERS):
                 here.liar(name, lambda peer, body: b"").serve(weights_wire.CHUNK, never)
-                nursery.start_soon(trickle, name)
+                nursery.start_soon(trickle, here.fabric.nodes[name], "newcomer")
             await peer.fetching.fetch(ALL)
             nursery.cancel_scope.cancel()
         assert trio.current_time() - began < 300
@@ -126,21 +120,13 @@ async def test_two_holders_that_trickle_the_same_chunks_do_not_hold_up_a_downloa
             assert part is not None
             return weights_wire.chunk_answer(here.seed.library.chunk(part, request.index) or b"")
 
-        async def trickle(name: str) -> None:
-            while True:
-                try:
-                    await here.fabric.nodes[name].call("newcomer", "anything", bytes(10_000), timeout_s=2)
-                except P2PError:
-                    pass
-                await trio.sleep(2)
-
         here.fabric.set_link("seed", "newcomer", LinkProfile(0.03))
         peer = here.peer("newcomer")
         began = trio.current_time()
         async with trio.open_nursery() as nursery:
             for name in tricklers(2):
                 here.liar(name, lambda peer, body: b"").serve(weights_wire.CHUNK, chunk)
-                nursery.start_soon(trickle, name)
+                nursery.start_soon(trickle, here.fabric.nodes[name], "newcomer")
             await peer.fetching.fetch(ALL)
             nursery.cancel_scope.cancel()
         assert trio.current_time() - began < 300
