@@ -80,6 +80,13 @@ async def started(nursery: trio.Nursery, node: SimNode, capacity: int, blocks: S
     return host
 
 
+def set_free(hosts: list[BlockHost]) -> None:
+    """Let hosts choose their blocks from now on."""
+    for host in hosts:
+        host._options = HostingOptions()
+        host._news.notify()
+
+
 async def longest_gap_s(hosts: list[BlockHost], within_s: int) -> float:
     """Seconds in a row in which some block of the model has no host."""
     dark_s = longest_s = 0.0
@@ -101,9 +108,7 @@ async def test_a_sole_holder_does_not_stop_the_swarm_while_it_downloads_blocks_t
         hosts = [await started(nursery, node, len(span), span) for node, span in zip(nodes, spans, strict=True)]
         asker = await asker_of(nursery, user)
         assert len((await ask(asker, PROMPT, 5)).token_ids) == 5, "the swarm works"
-        for host in hosts:
-            host._options = HostingOptions()  # it may choose its blocks from now on
-            host._news.notify()
+        set_free(hosts)
         gap_s = await longest_gap_s(hosts, 1500)
         nursery.cancel_scope.cancel()
     assert gap_s < 60, f"no reply was possible for {gap_s:.0f} s"
@@ -137,9 +142,7 @@ async def test_a_member_that_restarts_does_not_stop_the_swarm_for_as_long_as_a_d
     async with open_sim() as sim, trio.open_nursery() as nursery:
         nodes = await sim.grow(len(spans))
         hosts = [await started(nursery, node, len(span), span) for node, span in zip(nodes, spans, strict=True)]
-        for host in hosts[1:]:
-            host._options = HostingOptions()  # it may choose its blocks from now on
-            host._news.notify()
+        set_free(hosts[1:])
         assert await longest_gap_s(hosts, 600) == 0, "three hosts rest where they are"
         sim.kill(nodes[0])
         await trio.sleep(20)
@@ -158,9 +161,7 @@ async def test_six_seconds_of_silence_do_not_stop_the_swarm_for_as_long_as_a_dow
     async with open_sim() as sim, trio.open_nursery() as nursery:
         nodes = await sim.grow(len(spans))
         hosts = [await started(nursery, node, len(span), span) for node, span in zip(nodes, spans, strict=True)]
-        for host in hosts:
-            host._options = HostingOptions()  # it may choose its blocks from now on
-            host._news.notify()
+        set_free(hosts)
         await trio.sleep(60)
         sim.fabric.freeze(nodes[0].peer)
         await trio.sleep(6)
@@ -232,9 +233,7 @@ async def shrunk(*, is_full: bool = False) -> AsyncIterator[Shrunk]:
         hosts = [await started(nursery, node, len(span), span) for node, span in zip(nodes, spans, strict=True)]
         loader = cast(DownloadingLoader, hosts[1]._loader)
         loader.is_full = is_full
-        for host in hosts[1:]:
-            host._options = HostingOptions()  # it may choose its blocks from now on
-            host._news.notify()
+        set_free(hosts[1:])
         sim.kill(nodes[0])
         yield Shrunk(sim, hosts[1], loader)
         nursery.cancel_scope.cancel()

@@ -97,13 +97,22 @@ async def written(writer: CheckpointWriter, number: int, *, fetched: StateStore 
         await fetched.fetch(RUN, [part_of(state)[0]], [identity(0).peer_id])
 
 
-async def test_a_state_that_is_fetched_is_kept_with_the_changes_since(tmp_path: Path, patient_clock: MockClock) -> None:
+@asynccontextmanager
+async def fetched_once(folder: Path) -> AsyncIterator[tuple[CheckpointWriter, StateStore]]:
+    """A writer whose first checkpoint somebody has fetched, and who did."""
     async with open_fabric(1, LINK) as fabric:
-        store = StateStore(fabric.node(identity(0).peer_id), tmp_path / "0", lambda peer: True, in_place)
-        other = StateStore(fabric.node(identity(1).peer_id), tmp_path / "1", lambda peer: True, in_place)
+        store, other = (
+            StateStore(fabric.node(identity(number).peer_id), folder / str(number), lambda peer: True, in_place)
+            for number in range(2)
+        )
         store.serve()
         writer = CheckpointWriter(RUN, store, kept=[])
         await written(writer, 0, fetched=other)
+        yield writer, other
+
+
+async def test_a_state_that_is_fetched_is_kept_with_the_changes_since(tmp_path: Path, patient_clock: MockClock) -> None:
+    async with fetched_once(tmp_path) as (writer, other):
         for number in range(1, 5):
             await written(writer, number, fetched=other if number == 1 else None)  # one at a time is kept
         states = {STATE + bytes([number]) for number in (0, 3, 4)}
@@ -119,12 +128,7 @@ async def test_a_state_that_is_fetched_is_kept_with_the_changes_since(tmp_path: 
 @pytest.mark.parametrize("rounds_s", [1.0, HELD_S])
 async def test_a_state_is_not_kept_for_ever(tmp_path: Path, patient_clock: MockClock, rounds_s: float) -> None:
     """Until whoever fetched it has been silent for long, or the changes since are larger than a newer one."""
-    async with open_fabric(1, LINK) as fabric:
-        store = StateStore(fabric.node(identity(0).peer_id), tmp_path / "0", lambda peer: True, in_place)
-        other = StateStore(fabric.node(identity(1).peer_id), tmp_path / "1", lambda peer: True, in_place)
-        store.serve()
-        writer = CheckpointWriter(RUN, store, kept=[])
-        await written(writer, 0, fetched=other)
+    async with fetched_once(tmp_path) as (writer, _):
         kept = 0
         for number in range(1, 10):
             await trio.sleep(rounds_s)
