@@ -9,7 +9,9 @@ import pytest
 from app.asker.reply import ReplyText
 from app.asker.reply_service import ReplyRequest
 from app.node.node import Node
+from app.weights.disk_space import DiskRoom, make_room
 from app.weights.library import ENDS
+from app.weights.part_store import PartFiles
 from tests.app.node.test_node import cache, found_swarm, living, until
 from tests.attacks.test_pinned_weights import FOUR_BLOCKS, SPARE_BYTES, SmallDisk, serves_all, span_of
 
@@ -46,3 +48,19 @@ async def test_a_node_that_moved_on_a_small_disk_still_answers_its_user(
                 await until(b, lambda: serves_all(b) and span_of(b) != before)
                 assert await ask(b) == 3
                 assert weights.library.held().issuperset(ENDS)
+
+
+async def test_a_founder_that_was_in_another_swarm_still_has_its_models_tokenizer(tmp_path: Path) -> None:
+    """A model that was imported lies in its own files, all but the tokenizer: nobody else may have that.
+
+    What another swarm's blocks need is taken from old blocks, of which there are enough.
+    """
+    cache = tmp_path / "cache"
+    found_swarm(tmp_path / "a", cache, "home")
+    files = PartFiles(cache)
+    (files.folder / ("ab" * 32)).write_bytes(bytes(10**6))
+    held = sum(size for _, size in files.names())
+    make_room(cache, 500_000, DiskRoom(limit_bytes=held))
+    async with living(tmp_path / "a", cache, max_vram=10**9, device="cpu") as a:
+        await until(a, lambda: a.snapshot().state == "serving")
+        assert await ask(a) == 3
