@@ -70,8 +70,8 @@ async def host_elsewhere(folder: Path, cache: Path) -> None:
         weights._holders = lambda part: ["seed"]  # type: ignore[method-assign]
         await nursery.start(weights.run)
         for number in range(2):
-            await weights.need(span_parts(number, number + 1), hosted=True)
-            weights.release(span_parts(number, number + 1))
+            weights.host(span_parts(number, number + 1))
+            await weights.need(span_parts(number, number + 1))
         nursery.cancel_scope.cancel()
 
 

@@ -12,7 +12,6 @@ import trio
 
 from app.node import hosting_loop
 from app.node.node import Node
-from app.weights import disk_space
 from app.weights.part_store import PartFiles
 from tests.app.node.test_node import cache, found_swarm, living, until
 
@@ -29,7 +28,7 @@ class SmallDisk:
     def __init__(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._cache, self._real = cache, shutil.disk_usage
         self.room = 10**12  # for weights, those that are here included
-        monkeypatch.setattr(disk_space.shutil, "disk_usage", self.usage)
+        monkeypatch.setattr(shutil, "disk_usage", self.usage)
 
     @property
     def used(self) -> int:
