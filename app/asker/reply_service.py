@@ -383,15 +383,16 @@ class ReplyService:
             self._draft, self._draft_label = draft, found.label
 
     async def _ready(self) -> tuple[SwarmEnds, Asker]:
+        if self._source is None:  # waited for outside the lock: all who ask have the same time
+            with trio.move_on_after(WAIT_FOR_ENDS_S):
+                await self._arrived.wait()
+        if self._source is None:
+            raise NoModelHere(
+                f"the tokenizer, embedding and head of {self._membership.record} are not on this machine yet: "
+                f"{self._problem or self._describe() or 'they are being looked for'}; ask again in a while"
+            )
         async with self._lock:
             if self._ends is None or self._asker is None:
-                with trio.move_on_after(WAIT_FOR_ENDS_S):
-                    await self._arrived.wait()
-                if self._source is None:
-                    raise NoModelHere(
-                        f"the tokenizer, embedding and head of {self._membership.record} are not on this machine yet: "
-                        f"{self._problem or self._describe() or 'they are being looked for'}; ask again in a while"
-                    )
                 asker = Asker(
                     self._network,
                     await self._loaded_ends(),

@@ -121,9 +121,6 @@ class Loader(Protocol):
     async def keep(self, hosted: Hosted, span: Span) -> Hosted:
         """Free all loaded blocks but these, and return their memory to the system."""
 
-    def let_go(self, span: Span) -> None:
-        """Note that the weights of these blocks are not needed on disk any more."""
-
     async def release(self, plan: HostingPlan) -> None:
         """Return unused memory of the device to the system."""
 
@@ -429,8 +426,6 @@ class BlockHost:
         self._swarm.announce(state=state, span=span, growing=None, device=plan.device_name)
         await self._tell_hosted(None)
         await self.server.host(None)
-        if self._span is not None:
-            self._loader.let_go(self._span)
         self._hosted = self._span = None  # free the old blocks' memory before loading new ones
         self.is_loading = True
         hosted: Hosted | None = None
@@ -447,7 +442,6 @@ class BlockHost:
             nursery.cancel_scope.cancel()
         self.is_loading = False
         if hosted is None:
-            self._loader.let_go(span)
             return urgent
         self._forget_memory_change()  # it was about the blocks before
         self._steps.done("load", f"blocks {span}")

@@ -71,6 +71,7 @@ class BlockLoader:
 
         Raises `WeightsError` if the weights cannot be downloaded, `engine.errors.EngineError` if they do not load.
         """
+        self._weights.host(span_parts(span.start, span.stop))
         return await SpanLoad(self._weights, self.device, plan, self._steps).load(span, on_grown)
 
     async def memory_change(self, plan: HostingPlan, full: HostingPlan) -> MemoryChange:
@@ -100,11 +101,8 @@ class BlockLoader:
 
     async def keep(self, hosted: Hosted, span: Span) -> Hosted:
         """Free all loaded blocks but these, and return their memory to the system; raises `DeviceFull`."""
+        self._weights.host(span_parts(span.start, span.stop))
         return await self.device.run(hosted.keep, span.start, span.stop)
-
-    def let_go(self, span: Span) -> None:
-        """Note that the weights of these blocks are not needed on disk any more."""
-        self._weights.release(span_parts(span.start, span.stop))
 
     async def release(self, plan: HostingPlan) -> None:
         """Return unused memory of the devices to the system."""
@@ -166,7 +164,7 @@ class SpanLoad:
         from engine.hosting import load_blocks, measured_host
 
         self._steps.begin("load", f"blocks {span}")
-        source = await self._weights.need(span_parts(part.start, part.stop), hosted=True)
+        source = await self._weights.need(span_parts(part.start, part.stop))
         on_loaded = self._load_progress(span)
         is_warm = Event()
         load = partial(
@@ -195,7 +193,7 @@ class SpanLoad:
         self._steps.begin("weights", f"blocks {span} from members")
         try:
             parts = span_parts(span.start, span.stop)
-            await self._weights.need(parts, self._on_part, hosted=True)
+            await self._weights.need(parts, self._on_part)
             self._held.update(parts)
             self._steps.done("weights")
         except WeightsError as error:

@@ -204,6 +204,7 @@ class HostingLoop:
         failures = failed_loads = 0
         while True:
             error: BaseException | None = None
+            began = trio.current_time()
             try:
                 await self._host_once(failed_loads)
             except* HomeError:
@@ -212,7 +213,7 @@ class HostingLoop:
                 error = first_error(group)
             if error is None and (self.block_host is None or not self.block_host.has_no_room):
                 return
-            failures += 1
+            failures = 1 if trio.current_time() - began > LONGEST_RETRY_S else failures + 1
             if error is None:  # other programs may end
                 await trio.sleep(backoff_s(FIRST_RETRY_S, failures, LONGEST_RETRY_S))
                 continue

@@ -2,7 +2,8 @@
 
 Every node on this machine lists the parts it hosts or downloads in `in_use/` under the cache folder, as `NAME.roots`,
 and holds the lock `NAME.lock` while it runs; a list whose lock is free belongs to a dead node and is deleted. The
-model's own files are never touched.
+model's own files are never touched, and neither are the tokenizers of models that were imported here: each is in none
+of those files, and perhaps on no other machine.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.core.units import format_size
+from app.manifest.manifest import TOKENIZER_PART
 from app.weights.extents import WeightsError
+from app.weights.manifest_store import ManifestStore
 from app.weights.part_store import PartFiles, writing
 from p2p.platform import FileLock, is_locked, write_private
 
@@ -82,9 +85,11 @@ def make_room(cache: Path, wanted_bytes: int, room: DiskRoom) -> int:
     """
     files = PartFiles(cache)
     sizes = dict(files.names())
-    used = in_use(cache)
-    idle = sorted((root for root in sizes if root not in used), key=files.last_used)
     missing = _bytes_to_free(cache, sum(sizes.values()), wanted_bytes, room)
+    if missing <= 0:
+        return 0
+    used = in_use(cache) | _imported_tokenizers(cache)
+    idle = sorted((root for root in sizes if root not in used), key=files.last_used)
     going: list[str] = []
     for root in idle:
         if missing <= 0:
@@ -99,6 +104,12 @@ def make_room(cache: Path, wanted_bytes: int, room: DiskRoom) -> int:
         )
     files.remove(going)
     return sum(sizes[root] for root in going)
+
+
+def _imported_tokenizers(cache: Path) -> set[str]:
+    store = ManifestStore(cache)
+    imported = (store.load(model) for model in store.hashes() if store.source(model) is not None)
+    return {manifest.by_name[TOKENIZER_PART].root.hex() for manifest in imported if manifest is not None}
 
 
 def _bytes_to_free(cache: Path, held: int, wanted: int, room: DiskRoom) -> int:

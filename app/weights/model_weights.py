@@ -57,7 +57,7 @@ class ModelWeights:
         self._fetches: dict[Download, frozenset[str]] = {}  # running download -> its parts
         self._from_peers = 0  # bytes received by finished downloads
         self._marker: InUseMarker | None = None
-        self._hosted: set[str] = set()
+        self._hosted: frozenset[str] = frozenset()
         self._coming: Counter[str] = Counter()  # part -> running downloads that get it
         self._news = Signal()
         self._last_scan = WeightsView()
@@ -76,20 +76,16 @@ class ModelWeights:
                     await self._news.wait_beyond(seen)
                 await trio.sleep(ANNOUNCE_S)
 
-    async def need(
-        self, names: Sequence[str], on_part: Callable[[str], None] = lambda name: None, *, hosted: bool = False
-    ) -> ModelSource:
+    async def need(self, names: Sequence[str], on_part: Callable[[str], None] = lambda name: None) -> ModelSource:
         """Return the model with these parts, after downloading the missing ones; waits while no member has them.
 
-        With `hosted`, the parts are protected from eviction until `release`. `on_part` is called with the name of each
-        downloaded part. Raises `WeightsError` if the disk is full or cannot be written.
+        `on_part` is called with the name of each downloaded part. Raises `WeightsError` if the disk is full or cannot
+        be written.
         """
         wrong = await trio.to_thread.run_sync(self.library.check, names)
-        if hosted:
-            self._hosted.update(names)
         self._coming.update(wrong)
         try:
-            await self._mark_in_use(self._hosted | set(self._coming), needed=bool(wrong))
+            await self._mark_in_use({*ENDS, *self._hosted, *self._coming}, needed=bool(wrong))
             if wrong:
                 await self._fetch(wrong, on_part)
         finally:
@@ -97,9 +93,12 @@ class ModelWeights:
             self._coming += Counter()  # drops entries whose count is 0
         return await trio.to_thread.run_sync(self.library.source, names)
 
-    def release(self, names: Iterable[str]) -> None:
-        """Allow the eviction of parts that are no longer hosted."""
-        self._hosted.difference_update(names)
+    def host(self, names: Iterable[str]) -> None:
+        """Keep these parts from eviction, from the next `need` on, instead of those that were hosted before.
+
+        Besides them, only what every reply of this node needs (`ENDS`) and what is being downloaded is kept.
+        """
+        self._hosted = frozenset(names)
 
     def progress(self, names: Iterable[str]) -> DownloadProgress | None:
         """Return the progress of the latest running download of any of these parts; None if there is none."""

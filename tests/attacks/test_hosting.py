@@ -204,7 +204,7 @@ async def test_a_full_disk_costs_no_blocks_whose_weights_are_here(
         for module in (disk_space, part_store):
             monkeypatch.setattr(module, "write_private", full)
         (tmp_path / "cache" / "parts" / f"{manifest.by_name['tokenizer'].root.hex()}.ok").unlink()
-        assert (await weights.need(ENDS, hosted=True)).parts
+        assert (await weights.need(ENDS)).parts
         nursery.cancel_scope.cancel()
 
 

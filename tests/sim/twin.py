@@ -68,9 +68,6 @@ class SimLoader:
     async def keep(self, hosted: Hosted, span: Span) -> Hosted:
         return hosted
 
-    def let_go(self, span: Span) -> None:
-        pass
-
     async def release(self, plan: HostingPlan) -> None:
         pass
 

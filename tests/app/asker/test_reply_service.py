@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from app.asker import reply_service
 
@@ -41,3 +42,28 @@ async def test_a_first_request_that_is_given_up_while_the_ends_are_loaded_does_n
             _, found = await service.training_ends()
             assert found is ends
             nursery.cancel_scope.cancel()
+
+
+async def test_all_who_ask_while_the_ends_are_downloaded_have_the_same_time(autojump_clock: MockClock) -> None:
+    """Each waited for those before it: the eighth request failed after four minutes."""
+
+    async def never() -> Any:
+        await trio.sleep_forever()
+
+    nobody: Any = SimpleNamespace(n_blocks=2, record="home")
+    service = reply_service.ReplyService(nobody, nobody, never, lambda: "10 MB of 500 MB")
+    refused: list[float] = []
+
+    async def ask() -> None:
+        with pytest.raises(reply_service.NoModelHere, match="10 MB of 500 MB"):
+            await service.training_ends()
+        refused.append(trio.current_time())
+
+    async with trio.open_nursery() as nursery:
+        await nursery.start(service.run)
+        began = trio.current_time()
+        async with trio.open_nursery() as asking:
+            for _ in range(8):
+                asking.start_soon(ask)
+        nursery.cancel_scope.cancel()
+    assert {at - began for at in refused} == {reply_service.WAIT_FOR_ENDS_S}

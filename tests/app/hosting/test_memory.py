@@ -218,9 +218,6 @@ class FakeLoader:
     async def free_bytes(self, plan: HostingPlan) -> Free | None:
         return self.free
 
-    def let_go(self, span: Span) -> None:
-        pass
-
     async def release(self, plan: HostingPlan) -> None:
         self.released += 1
 
