@@ -32,7 +32,7 @@ SLOWEST_BYTES_PER_S = 4000  # of a link to a peer; slower ones count as failed
 CHUNK_S = 20.0  # a request is given up when the link was slower for so long, or silent
 ELSEWHERE_S = 16.0  # the same for a peer we were redirected to: it may itself still be receiving the chunks
 SLOW_S, LONGEST_S = 60.0, 180.0  # the same for each chunk, and for a request, however much comes from the peer
-MISLED_S = 1.0  # a failed redirect that took longer than this counts against the peer that sent us there
+PROMPT_S = 1.0  # a refusal that took longer counts as a failure, a failed redirect against the peer that sent us there
 LEAVES_S = 5.0  # deadline for a list of leaves, plus its transfer time at the slowest accepted rate
 
 
@@ -58,11 +58,11 @@ class ChunkClient:
         if isinstance(answer, str):
             if self._may_ask(answer):
                 begun = trio.current_time()
-                given = await self._call(answer, new, piece, tried=True, silent_s=ELSEWHERE_S)
+                given = await self._call(answer, new, piece, tried=True, is_named=True)
                 if isinstance(given, int):
                     performance.record_redirect(peer, succeeded=True)
                     return given
-                if trio.current_time() - begun > MISLED_S:
+                if trio.current_time() - begun > PROMPT_S:
                     performance.record_redirect(peer, succeeded=False)
             answer = await self._call(peer, new, piece, tried=True)
         if isinstance(answer, str):
@@ -89,12 +89,12 @@ class ChunkClient:
         return None
 
     async def _call(
-        self, peer: str, new: NewPart, piece: ChunkRun, *, tried: bool, silent_s: float | None = None
+        self, peer: str, new: NewPart, piece: ChunkRun, *, tried: bool, is_named: bool = False
     ) -> int | str | None:
         """Send one request: the number of chunks stored, the peer that we are redirected to, or None on failure."""
         request, begun = wire.ChunkRequest(new.part.root, piece.index, piece.count, tried), trio.current_time()
         try:
-            silent_s = CHUNK_S if silent_s is None else silent_s
+            silent_s = ELSEWHERE_S if is_named else CHUNK_S
             timeout_s = min(SLOW_S * piece.count, LONGEST_S)
             ask = partial(self.network.call, peer, self.sharing.methods.chunk, request.encode(), timeout_s=timeout_s)
             raw = await while_it_comes(partial(self._came_from, peer), silent_s, partial(ask, priority=Priority.BULK))
@@ -110,14 +110,16 @@ class ChunkClient:
             return len(chunks)
         except RecordError as error:
             await self._ban(peer, str(error))
-        except Refused:
-            self.performance.refused_as_busy(peer, trio.current_time())
-        except RemoteError as error:
-            self._note_lack(peer, new.part, error)
-            if not (tried and error.code == wire.ABSENT):
+        except Refused as error:
+            if trio.current_time() - begun > PROMPT_S:
                 self._back_off(peer, str(error))
+            else:
+                self.performance.refused_as_busy(peer, trio.current_time())
         except P2PError as error:
-            self._back_off(peer, str(error))
+            self._note_lack(peer, new.part, error)
+            # Who was named to us never said that it has these chunks.
+            if not (is_named and _is_absent(error)):
+                self._back_off(peer, str(error))
         return None
 
     def _came_from(self, peer: str) -> int:
@@ -128,7 +130,7 @@ class ChunkClient:
         return peer != self.network.peer_id and usable and self.sharing.is_member(peer)
 
     def _note_lack(self, peer: str, part: Part, error: P2PError) -> None:
-        if isinstance(error, RemoteError) and error.code == wire.ABSENT:
+        if _is_absent(error):
             self.lacking.setdefault(part.name, set()).add(peer)
 
     def _back_off(self, peer: str, why: str) -> None:
@@ -140,6 +142,10 @@ class ChunkClient:
         self.performance.lied(peer)
         if self.hangs_up:
             await self.network.disconnect(peer, misbehaved=True)
+
+
+def _is_absent(error: P2PError) -> bool:
+    return isinstance(error, RemoteError) and error.code == wire.ABSENT
 
 
 async def while_it_comes(came: Callable[[], int], silent_s: float, function: Callable[[], Awaitable[T]]) -> T:

@@ -133,7 +133,7 @@ class ChunkQueue:
 
 SHUN_S = 60.0  # back-off after a failure, doubled with each further one; a peer that lied is never asked again
 LONGEST_SHUN_S = 1024 * SHUN_S
-BUSY_S = 0.5  # back-off after a refusal
+BUSY_S = 0.5  # back-off after a refusal, doubled with each further one up to `SHUN_S`
 _SMOOTHING = 0.25  # share of the latest chunk in a peer's pace
 MISLED_AT_MOST = 3  # failed redirects in a row, after which a peer is asked to send the data itself
 
@@ -146,6 +146,7 @@ class PeerPerformance:
     _averages: dict[str, Ewma] = field(default_factory=dict)  # that `pace_s` has the values of
     _excluded_until: dict[str, float] = field(default_factory=dict)
     _failures: dict[str, int] = field(default_factory=dict)  # peer -> failures in a row
+    _refusals: dict[str, int] = field(default_factory=dict)  # peer -> refusals in a row
     _failed_redirects: dict[str, int] = field(default_factory=dict)  # peer -> failed redirects in a row
 
     def is_usable(self, peer: str, now: float) -> bool:
@@ -160,10 +161,13 @@ class PeerPerformance:
         """Record a correct answer that took `taken_s` per chunk; ends a series of failures."""
         self.pace_s[peer] = self._averages.setdefault(peer, Ewma(_SMOOTHING)).add(taken_s)
         self._failures.pop(peer, None)
+        self._refusals.pop(peer, None)
 
     def refused_as_busy(self, peer: str, now: float) -> None:
-        """Record that a peer refused because it is busy: it may be asked again after `BUSY_S`."""
-        self._excluded_until[peer] = max(self._excluded_until.get(peer, 0.0), now + BUSY_S)
+        """Record that a peer refused because it is busy: it may soon be asked again, but ever later."""
+        if self.is_usable(peer, now):
+            refusals = self._refusals[peer] = self._refusals.get(peer, 0) + 1
+            self._excluded_until[peer] = now + backoff_s(BUSY_S, refusals, SHUN_S)
 
     def failed(self, peer: str, now: float) -> float:
         """Record a failure and return the back-off in seconds; 0 if a parallel request to the peer already failed.
