@@ -48,27 +48,26 @@ class ChunkClient:
     hangs_up: bool = True  # on peers whose answers do not fit
     lacking: dict[str, set[str]] = field(default_factory=dict)  # part -> peers that said that it is not there
 
-    async def chunks(self, peer: str, new: NewPart, piece: ChunkRun) -> int | None:
-        """Fetch a run of chunks from a peer, or from the member it redirects to; None if neither delivers.
+    async def chunks(self, peer: str, new: NewPart, piece: ChunkRun, *, tried: bool) -> int | str | None:
+        """Request a run of chunks from a holder; who redirects those that were `tried` elsewhere misbehaves.
 
-        Return the number of chunks that were verified and written. Raises `WeightsError` if the disk cannot be written.
+        Return the number of chunks that were verified and written, the peer that it redirects to, or None if it does
+        not deliver. Raises `WeightsError` if the disk cannot be written.
         """
-        performance = self.performance
-        answer = await self._call(peer, new, piece, tried=performance.may_not_redirect(peer))
-        if isinstance(answer, str):
-            if self._may_ask(answer):
-                begun = trio.current_time()
-                given = await self._call(answer, new, piece, tried=True, is_named=True)
-                if isinstance(given, int):
-                    performance.record_redirect(peer, succeeded=True)
-                    return given
-                if trio.current_time() - begun > PROMPT_S:
-                    performance.record_redirect(peer, succeeded=False)
-            answer = await self._call(peer, new, piece, tried=True)
-        if isinstance(answer, str):
-            await self._ban(peer, "it redirects although it was asked to send the chunk itself")
-            return None
-        return answer
+        return await self._call(peer, new, piece, tried=tried or self.performance.may_not_redirect(peer))
+
+    async def chunks_elsewhere(self, peer: str, new: NewPart, piece: ChunkRun, *, named_by: str) -> int | None:
+        """Request a run of chunks from the peer that a holder redirected to; as `chunks`, without further redirects."""
+        begun = trio.current_time()
+        given = await self._call(peer, new, piece, tried=True, is_named=True)
+        if given is not None or trio.current_time() - begun > PROMPT_S:
+            self.performance.record_redirect(named_by, succeeded=given is not None)
+        return given if isinstance(given, int) else None
+
+    def may_ask(self, peer: str) -> bool:
+        """True if a peer that somebody redirects to is another member, and no back-off is running."""
+        usable = self.performance.is_usable(peer, trio.current_time())
+        return peer != self.network.peer_id and usable and self.sharing.is_member(peer)
 
     async def leaves(self, peer: str, part: Part) -> tuple[bytes, ...] | None:
         """Return the hashes of a part's chunks, checked against its root; None if the peer does not deliver."""
@@ -100,6 +99,8 @@ class ChunkClient:
             raw = await while_it_comes(partial(self._came_from, peer), silent_s, partial(ask, priority=Priority.BULK))
             answer = wire.read_answer(raw)
             if isinstance(answer, str):
+                if tried:
+                    raise RecordError("it redirects although it was asked to send the chunk itself")
                 return answer
             chunks = _split(answer, new.part, piece)
             if not await self.writer.take(new, piece.index, chunks):
@@ -124,10 +125,6 @@ class ChunkClient:
 
     def _came_from(self, peer: str) -> int:
         return sum(link.bytes_in for link in self.network.links() if link.peer == peer)
-
-    def _may_ask(self, peer: str) -> bool:
-        usable = self.performance.is_usable(peer, trio.current_time())
-        return peer != self.network.peer_id and usable and self.sharing.is_member(peer)
 
     def _note_lack(self, peer: str, part: Part, error: P2PError) -> None:
         if _is_absent(error):

@@ -114,6 +114,17 @@ class ChunkQueue:
             del self._asked[piece]
             self._waiting[piece.part].append(piece)
 
+    def redirect(self, piece: ChunkRun, peer: str, other: str) -> bool:
+        """Note that another peer is asked for a run in place of `peer`; False if it is asked already, or nobody is."""
+        asked = self._asked.get(piece, [])
+        if any(name == other for name, _ in asked):
+            return False
+        for number, (name, at) in enumerate(asked):
+            if name == peer:
+                asked[number] = (other, at)
+                return True
+        return False
+
     def drop(self, part: str) -> None:
         """Forget a part of which no chunk is requested at the moment."""
         assert not any(piece.part == part for piece in self._asked), "its answers would have no place"
@@ -135,7 +146,7 @@ SHUN_S = 60.0  # back-off after a failure, doubled with each further one; a peer
 LONGEST_SHUN_S = 1024 * SHUN_S
 BUSY_S = 0.5  # back-off after a refusal, doubled with each further one up to `SHUN_S`
 _SMOOTHING = 0.25  # share of the latest chunk in a peer's pace
-MISLED_AT_MOST = 3  # failed redirects in a row, after which a peer is asked to send the data itself
+MISLED_AT_MOST = 3  # failed redirects beyond those that succeeded, after which a peer is asked to send the data itself
 
 
 @dataclass
@@ -147,7 +158,7 @@ class PeerPerformance:
     _excluded_until: dict[str, float] = field(default_factory=dict)
     _failures: dict[str, int] = field(default_factory=dict)  # peer -> failures in a row
     _refusals: dict[str, int] = field(default_factory=dict)  # peer -> refusals in a row
-    _failed_redirects: dict[str, int] = field(default_factory=dict)  # peer -> failed redirects in a row
+    _failed_redirects: dict[str, int] = field(default_factory=dict)  # peer -> failed redirects beyond succeeded ones
 
     def is_usable(self, peer: str, now: float) -> bool:
         """True if a peer may be asked at `now`, because no back-off is running."""
@@ -186,12 +197,10 @@ class PeerPerformance:
         self._excluded_until[peer] = float("inf")
 
     def may_not_redirect(self, peer: str) -> bool:
-        """True once `MISLED_AT_MOST` redirects of a peer in a row have failed; it must then send the data itself."""
+        """True once `MISLED_AT_MOST` more redirects of a peer failed than succeeded; it must then send the data."""
         return self._failed_redirects.get(peer, 0) >= MISLED_AT_MOST
 
     def record_redirect(self, peer: str, *, succeeded: bool) -> None:
         """Record whether the member that a peer redirected to delivered the chunks."""
-        if succeeded:
-            self._failed_redirects.pop(peer, None)
-        else:
-            self._failed_redirects[peer] = self._failed_redirects.get(peer, 0) + 1
+        failed = self._failed_redirects.get(peer, 0)
+        self._failed_redirects[peer] = max(0, failed - 1) if succeeded else failed + 1

@@ -27,6 +27,7 @@ from app.weights.wire import MAX_RUN
 
 MAX_PEERS = 8  # peers to download from at the same time
 WINDOW = 2  # open requests to one peer
+MAX_ELSEWHERE = 8  # open requests to members that holders redirect to
 LOOK_AHEAD = 48  # start the next part when fewer chunks than this are left to request
 LATE_S = 10.0  # an open request older than this may be repeated to a second peer
 LOOK_AGAIN_S = 1.0  # between two looks for peers while nothing happens
@@ -75,6 +76,8 @@ class Download:
         self._pending: list[Part] = []  # not started yet
         self._open: dict[str, NewPart] = {}
         self._busy: dict[str, int] = {}  # peer -> open requests
+        self._elsewhere = 0  # open requests to members that holders redirect to
+        self._redirected: set[ChunkRun] = set()  # a holder has redirected these, and must send them the next time
         self._chosen: dict[str, set[str]] = {}  # peer -> parts to request from it
         self._chosen_at = 0.0
         self._failure: WeightsError | None = None
@@ -119,6 +122,7 @@ class Download:
                 self._parts.abandon(new)
             self._open.clear()
             self._chosen.clear()
+            self._redirected.clear()
             self._queue = self._new_queue()
         if self._failure is not None:
             raise self._failure
@@ -260,7 +264,35 @@ class Download:
 
     async def _get(self, peer: str, piece: ChunkRun) -> None:
         new = self._open.get(piece.part)
-        count = None if new is None else await self._asking.chunks(peer, new, piece)
+        answer = None if new is None else await self._asking.chunks(peer, new, piece, tried=piece in self._redirected)
+        if new is not None and isinstance(answer, str):
+            self._redirected.add(piece)
+            if self._may_go_elsewhere(answer) and self._queue.redirect(piece, peer, answer):
+                self._busy[answer] = self._busy.get(answer, 0) + 1
+                self._elsewhere += 1
+                self._nursery.start_soon(self._get_elsewhere, answer, new, piece, peer)
+                return
+            answer = await self._asking.chunks(peer, new, piece, tried=True)
+        await self._take(peer, new, piece, answer if isinstance(answer, int) else None)
+
+    def _may_go_elsewhere(self, peer: str) -> bool:
+        has_room = self._elsewhere < MAX_ELSEWHERE and self._busy.get(peer, 0) < WINDOW
+        return has_room and self._asking.may_ask(peer)
+
+    async def _get_elsewhere(self, peer: str, new: NewPart, piece: ChunkRun, named_by: str) -> None:
+        """Request a run from a member that a holder named, while that one sends others: it may be slow or silent."""
+        try:
+            count = await self._asking.chunks_elsewhere(peer, new, piece, named_by=named_by)
+            await self._take(peer, new, piece, count)
+        except WeightsError as error:
+            self._failure = error
+        finally:
+            self._busy[peer] -= 1
+            self._elsewhere -= 1
+        self._news.notify()
+
+    async def _take(self, peer: str, new: NewPart | None, piece: ChunkRun, count: int | None) -> None:
+        """Count the chunks of a run that a peer has sent, or queue it again if there are none."""
         if new is None or count is None:
             self._queue.failed(piece, peer)
             self._news.notify()

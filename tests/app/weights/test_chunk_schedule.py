@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.weights.chunk_schedule import LONGEST_SHUN_S, SHUN_S, ChunkQueue, ChunkRun, PeerPerformance, chunk_runs
+from app.weights.chunk_schedule import (
+    BUSY_S,
+    LONGEST_SHUN_S,
+    SHUN_S,
+    ChunkQueue,
+    ChunkRun,
+    PeerPerformance,
+    chunk_runs,
+)
+from app.weights.download import WINDOW
 
 
 @given(st.sets(st.integers(0, 60)), st.integers(1, 6))
@@ -52,3 +62,42 @@ def test_what_did_not_come_is_asked_for_again() -> None:
     assert queue.complete(rest, 3)
     assert not queue.complete(rest, 3)  # the slower of the two
     assert queue.is_over("block.0")
+
+
+def test_a_run_that_was_redirected_is_repeated_by_the_holder_that_named_another_once_it_is_late() -> None:
+    queue = ChunkQueue(random.Random(1), 4)
+    queue.add("block.0", range(4))
+    piece = queue.take("seed", {"block.0"}, late_before=0.0, now=1.0)
+    assert piece is not None
+    assert queue.redirect(piece, "seed", "named")
+    assert queue.take("seed", {"block.0"}, late_before=0.5, now=1.0) is None  # it is not late yet
+    assert queue.take("seed", {"block.0"}, late_before=1.5, now=2.0) == piece
+    assert not queue.redirect(piece, "seed", "named")  # it is asked already
+    queue.failed(piece, "named")
+    assert queue.waiting == 0
+    assert queue.complete(piece, 4)
+    assert not queue.redirect(piece, "seed", "other")
+
+
+@pytest.mark.parametrize(("helps", "is_heeded"), [([1, 0, 0] * 3, False), ([0, 1] * 9, True), ([0] * 3, False)])
+def test_who_redirects_to_members_that_mostly_do_not_help_is_asked_to_send_itself(
+    helps: list[int], is_heeded: bool
+) -> None:
+    performance = PeerPerformance()
+    for helped in helps:
+        performance.record_redirect("a", succeeded=bool(helped))
+    assert performance.may_not_redirect("a") is not is_heeded
+
+
+def test_refusals_in_a_row_cost_ever_longer_pauses_up_to_that_of_a_failure() -> None:
+    performance, now = PeerPerformance(), 0.0
+    for times in range(12):
+        pause_s = min(BUSY_S * 2**times, SHUN_S)
+        for _ in range(WINDOW):  # requests under way at the same time count once
+            performance.refused_as_busy("a", now)
+        assert not performance.is_usable("a", now + 0.99 * pause_s)
+        now += pause_s
+        assert performance.is_usable("a", now)
+    performance.gave("a", 1.0)
+    performance.refused_as_busy("a", now)
+    assert performance.is_usable("a", now + BUSY_S)

@@ -100,7 +100,7 @@ async def test_a_peer_that_sends_to_a_silent_victim_is_soon_told_to_give(
         peer = here.peer("newcomer")
         with trio.fail_after(20):
             await peer.fetching.fetch(ALL)
-        assert len(heard) == chunk_schedule.MISLED_AT_MOST
+        assert 1 <= len(heard) <= chunk_schedule.MISLED_AT_MOST  # fewer if the rest was there before
 
 
 async def test_a_member_that_asks_for_everything_and_helps_nobody_costs_the_others_little(tmp_path: Path) -> None:
