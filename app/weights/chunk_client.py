@@ -31,7 +31,7 @@ T = TypeVar("T")
 SLOWEST_BYTES_PER_S = 4000  # of a link to a peer; slower ones count as failed
 CHUNK_S = 20.0  # a request is given up when the link was slower for so long, or silent
 ELSEWHERE_S = 16.0  # the same for a peer we were redirected to: it may itself still be receiving the chunks
-SLOW_S, LONGEST_S = 60.0, 180.0  # the same for each chunk, and for a request, however much comes from the peer
+LONGEST_S = 180.0  # the same for a request, however much comes from the peer
 PROMPT_S = 1.0  # a refusal that took longer counts as a failure, a failed redirect against the peer that sent us there
 LEAVES_S = 5.0  # deadline for a list of leaves, plus its transfer time at the slowest accepted rate
 
@@ -78,7 +78,7 @@ class ChunkClient:
             raw = await self.network.call(peer, self.sharing.methods.leaves, part.root, timeout_s=timeout_s)
             leaves = leaves_from(raw, size_bytes=part.size_bytes, root=part.root)
             # A measured peer is chosen before untried ones, which may never answer.
-            self.performance.gave(peer, trio.current_time() - begun)
+            self.performance.answered(peer, trio.current_time() - begun)
             return leaves
         except RecordError as error:
             await self._ban(peer, str(error))
@@ -94,8 +94,7 @@ class ChunkClient:
         request, begun = wire.ChunkRequest(new.part.root, piece.index, piece.count, tried), trio.current_time()
         try:
             silent_s = ELSEWHERE_S if is_named else CHUNK_S
-            timeout_s = min(SLOW_S * piece.count, LONGEST_S)
-            ask = partial(self.network.call, peer, self.sharing.methods.chunk, request.encode(), timeout_s=timeout_s)
+            ask = partial(self.network.call, peer, self.sharing.methods.chunk, request.encode(), timeout_s=LONGEST_S)
             raw = await while_it_comes(partial(self._came_from, peer), silent_s, partial(ask, priority=Priority.BULK))
             answer = wire.read_answer(raw)
             if isinstance(answer, str):
@@ -132,7 +131,7 @@ class ChunkClient:
 
     def _back_off(self, peer: str, why: str) -> None:
         if backoff_s := self.performance.failed(peer, trio.current_time()):
-            log.info("no chunks are requested from %s for %g s: %s", peer, backoff_s, why)
+            log.info("no chunks are requested from %s for %.0f s: %s", peer, backoff_s, why)
 
     async def _ban(self, peer: str, why: str) -> None:
         log.warning("no chunks are requested from %s any more: %s", peer, why)

@@ -29,7 +29,8 @@ from app.swarm.records import MAX_ANNOUNCEMENT_BYTES, MAX_RECORD_BYTES
 from app.system import logs
 from app.training import activations, trainer
 from app.training import hop as training_hop
-from app.weights import chunk_client, chunk_server, download
+from app.weights import chunk_client, chunk_schedule, chunk_server, download
+from app.weights import wire as weights_wire
 from engine.text import constraint, grammar_trial
 from p2p import rate_limit
 from p2p.addresses import MAX_ADDRESSES_PER_PEER
@@ -237,10 +238,11 @@ ROWS: dict[str, tuple[float, ...]] = {
         chunk_server.MAX_WAITING,
         chunk_client.SLOWEST_BYTES_PER_S / 1000,
         chunk_client.CHUNK_S,
-        chunk_client.SLOW_S,
         chunk_client.LONGEST_S,
+        chunk_schedule.SLOW_S,
         download.MAX_ELSEWHERE,
         download.WINDOW,
+        weights_wire.MAX_RUN,
     ),
     "log": (logs._FILES + 1, logs._FILE_BYTES / 10**6, rate_limit.BURST, 1 / rate_limit.PER_S),
     "idle links": (ENOUGH_LINKS,),
