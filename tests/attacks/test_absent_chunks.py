@@ -9,9 +9,12 @@ import trio
 from trio.testing import MockClock
 
 from app.core.network import Payload
+from app.manifest.merkle import CHUNK_BYTES, leaf_hash
+from app.training.states import METHODS
 from app.weights import wire
 from p2p.errors import Refused, RemoteError
-from p2p.memory.fabric import LinkProfile
+from p2p.memory.fabric import LinkProfile, open_fabric
+from tests.app.training.test_states import store
 from tests.app.weights.test_exchange import ALL, world
 from tests.attacks.test_patience import tricklers
 
@@ -73,3 +76,30 @@ async def test_two_fast_holders_that_refuse_the_same_chunks_do_not_hold_up_a_dow
             await peer.fetching.fetch(ALL)
         assert owed
         assert not waiting.cancelled_caught, f"{set(ALL) - peer.library.held()} never came"
+
+
+@pytest.mark.parametrize("is_patient", [False, True])
+async def test_a_holder_that_lacks_every_chunk_does_not_hold_up_a_training_state(
+    tmp_path: Path, patient_clock: MockClock, is_patient: bool
+) -> None:
+    data = bytes(6 * CHUNK_BYTES)
+    async with open_fabric() as fabric:
+        given, empty = store(fabric.node("holder"), tmp_path / "holder"), fabric.node("empty")
+        given.serve()
+        state = await given.keep(b"run", data)
+
+        async def leaves(peer: str, body: bytes) -> Payload:
+            return leaf_hash(bytes(CHUNK_BYTES)) * 6
+
+        async def chunk(peer: str, body: bytes) -> Payload:
+            if not wire.ChunkRequest.decode(body).tried:
+                return wire.elsewhere_answer("me")
+            raise RemoteError("it is not here", wire.ABSENT)
+
+        empty.serve(METHODS.leaves, leaves)
+        empty.serve(METHODS.chunk, chunk)
+        fabric.set_link("holder", "me", LinkProfile(0.02, bytes_per_s=500_000))
+        fabric.set_link("empty", "me", LinkProfile(0.002))
+        mine = store(fabric.node("me"), tmp_path / "me")
+        with trio.fail_after(120):
+            assert await mine.fetch(b"run", [state], ["empty", "holder"], is_patient=is_patient) == [data]
