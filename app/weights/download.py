@@ -27,7 +27,8 @@ from app.weights.wire import MAX_RUN
 
 MAX_PEERS = 8  # peers to download from at the same time
 WINDOW = 2  # open requests to one peer
-MAX_ELSEWHERE = 8  # open requests to members that holders redirect to
+MAX_ELSEWHERE, MAX_AT_ONE = 8, 4  # open requests to members that holders redirect to: to all, and to one of them
+ROOM_S = 0.25  # longest wait until one more may be open; then the holder is asked to send the chunks once more
 LOOK_AHEAD = 48  # start the next part when fewer chunks than this are left to request
 LATE_S = 10.0  # an open request older than this may be repeated to a second peer
 LOOK_AGAIN_S = 1.0  # between two looks for peers while nothing happens
@@ -241,9 +242,9 @@ class Download:
         """Sort peers in a fixed order that differs between nodes, so that nodes do not all start with the same peer."""
         return sorted(peers, key=lambda peer: leaf_hash(f"{self._network.peer_id} {peer}".encode()))
 
-    def _has_room(self, peer: str) -> bool:
+    def _has_room(self, peer: str, window: int = WINDOW) -> bool:
         """True if one more request to a peer may be open."""
-        return self._busy.get(peer, 0) < (1 if self._performance.is_slow(peer) else WINDOW)
+        return self._busy.get(peer, 0) < (1 if self._performance.is_slow(peer) else window)
 
     def _next_from(self, peer: str) -> ChunkRun | None:
         """Take a run to request from a peer, counted as open from now on; None if there is none for it."""
@@ -276,7 +277,7 @@ class Download:
         answer = None if new is None else await self._asking.chunks(peer, new, piece, tried=piece in self._redirected)
         if new is not None and isinstance(answer, str):
             self._redirected.add(piece)
-            if self._may_go_elsewhere(answer, peer) and self._queue.redirect(piece, peer, answer):
+            if await self._may_go_elsewhere(answer, peer) and self._queue.redirect(piece, peer, answer):
                 self._busy[answer] = self._busy.get(answer, 0) + 1
                 self._elsewhere += 1
                 self._nursery.start_soon(self._get_elsewhere, answer, new, piece, peer)
@@ -284,9 +285,18 @@ class Download:
             answer = await self._asking.chunks(peer, new, piece, tried=True)
         await self._take(peer, new, piece, answer if isinstance(answer, int) else None)
 
-    def _may_go_elsewhere(self, peer: str, named_by: str) -> bool:
-        is_heeded = not self._performance.may_not_redirect(named_by)
-        return is_heeded and self._elsewhere < MAX_ELSEWHERE and self._has_room(peer) and self._asking.may_ask(peer)
+    async def _may_go_elsewhere(self, peer: str, named_by: str) -> bool:
+        """True if a peer that a holder named may be asked, at once or within `ROOM_S`."""
+
+        def may_ask() -> bool:
+            return self._asking.may_ask(peer) and not self._performance.may_not_redirect(named_by)
+
+        def has_room() -> bool:
+            return self._elsewhere < MAX_ELSEWHERE and self._has_room(peer, MAX_AT_ONE)
+
+        with trio.move_on_after(ROOM_S):
+            await self._news.wait_for(lambda: has_room() or not may_ask())
+        return has_room() and may_ask()
 
     async def _get_elsewhere(self, peer: str, new: NewPart, piece: ChunkRun, named_by: str) -> None:
         """Request a run from a member that a holder named, while that one sends others: it may be slow or silent."""

@@ -241,6 +241,7 @@ ROWS: dict[str, tuple[float, ...]] = {
         chunk_client.LONGEST_S,
         chunk_schedule.SLOW_S,
         download.MAX_ELSEWHERE,
+        download.MAX_AT_ONE,
         download.WINDOW,
         weights_wire.MAX_RUN,
     ),
@@ -301,6 +302,7 @@ ROWS: dict[str, tuple[float, ...]] = {
 def limits_table() -> dict[str, str]:
     """The rows of the table of limits: what is limited, and how."""
     text = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text()
+    assert ("waits for them for a quarter of a second at most" in text) == (download.ROOM_S == 0.25)
     part = text.split("### Limits", 1)[1].split("\n## ", 1)[0]
     rows = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("|")]
     return {what.strip(): limit for what, limit, *_ in rows[2:]}
@@ -322,6 +324,7 @@ def test_limits_in_words_are_those_of_the_code() -> None:
     assert ("after a minute" in table["idle session streams"]) == (IDLE_STREAM_S == 60.0)
     assert ("for two minutes" in table["bodies and answers in memory"]) == (link.UNFINISHED_S == 120.0)
     text = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text()
+    assert ("waits for them for a quarter of a second at most" in text) == (download.ROOM_S == 0.25)
     assert ("finished reply for up to 15 minutes" in text) == (ServerSettings().rest_s == 900.0)
     assert ("held off for 10 s, doubled each time up to an hour" in text) == (
         (DOORS.first_holdoff_s, DOORS.longest_holdoff_s) == (10.0, 3600.0)

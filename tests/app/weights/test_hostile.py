@@ -83,7 +83,7 @@ async def test_a_peer_that_sends_to_a_silent_victim_is_soon_told_to_give(
     monkeypatch.setattr(asking, "ELSEWHERE_S", 0.1)
     monkeypatch.setattr(asking, "PROMPT_S", 0.05)
     monkeypatch.setattr(chunk_schedule, "SHUN_S", 0.0)  # or the victim is left alone after the first time
-    monkeypatch.setattr(fetching, "WINDOW", 1)
+    monkeypatch.setattr(fetching, "MAX_AT_ONE", 1)
     async with world(tmp_path) as here:
         heard = silent(here, "victim")
         del here.holders["victim"], here.holders["seed"]
