@@ -242,15 +242,15 @@ class Download:
         """Sort peers in a fixed order that differs between nodes, so that nodes do not all start with the same peer."""
         return sorted(peers, key=lambda peer: leaf_hash(f"{self._network.peer_id} {peer}".encode()))
 
-    def _has_room(self, peer: str, window: int = WINDOW) -> bool:
-        """True if one more request to a peer may be open."""
+    def _has_room(self, peer: str, window: int) -> bool:
+        """True if one more request to a peer may be open: up to `window`, one to a slow peer."""
         return self._busy.get(peer, 0) < (1 if self._performance.is_slow(peer) else window)
 
     def _next_from(self, peer: str) -> ChunkRun | None:
         """Take a run to request from a peer, counted as open from now on; None if there is none for it."""
         now = trio.current_time()
         is_over = self._failure is not None or peer not in self._chosen
-        if is_over or not self._has_room(peer) or not self._performance.is_usable(peer, now):
+        if is_over or not self._has_room(peer, WINDOW) or not self._performance.is_usable(peer, now):
             return None
         at_most = 1 if self._performance.is_slow(peer) else MAX_RUN
         piece = self._queue.take(peer, self._chosen[peer], at_most=at_most, late_before=now - LATE_S, now=now)
