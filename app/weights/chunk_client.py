@@ -31,8 +31,8 @@ T = TypeVar("T")
 SLOWEST_BYTES_PER_S = 4000  # of a link to a peer; slower ones count as failed
 CHUNK_S = 20.0  # a request is given up when the link was slower for so long, or silent
 ELSEWHERE_S = 16.0  # the same for a peer we were redirected to: it may itself still be receiving the chunks
-SLOW_S, LONGEST_S = 60.0, 180.0  # the same for each chunk, and for a request, however much comes from the peer
-MISLED_S = 1.0  # a failed redirect that took longer than this counts against the peer that sent us there
+LONGEST_S = 180.0  # the same for a request, however much comes from the peer
+PROMPT_S = 1.0  # a refusal that took longer counts as a failure, a failed redirect against the peer that sent us there
 LEAVES_S = 5.0  # deadline for a list of leaves, plus its transfer time at the slowest accepted rate
 
 
@@ -48,27 +48,26 @@ class ChunkClient:
     hangs_up: bool = True  # on peers whose answers do not fit
     lacking: dict[str, set[str]] = field(default_factory=dict)  # part -> peers that said that it is not there
 
-    async def chunks(self, peer: str, new: NewPart, piece: ChunkRun) -> int | None:
-        """Fetch a run of chunks from a peer, or from the member it redirects to; None if neither delivers.
+    async def chunks(self, peer: str, new: NewPart, piece: ChunkRun, *, tried: bool) -> int | str | None:
+        """Request a run of chunks from a holder; who redirects those that were `tried` elsewhere misbehaves.
 
-        Return the number of chunks that were verified and written. Raises `WeightsError` if the disk cannot be written.
+        Return the number of chunks that were verified and written, the peer that it redirects to, or None if it does
+        not deliver. Raises `WeightsError` if the disk cannot be written.
         """
-        performance = self.performance
-        answer = await self._call(peer, new, piece, tried=performance.may_not_redirect(peer))
-        if isinstance(answer, str):
-            if self._may_ask(answer):
-                begun = trio.current_time()
-                given = await self._call(answer, new, piece, tried=True, silent_s=ELSEWHERE_S)
-                if isinstance(given, int):
-                    performance.record_redirect(peer, succeeded=True)
-                    return given
-                if trio.current_time() - begun > MISLED_S:
-                    performance.record_redirect(peer, succeeded=False)
-            answer = await self._call(peer, new, piece, tried=True)
-        if isinstance(answer, str):
-            await self._ban(peer, "it redirects although it was asked to send the chunk itself")
-            return None
-        return answer
+        return await self._call(peer, new, piece, tried=tried or self.performance.may_not_redirect(peer))
+
+    async def chunks_elsewhere(self, peer: str, new: NewPart, piece: ChunkRun, *, named_by: str) -> int | None:
+        """Request a run of chunks from the peer that a holder redirected to; as `chunks`, without further redirects."""
+        begun = trio.current_time()
+        given = await self._call(peer, new, piece, tried=True, is_named=True)
+        if given is not None or trio.current_time() - begun > PROMPT_S:
+            self.performance.record_redirect(named_by, succeeded=given is not None)
+        return given if isinstance(given, int) else None
+
+    def may_ask(self, peer: str) -> bool:
+        """True if a peer that somebody redirects to is another member, and no back-off is running."""
+        usable = self.performance.is_usable(peer, trio.current_time())
+        return peer != self.network.peer_id and usable and self.sharing.is_member(peer)
 
     async def leaves(self, peer: str, part: Part) -> tuple[bytes, ...] | None:
         """Return the hashes of a part's chunks, checked against its root; None if the peer does not deliver."""
@@ -79,7 +78,7 @@ class ChunkClient:
             raw = await self.network.call(peer, self.sharing.methods.leaves, part.root, timeout_s=timeout_s)
             leaves = leaves_from(raw, size_bytes=part.size_bytes, root=part.root)
             # A measured peer is chosen before untried ones, which may never answer.
-            self.performance.gave(peer, trio.current_time() - begun)
+            self.performance.answered(peer, trio.current_time() - begun)
             return leaves
         except RecordError as error:
             await self._ban(peer, str(error))
@@ -89,17 +88,18 @@ class ChunkClient:
         return None
 
     async def _call(
-        self, peer: str, new: NewPart, piece: ChunkRun, *, tried: bool, silent_s: float | None = None
+        self, peer: str, new: NewPart, piece: ChunkRun, *, tried: bool, is_named: bool = False
     ) -> int | str | None:
         """Send one request: the number of chunks stored, the peer that we are redirected to, or None on failure."""
         request, begun = wire.ChunkRequest(new.part.root, piece.index, piece.count, tried), trio.current_time()
         try:
-            silent_s = CHUNK_S if silent_s is None else silent_s
-            timeout_s = min(SLOW_S * piece.count, LONGEST_S)
-            ask = partial(self.network.call, peer, self.sharing.methods.chunk, request.encode(), timeout_s=timeout_s)
+            silent_s = ELSEWHERE_S if is_named else CHUNK_S
+            ask = partial(self.network.call, peer, self.sharing.methods.chunk, request.encode(), timeout_s=LONGEST_S)
             raw = await while_it_comes(partial(self._came_from, peer), silent_s, partial(ask, priority=Priority.BULK))
             answer = wire.read_answer(raw)
             if isinstance(answer, str):
+                if tried:
+                    raise RecordError("it redirects although it was asked to send the chunk itself")
                 return answer
             chunks = _split(answer, new.part, piece)
             if not await self.writer.take(new, piece.index, chunks):
@@ -110,36 +110,38 @@ class ChunkClient:
             return len(chunks)
         except RecordError as error:
             await self._ban(peer, str(error))
-        except Refused:
-            self.performance.refused_as_busy(peer, trio.current_time())
-        except RemoteError as error:
-            self._note_lack(peer, new.part, error)
-            if not (tried and error.code == wire.ABSENT):
+        except Refused as error:
+            if trio.current_time() - begun > PROMPT_S:
                 self._back_off(peer, str(error))
+            else:
+                self.performance.refused_as_busy(peer, trio.current_time())
         except P2PError as error:
-            self._back_off(peer, str(error))
+            self._note_lack(peer, new.part, error)
+            # Who was named to us never said that it has these chunks.
+            if not (is_named and _is_absent(error)):
+                self._back_off(peer, str(error))
         return None
 
     def _came_from(self, peer: str) -> int:
         return sum(link.bytes_in for link in self.network.links() if link.peer == peer)
 
-    def _may_ask(self, peer: str) -> bool:
-        usable = self.performance.is_usable(peer, trio.current_time())
-        return peer != self.network.peer_id and usable and self.sharing.is_member(peer)
-
     def _note_lack(self, peer: str, part: Part, error: P2PError) -> None:
-        if isinstance(error, RemoteError) and error.code == wire.ABSENT:
+        if _is_absent(error):
             self.lacking.setdefault(part.name, set()).add(peer)
 
     def _back_off(self, peer: str, why: str) -> None:
         if backoff_s := self.performance.failed(peer, trio.current_time()):
-            log.info("no chunks are requested from %s for %g s: %s", peer, backoff_s, why)
+            log.info("no chunks are requested from %s for %.0f s: %s", peer, backoff_s, why)
 
     async def _ban(self, peer: str, why: str) -> None:
         log.warning("no chunks are requested from %s any more: %s", peer, why)
         self.performance.lied(peer)
         if self.hangs_up:
             await self.network.disconnect(peer, misbehaved=True)
+
+
+def _is_absent(error: P2PError) -> bool:
+    return isinstance(error, RemoteError) and error.code == wire.ABSENT
 
 
 async def while_it_comes(came: Callable[[], int], silent_s: float, function: Callable[[], Awaitable[T]]) -> T:

@@ -37,6 +37,10 @@ class ChunkRun:
     index: int
     count: int = 1
 
+    def first(self, count: int) -> ChunkRun:
+        """Return the run of the first `count` chunks."""
+        return ChunkRun(self.part, self.index, count)
+
     def rest(self, count: int) -> ChunkRun:
         """Return the run without its first `count` chunks."""
         return ChunkRun(self.part, self.index + count, self.count - count)
@@ -78,17 +82,24 @@ class ChunkQueue:
         """Number of chunks that no peer was asked for yet."""
         return sum(piece.count for pieces in self._waiting.values() for piece in pieces)
 
-    def take(self, peer: str, parts: Collection[str], *, late_before: float, now: float) -> ChunkRun | None:
+    def take(
+        self, peer: str, parts: Collection[str], *, at_most: int, late_before: float, now: float
+    ) -> ChunkRun | None:
         """Return the next run to request from a peer that holds `parts`, marked as requested; None if there is none.
 
-        Once everything is requested: a run that another peer was asked for before `late_before` and has not delivered.
+        It has `at_most` so many chunks. Once everything is requested: a run that another peer was asked for before
+        `late_before` and has not delivered.
         """
         for part, pieces in self._waiting.items():
             if pieces and part in parts:
-                return self._ask(pieces.pop(), peer, now)
+                piece = pieces.pop()
+                if piece.count > at_most:
+                    pieces.append(piece.rest(at_most))
+                    piece = piece.first(at_most)
+                return self._ask(piece, peer, now)
         for piece, asked in self._asked.items():
             is_late = asked[-1][1] < late_before and len(asked) < MAX_AT_ONCE
-            if is_late and piece.part in parts and all(other != peer for other, _ in asked):
+            if is_late and piece.count <= at_most and piece.part in parts and all(other != peer for other, _ in asked):
                 return self._ask(piece, peer, now)
         return None
 
@@ -114,6 +125,17 @@ class ChunkQueue:
             del self._asked[piece]
             self._waiting[piece.part].append(piece)
 
+    def redirect(self, piece: ChunkRun, peer: str, other: str) -> bool:
+        """Note that another peer is asked for a run in place of `peer`; False if it is asked already, or nobody is."""
+        asked = self._asked.get(piece, [])
+        if any(name == other for name, _ in asked):
+            return False
+        for number, (name, at) in enumerate(asked):
+            if name == peer:
+                asked[number] = (other, at)
+                return True
+        return False
+
     def drop(self, part: str) -> None:
         """Forget a part of which no chunk is requested at the moment."""
         assert not any(piece.part == part for piece in self._asked), "its answers would have no place"
@@ -133,20 +155,24 @@ class ChunkQueue:
 
 SHUN_S = 60.0  # back-off after a failure, doubled with each further one; a peer that lied is never asked again
 LONGEST_SHUN_S = 1024 * SHUN_S
-BUSY_S = 0.5  # back-off after a refusal
+BUSY_S = 0.5  # back-off after a refusal, doubled with each further one up to `SHUN_S`
+JITTER = 0.5  # a back-off is longer by up to this share, so that peers that failed together do not come back together
+SLOW_S = 10.0  # a peer that takes longer than this for a chunk, or failed last time, is asked for one at a time
 _SMOOTHING = 0.25  # share of the latest chunk in a peer's pace
-MISLED_AT_MOST = 3  # failed redirects in a row, after which a peer is asked to send the data itself
+MISLED_AT_MOST = 3  # failed redirects beyond those that succeeded, after which a peer is asked to send the data itself
 
 
 @dataclass
 class PeerPerformance:
     """Measured speed, failures and back-off of each peer in one download."""
 
-    pace_s: dict[str, float] = field(default_factory=dict)  # seconds per chunk, smoothed, of peers that delivered
+    rng: random.Random = field(default_factory=random.Random)
+    pace_s: dict[str, float] = field(default_factory=dict)  # seconds per chunk, smoothed, of peers that answered
     _averages: dict[str, Ewma] = field(default_factory=dict)  # that `pace_s` has the values of
     _excluded_until: dict[str, float] = field(default_factory=dict)
     _failures: dict[str, int] = field(default_factory=dict)  # peer -> failures in a row
-    _failed_redirects: dict[str, int] = field(default_factory=dict)  # peer -> failed redirects in a row
+    _refusals: dict[str, int] = field(default_factory=dict)  # peer -> refusals in a row
+    _failed_redirects: dict[str, int] = field(default_factory=dict)  # peer -> failed redirects beyond succeeded ones
 
     def is_usable(self, peer: str, now: float) -> bool:
         """True if a peer may be asked at `now`, because no back-off is running."""
@@ -156,14 +182,25 @@ class PeerPerformance:
         """Choose up to `most` of these peers to download from at the same time."""
         return choose_peers(peers, self.pace_s, most)
 
+    def is_slow(self, peer: str) -> bool:
+        """True if several chunks at a time could be more than a peer sends before they are given up."""
+        return peer in self._failures or self.pace_s.get(peer, 0.0) > SLOW_S
+
+    def answered(self, peer: str, taken_s: float) -> None:
+        """Record a correct answer without chunks: until there is one with chunks, it stands for the peer's pace."""
+        self.pace_s.setdefault(peer, taken_s)
+
     def gave(self, peer: str, taken_s: float) -> None:
         """Record a correct answer that took `taken_s` per chunk; ends a series of failures."""
         self.pace_s[peer] = self._averages.setdefault(peer, Ewma(_SMOOTHING)).add(taken_s)
         self._failures.pop(peer, None)
+        self._refusals.pop(peer, None)
 
     def refused_as_busy(self, peer: str, now: float) -> None:
-        """Record that a peer refused because it is busy: it may be asked again after `BUSY_S`."""
-        self._excluded_until[peer] = max(self._excluded_until.get(peer, 0.0), now + BUSY_S)
+        """Record that a peer refused because it is busy: it may soon be asked again, but ever later."""
+        if self.is_usable(peer, now):
+            refusals = self._refusals[peer] = self._refusals.get(peer, 0) + 1
+            self._excluded_until[peer] = now + self._pause_s(BUSY_S, refusals, SHUN_S)
 
     def failed(self, peer: str, now: float) -> float:
         """Record a failure and return the back-off in seconds; 0 if a parallel request to the peer already failed.
@@ -173,21 +210,22 @@ class PeerPerformance:
         if not self.is_usable(peer, now):
             return 0.0
         failures = self._failures[peer] = self._failures.get(peer, 0) + 1
-        pause_s = backoff_s(SHUN_S, failures, LONGEST_SHUN_S)
+        pause_s = self._pause_s(SHUN_S, failures, LONGEST_SHUN_S)
         self._excluded_until[peer] = now + pause_s
         return pause_s
+
+    def _pause_s(self, first_s: float, failures: int, longest_s: float) -> float:
+        return backoff_s(first_s, failures, longest_s) * self.rng.uniform(1.0, 1.0 + JITTER)
 
     def lied(self, peer: str) -> None:
         """Exclude a peer that sent wrong data for the rest of the download."""
         self._excluded_until[peer] = float("inf")
 
     def may_not_redirect(self, peer: str) -> bool:
-        """True once `MISLED_AT_MOST` redirects of a peer in a row have failed; it must then send the data itself."""
+        """True once `MISLED_AT_MOST` more redirects of a peer failed than succeeded; it must then send the data."""
         return self._failed_redirects.get(peer, 0) >= MISLED_AT_MOST
 
     def record_redirect(self, peer: str, *, succeeded: bool) -> None:
         """Record whether the member that a peer redirected to delivered the chunks."""
-        if succeeded:
-            self._failed_redirects.pop(peer, None)
-        else:
-            self._failed_redirects[peer] = self._failed_redirects.get(peer, 0) + 1
+        failed = self._failed_redirects.get(peer, 0)
+        self._failed_redirects[peer] = max(0, failed - 1) if succeeded else failed + 1

@@ -27,6 +27,8 @@ from app.weights.wire import MAX_RUN
 
 MAX_PEERS = 8  # peers to download from at the same time
 WINDOW = 2  # open requests to one peer
+MAX_ELSEWHERE, MAX_AT_ONE = 8, 4  # open requests to members that holders redirect to: to all, and to one of them
+ROOM_S = 0.25  # longest wait until one more may be open; then the holder is asked to send the chunks once more
 LOOK_AHEAD = 48  # start the next part when fewer chunks than this are left to request
 LATE_S = 10.0  # an open request older than this may be repeated to a second peer
 LOOK_AGAIN_S = 1.0  # between two looks for peers while nothing happens
@@ -70,11 +72,13 @@ class Download:
         """
         self._network, self._parts, self._sharing, self._holders = network, parts, sharing, holders
         self._hangs_up, self._waits = hangs_up, waits
-        self._performance = PeerPerformance()
+        self._performance = PeerPerformance(random.Random(network.peer_id))
         self._queue = self._new_queue()
         self._pending: list[Part] = []  # not started yet
         self._open: dict[str, NewPart] = {}
         self._busy: dict[str, int] = {}  # peer -> open requests
+        self._elsewhere = 0  # open requests to members that holders redirect to
+        self._redirected: set[ChunkRun] = set()  # a holder has redirected these, and must send them the next time
         self._chosen: dict[str, set[str]] = {}  # peer -> parts to request from it
         self._chosen_at = 0.0
         self._failure: WeightsError | None = None
@@ -119,6 +123,7 @@ class Download:
                 self._parts.abandon(new)
             self._open.clear()
             self._chosen.clear()
+            self._redirected.clear()
             self._queue = self._new_queue()
         if self._failure is not None:
             raise self._failure
@@ -221,7 +226,7 @@ class Download:
         return [peer for peer in self._holders(part) if self._performance.is_usable(peer, now)]
 
     def _start_workers(self) -> None:
-        """Choose up to `MAX_PEERS` peers and keep up to `WINDOW` requests in flight with each."""
+        """Choose up to `MAX_PEERS` peers and keep up to `WINDOW` requests in flight with each, one with a slow one."""
         parts_of: dict[str, set[str]] = {}
         for name in self._open:
             for peer in self._usable(name):
@@ -230,37 +235,83 @@ class Download:
         self._chosen = {peer: parts_of[peer] for peer in chosen}
         self._chosen_at = trio.current_time()
         for peer in chosen:
-            while self._busy.get(peer, 0) < WINDOW and (piece := self._next_from(peer)) is not None:
-                self._busy[peer] = self._busy.get(peer, 0) + 1
+            while (piece := self._next_from(peer)) is not None:
                 self._nursery.start_soon(self._download_from, peer, piece)
 
     def _shuffled(self, peers: Iterable[str]) -> list[str]:
         """Sort peers in a fixed order that differs between nodes, so that nodes do not all start with the same peer."""
         return sorted(peers, key=lambda peer: leaf_hash(f"{self._network.peer_id} {peer}".encode()))
 
+    def _has_room(self, peer: str, window: int) -> bool:
+        """True if one more request to a peer may be open: up to `window`, one to a slow peer."""
+        return self._busy.get(peer, 0) < (1 if self._performance.is_slow(peer) else window)
+
     def _next_from(self, peer: str) -> ChunkRun | None:
+        """Take a run to request from a peer, counted as open from now on; None if there is none for it."""
         now = trio.current_time()
-        if peer not in self._chosen or not self._performance.is_usable(peer, now):
+        is_over = self._failure is not None or peer not in self._chosen
+        if is_over or not self._has_room(peer, WINDOW) or not self._performance.is_usable(peer, now):
             return None
-        return self._queue.take(peer, self._chosen[peer], late_before=now - LATE_S, now=now)
+        at_most = 1 if self._performance.is_slow(peer) else MAX_RUN
+        piece = self._queue.take(peer, self._chosen[peer], at_most=at_most, late_before=now - LATE_S, now=now)
+        if piece is not None:
+            self._busy[peer] = self._busy.get(peer, 0) + 1
+        return piece
 
     async def _download_from(self, peer: str, piece: ChunkRun | None) -> None:
         """Request one run after another from a peer for as long as it is among the chosen."""
-        try:
-            while piece is not None and self._failure is None:
+        while piece is not None:
+            try:
                 await self._get(peer, piece)
-                if trio.current_time() - self._chosen_at > CHOOSE_S:
-                    self._start_workers()
-                piece = self._next_from(peer)
-        except WeightsError as error:
-            self._failure = error
-        finally:
-            self._busy[peer] -= 1
+            except WeightsError as error:
+                self._failure = error
+            finally:
+                self._busy[peer] -= 1
+            if trio.current_time() - self._chosen_at > CHOOSE_S:
+                self._start_workers()
+            piece = self._next_from(peer)
         self._news.notify()
 
     async def _get(self, peer: str, piece: ChunkRun) -> None:
         new = self._open.get(piece.part)
-        count = None if new is None else await self._asking.chunks(peer, new, piece)
+        answer = None if new is None else await self._asking.chunks(peer, new, piece, tried=piece in self._redirected)
+        if new is not None and isinstance(answer, str):
+            self._redirected.add(piece)
+            if await self._may_go_elsewhere(answer, peer) and self._queue.redirect(piece, peer, answer):
+                self._busy[answer] = self._busy.get(answer, 0) + 1
+                self._elsewhere += 1
+                self._nursery.start_soon(self._get_elsewhere, answer, new, piece, peer)
+                return
+            answer = await self._asking.chunks(peer, new, piece, tried=True)
+        await self._take(peer, new, piece, answer if isinstance(answer, int) else None)
+
+    async def _may_go_elsewhere(self, peer: str, named_by: str) -> bool:
+        """True if a peer that a holder named may be asked, at once or within `ROOM_S`."""
+
+        def may_ask() -> bool:
+            return self._asking.may_ask(peer) and not self._performance.may_not_redirect(named_by)
+
+        def has_room() -> bool:
+            return self._elsewhere < MAX_ELSEWHERE and self._has_room(peer, MAX_AT_ONE)
+
+        with trio.move_on_after(ROOM_S):
+            await self._news.wait_for(lambda: has_room() or not may_ask())
+        return has_room() and may_ask()
+
+    async def _get_elsewhere(self, peer: str, new: NewPart, piece: ChunkRun, named_by: str) -> None:
+        """Request a run from a member that a holder named, while that one sends others: it may be slow or silent."""
+        try:
+            count = await self._asking.chunks_elsewhere(peer, new, piece, named_by=named_by)
+            await self._take(peer, new, piece, count)
+        except WeightsError as error:
+            self._failure = error
+        finally:
+            self._busy[peer] -= 1
+            self._elsewhere -= 1
+        self._news.notify()
+
+    async def _take(self, peer: str, new: NewPart | None, piece: ChunkRun, count: int | None) -> None:
+        """Count the chunks of a run that a peer has sent, or queue it again if there are none."""
         if new is None or count is None:
             self._queue.failed(piece, peer)
             self._news.notify()

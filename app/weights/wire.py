@@ -7,9 +7,9 @@
                                                         these chunks before
 
 `count` is 1 to 4; a server that lacks some of the chunks sends those before the first missing one. With several clients
-it sends each chunk once where possible and redirects the others. A client for which the redirect failed repeats its
-request with `tried` = 1, and must then be sent the data. A part or chunk that the server does not have is refused with
-the code `absent`. The server is `chunk_server`, the client `chunk_client`.
+it sends each chunk once where possible and redirects the others. A client for which the redirect failed, or that does
+not follow it, repeats its request with `tried` = 1, and must then be sent the data. A part or chunk that the server
+does not have is refused with the code `absent`. The server is `chunk_server`, the client `chunk_client`.
 """
 
 from __future__ import annotations

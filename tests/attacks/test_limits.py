@@ -29,7 +29,8 @@ from app.swarm.records import MAX_ANNOUNCEMENT_BYTES, MAX_RECORD_BYTES
 from app.system import logs
 from app.training import activations, trainer
 from app.training import hop as training_hop
-from app.weights import chunk_client, chunk_server
+from app.weights import chunk_client, chunk_schedule, chunk_server, download
+from app.weights import wire as weights_wire
 from engine.text import constraint, grammar_trial
 from p2p import rate_limit
 from p2p.addresses import MAX_ADDRESSES_PER_PEER
@@ -237,8 +238,12 @@ ROWS: dict[str, tuple[float, ...]] = {
         chunk_server.MAX_WAITING,
         chunk_client.SLOWEST_BYTES_PER_S / 1000,
         chunk_client.CHUNK_S,
-        chunk_client.SLOW_S,
         chunk_client.LONGEST_S,
+        chunk_schedule.SLOW_S,
+        download.MAX_ELSEWHERE,
+        download.MAX_AT_ONE,
+        download.WINDOW,
+        weights_wire.MAX_RUN,
     ),
     "log": (logs._FILES + 1, logs._FILE_BYTES / 10**6, rate_limit.BURST, 1 / rate_limit.PER_S),
     "idle links": (ENOUGH_LINKS,),
@@ -297,6 +302,7 @@ ROWS: dict[str, tuple[float, ...]] = {
 def limits_table() -> dict[str, str]:
     """The rows of the table of limits: what is limited, and how."""
     text = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text()
+    assert ("waits for them for a quarter of a second at most" in text) == (download.ROOM_S == 0.25)
     part = text.split("### Limits", 1)[1].split("\n## ", 1)[0]
     rows = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("|")]
     return {what.strip(): limit for what, limit, *_ in rows[2:]}
@@ -318,6 +324,7 @@ def test_limits_in_words_are_those_of_the_code() -> None:
     assert ("after a minute" in table["idle session streams"]) == (IDLE_STREAM_S == 60.0)
     assert ("for two minutes" in table["bodies and answers in memory"]) == (link.UNFINISHED_S == 120.0)
     text = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text()
+    assert ("waits for them for a quarter of a second at most" in text) == (download.ROOM_S == 0.25)
     assert ("finished reply for up to 15 minutes" in text) == (ServerSettings().rest_s == 900.0)
     assert ("held off for 10 s, doubled each time up to an hour" in text) == (
         (DOORS.first_holdoff_s, DOORS.longest_holdoff_s) == (10.0, 3600.0)

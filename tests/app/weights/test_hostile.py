@@ -81,9 +81,9 @@ async def test_a_peer_that_sends_to_a_silent_victim_is_soon_told_to_give(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asking, "ELSEWHERE_S", 0.1)
-    monkeypatch.setattr(asking, "MISLED_S", 0.05)
+    monkeypatch.setattr(asking, "PROMPT_S", 0.05)
     monkeypatch.setattr(chunk_schedule, "SHUN_S", 0.0)  # or the victim is left alone after the first time
-    monkeypatch.setattr(fetching, "WINDOW", 1)
+    monkeypatch.setattr(fetching, "MAX_AT_ONE", 1)
     async with world(tmp_path) as here:
         heard = silent(here, "victim")
         del here.holders["victim"], here.holders["seed"]
@@ -100,7 +100,7 @@ async def test_a_peer_that_sends_to_a_silent_victim_is_soon_told_to_give(
         peer = here.peer("newcomer")
         with trio.fail_after(20):
             await peer.fetching.fetch(ALL)
-        assert len(heard) == chunk_schedule.MISLED_AT_MOST
+        assert 1 <= len(heard) <= chunk_schedule.MISLED_AT_MOST  # fewer if the rest was there before
 
 
 async def test_a_member_that_asks_for_everything_and_helps_nobody_costs_the_others_little(tmp_path: Path) -> None:
