@@ -369,14 +369,18 @@ class Island:
             self.figures.settled_at = trio.current_time()
 
     async def run(self) -> None:
-        """Take part until all steps are done or `leave` was called; raises `LeftOut`, `EngineError` or `OSError`."""
-        failure: AppError | EngineError | OSError | None = None
+        """Take part until all steps are done or `leave` was called.
+
+        Raises `LeftOut`, the `AppError` or `OSError` for which the last state is not on disk, and whatever the device
+        raises; several errors at once as a group.
+        """
+        failure: Exception | None = None
         async with trio.open_nursery() as greeting:
             greeting.start_soon(self._greet)
             async with trio.open_nursery() as self._nursery:
                 try:
                     await self._live()
-                except (AppError, EngineError, OSError) as error:
+                except Exception as error:  # of torch, for one
                     failure = error
                 # the last entry is still being told to the others
                 self._nursery.cancel_scope.deadline = trio.current_time() + self.timing.hello_s
@@ -412,6 +416,8 @@ class Island:
                 if self.standing is not standing:
                     self._measure(standing, began, trained)
         await self.checkpoint.finish()
+        if self.is_finished and self.checkpoint.unsaved is not None:
+            raise self.checkpoint.unsaved
 
     def _why_outside(self, standing: Standing) -> str:
         """Say what an island waits for that makes no steps now; nothing if all are done."""
@@ -792,11 +798,13 @@ class Island:
         self._rests = self._rests_after(entry.list)
         await self.checkpoint.finish()  # of the state before this round
         past = PastRound(self.standing, self.checkpoint.parts, entry)
+        can_test = self.checkpoint.round == self.standing.round  # else that state is not on disk
         change = None
         if (made := self._attempts.get(entry.list.hash)) is not None:
             change = MergedChange(entry.list.hash, [made.merged[leaf] for leaf in range(self._model.leaves)])
         await self._settle(standing, [*self.log, entry], found.states, found.parts, change)
-        self._nursery.start_soon(self._tester.run, past, standing.tests)
+        if can_test:
+            self._nursery.start_soon(self._tester.run, past, standing.tests)
 
     async def _result_of(self, entry: RoundEntry) -> tuple[list[bytes], _Candidate]:
         """Return the merged leaves of a round and the state after it, from the first member whose leaves fit.
@@ -829,8 +837,7 @@ class Island:
     ) -> None:
         """Let the job stand where a new state is, and forget what belongs to the round before.
 
-        `change` is the merged one, if that is what led here. The state is written while the next steps are made; raises
-        what the last one could not be written for.
+        `change` is the merged one, if that is what led here. The state is written while the next steps are made.
         """
         began = trio.current_time()
         if len(self._arrived_at) > 1:  # a round alone says nothing of how late others are
