@@ -42,6 +42,7 @@ from engine.config import ModelConfig
 from engine.device.dtypes import pick_dtype
 from engine.device.probe import Device, find_device, probe_devices
 from engine.errors import DeviceFull
+from engine.hosting import release
 from engine.island import TRACED_WEIGHT_BYTES, IslandModel, IslandTerms, PipelineModel, first_states, unpacked
 from engine.model.block import WeightOptions
 from engine.sources.base import ModelSource, TokenizerSpec, block_part
@@ -298,6 +299,11 @@ def plan_owner(
                 length,
             )
     return budget, device, dtype
+
+
+def give_memory_back() -> None:
+    """Return memory that is unused, as that of a model which was here before, to the system."""
+    release(find_device(None, probe_devices()).id)
 
 
 def block_needs(config: ModelConfig, length: int) -> Callable[[int, int], int]:
