@@ -102,7 +102,7 @@ log = logging.getLogger("shoal.rounds")
 T = TypeVar("T")
 
 OUTSIDE_LONG = 3  # rounds of the others, after which an island without moments takes theirs over
-KEPT_ATTEMPTS = 4  # whose merged leaves are kept for members that are late
+KEPT_ATTEMPTS = 4  # whose merged leaves are kept for members that are late, at most
 KNOWN_ROUNDS = 16  # the last ones, of which nobody waits for a merged change that was dropped
 MAX_PEERS = 256
 _LISTS_MORE = 2  # lists of one leader in a round, beyond one for each member that it may have to leave out
@@ -360,7 +360,7 @@ class Island:
             self.log = list(entries)
             self._heads |= {entry.hash for entry in entries}
         self._model.begin_round(self.standing.round, self.standing.codec, self.standing.steps, self.standing.last_steps)
-        found = await self._device.run(self._model.states)
+        found = await self._device.run(self._model.states) if states is None else states
         root, parts = await self._in_thread(hashed, found)
         self._sizes = [part.size_bytes for part in parts]
         self._has_state = root == self.standing.root
@@ -475,6 +475,7 @@ class Island:
 
     async def _arrive(self, standing: Standing, steps: int, tokens: int, traces: StepTraces | None) -> None:
         """Commit to the change, and to traces of the steps if they are kept, and tell the others."""
+        await self.checkpoint.finish()  # so that two states are never in memory
         leaves = await self._device.run_later(self._model.change)
         hashes, change = await self._in_thread(hashes_of, leaves)
         made = Arrival(self.record.id, standing.round, standing.prev, steps, tokens, change)
@@ -747,6 +748,7 @@ class Island:
         root, failed = b"", dict[str, str]()
         try:
             leaves = await self._exchange.run(attempt, self._own, deadline)
+            self._candidate = None  # of another attempt
             states = await self._device.run_later(self._model.advance, leaves)
             root, parts = await self._in_thread(hashed, states)
             self._candidate = _Candidate(members.hash, root, states, parts)
@@ -774,9 +776,13 @@ class Island:
         return self._model.leaves * self._model.leaf_bytes
 
     def _keep(self, attempt: ExchangeAttempt) -> None:
-        """Show others an attempt, and forget the oldest ones: each has leaves as large as a whole change."""
+        """Show others an attempt, and forget the oldest ones: each has leaves as large as a whole change.
+
+        Together they are no larger than a state, unless there are no more than two.
+        """
         self._attempts[attempt.members.hash] = attempt
-        while len(self._attempts) > KEPT_ATTEMPTS:
+        most = max(2, min(KEPT_ATTEMPTS, sum(self._sizes) // self._change_bytes))
+        while len(self._attempts) > most:
             del self._attempts[next(iter(self._attempts))]
         self._news.notify()
 
@@ -786,6 +792,7 @@ class Island:
         """Go on from the state after a round; raises `RecordError`, `ExchangeFailed`, `EngineError` or `P2PError`."""
         standing = follow(self.record, self.standing, entry)
         counted = self._own is not None and self.peer in entry.list.members
+        await self.checkpoint.finish()  # of the state before this round
         found = self._candidate
         if found is None or (found.list_hash, found.root) != (entry.list.hash, entry.root):
             self._candidate = None
@@ -796,7 +803,6 @@ class Island:
             self._keep(ExchangeAttempt(entry.list, self.record.grid, merged=dict(enumerate(leaves))))
         await self._device.run_later(lambda: self._model.commit(counted=counted))
         self._rests = self._rests_after(entry.list)
-        await self.checkpoint.finish()  # of the state before this round
         past = PastRound(self.standing, self.checkpoint.parts, entry)
         can_test = self.checkpoint.round == self.standing.round  # else that state is not on disk
         change = None

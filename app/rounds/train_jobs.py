@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from app.rounds.founding import DoesNotFit, Founded, TrainWish
 
 log = logging.getLogger("shoal.rounds")
+T = TypeVar("T")
 
 ASK_S = 10.0
 ASK_FOR_LIST_S = 3.0  # each member, for a list that somebody waits for
@@ -279,10 +280,10 @@ class TrainJobs:
             )
 
         try:
-            return await trio.to_thread.run_sync(partial(made, alone=True))
+            return await _apart(partial(made, alone=True))
         except DoesNotFit as error:
             await self._routes(error, own_data=wish.own_data)(frozenset())  # raises if other machines do not suffice
-            return await trio.to_thread.run_sync(partial(made, alone=False))
+            return await _apart(partial(made, alone=False))
 
     def _routes(self, error: DoesNotFit, *, own_data: bool) -> RouteFinder:
         """Return how to find machines for a model that is too large for this one; raises the error if none may help.
@@ -428,10 +429,10 @@ class TrainJobs:
 
         place, limit = self._place, self._place.memory_limit()
         try:
-            model, name = await trio.to_thread.run_sync(make_model, record, vectors, limit)
+            model, name = await _apart(make_model, record, vectors, limit)
         except DoesNotFit as error:
             routes = self._routes(error, own_data=record.own_data)
-            owner, name, terms = await trio.to_thread.run_sync(make_pipeline, record, vectors, limit)
+            owner, name, terms = await _apart(make_pipeline, record, vectors, limit)
             device = DeviceThread(name)
             machines = PipelinePlace(routes, own_server=None if place.helpers is None else place.helpers.own_server)
             return owner, device, PipelineSteps(place.network, owner, device, place.states, terms, machines)
@@ -545,6 +546,14 @@ class TrainJobs:
                 await trio.to_thread.run_sync(self._store.save_facts, job, facts)
         except OSError as error:
             log.warning("the figures of training %s cannot be written: %s", job.record.name, error)
+
+
+async def _apart(function: Callable[..., T], *args: Any) -> T:
+    """Make a model in a thread that ends then.
+
+    torch's allocator for ARM does not give back what one thread has allocated and another frees, while the first lives.
+    """
+    return await DeviceThread().run_apart(function, *args)
 
 
 def _why(error: BaseException) -> str:

@@ -38,7 +38,6 @@ RUNNING, FINISHED, LEFT, FAILED = "running", "finished", "left", "failed"
 PAUSED = "paused"  # it goes on once the node is in the job's swarm again
 OWN_DATA_FILE = "own_data.json"
 KEPT_ENTRIES = 16  # the newest of a job that stay in memory: one of a round with 64 islands takes half a megabyte
-_MAX_BLOBS = 10**7
 _ANY_TIME_MS = 2**62  # what is on disk was checked when it came, and the clock may have been set back since
 
 T = TypeVar("T")
@@ -160,7 +159,8 @@ class TrainStore:
     def states(self, job: StoredTraining) -> list[bytes] | None:
         """Return the states after the newest entry, or before the first round; None if there are none yet."""
         try:
-            return wire.unpack((job.folder / "state").read_bytes(), _MAX_BLOBS)
+            with (job.folder / "state").open("rb") as file:
+                return list(wire.read_blobs(file))
         except FileNotFoundError:
             return None
 
@@ -236,7 +236,7 @@ class TrainStore:
 
 
 def _write_states(folder: Path, states: list[bytes]) -> None:
-    write_private(folder / "state", b"".join(wire.pack(states)))
+    write_private(folder / "state", wire.pack(states))
 
 
 def _lines(entries: list[RoundEntry]) -> bytes:

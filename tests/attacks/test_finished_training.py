@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from trio.testing import MockClock
 from app.rounds import train_jobs, wire
 from app.rounds.founding import TrainWish
 from app.rounds.train_store import _write_states
-from p2p import platform
 from p2p.memory.fabric import open_fabric
 from tests.app.rounds.test_own_data import Node, made_up
 from tests.app.rounds.test_rejoining import found_and_train, run_alone, some_rounds, wish_in
@@ -66,8 +66,8 @@ async def test_what_a_killed_node_was_writing_is_removed(tmp_path: Path, monkeyp
     await found_and_train(tmp_path, wish_in(tmp_path))
     [record] = (tmp_path / "0").glob("home/trainings/*/record")
     with monkeypatch.context() as patched:
-        patched.setattr(platform.os, "fsync", killed)
-        patched.setattr(platform.os, "unlink", killed)  # nor does it clear up
+        patched.setattr(os, "fsync", killed)
+        patched.setattr(os, "unlink", killed)  # nor does it clear up
         with pytest.raises(Killed):
             _write_states(record.parent, [bytes(1000)])
     assert len(list(record.parent.glob(".state.*.tmp"))) == 1

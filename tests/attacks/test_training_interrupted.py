@@ -18,6 +18,7 @@ from app.rounds import founding, train_jobs, train_store
 from app.rounds.train_jobs import TrainJobs
 from engine.errors import DeviceFull
 from engine.island import IslandModel
+from p2p.platform import write_private
 from tests.app.rounds.test_rejoining import found_and_train, run_alone, some_rounds, until, until_status, wish_in
 
 
@@ -32,6 +33,7 @@ async def test_a_card_that_is_full_for_a_moment_does_not_end_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, make, is_full = IslandModel.step, founding.make_model, False
+    model: Any = None
 
     def crowded(self: IslandModel, *args: Any) -> Any:
         if is_full:  # a game has just begun beside it
@@ -62,7 +64,6 @@ async def test_a_card_that_is_full_for_a_moment_does_not_end_a_job(
         assert facts["round"] > 1
         assert facts["waiting"] == ""
 
-    model: Any = None
     monkeypatch.setattr(IslandModel, "step", crowded)
     await run_alone(tmp_path, train)
 
@@ -70,22 +71,20 @@ async def test_a_card_that_is_full_for_a_moment_does_not_end_a_job(
 async def test_a_job_that_is_left_while_its_card_is_full_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reached = trio.Event()
+    reached, token = trio.Event(), trio.lowlevel.current_trio_token()
 
     def full(*args: Any) -> Any:
         trio.from_thread.run_sync(reached.set, trio_token=token)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
     async def train(jobs: TrainJobs) -> None:
-        nonlocal token
-        token = trio.lowlevel.current_trio_token()
         monkeypatch.setattr(IslandModel, "step", full)
         await jobs.found(wish_in(tmp_path))
         await reached.wait()
         assert (await jobs.leave("fish"))["status"] == "left"
-        assert not (jobs.running or jobs._waiting)
+        assert not jobs.running
+        assert not jobs._waiting
 
-    token: Any = None
     await run_alone(tmp_path, train)
 
 
@@ -93,13 +92,13 @@ class FullDisk:
     """A disk on which no state of a training job can be written while it `is_full`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_full, self._write = False, train_store.write_private
+        self.is_full = False
         monkeypatch.setattr(train_store, "write_private", self.write)
 
     def write(self, path: Path, data: Any, **how: Any) -> None:
         if path.name == "state" and self.is_full:
             raise OSError(errno.ENOSPC, "No space left on device")
-        self._write(path, data, **how)
+        write_private(path, data, **how)
 
 
 async def test_a_disk_that_is_full_for_a_moment_costs_checkpoints_and_not_the_job(
