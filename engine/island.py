@@ -138,7 +138,7 @@ class RoundModel(ABC):
 
     def change(self) -> list[bytes]:
         """Return the leaves of what this island has changed since the last round; raises `NotFinite`."""
-        sent = self._own()  # one vector of all weights, in place: memory is short here
+        sent = self._own()  # a copy, which becomes the change: a vector of all weights is large
         self._sent = torch.sub(self._shared.values, sent, out=sent).add_(self._residual)
         pairs = enumerate(zip(self._sent.split(LEAF), self._shared.values.split(LEAF), strict=True))
         self._sent_leaves = [
@@ -154,7 +154,7 @@ class RoundModel(ABC):
             return Merged([], [(0.0, 0.0)] * len(rows), [])
         changes = torch.empty(len(rows), sum(map(self._leaf_size, range(first, first + count))))
         for row, change in zip(rows, changes, strict=True):
-            self._join(_Encoded(row, codec), first, change)
+            self._join(_Encoded(row, codec), change)
         # whoever sends the largest numbers that `decode` allows must not make this island fail
         whole = bounded(merged(changes, weights, clip=self.terms.robust))
         leaves = [
@@ -250,11 +250,11 @@ class RoundModel(ABC):
     def _joined(self, part: _Encoded, first: int, count: int) -> Tensor:
         """The numbers in leaves of a change, from number `first` on; raises `TrainingError` if these are none."""
         whole = torch.empty(sum(map(self._leaf_size, range(first, first + count))))
-        self._join(part, first, whole)
+        self._join(part, whole)
         return whole
 
-    def _join(self, part: _Encoded, first: int, whole: Tensor) -> None:
-        """Write the numbers in leaves of a change into a vector, leaf by leaf."""
+    def _join(self, part: _Encoded, whole: Tensor) -> None:
+        """Write the numbers in leaves of a change into a vector; raises `TrainingError` if these are none."""
         for own, leaf in zip(whole.split(LEAF), part.leaves, strict=True):
             own.copy_(self._decoded(leaf, own.numel(), part.codec))
 

@@ -144,15 +144,13 @@ class CheckpointWriter:
         save: Save,
         change: MergedChange | None,
     ) -> None:
-        self.unsaved, self.trouble = None, ""
+        self.unsaved, self.trouble, is_saved = None, "", False
         try:
-            try:
-                await save()  # first: a node that is ended now must not lose the round
-            except (AppError, OSError) as error:
-                self.unsaved = error
-                raise
+            await save()  # first: a node that is ended now must not lose the round
+            is_saved = True
             await self.keep(round_number, states, parts, change)
         except (AppError, OSError) as error:
+            self.unsaved = None if is_saved else error.with_traceback(None)  # the frames hold the state
             self.trouble = f"the state before round {round_number} could not be written, the next one is tried: {error}"
             log.warning("%s", self.trouble)
             await self._forget_all_but(self.parts)  # what was written of it

@@ -116,6 +116,7 @@ class _Waiting:
 
     why: str = ""  # empty if it is to go on at once
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the task that tries it
+    ended: trio.Event = field(default_factory=trio.Event)
 
 
 class TrainJobs:
@@ -207,14 +208,22 @@ class TrainJobs:
     async def leave(self, target: str) -> dict[str, Any]:
         """Take no more part in a job; steps that were not yet merged are lost. Raises `AppError`."""
         job = await trio.to_thread.run_sync(self._store.find, target)
-        running = self.running.get(job.record.id)
-        if running is not None:
-            running.island.leave()
-            await running.ended.wait()
-        if self._stop_waiting(job):
-            await self._write(job, None, LEFT)
-        elif running is None:
+        took_part = False
+        # one that is being left may lack room just then, and one that waits for room may just have begun
+        while True:
+            running, waiting = self.running.get(job.record.id), self._stop_waiting(job)
+            if running is not None:
+                running.island.leave()
+                await running.ended.wait()
+            elif waiting is not None:
+                await waiting.ended.wait()
+            else:
+                break
+            took_part = True
+        if not took_part:
             raise AppError(f"this node takes no part in {job.record.name} now")
+        if self._store.facts(job)["status"] == RUNNING:
+            await self._write(job, None, LEFT)
         return self._store.facts(job)
 
     async def facts(self) -> list[dict[str, Any]]:
@@ -352,6 +361,7 @@ class TrainJobs:
                         break
         if self._waiting.get(key) is waiting:
             del self._waiting[key]
+        waiting.ended.set()
 
     async def _start(self, job: StoredTraining, vectors: Any = None) -> None:
         """Begin a job that was founded or joined; what keeps it from that is raised, and written down."""
@@ -363,13 +373,13 @@ class TrainJobs:
             raise
         self._stop_waiting(job)
 
-    def _stop_waiting(self, job: StoredTraining) -> bool:
-        """Do not try again to go on with a job; False if that was not to be."""
+    def _stop_waiting(self, job: StoredTraining) -> _Waiting | None:
+        """Do not try again to go on with a job; None if that was not to be."""
         waiting = self._waiting.pop(job.record.id, None)
         self._again_s.pop(job.record.id, None)
         if waiting is not None:
             waiting.scope.cancel()
-        return waiting is not None
+        return waiting
 
     async def _begin(self, job: StoredTraining, vectors: Any = None) -> None:
         """Make an island, with the state that it goes on from, and run it in a task of its own."""
