@@ -111,7 +111,7 @@ def _temporary(path: Path, data: bytes | Iterable[bytes], *, durable: bool = Tru
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.writelines([data] if isinstance(data, bytes) else data)
+            file.writelines([data] if isinstance(data, bytes | bytearray | memoryview) else data)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
