@@ -323,8 +323,14 @@ def plan_training(config: ModelConfig, precision: Precision, task: TrainingTask,
 
 # Bytes a weight takes where all weights are trained, in float32: itself, its gradient and two moments.
 FULL_WEIGHT_BYTES = 16
-# What islands add for each: weights and momentum of the last round, what rounding left behind, and the change.
-ROUND_WEIGHT_BYTES = 16
+# What islands add for each, in the machine's own memory. While steps are made: weights and momentum of the last round
+# and what rounding left behind (12), the state that is being written (8), and merged changes that are kept for others
+# (8, the most in any number format).
+ROUND_KEPT_BYTES = 28
+# At the fullest moment, when changes are merged or tested: the same without the state, the own change as it is (4) and
+# as it is sent (4); the changes that are merged and the last merged one (8), and both in float64 to compare them (16),
+# or as much for a test of another island's change.
+ROUND_WEIGHT_BYTES = 56
 
 
 @dataclass(frozen=True)
@@ -333,21 +339,30 @@ class FullBudget:
 
     weights: int  # of all parts
     state_bytes: int  # weights, gradients and moments, and copies in the compute format
-    round_bytes: int  # what the exchange with other islands needs
+    kept_bytes: int  # what islands keep of rounds while steps are made, in the machine's own memory
+    round_bytes: int  # what rounds take there at most, at their end, when no step is made
     input_bytes: int  # inputs of the blocks of one micro-batch
     graph_bytes: int  # what passes keep beyond that, to save computing blocks again
     workspace_bytes: int  # one block's pass, the loss, and the next state of the largest part during a step
 
     @property
+    def step_bytes(self) -> int:
+        """Bytes on the device that makes the steps, besides those of rounds."""
+        return self.state_bytes + self.input_bytes + self.graph_bytes + self.workspace_bytes
+
+    @property
     def total_bytes(self) -> int:
-        """Bytes in all."""
-        return self.state_bytes + self.round_bytes + self.input_bytes + self.graph_bytes + self.workspace_bytes
+        """Bytes at the fullest moment, if steps and rounds are in one memory."""
+        return max(self.step_bytes + self.kept_bytes, self.state_bytes + self.round_bytes)
 
 
-def plan_full(config: ModelConfig, precision: Precision, rows: int, usable_bytes: int) -> FullBudget:
+def plan_full(
+    config: ModelConfig, precision: Precision, rows: int, usable_bytes: int, *, rounds_apart: bool = False
+) -> FullBudget:
     """Return the memory to train all weights with micro-batches of `rows` rows.
 
-    What is left of `usable_bytes` is for graphs, as far as they can use it. The job does not fit if the total is more.
+    What is left of `usable_bytes` is for graphs, as far as they can use it. The job does not fit if the total is more;
+    with `rounds_apart`, where rounds have a memory of their own, if the bytes of steps are.
     """
     ends = ends_bytes(config, unquantised(1), embedding=True, head=True)
     weights = config.n_blocks * block_weights(config) + ends
@@ -357,9 +372,9 @@ def plan_full(config: ModelConfig, precision: Precision, rows: int, usable_bytes
     wide = rows * (3 * config.intermediate_size + 3 * config.hidden_size) * precision.compute_bytes
     largest = max(block_weights(config), config.vocab_size * config.hidden_size)
     workspace = graph + wide + max(20 * largest, loss_bytes(config, precision, rows) + 8 * largest)
-    state, exchange = FULL_WEIGHT_BYTES * weights + copy, ROUND_WEIGHT_BYTES * weights
-    left = max(0, usable_bytes - state - exchange - inputs - workspace)
-    return FullBudget(weights, state, exchange, inputs, min(left, config.n_blocks * graph), workspace)
+    state, kept, most = FULL_WEIGHT_BYTES * weights + copy, ROUND_KEPT_BYTES * weights, ROUND_WEIGHT_BYTES * weights
+    left = max(0, usable_bytes - state - inputs - workspace - (0 if rounds_apart else kept))
+    return FullBudget(weights, state, kept, most, inputs, min(left, config.n_blocks * graph), workspace)
 
 
 def full_blocks_bytes(config: ModelConfig, precision: Precision, blocks: int, rows: int, under_way: int) -> int:

@@ -138,7 +138,8 @@ class RoundModel(ABC):
 
     def change(self) -> list[bytes]:
         """Return the leaves of what this island has changed since the last round; raises `NotFinite`."""
-        self._sent = self._shared.values - self._own() + self._residual
+        sent = self._own()  # a copy, which becomes the change: a vector of all weights is large
+        self._sent = torch.sub(self._shared.values, sent, out=sent).add_(self._residual)
         pairs = enumerate(zip(self._sent.split(LEAF), self._shared.values.split(LEAF), strict=True))
         self._sent_leaves = [
             b"" if self._may_wait(number) and self._is_small(leaf, weights) else encode(leaf, self.codec)
@@ -151,13 +152,16 @@ class RoundModel(ABC):
         count, codec = len(rows[0]), self.codec
         if not count:
             return Merged([], [(0.0, 0.0)] * len(rows), [])
-        changes = torch.stack([self._joined(_Encoded(row, codec), first, count) for row in rows])
+        changes = torch.empty(len(rows), sum(map(self._leaf_size, range(first, first + count))))
+        for row, change in zip(rows, changes, strict=True):
+            self._join(_Encoded(row, codec), change)
         # whoever sends the largest numbers that `decode` allows must not make this island fail
         whole = bounded(merged(changes, weights, clip=self.terms.robust))
         leaves = [
             encode(leaf, codec) if any(row[index] for row in rows) else b""
             for index, leaf in enumerate(whole.split(LEAF))
         ]
+        del whole
         past = None
         if self._past is not None:
             past = self._joined(self._past._replace(leaves=self._past.leaves[first : first + count]), first, count)
@@ -195,18 +199,23 @@ class RoundModel(ABC):
         """
         if len(leaves) != self.leaves:
             raise TrainingError(f"{len(leaves)} leaves are not the {self.leaves} of a change")
-        found = _Encoded(leaves, self.codec)
-        change = self._joined(found, 0, self.leaves)
-        kept = self._shared.momentum * self._momentum_kept
-        values, momentum = nesterov_step(self._shared.values, kept, change, self.terms.outer)
-        self._next, self._next_change = _Shared(values, momentum), found
+        self._next = self._next_change = None  # of another attempt
+        values, momentum = torch.empty_like(self._shared.values), torch.empty_like(self._shared.momentum)
+        for number, leaf in enumerate(leaves):  # one at a time: beside both, there would be no room for a whole change
+            at = slice(number * LEAF, number * LEAF + self._leaf_size(number))
+            change, kept = self._decoded(leaf, at.stop - at.start, self.codec), self._shared.momentum[at]
+            made = nesterov_step(self._shared.values[at], kept * self._momentum_kept, change, self.terms.outer)
+            values[at], momentum[at] = made
+        self._next, self._next_change = _Shared(values, momentum), _Encoded(leaves, self.codec)
         return self._packed(self._next)
 
     def commit(self, *, counted: bool) -> None:
         """Go on from the next shared state; `counted` if this island's own change is in it."""
         assert self._next is not None, "no round has been computed"
         if counted and self._sent is not None:
-            self._residual = self._sent - self._joined(_Encoded(self._sent_leaves, self.codec), 0, self.leaves)
+            for part, leaf in zip(self._sent.split(LEAF), self._sent_leaves, strict=True):
+                part -= self._decoded(leaf, part.numel(), self.codec)
+            self._residual = self._sent
         self._shared, self._next, self._sent, self._sent_leaves = self._next, None, None, []
         self._past, self._next_change = self._next_change, None
         self._go_on_from(self._shared.values)
@@ -240,8 +249,14 @@ class RoundModel(ABC):
 
     def _joined(self, part: _Encoded, first: int, count: int) -> Tensor:
         """The numbers in leaves of a change, from number `first` on; raises `TrainingError` if these are none."""
-        sizes = map(self._leaf_size, range(first, first + count))
-        return torch.cat([self._decoded(leaf, size, part.codec) for leaf, size in zip(part.leaves, sizes, strict=True)])
+        whole = torch.empty(sum(map(self._leaf_size, range(first, first + count))))
+        self._join(part, whole)
+        return whole
+
+    def _join(self, part: _Encoded, whole: Tensor) -> None:
+        """Write the numbers in leaves of a change into a vector; raises `TrainingError` if these are none."""
+        for own, leaf in zip(whole.split(LEAF), part.leaves, strict=True):
+            own.copy_(self._decoded(leaf, own.numel(), part.codec))
 
     def _decoded(self, leaf: bytes, size: int, codec: Codec) -> Tensor:
         return torch.zeros(size) if not leaf and self.terms.significance else decode(leaf, size, codec)
@@ -465,10 +480,10 @@ def unpacked(config: ModelConfig, states: Sequence[bytes]) -> tuple[Tensor, Tens
     sizes = [8 * part_weights(config, part) for part in names]
     if [len(state) for state in states] != sizes:
         raise TrainingError(f"the states are not those of a model with {model_weights(config)} weights")
-    halves = [np.frombuffer(state, dtype="<f4").astype(np.float32) for state in states]
-    values, momentum = (
-        torch.from_numpy(np.concatenate([np.split(half, 2)[side] for half in halves])) for side in (0, 1)
-    )
+    whole = torch.empty(2, model_weights(config))
+    for each, state in zip(whole.split([size // 8 for size in sizes], dim=1), states, strict=True):
+        each.numpy()[:] = np.frombuffer(state, dtype="<f4").reshape(2, -1)
+    values, momentum = whole
     if not bool(torch.isfinite(values).all() and torch.isfinite(momentum).all()):
         raise TrainingError("a state has numbers that are not finite")
     return values, momentum

@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -50,8 +50,10 @@ def private_directory(path: Path) -> Path:
     return path
 
 
-def write_private(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Replace `path` by `data` atomically with mode 0600; a reader sees either the old bytes or the new.
+def write_private(path: Path, data: bytes | Iterable[bytes], *, durable: bool = True) -> None:
+    """Replace `path` by `data`, which may come in pieces, atomically with mode 0600.
+
+    A reader sees either the old bytes or the new.
 
     Without `durable` the file is not flushed to disk and may be damaged after a power cut; use that only for files
     that are verified on reading and can be fetched again.
@@ -103,13 +105,13 @@ def _create_without_links(path: Path, temporary: str) -> bool:
 
 
 @contextlib.contextmanager
-def _temporary(path: Path, data: bytes, *, durable: bool = True) -> Iterator[str]:
+def _temporary(path: Path, data: bytes | Iterable[bytes], *, durable: bool = True) -> Iterator[str]:
     """Yield the name of a temporary file beside `path` that holds `data`; it is removed if it was not renamed."""
     # mkstemp creates the file with mode 0600, so that other users can never read the bytes.
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes | bytearray | memoryview) else data)
             file.flush()
             if durable:
                 os.fsync(file.fileno())

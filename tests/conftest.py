@@ -28,6 +28,7 @@ import trio
 from hypothesis import settings
 from trio.testing import MockClock
 
+from app.core.device_thread import DeviceThread
 from app.weights.chunk_writer import ChunkWriter
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -94,6 +95,12 @@ def patient_clock(monkeypatch: pytest.MonkeyPatch) -> MockClock:
             stack.callback(hold)
             yield writer
 
+    def on_device(name: str) -> Callable[..., Any]:
+        run = getattr(DeviceThread, name)
+        return lambda device, *args: run_held(run, device, *args)
+
+    for name in ("run", "run_later", "run_apart"):
+        monkeypatch.setattr(DeviceThread, name, on_device(name))
     monkeypatch.setattr(trio.to_thread, "run_sync", in_thread)
     monkeypatch.setattr(ChunkWriter, "opened", opened_until_its_thread_ends)
     monkeypatch.setattr(ChunkWriter, "take", lambda writer, *chunks: run_held(take, writer, *chunks))

@@ -19,6 +19,7 @@ from engine.budget import (
     plan_training,
 )
 from engine.config import ModelConfig
+from engine.device.kinds import kind_named
 
 _PLENTY = 1 << 62
 
@@ -76,9 +77,12 @@ def trained_bytes(config: ModelConfig, machine: MachineSpec, task: TrainingMemor
     """Return the bytes of one block in training, and those that a machine needs besides its blocks."""
     precision, graphs = machine.precision, 0 if task.recomputed else _PLENTY
     if task.rank is None:
-        plan = plan_full(config, precision, task.rows, graphs)
-        kept = task.micro_batches * (plan.input_bytes + plan.graph_bytes)
-        return -(-(plan.state_bytes + plan.round_bytes + kept) // config.n_blocks), plan.workspace_bytes
+        plan, shared = plan_full(config, precision, task.rows, graphs), kind_named(machine.kind).shared_memory
+        passes = task.micro_batches * (plan.input_bytes + plan.graph_bytes)
+        if not shared:  # what rounds need is in the machine's own memory
+            return -(-(plan.state_bytes + passes) // config.n_blocks), plan.workspace_bytes
+        more = max(0, plan.kept_bytes + passes + plan.workspace_bytes - plan.round_bytes)
+        return -(-(plan.state_bytes + plan.round_bytes) // config.n_blocks), more
     job = TrainingTask(1, task.rank, ADAPTER_ROLES, task.rows, task.micro_batches)
     one = plan_training(config, precision, job, graphs)
     ends = ends_bytes(config, precision, embedding=True, head=True) + loss_bytes(config, precision, task.rows)

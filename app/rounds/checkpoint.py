@@ -2,7 +2,8 @@
 
 It goes to the home folder for this node, and into the store of parts for the others, which also keeps the one before.
 One is written at a time: an island whose disk is slower than its rounds waits for the disk, so that no more than two
-states are in memory. What fails is raised where the next round waits for it.
+states are in memory. One that cannot be written is not shown to others, and costs itself alone: the island goes on, and
+the state after the next round is tried again.
 
 A state that somebody fetches over a slow link is kept longer, one at a time, and with it the merged changes of the
 rounds since, with which whoever has it catches up. Both are dropped when whoever fetched it has fetched nothing for a
@@ -62,7 +63,8 @@ class CheckpointWriter:
         self.round = -1  # that goes on from it
         self.at = 0.0  # when it was written
         self._is_writing = False
-        self._failure: AppError | OSError | None = None
+        self.unsaved: AppError | OSError | None = None  # why this node does not have the newest state on disk
+        self.trouble = ""  # with the newest checkpoint, in words
         self.changed = Signal()
         self._held: _HeldState | None = None
 
@@ -84,11 +86,8 @@ class CheckpointWriter:
         nursery.start_soon(self._write, round_number, states, parts, save, change)
 
     async def finish(self) -> None:
-        """Wait until nothing is being written; raises the `AppError` or `OSError` of what could not be."""
+        """Wait until nothing is being written."""
         await self.changed.wait_for(lambda: not self._is_writing)
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
 
     async def keep(
         self, round_number: int, states: Sequence[bytes], parts: list[StatePart], change: MergedChange | None = None
@@ -97,12 +96,15 @@ class CheckpointWriter:
         before = self.parts
         for data in states:
             await self._states.keep(self._run, data)
-        await self._hold(before, change)
+        await self._hold(before, change if round_number == self.round + 1 else None)
         self.parts, self.round, self.at = parts, round_number, trio.current_time()
         self.changed.notify()
+        await self._forget_all_but([*before, *parts])
+
+    async def _forget_all_but(self, parts: Sequence[StatePart]) -> None:
         held = self._held
         more = [] if held is None else [*held.parts, *(part for part, _ in held.changes.values())]
-        await self._states.forget(self._run, [*before, *parts, *self._kept, *more])
+        await self._states.forget(self._run, [*parts, *self._kept, *more])
 
     async def leaves_of(self, list_hash: bytes, first: int, count: int) -> bytes | None:
         """Return merged leaves of a past round (blobs) if they are kept, for somebody who catches up."""
@@ -142,11 +144,16 @@ class CheckpointWriter:
         save: Save,
         change: MergedChange | None,
     ) -> None:
+        self.unsaved, self.trouble, is_saved = None, "", False
         try:
             await save()  # first: a node that is ended now must not lose the round
+            is_saved = True
             await self.keep(round_number, states, parts, change)
         except (AppError, OSError) as error:
-            self._failure = error
+            self.unsaved = None if is_saved else error.with_traceback(None)  # the frames hold the state
+            self.trouble = f"the state before round {round_number} could not be written, the next one is tried: {error}"
+            log.warning("%s", self.trouble)
+            await self._forget_all_but(self.parts)  # what was written of it
         finally:
             self._is_writing = False
             self.changed.notify()

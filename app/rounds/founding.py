@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,10 @@ from engine.budget import (
 )
 from engine.config import ModelConfig
 from engine.device.dtypes import pick_dtype
+from engine.device.kinds import kind_named
 from engine.device.probe import Device, find_device, probe_devices
 from engine.errors import DeviceFull
+from engine.hosting import release
 from engine.island import TRACED_WEIGHT_BYTES, IslandModel, IslandTerms, PipelineModel, first_states, unpacked
 from engine.model.block import WeightOptions
 from engine.sources.base import ModelSource, TokenizerSpec, block_part
@@ -254,22 +256,31 @@ def plan_island(
 ) -> tuple[FullBudget, Device, torch.dtype]:
     """Choose the device and divide its memory; raises `AppError` with the bytes wanted and offered.
 
-    `limit_bytes` is the setting `max_vram`, of which 0 concerns hosting alone.
+    Steps are made on the device; rounds, and the traces of steps, are in the machine's own memory, which may be the
+    same. `limit_bytes` is the setting `max_vram`, of which 0 concerns hosting alone.
     """
-    device = find_device(None, probe_devices())
+    device = find_device(None, devices := probe_devices())
     dtype = pick_dtype(device.id)
+    apart = not kind_named(device.kind).shared_memory
     usable = allowance_on(device, limit_bytes or None).usable_bytes
-    # Traces are in the machine's memory, which is this device's own if it is a CPU.
-    traces = most_trace_bytes(TRACED_WEIGHT_BYTES * model_weights(config)) if device.kind == "cpu" else 0
-    budget = plan_full(config, unquantised(dtype.itemsize), max(ROWS, length), usable - traces)
-    if budget.total_bytes + traces > usable:
-        raise DoesNotFit(
-            f"training {budget.weights} weights takes {format_size(budget.total_bytes + traces)}, but {device.id} has "
-            f"{format_size(usable)} to spare: give a smaller model"
-            + (f", or raise max_vram, which is {format_size(limit_bytes)}" if limit_bytes else ""),
-            config,
-            length,
-        )
+    traces = most_trace_bytes(TRACED_WEIGHT_BYTES * model_weights(config))
+    room = usable if apart else usable - traces
+    budget = plan_full(config, unquantised(dtype.itemsize), max(ROWS, length), room, rounds_apart=apart)
+    budget = replace(budget, kept_bytes=budget.kept_bytes + traces, round_bytes=budget.round_bytes + traces)
+    wanted = [(device, budget.step_bytes if apart else budget.total_bytes, usable)]
+    if apart:
+        memory = find_device("cpu", devices)
+        wanted.append((memory, budget.round_bytes, allowance_on(memory, None).usable_bytes))
+    for one, size, spare in wanted:
+        capped = limit_bytes if one is device else None
+        if size > spare:
+            raise DoesNotFit(
+                f"training {budget.weights} weights takes {format_size(size)}, but {one.id} has {format_size(spare)} "
+                "to spare: give a smaller model"
+                + (f", or raise max_vram, which is {format_size(capped)}" if capped else ""),
+                config,
+                length,
+            )
     return budget, device, dtype
 
 
@@ -298,6 +309,11 @@ def plan_owner(
                 length,
             )
     return budget, device, dtype
+
+
+def give_memory_back() -> None:
+    """Return memory that is unused, as that of a model which was here before, to the system."""
+    release(find_device(None, probe_devices()).id)
 
 
 def block_needs(config: ModelConfig, length: int) -> Callable[[int, int], int]:

@@ -102,7 +102,7 @@ log = logging.getLogger("shoal.rounds")
 T = TypeVar("T")
 
 OUTSIDE_LONG = 3  # rounds of the others, after which an island without moments takes theirs over
-KEPT_ATTEMPTS = 4  # whose merged leaves are kept for members that are late
+KEPT_ATTEMPTS = 4  # whose merged leaves are kept for members that are late, at most
 KNOWN_ROUNDS = 16  # the last ones, of which nobody waits for a merged change that was dropped
 MAX_PEERS = 256
 _LISTS_MORE = 2  # lists of one leader in a round, beyond one for each member that it may have to leave out
@@ -360,7 +360,7 @@ class Island:
             self.log = list(entries)
             self._heads |= {entry.hash for entry in entries}
         self._model.begin_round(self.standing.round, self.standing.codec, self.standing.steps, self.standing.last_steps)
-        found = await self._device.run(self._model.states)
+        found = await self._device.run(self._model.states) if states is None else states
         root, parts = await self._in_thread(hashed, found)
         self._sizes = [part.size_bytes for part in parts]
         self._has_state = root == self.standing.root
@@ -369,14 +369,18 @@ class Island:
             self.figures.settled_at = trio.current_time()
 
     async def run(self) -> None:
-        """Take part until all steps are done or `leave` was called; raises `LeftOut`, `EngineError` or `OSError`."""
-        failure: AppError | EngineError | OSError | None = None
+        """Take part until all steps are done or `leave` was called.
+
+        Raises `LeftOut`, the `AppError` or `OSError` for which the last state is not on disk, and whatever the device
+        raises; several errors at once as a group.
+        """
+        failure: Exception | None = None
         async with trio.open_nursery() as greeting:
             greeting.start_soon(self._greet)
             async with trio.open_nursery() as self._nursery:
                 try:
                     await self._live()
-                except (AppError, EngineError, OSError) as error:
+                except Exception as error:  # of torch, for one
                     failure = error
                 # the last entry is still being told to the others
                 self._nursery.cancel_scope.deadline = trio.current_time() + self.timing.hello_s
@@ -412,6 +416,8 @@ class Island:
                 if self.standing is not standing:
                     self._measure(standing, began, trained)
         await self.checkpoint.finish()
+        if self.is_finished and self.checkpoint.unsaved is not None:
+            raise self.checkpoint.unsaved
 
     def _why_outside(self, standing: Standing) -> str:
         """Say what an island waits for that makes no steps now; nothing if all are done."""
@@ -469,6 +475,7 @@ class Island:
 
     async def _arrive(self, standing: Standing, steps: int, tokens: int, traces: StepTraces | None) -> None:
         """Commit to the change, and to traces of the steps if they are kept, and tell the others."""
+        await self.checkpoint.finish()  # so that two states are never in memory
         leaves = await self._device.run_later(self._model.change)
         hashes, change = await self._in_thread(hashes_of, leaves)
         made = Arrival(self.record.id, standing.round, standing.prev, steps, tokens, change)
@@ -741,6 +748,7 @@ class Island:
         root, failed = b"", dict[str, str]()
         try:
             leaves = await self._exchange.run(attempt, self._own, deadline)
+            self._candidate = None  # of another attempt
             states = await self._device.run_later(self._model.advance, leaves)
             root, parts = await self._in_thread(hashed, states)
             self._candidate = _Candidate(members.hash, root, states, parts)
@@ -768,9 +776,13 @@ class Island:
         return self._model.leaves * self._model.leaf_bytes
 
     def _keep(self, attempt: ExchangeAttempt) -> None:
-        """Show others an attempt, and forget the oldest ones: each has leaves as large as a whole change."""
+        """Show others an attempt, and forget the oldest ones: each has leaves as large as a whole change.
+
+        Together they are no larger than a state, unless there are no more than two.
+        """
         self._attempts[attempt.members.hash] = attempt
-        while len(self._attempts) > KEPT_ATTEMPTS:
+        most = max(2, min(KEPT_ATTEMPTS, sum(self._sizes) // self._change_bytes))
+        while len(self._attempts) > most:
             del self._attempts[next(iter(self._attempts))]
         self._news.notify()
 
@@ -780,6 +792,7 @@ class Island:
         """Go on from the state after a round; raises `RecordError`, `ExchangeFailed`, `EngineError` or `P2PError`."""
         standing = follow(self.record, self.standing, entry)
         counted = self._own is not None and self.peer in entry.list.members
+        await self.checkpoint.finish()  # of the state before this round
         found = self._candidate
         if found is None or (found.list_hash, found.root) != (entry.list.hash, entry.root):
             self._candidate = None
@@ -790,13 +803,14 @@ class Island:
             self._keep(ExchangeAttempt(entry.list, self.record.grid, merged=dict(enumerate(leaves))))
         await self._device.run_later(lambda: self._model.commit(counted=counted))
         self._rests = self._rests_after(entry.list)
-        await self.checkpoint.finish()  # of the state before this round
         past = PastRound(self.standing, self.checkpoint.parts, entry)
+        can_test = self.checkpoint.round == self.standing.round  # else that state is not on disk
         change = None
         if (made := self._attempts.get(entry.list.hash)) is not None:
             change = MergedChange(entry.list.hash, [made.merged[leaf] for leaf in range(self._model.leaves)])
         await self._settle(standing, [*self.log, entry], found.states, found.parts, change)
-        self._nursery.start_soon(self._tester.run, past, standing.tests)
+        if can_test:
+            self._nursery.start_soon(self._tester.run, past, standing.tests)
 
     async def _result_of(self, entry: RoundEntry) -> tuple[list[bytes], _Candidate]:
         """Return the merged leaves of a round and the state after it, from the first member whose leaves fit.
@@ -829,8 +843,7 @@ class Island:
     ) -> None:
         """Let the job stand where a new state is, and forget what belongs to the round before.
 
-        `change` is the merged one, if that is what led here. The state is written while the next steps are made; raises
-        what the last one could not be written for.
+        `change` is the merged one, if that is what led here. The state is written while the next steps are made.
         """
         began = trio.current_time()
         if len(self._arrived_at) > 1:  # a round alone says nothing of how late others are

@@ -1,26 +1,28 @@
 """The training jobs of this node in its swarm: founds and joins them, runs each in a task, and takes them up again.
 
 A job outlives the node: record, text, log and the newest state are in the home folder (`app.rounds.train_store`). Jobs
-that ran when the node ended go on when it joins the same swarm again.
+that ran when the node ended go on when it joins the same swarm again. One for which memory or disk are full goes on by
+itself, from what is on disk, once they are not.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
 from app.core.canonical_json import canonical
 from app.core.compute import Device
 from app.core.device_thread import DeviceThread
-from app.core.errors import AppError, RecordError, failure_text
+from app.core.errors import AppError, RecordError, failure_text, first_error
 from app.core.network import Network
 from app.core.wall_clock import wall_ms
 from app.planning.forecast import Terms, rounds_of
@@ -62,15 +64,19 @@ if TYPE_CHECKING:
     from app.rounds.founding import DoesNotFit, Founded, TrainWish
 
 log = logging.getLogger("shoal.rounds")
+T = TypeVar("T")
 
 ASK_S = 10.0
 ASK_FOR_LIST_S = 3.0  # each member, for a list that somebody waits for
 ASKED_FOR_LIST = 32  # members, drawn anew each time: a dashboard asks again and again
 LISTED = 32  # jobs that can be joined
 TRAIN = "train"  # these jobs among past forecasts
-KEPT_FINISHED_S = 600.0  # that a finished job, with its model in memory, is kept for islands that are late
+# That a finished job, with its model in memory, is kept after an island that is late was heard, and in all.
+KEPT_FINISHED_S, KEPT_FINISHED_MOST_S = 600.0, 3600.0
+LAST_ROUNDS = 16  # whose members may be late
 KEPT_VALIDATION = 200  # losses after the latest rounds, among the figures
-MEMORY_AGAIN_S, MEMORY_AGAIN_MOST_S = 10.0, 300.0  # until a job for which memory is short is tried again
+MEMORY_AGAIN_S, MEMORY_AGAIN_MOST_S = 10.0, 300.0  # until a job for which memory or disk are full is tried again
+KILLED_OFTEN = 2  # times in a row that a node was killed with a job, after which it does not begin it again at once
 
 _EXPECTED = (AppError, EngineError, P2PError, OSError)  # they say themselves what is wrong
 
@@ -100,15 +106,17 @@ class RunningTraining:
     job: StoredTraining
     island: Island
     machine: MachineSpec  # this one, measured before it began
+    begun: int  # times that it was begun and the node killed before a round was over, this time included
     ended: trio.Event = field(default_factory=trio.Event)
 
 
 @dataclass
 class _Waiting:
-    """A job that ran when the node ended and does not go on yet."""
+    """A job that ran when the node ended, or had no room, and does not go on yet."""
 
-    why: str = ""
+    why: str = ""  # empty if it is to go on at once
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the task that tries it
+    ended: trio.Event = field(default_factory=trio.Event)
 
 
 class TrainJobs:
@@ -120,6 +128,7 @@ class TrainJobs:
         self._nursery: trio.Nursery | None = None
         self._starting = trio.Lock()
         self._waiting: dict[bytes, _Waiting] = {}
+        self._again_s: dict[bytes, float] = {}  # how long jobs that had no room wait, until they have made a round
         self.running: dict[bytes, RunningTraining] = {}
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -128,8 +137,11 @@ class TrainJobs:
             self._server.serve()
             task_status.started()
             for job in await trio.to_thread.run_sync(self._store.all):
-                if job.record.swarm == self._place.swarm and self._store.facts(job)["status"] == RUNNING:
-                    self._nursery.start_soon(self._take_up, job)
+                facts = self._store.facts(job)
+                if job.record.swarm == self._place.swarm and facts["status"] == RUNNING:
+                    if why := _killed_often(facts):
+                        self._again_s[job.record.id] = MEMORY_AGAIN_MOST_S
+                    self._wait_for_room(job, why)
             await trio.sleep_forever()
 
     async def forecast(self, wish: TrainWish) -> dict[str, Any]:
@@ -196,14 +208,22 @@ class TrainJobs:
     async def leave(self, target: str) -> dict[str, Any]:
         """Take no more part in a job; steps that were not yet merged are lost. Raises `AppError`."""
         job = await trio.to_thread.run_sync(self._store.find, target)
-        running = self.running.get(job.record.id)
-        if running is not None:
-            running.island.leave()
-            await running.ended.wait()
-        elif self._stop_waiting(job):
-            await self._write(job, None, LEFT)
-        else:
+        took_part = False
+        # one that is being left may lack room just then, and one that waits for room may just have begun
+        while True:
+            running, waiting = self.running.get(job.record.id), self._stop_waiting(job)
+            if running is not None:
+                running.island.leave()
+                await running.ended.wait()
+            elif waiting is not None:
+                await waiting.ended.wait()
+            else:
+                break
+            took_part = True
+        if not took_part:
             raise AppError(f"this node takes no part in {job.record.name} now")
+        if self._store.facts(job)["status"] == RUNNING:
+            await self._write(job, None, LEFT)
         return self._store.facts(job)
 
     async def facts(self) -> list[dict[str, Any]]:
@@ -269,10 +289,10 @@ class TrainJobs:
             )
 
         try:
-            return await trio.to_thread.run_sync(partial(made, alone=True))
+            return await _apart(partial(made, alone=True))
         except DoesNotFit as error:
             await self._routes(error, own_data=wish.own_data)(frozenset())  # raises if other machines do not suffice
-            return await trio.to_thread.run_sync(partial(made, alone=False))
+            return await _apart(partial(made, alone=False))
 
     def _routes(self, error: DoesNotFit, *, own_data: bool) -> RouteFinder:
         """Return how to find machines for a model that is too large for this one; raises the error if none may help.
@@ -308,31 +328,40 @@ class TrainJobs:
                 nursery.start_soon(ask, peer)
         return found
 
-    async def _take_up(self, job: StoredTraining) -> None:
-        """Go on with a job that ran when the node ended; while memory is short, try again, more seldom each time."""
-        from app.rounds.founding import OUT_OF_MEMORY
+    def _wait_for_room(self, job: StoredTraining, why: str) -> None:
+        """Let a job go on by itself: at once, or if it is said why not, after a while."""
+        assert self._nursery is not None, "jobs need a running node"
+        waiting = self._waiting[job.record.id] = _Waiting(why)
+        self._nursery.start_soon(self._take_up, job, waiting)
 
-        name, key, again_s = job.record.name, job.record.id, MEMORY_AGAIN_S
-        waiting = self._waiting[key] = _Waiting()
+    async def _take_up(self, job: StoredTraining, waiting: _Waiting) -> None:
+        """Go on with a job from what is on disk; while there is no room for it, try again, more seldom each time."""
+        from app.rounds.founding import give_memory_back
+
+        name, key = job.record.name, job.record.id
         with waiting.scope:
             while True:
+                if waiting.why:
+                    log.warning("training %s %s", name, waiting.why)
+                    again_s = self._again_s.get(key, MEMORY_AGAIN_S)
+                    self._again_s[key] = min(2 * again_s, MEMORY_AGAIN_MOST_S)
+                    await trio.sleep(again_s)  # out of the handler, whose error holds what was loaded
+                    await trio.to_thread.run_sync(give_memory_back)
                 try:
                     async with self._starting:
                         if key not in self.running:  # as it is if somebody has joined it by now
                             await self._begin(job)
                     break
-                except OUT_OF_MEMORY as error:
-                    log.warning("training %s goes on once there is memory for it: %s", name, error)
-                    waiting.why = f"waits for memory: {_why(error)}"
                 except Exception as error:  # of torch, for one; it must not end the node's other work
-                    with_trace = not isinstance(error, _EXPECTED)
-                    log.warning("training %s does not go on: %s", name, error, exc_info=with_trace)
-                    await self._write(job, None, FAILED, _why(error))
-                    break
-                await trio.sleep(again_s)  # out of the handler, whose error holds what was loaded
-                again_s = min(2 * again_s, MEMORY_AGAIN_MOST_S)
+                    waiting.why = _lacks_room(error)
+                    if not waiting.why:
+                        with_trace = not isinstance(error, _EXPECTED)
+                        log.warning("training %s does not go on: %s", name, error, exc_info=with_trace)
+                        await self._write(job, None, FAILED, _why(error))
+                        break
         if self._waiting.get(key) is waiting:
             del self._waiting[key]
+        waiting.ended.set()
 
     async def _start(self, job: StoredTraining, vectors: Any = None) -> None:
         """Begin a job that was founded or joined; what keeps it from that is raised, and written down."""
@@ -344,26 +373,30 @@ class TrainJobs:
             raise
         self._stop_waiting(job)
 
-    def _stop_waiting(self, job: StoredTraining) -> bool:
-        """Do not try again to go on with a job; False if that was not to be."""
+    def _stop_waiting(self, job: StoredTraining) -> _Waiting | None:
+        """Do not try again to go on with a job; None if that was not to be."""
         waiting = self._waiting.pop(job.record.id, None)
+        self._again_s.pop(job.record.id, None)
         if waiting is not None:
             waiting.scope.cancel()
-        return waiting is not None
+        return waiting
 
     async def _begin(self, job: StoredTraining, vectors: Any = None) -> None:
         """Make an island, with the state that it goes on from, and run it in a task of its own."""
         assert self._nursery is not None, "jobs need a running node"
-        record = job.record
+        record, facts = job.record, self._store.facts(job)
+        begun = _begun(facts) + 1  # a node that is killed has this on disk
+        await self._write(job, None, facts["status"], facts["why"], begun=begun)
         try:
             island, machine = await self._island(job, vectors)
         except BaseException:
+            await self._write(job, None, facts["status"], facts["why"])
             with trio.CancelScope(shield=True):
                 await self._place.states.forget(record.id[:16])
             raise
         self._server.islands[record.id] = island
         self._server.records[record.id] = job.raw
-        self.running[record.id] = RunningTraining(job, island, machine)
+        self.running[record.id] = RunningTraining(job, island, machine, begun)
         self._nursery.start_soon(self._run_job, self.running[record.id])
 
     async def _island(self, job: StoredTraining, vectors: Any) -> tuple[Island, MachineSpec]:
@@ -371,6 +404,7 @@ class TrainJobs:
         from app.rounds.founding import TokenText
 
         place, record = self._place, job.record
+        await trio.to_thread.run_sync(self._store.remove_unfinished, job)
         names = {"tokens", "held", *record.texts}
         texts = {name: await trio.to_thread.run_sync((job.folder / name).read_bytes) for name in names}
         text = await trio.to_thread.run_sync(TokenText, texts["tokens"], texts["held"], record)
@@ -405,10 +439,10 @@ class TrainJobs:
 
         place, limit = self._place, self._place.memory_limit()
         try:
-            model, name = await trio.to_thread.run_sync(make_model, record, vectors, limit)
+            model, name = await _apart(make_model, record, vectors, limit)
         except DoesNotFit as error:
             routes = self._routes(error, own_data=record.own_data)
-            owner, name, terms = await trio.to_thread.run_sync(make_pipeline, record, vectors, limit)
+            owner, name, terms = await _apart(make_pipeline, record, vectors, limit)
             device = DeviceThread(name)
             machines = PipelinePlace(routes, own_server=None if place.helpers is None else place.helpers.own_server)
             return owner, device, PipelineSteps(place.network, owner, device, place.states, terms, machines)
@@ -416,35 +450,40 @@ class TrainJobs:
         return model, device, LocalSteps(model, device)
 
     async def _run_job(self, running: RunningTraining) -> None:
-        """Run an island until the job is finished, left or failed, and write down which."""
-        job, island = running.job, running.island
+        """Run an island until the job is finished, left or failed, and write down which; or let it wait for room."""
+        job, island, no_room = running.job, running.island, ""
+        status, why = RUNNING, ""
         try:
-            await self._write(job, island, RUNNING)
+            await self._write(job, island, RUNNING, begun=running.begun)
             await island.run()
-            await self._write(job, island, FINISHED if island.is_finished else LEFT)
-        except _EXPECTED as error:
-            log.warning("training %s failed: %s", job.record.name, error)
-            await self._write(job, island, FAILED, _why(error))
+            status = FINISHED if island.is_finished else LEFT
         except Exception as error:  # torch raises errors of every kind; they must not end the node's other work
-            log.exception("training %s failed", job.record.name)
-            await self._write(job, island, FAILED, _why(error))
+            no_room = _lacks_room(error)
+            if not no_room:
+                log.warning("training %s failed: %s", job.record.name, error, exc_info=not isinstance(error, _EXPECTED))
+                status, why = FAILED, _why(error)
         finally:
+            await self._write(job, island, status, why)
             with trio.CancelScope(shield=True):
                 await island.close()
-                if not island.is_finished:
+                if status != FINISHED:
                     await self._forget(island)
             del self.running[job.record.id]
+            if no_room:
+                self._wait_for_room(job, no_room)
             running.ended.set()
-            if island.is_finished:
+            if status == FINISHED:
                 assert self._nursery is not None, "this task is in it"
                 self._nursery.start_soon(self._serve_the_late, island)
 
     async def _serve_the_late(self, island: Island) -> None:
-        """Keep a finished island until no other one was heard for a while, then give its memory back."""
-        last_s = trio.current_time()
-        while (left_s := last_s + KEPT_FINISHED_S - trio.current_time()) > 0:
-            await trio.sleep(left_s)
-            last_s = max([last_s, *(one.at for one in island.heard.values())])
+        """Keep a finished island until nobody who is late was heard for a while, then give its memory back."""
+        ended_s = last_s = trio.current_time()
+        while (until_s := min(last_s + KEPT_FINISHED_S, ended_s + KEPT_FINISHED_MOST_S)) > trio.current_time():
+            await trio.sleep_until(until_s)
+            members = {peer for entry in island.log[-LAST_ROUNDS:] for peer in entry.list.members}
+            late = [one for peer, one in island.heard.items() if peer in members and one.round < island.standing.round]
+            last_s = max([last_s, *(one.at for one in late)])
         await self._forget(island)
 
     async def _forget(self, island: Island) -> None:
@@ -455,8 +494,9 @@ class TrainJobs:
             await island.forget_states()
 
     async def _save(self, job: StoredTraining, entries: list[Any], states: list[bytes]) -> None:
-        await trio.to_thread.run_sync(self._store.save, job, entries, states)
         self._note_left_out(job.record, entries)
+        self._again_s.pop(job.record.id, None)
+        await trio.to_thread.run_sync(self._store.save, job, entries, states)
         if (running := self.running.get(job.record.id)) is not None:
             running.island.replace_entries(await trio.to_thread.run_sync(self._store.on_disk, job, entries))
             await self._write(job, running.island, RUNNING)
@@ -506,18 +546,63 @@ class TrainJobs:
         waiting = self._waiting.get(record.id)
         return facts | {"waiting": "" if waiting is None else waiting.why}
 
-    async def _write(self, job: StoredTraining, island: Island | None, status: str, why: str = "") -> None:
-        facts = self._store.facts(job) if island is None else figures_of(island, status)
+    async def _write(
+        self, job: StoredTraining, island: Island | None, status: str, why: str = "", *, begun: int = 0
+    ) -> None:
+        facts = self._store.stored_facts(job) if island is None else figures_of(island, status)
+        facts |= {"status": status, "why": why, "begun": begun}
         try:
             with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(self._store.save_facts, job, {**facts, "status": status, "why": why})
+                await trio.to_thread.run_sync(self._store.save_facts, job, facts)
         except OSError as error:
             log.warning("the figures of training %s cannot be written: %s", job.record.name, error)
 
 
-def _why(error: Exception) -> str:
+async def _apart(function: Callable[..., T], *args: Any) -> T:
+    """Make a model in a thread that ends then.
+
+    torch's allocator for ARM does not give back what one thread has allocated and another frees, while the first lives.
+    """
+    return await DeviceThread().run_apart(function, *args)
+
+
+def _why(error: BaseException) -> str:
     """Say in one short text why a job does not go on."""
+    error = first_error(error)
     return str(error)[:1000] if isinstance(error, _EXPECTED) else failure_text(error)
+
+
+def _lacks_room(error: BaseException) -> str:
+    """Say what a job waits for if memory or disk are full, which may pass; nothing for any other error."""
+    from app.rounds.founding import OUT_OF_MEMORY
+
+    if isinstance(error, BaseExceptionGroup):
+        each = [_lacks_room(one) for one in error.exceptions]
+        return each[0] if all(each) else ""
+    if isinstance(error, OUT_OF_MEMORY):
+        return f"waits for memory: {_why(error)}"
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if is_full or (isinstance(error, AppError) and error.code == "disk_full"):
+        return f"waits for room on the disk: {_why(error)}"
+    return ""
+
+
+def _begun(facts: Mapping[str, Any]) -> int:
+    """How often a job was begun since it has made a round, and the node killed then."""
+    begun = facts.get("begun", 0)
+    return begun if isinstance(begun, int) else 0
+
+
+def _killed_often(facts: Mapping[str, Any]) -> str:
+    """Say why a job that may be what the node is killed for is not begun at once; nothing for any other."""
+    if (times := _begun(facts)) < KILLED_OFTEN:
+        return ""
+    name = facts["name"]
+    return (
+        f"waits a while: the node was killed {times} times while it trained this and had not yet made a round, as a "
+        f"system does when its memory is full; `shoal train join {name}` goes on at once, `shoal train leave {name}` "
+        "gives it up"
+    )
 
 
 def terms_of(record: TrainingRecord, entries: Sequence[RoundEntry], held_rows: int) -> Terms:
@@ -548,7 +633,8 @@ def figures_of(island: Island, status: str) -> dict[str, Any]:
         "validation_loss": figures.validation[-1][1] if figures.validation else None,
         "tokens": standing.tokens, "tokens_per_s": figures.round_tokens_per_s or None, "islands": islands,
         "left_out": dict(standing.banned), "bytes_per_round": figures.bytes_in,
-        "utilisation": figures.utilisation, "waiting": figures.waiting, "every": standing.every,
+        "utilisation": figures.utilisation, "waiting": figures.waiting or island.checkpoint.trouble,
+        "every": standing.every,
         "wire": standing.codec, "losses": figures.losses, "validation": figures.validation[-KEPT_VALIDATION:],
         "doubted": dict(island.log[-1].doubted) if island.log else {}, "resting": island.resting,
         "left_s": figures.left_s if status == RUNNING else None,

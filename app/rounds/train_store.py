@@ -38,7 +38,6 @@ RUNNING, FINISHED, LEFT, FAILED = "running", "finished", "left", "failed"
 PAUSED = "paused"  # it goes on once the node is in the job's swarm again
 OWN_DATA_FILE = "own_data.json"
 KEPT_ENTRIES = 16  # the newest of a job that stay in memory: one of a round with 64 islands takes half a megabyte
-_MAX_BLOBS = 10**7
 _ANY_TIME_MS = 2**62  # what is on disk was checked when it came, and the clock may have been set back since
 
 T = TypeVar("T")
@@ -97,7 +96,7 @@ class TrainStore:
     def __init__(self, home: Home) -> None:
         self._folder = home.trainings_folder
         self._written: dict[Path, _Written] = {}  # logs that were read or written here
-        self._statuses: dict[Path, str] = {}  # of jobs, as written here last
+        self._statuses: dict[Path, tuple[str, int]] = {}  # of jobs, as written here last, and how often begun
 
     def create(self, raw: bytes, texts: dict[str, bytes], states: list[bytes] | None = None) -> StoredTraining:
         """Write a job that begins here, or that this node joins; `texts` are its files by name.
@@ -160,7 +159,8 @@ class TrainStore:
     def states(self, job: StoredTraining) -> list[bytes] | None:
         """Return the states after the newest entry, or before the first round; None if there are none yet."""
         try:
-            return wire.unpack((job.folder / "state").read_bytes(), _MAX_BLOBS)
+            with (job.folder / "state").open("rb") as file:
+                return list(wire.read_blobs(file))
         except FileNotFoundError:
             return None
 
@@ -196,9 +196,10 @@ class TrainStore:
 
     def save_facts(self, job: StoredTraining, facts: dict[str, Any]) -> None:
         """Write the figures of a job; flushed to disk, unless it runs as it did before."""
-        durable = not facts["status"] == self._statuses.get(job.folder) == RUNNING
+        status = facts["status"], facts.get("begun", 0)
+        durable = status[0] != RUNNING or status != self._statuses.get(job.folder)
         write_private(job.folder / "facts.json", json.dumps(facts).encode(), durable=durable)
-        self._statuses[job.folder] = facts["status"]
+        self._statuses[job.folder] = status
 
     def facts(self, job: StoredTraining) -> dict[str, Any]:
         """Return the figures of a job as they were written last.
@@ -206,14 +207,23 @@ class TrainStore:
         Without them a job counts as running: a power cut can damage the file only then, and a node that was killed
         while the job began has none yet.
         """
+        facts = self.stored_facts(job)
+        at_ms = facts.pop("checkpoint_ms", None)
+        age = None if not isinstance(at_ms, int) else max(0.0, (wall_ms() - at_ms) / 1000)
+        return {**facts, "checkpoint_age_s": age}
+
+    def stored_facts(self, job: StoredTraining) -> dict[str, Any]:
+        """Return the same as `save_facts` takes them, with the time of the checkpoint in place of its age."""
         try:
             facts = json.loads((job.folder / "facts.json").read_bytes())
         except (OSError, ValueError):
             facts = {}
-        facts = facts if isinstance(facts, dict) else {}
-        at_ms = facts.pop("checkpoint_ms", None)
-        age = None if not isinstance(at_ms, int) else max(0.0, (wall_ms() - at_ms) / 1000)
-        return {**facts_of(job.record), **facts, "checkpoint_age_s": age}
+        return {**facts_of(job.record), **(facts if isinstance(facts, dict) else {})}
+
+    def remove_unfinished(self, job: StoredTraining) -> None:
+        """Remove the files that a killed node was writing; only while nothing is written here."""
+        for path in job.folder.glob(".*.tmp"):
+            path.unlink(missing_ok=True)
 
     def idle_facts(self, job: StoredTraining) -> dict[str, Any]:
         """Return the figures of a job that does not run in this node now."""
@@ -226,7 +236,7 @@ class TrainStore:
 
 
 def _write_states(folder: Path, states: list[bytes]) -> None:
-    write_private(folder / "state", b"".join(wire.pack(states)))
+    write_private(folder / "state", wire.pack(states))
 
 
 def _lines(entries: list[RoundEntry]) -> bytes:

@@ -35,8 +35,8 @@ bytes, big endian); a leaf that waits for the next round is an empty one. Statem
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import IO, Any
 
 from app.core.canonical_json import Fields, canonical, decode_object
 from app.core.errors import RecordError
@@ -81,6 +81,16 @@ def fields_of(rest: bytes, what: str) -> Fields:
 def pack(blobs: Iterable[bytes]) -> list[bytes]:
     """Return blobs, each after its length, as one payload."""
     return [piece for blob in blobs for piece in (_LENGTH.pack(len(blob)), blob)]
+
+
+def read_blobs(file: IO[bytes]) -> Iterator[bytes]:
+    """Return the blobs in a file, one at a time; raises `RecordError` if it is cut off."""
+    while head := file.read(_LENGTH.size):
+        length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else -1
+        blob = file.read(max(0, length))
+        if len(blob) != length:
+            raise RecordError(f"{file.name} is cut off")
+        yield blob
 
 
 def unpack(raw: bytes, most: int) -> list[bytes]:

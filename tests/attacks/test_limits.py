@@ -15,7 +15,7 @@ from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
 from app.membership import exchange, guard
 from app.membership.table import TableLimits
-from app.rounds import checkpoint, decisions, grid, island, record, statements, traces
+from app.rounds import checkpoint, decisions, grid, island, record, statements, traces, train_jobs
 from app.rounds import log as round_log
 from app.serving import batching, block_server, handover
 from app.serving.adapters import AdapterLimits
@@ -265,6 +265,9 @@ ROWS: dict[str, tuple[float, ...]] = {
         checkpoint.HELD_S,
         checkpoint.HELD_CHANGES,
         activations.FREE_BYTES / 2**30,
+        train_jobs.KEPT_FINISHED_S,
+        train_jobs.LAST_ROUNDS,
+        train_jobs.KEPT_FINISHED_MOST_S,
     ),
     "fine-tuning at a hop": (
         training_hop.MAX_WAITING_BYTES / MIB,

@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from engine.budget import plan_full, unquantised
 from engine.config import ModelConfig, Rope
 from engine.errors import TrainingError
 from engine.island import LEAF, IslandModel, IslandTerms, first_states, unpacked
 from engine.model.block import WeightOptions
-from engine.training.codecs import decode
+from engine.training.codecs import Codec, decode
 from engine.training.optimiser import AdamW, Muon, Schedule
 from engine.training.outer import Nesterov
 from engine.training.parameters import drawn_model, joined
 from engine.training.sketches import NUMBERS, sketch_of
+from tests.engine.memory import PeakBytes
 
 CONFIG = ModelConfig(
     family="llama", n_blocks=2, hidden_size=32, n_heads=2, n_kv_heads=1, head_dim=16, intermediate_size=64,
@@ -53,6 +55,34 @@ def merge_all(islands: list[IslandModel]) -> list[bytes]:
     for island in islands:
         island.commit(counted=True)
     return leaves
+
+
+@pytest.mark.parametrize("codec", ["int8", "f32"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_round_takes_no_more_memory_than_is_counted(count: int, codec: Codec) -> None:
+    """For the whole of it, with all that is written and sent: `tests/attacks/test_training_memory.py`."""
+    config = replace(CONFIG, hidden_size=256, intermediate_size=1024, n_heads=4, n_kv_heads=4, head_dim=64)
+    plan, vectors = plan_full(config, unquantised(4), 64, 0), drawn_model(config, 1)
+    most, past = 0, list[bytes]()
+    with PeakBytes() as memory:
+        island = IslandModel(config, vectors, CPU, replace(TERMS, codec=codec), graph_bytes=0)
+        for number in range(2):  # the second one has a merged change to compare with
+            island.step(sequences(number), number)
+            memory.peak = 0
+            sent = island.change()
+            share = len(sent) // count
+            merged = island.merge([sent[:share] for _ in range(count)], 0, [1.0] * count).leaves
+            most, memory.peak = max(most, memory.peak + size_bytes(sent, sent, past)), 0
+            past, before = merged + sent[share:], past
+            states = island.advance(past)
+            island.commit(counted=True)
+            most = max(most, memory.peak + size_bytes(sent, past, before, states))
+    assert 0.8 * (plan.state_bytes + plan.round_bytes) <= most <= plan.state_bytes + plan.round_bytes
+
+
+def size_bytes(*lists: Sequence[bytes]) -> int:
+    """Bytes of all members of some lists."""
+    return sum(len(data) for some in lists for data in some)
 
 
 def test_a_round_after_every_step_is_synchronous_training() -> None:

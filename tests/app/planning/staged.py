@@ -15,7 +15,7 @@ from engine.sources.starter import SHAPE
 GB = 10**9
 LLAMA8B = ModelConfig("llama", 32, 4096, 32, 8, 128, 14336, 128256, 8192, 1e-5, Rope())
 CAP = 215 * 10**6  # ten of the starter model's 30 blocks, and their cache
-TRAINING_CAP = 2 * GB  # training the starter model takes 5 GB
+TRAINING_CAP = 3 * GB  # training the starter model takes 10 GB
 NARROW = 2.5e6  # bytes/s: 20 Mbit/s
 STEP = StepTask(rank=None, rows=256, micro_batches=8)
 HOUR = 3600.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ from trio.testing import MockClock
 from app.rounds import wire
 from app.rounds.checkpoint import HELD_S, CheckpointWriter, MergedChange
 from app.training.states import StateStore, part_of
+from app.training.wire import StatePart
+from app.weights.extents import WeightsError
 from p2p.memory.fabric import open_fabric
 from tests.app.rounds.island_swarm import LINK, in_place, open_islands
 from tests.app.swarms import identity
@@ -70,20 +73,44 @@ async def test_the_last_two_checkpoints_are_kept(tmp_path: Path, autojump_clock:
         assert parts_in(tmp_path) == {text, *states[1], *states[2]}
 
 
-async def test_what_could_not_be_written_is_raised_once(tmp_path: Path, autojump_clock: MockClock) -> None:
-    async def full() -> None:
-        raise OSError(28, "No space left on device")
+async def full() -> None:
+    """A checkpoint that finds no room on the disk."""
+    raise OSError(errno.ENOSPC, "No space left on device")
 
+
+async def test_a_checkpoint_that_could_not_be_written_costs_itself_alone(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
     async with open_store(tmp_path) as store, trio.open_nursery() as nursery:
         writer = CheckpointWriter(RUN, store, kept=[])
-        state = b"state"
-        writer.start(nursery, 1, [state], [part_of(state)[0]], full)
-        with pytest.raises(OSError, match="No space"):
+        for number, save in ((1, nothing), (2, full), (3, nothing)):
+            state = f"state {number}".encode()
+            writer.start(nursery, number, [state], [part_of(state)[0]], save)
             await writer.finish()
-        assert writer.round == -1  # a state that this node has not saved is not offered to others
-        writer.start(nursery, 1, [state], [part_of(state)[0]], nothing)
-        await writer.finish()
-        assert writer.round == 1
+            written = 1 if save is full else number  # a state that this node has not saved is not offered to others
+            assert (writer.round, writer.parts) == (written, [part_of(f"state {written}".encode())[0]])
+            assert ("No space" in writer.trouble, writer.unsaved is not None) == (save is full, save is full)
+        assert parts_in(tmp_path) == {b"state 1", b"state 3"}
+
+
+async def test_a_state_of_which_a_part_could_not_be_written_leaves_nothing(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store(tmp_path) as store, trio.open_nursery() as nursery:
+        writer, keep = CheckpointWriter(RUN, store, kept=[]), store.keep
+
+        async def crowded(run: bytes, data: bytes) -> StatePart:
+            if data == b"two":
+                raise WeightsError("the disk is full", code="disk_full")
+            return await keep(run, data)
+
+        monkeypatch.setattr(store, "keep", crowded)
+        for number, state in ((1, [b"one"]), (2, [b"three", b"two"])):
+            writer.start(nursery, number, state, [part_of(part)[0] for part in state], nothing)
+            await writer.finish()
+        assert (writer.round, writer.unsaved) == (1, None)
+        assert "the disk is full" in writer.trouble
+        assert parts_in(tmp_path) == {b"one"}
 
 
 STATE = b"s" * 64  # twice as large as a change with the length of its leaf
@@ -136,6 +163,15 @@ async def test_a_state_is_not_kept_for_ever(tmp_path: Path, patient_clock: MockC
             kept += STATE + bytes([0]) in parts_in(tmp_path / "0")
         assert kept == (5 if rounds_s < HELD_S else 1)  # the changes of five rounds are larger than two states
         assert parts_in(tmp_path / "0") == {STATE + bytes([number]) for number in (8, 9)}
+
+
+async def test_changes_that_do_not_follow_a_state_are_not_kept_with_it(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    """Whoever has the state could not go on with them: the change in between is missing."""
+    async with fetched_once(tmp_path) as (writer, _):
+        await written(writer, 2)
+        assert await writer.leaves_of(bytes([2]), 0, 1) is None
 
 
 async def test_a_state_that_nobody_fetches_is_not_kept(tmp_path: Path, autojump_clock: MockClock) -> None:

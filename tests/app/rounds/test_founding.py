@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from app.cli import main
 from app.config.home import Home
@@ -29,6 +30,8 @@ from app.rounds.island import hashed
 from app.rounds.record import read_training, sign_training
 from app.rounds.traces import most_trace_bytes
 from app.rounds.train_store import TrainStore, one_of
+from engine.budget import ROUND_KEPT_BYTES, Allowance, FullBudget
+from engine.device.probe import Device
 from engine.errors import EngineError
 from engine.island import first_states
 from engine.sources.huggingface import open_folder
@@ -115,10 +118,32 @@ def test_a_state_that_fits_nowhere_names_the_bytes() -> None:
 def test_traces_of_steps_count_where_an_island_is_trained_on_the_cpu() -> None:
     budget, device, _ = plan_island(CONFIG, 16)
     assert device.kind == "cpu"
-    least = budget.total_bytes - budget.graph_bytes + most_trace_bytes(2 * budget.weights)
-    assert plan_island(CONFIG, 16, least)[0].graph_bytes == 0
+    traces = most_trace_bytes(2 * budget.weights)
+    assert budget.kept_bytes == ROUND_KEPT_BYTES * budget.weights + traces
+    least = max(budget.step_bytes - budget.graph_bytes + budget.kept_bytes, budget.state_bytes + budget.round_bytes)
+    assert plan_island(CONFIG, 16, least)[0].total_bytes == least
     with pytest.raises(DoesNotFit):
         plan_island(CONFIG, 16, least - 1)
+
+
+def test_rounds_of_a_card_are_in_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(card_bytes: int, memory_bytes: int) -> FullBudget:
+        devices = [
+            Device("cuda:0", "cuda", "a card", card_bytes, card_bytes),
+            Device("cpu", "cpu", "the machine", memory_bytes, memory_bytes),
+        ]
+        monkeypatch.setattr(founding, "probe_devices", lambda: devices)
+        return plan_island(CONFIG, 16)[0]
+
+    monkeypatch.setattr(founding, "pick_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(founding, "allowance_on", lambda device, cap: Allowance(device.free_bytes))
+    large = plan(10**12, 10**12)
+    least = large.step_bytes - large.graph_bytes
+    assert plan(least, large.round_bytes).step_bytes == least
+    with pytest.raises(DoesNotFit, match="but cuda:0 has"):
+        plan(least - 1, 10**12)
+    with pytest.raises(DoesNotFit, match="but cpu has"):
+        plan(10**12, large.round_bytes - 1)
 
 
 def test_the_limit_on_memory_holds_for_an_island_too(wish: TrainWish, tmp_path: Path) -> None:
