@@ -28,7 +28,8 @@ pytestmark = pytest.mark.soak
 
 UP, DOWN = "2mbit", "10mbit"
 SPANS = {"a": "0:10", "b": "10:20", "c": "20:30"}
-LONG = " ".join(prompt_of(seed) for seed in range(50))  # 660 tokens, 1.5 MB between two hops in float32
+# 660 tokens each, 1.5 MB between two hops in float32
+LONG, OTHER_LONG = (" ".join(prompt_of(first + seed) for seed in range(50)) for first in (0, 1000))
 REPLIES, TOKENS = 12, 30
 FETCHED_S = 900.0  # the model has 98 MB, and each of three members sends 250 kB/s
 
@@ -78,7 +79,7 @@ def test_replies_and_a_newcomer_over_slow_links(
         newcomer = stack.enter_context(late.start(SHOAL_INVITE=invite))
         newcomer.up()
         beside = [chat(prompt_of(100 + seed)) for seed in range(REPLIES)]
-        second = chat(LONG[::-1])
+        second = chat(OTHER_LONG)
         wait_until(
             lambda: late.run(lambda: client_of(late.place.home).get("/control/status"))["stop"] == 30,
             "the newcomer serves the model",
