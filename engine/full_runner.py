@@ -17,7 +17,7 @@ from engine.config import ModelConfig
 from engine.errors import NotFinite, TrainingError, TrainingFull
 from engine.model.block import WeightOptions
 from engine.sources.base import EMBEDDING_PART, HEAD_PART, block_part
-from engine.training.full import FullBlocks, FullEnds, Optimisers
+from engine.training.full import FullBlocks, FullEnds, Optimisers, Pieces, unbroken
 from engine.training.local_trainer import MicroBatch
 from engine.training.optimiser import AdamW, Muon
 from engine.training.parameters import part_weights
@@ -108,7 +108,7 @@ class FullRunner:
         self._inputs.clear()
         self._next = None
         for part in self._blocks.parts.values():
-            part.sums.zero_()
+            part.clear()
 
     # Sums
 
@@ -229,15 +229,13 @@ class FullOwnerEnds:
         """
         return FullOwnerLoss(self, batch, to_tensor([hidden], dtype, self.hidden_size), gradient, number)
 
-    def loss(self, batch: MicroBatch, hidden: Tensor, gradient: bool, number: int) -> tuple[float, Tensor]:
+    def loss(self, batch: MicroBatch, hidden: Tensor, gradient: bool, number: int) -> Pieces[tuple[float, Tensor]]:
         """Return the summed loss, and its gradient if asked for."""
         rows = hidden.to(self._options.device, self._options.dtype)
         counts = gradient and number not in self._heads
-        with torch.set_grad_enabled(gradient):
-            found = self._ends.loss(rows, batch.labels, gradient=gradient, counts=counts)
         if counts:
             self._heads.add(number)
-        return found
+        return (yield from unbroken(self._ends.loss(rows, batch.labels, gradient=gradient, counts=counts)))
 
     def back(self, batch: MicroBatch, number: int, gradient: memoryview, dtype: str) -> None:
         """Add the gradient of a micro-batch's embeddings to the sums, unless it is there already."""
@@ -253,7 +251,7 @@ class FullOwnerEnds:
         self._heads.clear()
         self._embedded.clear()
         for part in self._ends.parts.values():
-            part.sums.zero_()
+            part.clear()
 
     def squared_norms(self) -> list[float]:
         """Squared norms of the summed gradients of embedding and head."""
@@ -298,10 +296,10 @@ class FullOwnerLoss:
         self._ends, self._batch, self._hidden, self._gradient, self._number = ends, batch, hidden, gradient, number
 
     def advance(self) -> bool:
-        """Nothing is computed in parts."""
+        """Nothing before `result`, which has pieces of its own: sums must not be left half added to."""
         return False
 
-    def result(self, wire: str) -> BatchLoss:
+    def result(self, wire: str) -> Pieces[BatchLoss]:
         """Return the loss, with the gradient as numbers for the wire if it was asked for; raises `NotFinite`."""
-        total, gradient = self._ends.loss(self._batch, self._hidden, self._gradient, self._number)
+        total, gradient = yield from self._ends.loss(self._batch, self._hidden, self._gradient, self._number)
         return BatchLoss(total, data_of(gradient, wire) if gradient.numel() else b"")

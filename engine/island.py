@@ -27,7 +27,7 @@ from engine.model.block import WeightOptions
 from engine.sources.base import block_part
 from engine.sources.layout import part_names
 from engine.training.codecs import GROUP, Codec, bounded, check, decode, encode, encoded_bytes
-from engine.training.full import FullModel, pack_part, unpack_part
+from engine.training.full import FullModel, Pieces, pack_part, unpack_part
 from engine.training.local_trainer import MicroBatch, StepResult
 from engine.training.optimiser import AdamW, Muon, Schedule, are_moments
 from engine.training.outer import Nesterov, agreement, likeness, merged, nesterov_step
@@ -292,33 +292,41 @@ class IslandModel(RoundModel):
 
     # Steps
 
-    def step(self, sequences: Sequence[Sequence[int]], number: int, seed: bytes | None = None) -> StepResult:
+    def step(self, sequences: Sequence[Sequence[int]], number: int, seed: bytes | None = None) -> Pieces[StepResult]:
         """Make step `number` of the job, from 0; raises `NotFinite` and changes nothing if the loss is not finite.
 
         With a seed, the result has a sketch of the gradient.
         """
         return self._model.step(self.batches(sequences), self.terms.schedule, number, self.terms.clip, seed)
 
-    def loss(self, sequences: Sequence[Sequence[int]]) -> float:
+    def loss(self, sequences: Sequence[Sequence[int]]) -> Pieces[float]:
         """Mean loss of the island's own weights on sequences that are not trained on."""
         return self._model.loss(self.batches(sequences))
 
     def trial(
         self, states: Sequence[bytes], leaves: Sequence[bytes], codec: Codec, texts: Sequence[Sequence[Sequence[int]]]
-    ) -> list[tuple[float, float]]:
+    ) -> Pieces[list[tuple[float, float]]]:
         """Return the mean loss on each text of the shared weights in some states, and of where a change leads to.
 
         The island's own weights stay as they are. Raises `TrainingError` if these are no leaves of a change.
         """
         if len(leaves) != self.leaves:
             raise TrainingError(f"{len(leaves)} leaves are not the {self.leaves} of a change")
-        values = self._values_in(states)
-        change = self._joined(_Encoded(leaves, codec), 0, self.leaves)
+        values = yield from self._values_in(states)
+        decoded = []
+        for index, leaf in enumerate(leaves):
+            decoded.append(self._decoded(leaf, self._leaf_size(index), codec))
+            yield
+        change = torch.cat(decoded)
+        del decoded
         losses = []
         with self._other_weights():
             for weights in (values, values - change):
                 self._model.set_vectors(divided(self.config, weights))
-                losses.append([self.loss(text) for text in texts])
+                found = []
+                for text in texts:
+                    found.append((yield from self.loss(text)))
+                losses.append(found)
         return list(zip(*losses, strict=True))
 
     # Traces
@@ -335,7 +343,7 @@ class IslandModel(RoundModel):
 
     def retrace(
         self, states: Sequence[bytes], leaves: Sequence[bytes], sequences: Sequence[Sequence[int]], seed: bytes
-    ) -> tuple[float, float, tuple[float, ...]]:
+    ) -> Pieces[tuple[float, float, tuple[float, ...]]]:
         """Compute the gradient of a step again, at the weights to which a trace leads from those in some states.
 
         Returns the mean loss on its sequences of the shared weights, that of the traced ones, and the sketch of the
@@ -345,13 +353,13 @@ class IslandModel(RoundModel):
         whole = bytearray(b"".join(leaf or bytes(size) for leaf, size in zip(leaves, sizes, strict=False)))
         if len(leaves) != len(sizes) or len(whole) != self.trace_bytes:
             raise TrainingError(f"{len(leaves)} leaves are not the {self.leaves} of a trace")
-        values = self._values_in(states)
+        values = yield from self._values_in(states)
         away = torch.frombuffer(whole, dtype=torch.bfloat16).float()
         with self._other_weights():
             self._model.set_vectors(divided(self.config, values))
-            before = self.loss(sequences)
+            before = yield from self.loss(sequences)
             self._model.set_vectors(divided(self.config, values - away))
-            return before, *self._model.sketch(self.batches(sequences), seed)
+            return before, *(yield from self._model.sketch(self.batches(sequences), seed))
 
     # Moments
 
@@ -389,10 +397,13 @@ class IslandModel(RoundModel):
 
     # Inside
 
-    def _values_in(self, states: Sequence[bytes]) -> Tensor:
+    def _values_in(self, states: Sequence[bytes]) -> Pieces[Tensor]:
         """The shared weights in the states of all parts."""
-        names = part_names(self.config)
-        return torch.cat([_weights(self.config, *pair) for pair in zip(names, states, strict=True)])
+        found = []
+        for part, state in zip(part_names(self.config), states, strict=True):
+            found.append(_weights(self.config, part, state))
+            yield
+        return torch.cat(found)
 
     @contextmanager
     def _other_weights(self) -> Iterator[None]:

@@ -8,9 +8,10 @@ implements.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 from app.core.awake import UnderWay
+from app.core.pieces import Pieces
 
 T = TypeVar("T")
 
@@ -253,5 +254,11 @@ class Device(Protocol):
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Run `function(*args)` after all calls queued before it, and return its result."""
 
+    @overload
+    async def run_later(self, function: Callable[..., Pieces[T]], *args: Any) -> T: ...
+    @overload
     async def run_later(self, function: Callable[..., T], *args: Any) -> T:
-        """Run `function(*args)` once no call of `run` waits."""
+        """Run `function(*args)` once no call of `run` waits; such calls go between the pieces of a generator."""
+
+    async def run_beside(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a long call that computes nothing on the device, beside `run` but not beside `run_later`."""

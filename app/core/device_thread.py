@@ -1,7 +1,8 @@
 """One thread per device, in which all steps and samples on the device run, one call at a time; loading runs apart.
 
 Two queues: replies go before work that can wait. While replies come, that work also rests between two calls, so that
-the next token seldom meets one under way (`rest_s`).
+the next token seldom meets one under way (`rest_s`). Long work that can wait is a generator: replies go between its
+pieces.
 """
 
 from __future__ import annotations
@@ -9,24 +10,31 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from threading import Condition, Thread
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 import outcome
 import trio
+
+from app.core.pieces import Pieces
 
 T = TypeVar("T")
 
 
 BUSY_S = 1.0  # replies count as coming for so long after the last call of one
 REST = 2.0  # times a call's own length
+SLICE_S = 0.02  # pieces of a generator run in one call for so long, unless a reply waits
 
 
-def rest_s(took_s: float, since_reply_s: float) -> float:
-    """Seconds that work which can wait rests after a call of `took_s`: a third of the device's time is left to it."""
-    return REST * took_s if since_reply_s < BUSY_S else 0.0
+def rest_s(took_s: float, since_reply_s: float, *, reply_waits: bool) -> float:
+    """Seconds that work which can wait rests after a call of `took_s`: a third of the device's time is left to it.
+
+    `since_reply_s` counts from the last call of a reply to the beginning of this one, which may have kept the next one
+    waiting for longer than `BUSY_S`.
+    """
+    return REST * took_s if reply_waits or since_reply_s < BUSY_S else 0.0
 
 
 class DeviceThread:
@@ -39,6 +47,7 @@ class DeviceThread:
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
+        self._turn = trio.Lock()  # of work that can wait
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Run `function(*args)` after all calls queued before it.
@@ -47,9 +56,34 @@ class DeviceThread:
         """
         return await _worker_of(self.device).run(function, *args)
 
-    async def run_later(self, function: Callable[..., T], *args: Any) -> T:
-        """Run `function(*args)` once no call of `run` waits, with rests while such calls come."""
-        return await _worker_of(self.device).run(function, *args, later=True)
+    @overload
+    async def run_later(self, function: Callable[..., Pieces[T]], *args: Any) -> T: ...
+    @overload
+    async def run_later(self, function: Callable[..., T], *args: Any) -> T: ...
+    async def run_later(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run `function(*args)` once no call of `run` waits, with rests while such calls come.
+
+        If it returns a generator, its pieces run one after another, and its result is returned; a caller that is
+        cancelled waits for one piece, after which the generator is closed. Nothing else of this object's work that can
+        wait runs meanwhile.
+        """
+        worker = _worker_of(self.device)
+        async with self._turn:
+            made = await worker.run(function, *args, later=True)
+            if not isinstance(made, Generator):
+                return made
+            try:
+                while not (ended := await worker.run(worker.advance, made, later=True)):
+                    pass
+                return ended[0]
+            finally:
+                with trio.CancelScope(shield=True):
+                    await worker.run(made.close, later=True)  # in the same thread as its pieces
+
+    async def run_beside(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a long call that computes nothing on the device, apart from it; nothing of `run_later` runs meanwhile."""
+        async with self._turn:
+            return await self.run_apart(function, *args)
 
     async def run_apart(self, function: Callable[..., T], *args: Any) -> T:
         """Run a long call in a temporary thread, beside the device's queue; its OpenMP workers end with it."""
@@ -87,6 +121,17 @@ class _Worker:
         result: T = await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.FAILED)
         return result
 
+    def advance(self, pieces: Pieces[Any]) -> tuple[Any, ...]:
+        """Run some pieces of a generator in the thread of this worker; return its result once it has ended, else ()."""
+        until = time.monotonic() + SLICE_S
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as end:
+                return (end.value,)
+            if self._jobs or time.monotonic() >= until:
+                return ()
+
     def end(self) -> None:
         with self._wake:
             self._is_ending = True
@@ -101,7 +146,8 @@ class _Worker:
             if queue is self._jobs:
                 self._replied_at = now
             else:
-                self._rest_until = now + rest_s(now - begun, now - self._replied_at)
+                rest = rest_s(now - begun, begun - self._replied_at, reply_waits=bool(self._jobs))
+                self._rest_until = now + rest
             with suppress(trio.RunFinishedError):
                 job.loop.run_sync_soon(trio.lowlevel.reschedule, job.task, result)
             del job, result  # so that a step's result is freed now and not when the next job arrives

@@ -168,7 +168,7 @@ class Exchange:
 
         async def collect(peer: str) -> None:
             share, leaves = await self._share_of(peer, grid, deadline, attempt)
-            await self._device.run_later(self._model.check_merged, leaves, shares[peer].start)
+            await self._device.run_beside(self._model.check_merged, leaves, shares[peer].start)
             attempt.shares[peer] = share
             attempt.merged.update(zip(shares[peer], leaves, strict=True))
             attempt.changed.notify()
@@ -272,8 +272,8 @@ class Exchange:
             number, peer = source
             wanted = sources[number][peer]
             leaves = await self._leaves_of(peer, wire.ROW, wanted, until, attempt)
-            await self._device.run_later(self._model.check, leaves, wanted.start)
-            await self._device.run_later(self._model.check_merged, leaves, wanted.start)
+            await self._device.run_beside(self._model.check, leaves, wanted.start)
+            await self._device.run_beside(self._model.check_merged, leaves, wanted.start)
             parts[number].update(zip(wanted, leaves, strict=True))
 
         others = {peer: (number, peer) for number, row in enumerate(sources) for peer in row if peer != me}
@@ -287,7 +287,7 @@ class Exchange:
         self, attempt: ExchangeAttempt, rows: Sequence[Sequence[bytes]], leaves: range, weights: Sequence[float]
     ) -> Any:
         try:
-            return await self._device.run_later(self._model.merge, rows, leaves.start, weights)
+            return await self._device.run_beside(self._model.merge, rows, leaves.start, weights)
         except EngineError as error:
             raise attempt.fail({self._network.peer_id: str(error)}) from error
 
@@ -296,7 +296,7 @@ class Exchange:
     ) -> list[bytes]:
         """Return some leaves of a member's change, checked against what it committed to; raises `RecordError`."""
         found = await self._committed(attempt, arrival, leaves, deadline)
-        await self._device.run_later(self._model.check, found, leaves.start)
+        await self._device.run_beside(self._model.check, found, leaves.start)
         return found
 
     async def _committed(
@@ -397,7 +397,7 @@ class Exchange:
 
     async def _merged_by(self, peer: str, leaves: range, deadline: float, attempt: ExchangeAttempt) -> list[bytes]:
         found = await self._leaves_of(peer, wire.MERGED, leaves, deadline, attempt)
-        await self._device.run_later(self._model.check, found, leaves.start)
+        await self._device.run_beside(self._model.check, found, leaves.start)
         return found
 
     async def _leaves_of(

@@ -279,7 +279,7 @@ class Island:
         self._news = Signal()
         self._nursery: trio.Nursery
         self._leaving = False
-        self._fetching = trio.CancelScope()  # of what the main task fetches from others, however long it takes
+        self._until_left = trio.CancelScope()  # of what the main task computes or fetches, however long it takes
         self._has_state = False
         self._asked_in = 0  # the latest round in which others were asked for moments
         self._outside_from = 0  # the first round without this island, since it last took part
@@ -343,9 +343,9 @@ class Island:
                 self.log[at] = entry
 
     def leave(self) -> None:
-        """End `run` at the next step, and what is being fetched at once."""
+        """End `run` soon: a step that is under way is not finished, and what is being fetched is not waited for."""
         self._leaving = True
-        self._fetching.cancel()
+        self._until_left.cancel()
         self._news.notify()
 
     async def begin(self, entries: Sequence[RoundEntry] = (), states: Sequence[bytes] | None = None) -> None:
@@ -356,11 +356,11 @@ class Island:
         """
         if states is not None:
             self.standing = replay(self.record, entries)
-            await self._device.run(self._model.load, states)
+            await self._device.run_beside(self._model.load, states)
             self.log = list(entries)
             self._heads |= {entry.hash for entry in entries}
         self._model.begin_round(self.standing.round, self.standing.codec, self.standing.steps, self.standing.last_steps)
-        found = await self._device.run(self._model.states) if states is None else states
+        found = await self._device.run_beside(self._model.states) if states is None else states
         root, parts = await self._in_thread(hashed, found)
         self._sizes = [part.size_bytes for part in parts]
         self._has_state = root == self.standing.root
@@ -465,7 +465,8 @@ class Island:
         if record.recompute and whole is not None:
             seed = trace_seed(record.id, standing.prev, self.peer)
             traces = StepTraces(traced_steps(standing.every, whole.trace_bytes), seed)
-        counts = await self._steps.make(RoundTask(standing.every, standing.step, sequences, stop, made, traces))
+        task = RoundTask(standing.every, standing.step, sequences, stop, made, traces)
+        counts = await self._unless_left(self._steps.make, task)
         ended = trio.current_time()
         if counts and steps and self._ahead is None and not self._leaving:
             self.figures.step_s = (ended - began) / steps
@@ -476,7 +477,7 @@ class Island:
     async def _arrive(self, standing: Standing, steps: int, tokens: int, traces: StepTraces | None) -> None:
         """Commit to the change, and to traces of the steps if they are kept, and tell the others."""
         await self.checkpoint.finish()  # so that two states are never in memory
-        leaves = await self._device.run_later(self._model.change)
+        leaves = await self._device.run_beside(self._model.change)
         hashes, change = await self._in_thread(hashes_of, leaves)
         made = Arrival(self.record.id, standing.round, standing.prev, steps, tokens, change)
         packed: list[bytes] = []
@@ -749,7 +750,7 @@ class Island:
         try:
             leaves = await self._exchange.run(attempt, self._own, deadline)
             self._candidate = None  # of another attempt
-            states = await self._device.run_later(self._model.advance, leaves)
+            states = await self._device.run_beside(self._model.advance, leaves)
             root, parts = await self._in_thread(hashed, states)
             self._candidate = _Candidate(members.hash, root, states, parts)
         except ExchangeFailed as error:
@@ -801,7 +802,7 @@ class Island:
                 raise ExchangeFailed({self.peer: "it leaves"})
             leaves, found = result
             self._keep(ExchangeAttempt(entry.list, self.record.grid, merged=dict(enumerate(leaves))))
-        await self._device.run_later(lambda: self._model.commit(counted=counted))
+        await self._device.run_beside(lambda: self._model.commit(counted=counted))
         self._rests = self._rests_after(entry.list)
         past = PastRound(self.standing, self.checkpoint.parts, entry)
         can_test = self.checkpoint.round == self.standing.round  # else that state is not on disk
@@ -824,7 +825,7 @@ class Island:
             try:
                 until = deadline if peer == others[-1] else (trio.current_time() + deadline) / 2
                 leaves = await self._exchange.merged_of(entry.list, peer, until)
-                states: list[bytes] = await self._device.run_later(self._model.advance, leaves)
+                states: list[bytes] = await self._device.run_beside(self._model.advance, leaves)
                 root, parts = await self._in_thread(hashed, states)
                 if root == entry.root:
                     return leaves, _Candidate(entry.list.hash, root, states, parts)
@@ -870,7 +871,7 @@ class Island:
             self._tested.traced = self._tested.traced[drawn : drawn + 1]
         self._own = self._candidate = self._ahead = None
         if self._text.held:
-            loss = await self._steps.loss(self._text.held)
+            loss = await self._unless_left(self._steps.loss, self._text.held)
             if loss is not None:
                 self.validated(loss)
         await self.checkpoint.finish()
@@ -982,7 +983,7 @@ class Island:
             raise WentOn(f"{peer} has made other rounds meanwhile: {error}") from error
         if states is None:
             return False
-        await self._device.run_later(self._model.load, states)
+        await self._device.run_beside(self._model.load, states)
         if self._moments.are_lacking and not await self._unless_left(self._moments.take, question, gave):
             log.info("%s goes on with fresh moments: nobody has given any", self.record.name)
         self.figures.fetched += 1
@@ -1013,11 +1014,11 @@ class Island:
                 return False
         return True
 
-    async def _unless_left(self, fetch: Callable[..., Awaitable[T]], *args: Any) -> T | None:
-        """Fetch something from others in the main task; None once this island leaves."""
-        with trio.CancelScope() as self._fetching:
+    async def _unless_left(self, function: Callable[..., Awaitable[T]], *args: Any) -> T | None:
+        """Do in the main task what may take long; None once this island leaves."""
+        with trio.CancelScope() as self._until_left:
             if not self._leaving:
-                return await fetch(*args)
+                return await function(*args)
         return None
 
     def _same_head(self, head: bytes) -> list[str]:

@@ -121,7 +121,7 @@ class MomentsExchange:
                 if self._model is None or not self._model.has_moments:
                     raise RemoteError("this island has no moments yet", wire.NOT_YET)
                 before = self._offer.parts if self._offer is not None else ()
-                made = await self._device.run_later(self._model.moments)
+                made = await self._device.run_beside(self._model.moments)
                 parts = tuple([await self._states.keep(self.run, data) for data in made.parts])
                 await self._states.forget(self.run, [*before, *parts])
                 self._offer, self._taken_in = Offer(made.steps, made.norms, parts), number
@@ -164,7 +164,7 @@ class MomentsExchange:
         with trio.move_on_after(self._patience_s(peer, offer)):
             try:
                 parts = await self._states.fetch(self.run, offer.parts, [peer], is_patient=True)
-                await self._device.run_later(model.take_moments, Taken(offer.steps, parts, offer.norms))
+                await self._device.run_beside(model.take_moments, Taken(offer.steps, parts, offer.norms))
                 return True
             except Exception as error:  # of torch, for one, if the card is full; fresh ones will do
                 log.info("the moments of %s could not be taken over: %r", peer, error)

@@ -20,6 +20,7 @@ import trio
 from app.core.compute import Device
 from app.core.errors import AppError
 from app.core.network import Network
+from app.core.pieces import Pieces
 from app.rounds.moments import MomentsModel
 from app.rounds.testing import TryingModel
 from app.rounds.traces import StepTraces
@@ -71,9 +72,9 @@ class RoundTask:
 class WholeModel(TryingModel, MomentsModel, Protocol):
     """A model that is whole in this process; `engine.island.IslandModel`."""
 
-    def step(self, sequences: Sequence[Sequence[int]], number: int, seed: bytes | None = None) -> Any: ...
+    def step(self, sequences: Sequence[Sequence[int]], number: int, seed: bytes | None = None) -> Pieces[Any]: ...
     def trace(self) -> list[bytes]: ...
-    def loss(self, sequences: Sequence[Sequence[int]]) -> float: ...
+    def loss(self, sequences: Sequence[Sequence[int]]) -> Pieces[float]: ...
 
 
 class StepMaker(Protocol):
@@ -118,7 +119,7 @@ class LocalSteps:
         traces, make, sequences = task.traces, self.whole.step, task.sequences(step)
         if traces is None or step not in traces.steps:
             return await self._device.run_later(make, sequences, task.number + step)
-        weights = await self._device.run_later(self.whole.trace)
+        weights = await self._device.run_beside(self.whole.trace)
         made = await self._device.run_later(make, sequences, task.number + step, traces.seed)
         traces.add(weights, made.sketch)
         return made

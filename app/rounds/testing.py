@@ -19,6 +19,7 @@ import trio
 
 from app.core.compute import Device
 from app.core.errors import RecordError
+from app.core.pieces import Pieces
 from app.rounds.decisions import SLOWER, UNMEASURED_BYTES_PER_S
 from app.rounds.exchange import Exchange, ExchangeFailed
 from app.rounds.log import RoundEntry, Standing
@@ -43,10 +44,10 @@ class TryingModel(Protocol):
     def trace_bytes(self) -> int: ...
     def trial(
         self, states: Sequence[bytes], leaves: Sequence[bytes], codec: Any, texts: Sequence[Sequence[Sequence[int]]]
-    ) -> list[tuple[float, float]]: ...
+    ) -> Pieces[list[tuple[float, float]]]: ...
     def retrace(
         self, states: Sequence[bytes], leaves: Sequence[bytes], sequences: Sequence[Sequence[int]], seed: bytes
-    ) -> tuple[float, float, Sequence[float]]: ...
+    ) -> Pieces[tuple[float, float, Sequence[float]]]: ...
 
 
 class Sequences(Protocol):

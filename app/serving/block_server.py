@@ -1183,7 +1183,7 @@ class BlockServer:
             if self._queue.rows:
                 self._stepped_at = trio.current_time()  # a step is about to run
             else:
-                self._unprepared = runner is not None and await self._device.run_later(runner.prepare)
+                self._unprepared = runner is not None and await self._device.run(runner.prepare)
         except Exception:  # torch raises errors of every kind; steps work without it
             log.exception("the device could not prepare a step")
             self._unprepared = False

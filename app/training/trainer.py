@@ -112,7 +112,8 @@ class LossRun(Protocol):
     def advance(self) -> bool:
         """Compute a part of it; False if that was the last."""
 
-    def result(self, wire: str) -> BatchLoss: ...
+    def result(self, wire: str) -> Any:
+        """Return the `BatchLoss`, or a generator that computes the rest of it in pieces."""
 
 
 class JobEnds(Protocol):
@@ -1099,7 +1100,7 @@ class _HopGroup:
         loss = await device.run_later(begin, batch, frame.body, DTYPE_NAMES[frame.dtype])
         while await device.run_later(loss.advance):
             pass
-        found = await device.run_later(loss.result, self._terms.order.row_format)
+        found: BatchLoss = await device.run_later(loss.result, self._terms.order.row_format)
         if not math.isfinite(found.total):
             raise NotFinite(f"it is {found.total}")
         return found

@@ -2,13 +2,17 @@
 
 `FullBlocks` and `FullEnds` are what one machine has of a model, `FullModel` is a whole one in this process. The weights
 are the job's own (`engine.training.parameters`); what a node serves never changes. Not thread-safe.
+
+Passes and steps are generators that compute a short piece between two yields, so that the caller can let the device do
+other work there. No torch context is open at a yield. A generator that is closed before its end changes no weights,
+unless it had begun to: then it changes them all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -43,6 +47,8 @@ from engine.training.sketches import sketch_of
 _FUSED: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 _MAGIC = b"shoal weights 1\n"
 Turns = tuple[Tensor, Tensor]  # of a rotary embedding
+T = TypeVar("T")
+Pieces = Generator[None, None, T]  # of a computation with this result
 
 
 class Optimisers(NamedTuple):
@@ -100,6 +106,13 @@ class TrainedPart:
                     total += leaf.grad
                     leaf.grad = None
 
+    def clear(self) -> None:
+        """Drop the summed gradients, and those of copies that were not added to them."""
+        self.sums.zero_()
+        if self._copies:
+            for leaf in self.leaves.values():
+                leaf.grad = None
+
     def squared_norm(self) -> float:
         """Squared norm of the summed gradients, in float64."""
         return float(self.sums.double().square().sum())
@@ -127,10 +140,11 @@ class TrainedPart:
             raise TrainingError(f"the moments of {self.part} are none that training makes")
         for own, vector in ((self.values, values), (self.first, first), (self.second, second)):
             own.copy_(vector)
-        self.sums.zero_()
+        self.clear()
         self.refresh()
         return steps
 
+    @torch.no_grad()
     def step(self, number: int, rate: float, factor: float, how: Optimisers) -> None:
         """Change the weights by their summed gradients times `factor`."""
         adamw, muon = how.adamw, how.muon
@@ -152,6 +166,28 @@ class TrainedPart:
                 for old, new in zip(state, adamw_step(state, gradient[first:stop], number, rate, each), strict=True):
                     old.copy_(new)
         self.refresh()
+
+
+def stepped(parts: Iterable[TrainedPart], number: int, rate: float, factor: float, how: Optimisers) -> Pieces[None]:
+    """Change the weights of some parts by their summed gradients times `factor`."""
+    for part in parts:
+        part.step(number, rate, factor, how)
+        yield
+
+
+def unbroken(pieces: Pieces[T]) -> Pieces[T]:
+    """Compute pieces that must not be left half done: if this is closed between two of them, the rest comes first."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        try:
+            yield
+        except GeneratorExit:
+            for _ in pieces:
+                pass
+            raise
 
 
 class FullBlocks:
@@ -190,6 +226,11 @@ class FullBlocks:
 
         return block_forward(block, self.config, x, rope, attend, multiply)
 
+    def again(self, index: int, leaf: Tensor, count: int, rope: Turns) -> Tensor:
+        """Run sequences through one block once more, for the graph that `back` needs."""
+        with torch.enable_grad():
+            return self.run(index, leaf.requires_grad_(), count, rope)
+
     def back(
         self, index: int, leaf: Tensor, y: Tensor | None, dy: Tensor, count: int, rope: Turns, *, counts: bool = True
     ) -> Tensor:
@@ -198,8 +239,7 @@ class FullBlocks:
         The output is computed again if it is not given with its graph.
         """
         if y is None:
-            with torch.enable_grad():
-                y = self.run(index, leaf.requires_grad_(), count, rope)
+            y = self.again(index, leaf, count, rope)
         if not counts:
             (dx,) = torch.autograd.grad(y, leaf, dy)
             return dx
@@ -229,7 +269,9 @@ class FullEnds:
         embedded.backward(gradient)
         self.parts[EMBEDDING_PART].collect()
 
-    def loss(self, hidden: Tensor, labels: Tensor, *, gradient: bool, counts: bool = True) -> tuple[float, Tensor]:
+    def loss(
+        self, hidden: Tensor, labels: Tensor, *, gradient: bool, counts: bool = True
+    ) -> Pieces[tuple[float, Tensor]]:
         """Return the summed loss of the rows that count and, if asked for, the gradient of all rows (N, hidden).
 
         The gradients of the head's weights go to the sums if it counts.
@@ -244,14 +286,26 @@ class FullEnds:
             with torch.set_grad_enabled(gradient):
                 leaf = hidden[rows].detach().requires_grad_(gradient)
                 normed = F.rms_norm(leaf, (leaf.shape[1],), norm, self.config.norm_eps)
-                loss = F.cross_entropy(F.linear(normed, output).float(), labels[rows], reduction="sum")
+                logits = F.linear(normed, output)  # (slice, vocab)
+                scores = logits.detach().requires_grad_(gradient)
+                loss = F.cross_entropy(scores.float(), labels[rows], reduction="sum")
             total += loss.detach().double()
-            if gradient and counts:
-                loss.backward()
-                assert leaf.grad is not None
-                whole[rows] = leaf.grad
-            elif gradient:
-                (whole[rows],) = torch.autograd.grad(loss, leaf)
+            if gradient:  # a product with all rows of the output matrix is a piece of its own
+                (d_logits,) = torch.autograd.grad(loss, scores)
+                del loss, scores
+                yield
+                (d_normed,) = torch.autograd.grad(logits, normed, d_logits, retain_graph=counts)
+                yield
+                if counts:
+                    torch.autograd.backward(logits, d_logits, inputs=[output])
+                    normed.backward(d_normed)
+                    assert leaf.grad is not None
+                    whole[rows] = leaf.grad
+                else:
+                    (whole[rows],) = torch.autograd.grad(normed, leaf, d_normed)
+                del d_logits
+            del logits
+            yield
         for part in self.parts.values():
             part.collect()
         return float(total), whole
@@ -285,7 +339,7 @@ class FullModel:
 
     # Passes
 
-    def run(self, batch: MicroBatch) -> float:
+    def run(self, batch: MicroBatch) -> Pieces[float]:
         """Run one micro-batch forwards and backwards; return its summed loss. Gradients go to the sums."""
         count, length = batch.token_ids.shape
         rope = self._blocks.turns(count, length)
@@ -300,22 +354,25 @@ class FullModel:
                 y = self._blocks.run(index, leaf, count, rope)
             kept.append((leaf, y if index < keep else None))
             x = y.detach()
-        total, gradient = self._ends.loss(x, batch.labels, gradient=True)
+            yield
+        total, gradient = yield from self._ends.loss(x, batch.labels, gradient=True)
         for index in reversed(range(self.config.n_blocks)):
-            gradient = self._blocks.back(index, *kept.pop(), gradient, count, rope)
+            gradient = yield from self._back(index, *kept.pop(), gradient, count, rope)
+            yield
         self._ends.back(embedded, gradient)
         return total
 
-    @torch.no_grad()
-    def loss(self, batches: Iterable[MicroBatch]) -> float:
+    def loss(self, batches: Iterable[MicroBatch]) -> Pieces[float]:
         """Mean loss over the counted tokens of data that is not trained on."""
         total, tokens = 0.0, 0
         for batch in batches:
             count, length = batch.token_ids.shape
-            x, rope = self._ends.embed(batch.token_ids), self._blocks.turns(count, length)
+            x, rope = self._ends.embed(batch.token_ids).detach(), self._blocks.turns(count, length)
             for index in range(self.config.n_blocks):
-                x = self._blocks.run(index, x, count, rope)
-            total += self._ends.loss(x, batch.labels, gradient=False)[0]
+                with torch.no_grad():
+                    x = self._blocks.run(index, x, count, rope)
+                yield
+            total += (yield from self._ends.loss(x, batch.labels, gradient=False))[0]
             tokens += batch.counted
         return total / max(1, tokens)
 
@@ -328,7 +385,7 @@ class FullModel:
         number: int,
         clip: float | None,
         seed: bytes | None = None,
-    ) -> StepResult:
+    ) -> Pieces[StepResult]:
         """Run the micro-batches of step `number` of a job (from 0) and change the weights.
 
         With a seed, the result has a sketch of the gradient before clipping. Raises `NotFinite` if the loss or the
@@ -337,40 +394,42 @@ class FullModel:
         tokens = _counted(batches)
         scale = 1 / tokens
         try:
-            loss = math.fsum(self.run(batch) for batch in batches) / tokens
-            norm = total_norm(self.squared_norms().values(), scale)
+            loss = (yield from self._summed(batches)) / tokens
+            norm = total_norm((yield from self.squared_norms()), scale)
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise NotFinite(f"the loss of step {number + 1} is not finite")
-            sketch = () if seed is None else sketch_of(self.gradients(), scale, seed)
-            self.apply(schedule.at(number), scale * clip_factor(norm, clip))
+            sketch = () if seed is None else (yield from sketch_of(self.gradients(), scale, seed))
+            yield from self.apply(schedule.at(number), scale * clip_factor(norm, clip))
         finally:
             self.clear()
         return StepResult(number + 1, loss, tokens, norm, schedule.at(number), sketch)
 
-    def sketch(self, batches: Sequence[MicroBatch], seed: bytes) -> tuple[float, tuple[float, ...]]:
+    def sketch(self, batches: Sequence[MicroBatch], seed: bytes) -> Pieces[tuple[float, tuple[float, ...]]]:
         """Return the mean loss on micro-batches and a sketch of its gradient, finite or not; no weight changes."""
         tokens = _counted(batches)
         try:
-            loss = math.fsum(self.run(batch) for batch in batches) / tokens
-            return loss, sketch_of(self.gradients(), 1 / tokens, seed)
+            loss = (yield from self._summed(batches)) / tokens
+            return loss, (yield from sketch_of(self.gradients(), 1 / tokens, seed))
         finally:
             self.clear()
 
-    def squared_norms(self) -> dict[str, float]:
+    def squared_norms(self) -> Pieces[list[float]]:
         """Squared norm of each part's summed gradients, in float64."""
-        return {part: own.squared_norm() for part, own in self._parts.items()}
+        norms = []
+        for own in self._parts.values():
+            norms.append(own.squared_norm())
+            yield
+        return norms
 
-    @torch.no_grad()
-    def apply(self, rate: float, factor: float) -> None:
+    def apply(self, rate: float, factor: float) -> Pieces[None]:
         """Change the weights by the summed gradients times `factor`."""
         self.version += 1
-        for own in self._parts.values():
-            own.step(self.version, rate, factor, self._how)
+        yield from unbroken(stepped(self._parts.values(), self.version, rate, factor, self._how))
 
     def clear(self) -> None:
         """Drop the summed gradients."""
         for own in self._parts.values():
-            own.sums.zero_()
+            own.clear()
 
     # State
 
@@ -402,6 +461,22 @@ class FullModel:
         self.version = steps
 
     # Inside
+
+    def _back(
+        self, index: int, leaf: Tensor, y: Tensor | None, gradient: Tensor, count: int, rope: Turns
+    ) -> Pieces[Tensor]:
+        """Return the gradient by a block's input; the block is computed again if its output was not kept."""
+        if y is None:
+            y = self._blocks.again(index, leaf, count, rope)
+            yield
+        return self._blocks.back(index, leaf, y, gradient, count, rope)
+
+    def _summed(self, batches: Sequence[MicroBatch]) -> Pieces[float]:
+        """Run micro-batches; return the sum of their losses."""
+        losses = []
+        for batch in batches:
+            losses.append((yield from self.run(batch)))
+        return math.fsum(losses)
 
     def _kept_blocks(self, rows: int) -> int:
         """How many blocks, from the first on, keep what their backward pass needs."""

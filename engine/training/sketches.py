@@ -7,7 +7,7 @@ it is added. Distances of sketches are those of the gradients, but for chance. P
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 
 import numpy as np
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor
 NUMBERS = 32  # of a sketch
 
 
-def sketch_of(gradients: Mapping[str, Tensor], scale: float, seed: bytes) -> tuple[float, ...]:
-    """Return the sketch of a gradient, given as the summed ones of each part, times `scale`."""
+def sketch_of(gradients: Mapping[str, Tensor], scale: float, seed: bytes) -> Generator[None, None, tuple[float, ...]]:
+    """Return the sketch of a gradient, given as the summed ones of each part, times `scale`; yields after each."""
     total = torch.zeros(NUMBERS, dtype=torch.float64)
     for part, sums in gradients.items():
         signs = torch.from_numpy(_signs(seed + part.encode(), sums.numel())).to(sums.device)
         signed = F.pad(sums * signs, (0, -sums.numel() % NUMBERS))
         total += signed.view(-1, NUMBERS).sum(dim=0, dtype=torch.float64).cpu()
+        yield
     return tuple((total * scale).float().tolist())
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,6 +15,7 @@ import trio
 
 from app.core.compute import StepWork, TokenChoice
 from app.core.errors import AppError
+from app.core.pieces import at_once
 from app.core.span import Span
 from app.session.adapter_index import AdapterIndex, AdapterRef
 from engine.errors import CacheFull, SessionError
@@ -374,6 +375,11 @@ def last_hidden(history: Sequence[int], n_blocks: int = 8) -> bytes:
     return rows[-1]
 
 
+def whole_result(made: Any) -> Any:
+    """Return the result of all pieces of a generator, and anything else as it is."""
+    return at_once(made) if isinstance(made, Generator) else made
+
+
 class InlineDevice:
     """Runs work on the loop after a while of simulated time: threads and an autojumping clock do not mix."""
 
@@ -385,7 +391,11 @@ class InlineDevice:
             await trio.sleep(self.seconds)
         else:
             await trio.lowlevel.checkpoint()
-        return function(*args)
+        result: T = whole_result(function(*args))
+        return result
 
-    async def run_later(self, function: Callable[..., T], *args: Any) -> T:
+    async def run_later(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await self.run(function, *args)
+
+    async def run_beside(self, function: Callable[..., T], *args: Any) -> T:
         return await self.run(function, *args)

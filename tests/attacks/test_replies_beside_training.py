@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
 
 import pytest
 import trio
@@ -11,6 +12,7 @@ from app.core.device_thread import DeviceThread
 from app.rounds.steps import LocalSteps, RoundTask
 from engine.island import IslandModel, IslandTerms
 from engine.training.full import FullModel
+from engine.training.local_trainer import MicroBatch
 from engine.training.optimiser import AdamW, Schedule
 from engine.training.outer import Nesterov
 from engine.training.parameters import drawn_model
@@ -53,9 +55,9 @@ async def test_a_reply_does_not_wait_for_a_whole_step(monkeypatch: pytest.Monkey
     model, device = IslandModel(SMALL, drawn_model(SMALL, 1), CPU, terms), DeviceThread("of an island")
     run, micro_s, batches = FullModel.run, 0.25, 16
 
-    def slow(self: FullModel, batch: object) -> float:
+    def slow(self: FullModel, batch: MicroBatch) -> Generator[None, None, float]:
         time.sleep(micro_s)  # as 1024 rows of a model of 135 million weights take on a computer without a card, or more
-        return run(self, batch)  # type: ignore[arg-type]
+        return run(self, batch)
 
     monkeypatch.setattr(FullModel, "run", slow)
     waited: list[float] = []

@@ -37,6 +37,7 @@ import trio
 from trio.testing import MockClock
 
 from app.core.errors import AppError
+from app.core.pieces import at_once
 from app.joining.offers import look_at_machine
 from app.planning.forecast import Terms, forecast_training
 from app.planning.machines import Fleet
@@ -76,10 +77,10 @@ def bandwidth() -> Shown:
     model = island(drawn_model(CONFIG, 0), terms())
     drawn = Random(0)
     text = [[drawn.randrange(256) for _ in range(64)]]
-    model.step(text, 0)
+    at_once(model.step(text, 0))
     began = time.perf_counter()
     for number in range(1, 11):
-        model.step(text, number)
+        at_once(model.step(text, number))
     step_s = (time.perf_counter() - began) / 10
     # Of two islands each sends half of its change and half of the merged one, and receives as much.
     size = sum(map(len, model.change()))

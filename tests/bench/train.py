@@ -56,6 +56,7 @@ from typing import Any
 
 import torch
 
+from app.core.pieces import at_once
 from app.rounds.decisions import (
     PAST_UNITS,
     copied,
@@ -143,7 +144,7 @@ def island(vectors: dict[str, torch.Tensor], how: IslandTerms) -> IslandModel:
 def train(model: IslandModel, text: Sequences, places: Sequence[Sequence[int]], first: int, seed: int) -> None:
     """Make steps over sequences at these places of the order."""
     for step, row in enumerate(places):
-        model.step([text[sequence_at(place, len(text), seed)] for place in row], first + step)
+        at_once(model.step([text[sequence_at(place, len(text), seed)] for place in row], first + step))
 
 
 def common(data: Corpus, seed: int) -> dict[str, torch.Tensor]:
@@ -199,7 +200,7 @@ class Islands:
                 assert liar in out or self.lie is None, f"{out} were left out and not the liar"
                 names = [name for name in names if name not in out]
                 found_after = min(found_after, len(doubts))
-        return Outcome(models[names[0]].loss(data.held), sent_bytes, found_after)
+        return Outcome(at_once(models[names[0]].loss(data.held)), sent_bytes, found_after)
 
 
 def _merge(models: Mapping[str, IslandModel], sent: Mapping[str, list[bytes]]) -> tuple[list[bytes], list[str]]:
@@ -231,7 +232,7 @@ class Single:
         model = island(start, terms())
         rows = [positions_of(COMMON * BATCH, ["a"], "a", step, self.batch) for step in range(steps)]
         train(model, data.whole, rows, COMMON, seed)
-        return Outcome(model.loss(data.held))
+        return Outcome(at_once(model.loss(data.held)))
 
 
 def sync_max_diff(data: Corpus, seed: int) -> float:

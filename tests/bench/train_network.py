@@ -25,6 +25,7 @@ import trio
 from trio.testing import MockClock
 
 from app.api.client import Client, client_of
+from app.core.pieces import at_once
 from app.rounds.island import Island, RoundServer, RoundTiming, hashed
 from app.rounds.steps import LocalSteps
 from app.training.states import METHODS, StateStore
@@ -107,10 +108,10 @@ def local_tokens_per_s() -> float:
     threads, speeds = torch.get_num_threads(), list[float]()
     for count in (1, threads):
         torch.set_num_threads(count)
-        tokens = model.step(rows, 0).tokens
+        tokens = at_once(model.step(rows, 0)).tokens
         began, steps = time.perf_counter(), 0
         while (took := time.perf_counter() - began) < LOCAL_S:
-            model.step(rows, 1 + steps)
+            at_once(model.step(rows, 1 + steps))
             steps += 1
         speeds.append(steps * tokens / took)
     return max(speeds)
@@ -243,7 +244,7 @@ async def _live(
                 for entry in node.island.log
                 for arrival in entry.list.arrivals
             ]
-            return Outcome(node.model.loss(data.held), killed=deaths, longest_wait_s=max(waits))
+            return Outcome(at_once(node.model.loss(data.held)), killed=deaths, longest_wait_s=max(waits))
 
 
 # --- many islands -----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from app.core.pieces import at_once
 from engine.budget import plan_full, unquantised
 from engine.errors import NotFinite, SourceError, TrainingError
 from engine.model.block import WeightOptions
@@ -55,7 +56,7 @@ def test_gradients_of_all_weights_are_those_of_transformers(
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
     expected.backward()
     ours = full(source, graph_bytes=graph_bytes)
-    assert ours.run(batch) == pytest.approx(expected.item(), rel=1e-5)
+    assert at_once(ours.run(batch)) == pytest.approx(expected.item(), rel=1e-5)
     parameters = dict(theirs.named_parameters())
     for part, sums in ours.gradients().items():
         for role, gradient in views(source.config, part, sums).items():
@@ -81,7 +82,7 @@ def test_fifty_steps_equal_those_of_torch(tmp_path: Path) -> None:
         for group in optimiser.param_groups:
             group["lr"] = SCHEDULE.at(number)
         optimiser.step()
-        result = ours.step([batch], SCHEDULE, number, 1.0)
+        result = at_once(ours.step([batch], SCHEDULE, number, 1.0))
         assert result.loss == pytest.approx(loss.item(), rel=1e-4)
         assert (result.version, result.tokens) == (number + 1, batch.counted)
 
@@ -108,9 +109,9 @@ def test_muon_changes_matrices_one_by_one_and_adamw_the_rest(tmp_path: Path) -> 
     ours = FullModel(source.config, before, CPU, optimiser=Muon())
     batch = micro_batch(2, 9, seed=1)
     batch = batch._replace(token_ids=batch.token_ids % 256, labels=batch.labels.clamp(max=255))
-    ours.run(batch)
+    at_once(ours.run(batch))
     gradients = {part: sums.clone() for part, sums in ours.gradients().items()}
-    ours.apply(1e-2, 0.5)
+    at_once(ours.apply(1e-2, 0.5))
     after = ours.vectors()
     for slot in part_slots(source.config, "block.3"):
         old, new, gradient = (
@@ -130,7 +131,7 @@ def test_a_drawn_model_learns(tmp_path: Path, optimiser: AdamW | Muon) -> None:
     text = b"the quick brown fox jumps over the lazy dog. " * 4
     batch = micro_batch(1, len(text), seed=0)
     batch = batch._replace(token_ids=torch.tensor([list(text)]), labels=torch.tensor([[*text[1:], -100]]))
-    losses = [ours.step([batch], Schedule(1e-2, 60), number, 1.0).loss for number in range(20)]
+    losses = [at_once(ours.step([batch], Schedule(1e-2, 60), number, 1.0)).loss for number in range(20)]
     assert losses[0] == pytest.approx(5.58, abs=0.1)  # the logarithm of the vocabulary: it knows nothing yet
     assert losses[-1] < 0.5 * losses[0]
 
@@ -139,8 +140,8 @@ def test_micro_batches_of_a_step_count_by_their_tokens(tmp_path: Path) -> None:
     source, _ = model(tmp_path, "llama")
     batches = [micro_batch(1, 9, 1), micro_batch(2, 5, 2, counted=0.3)]
     ours, again = full(source), full(source)
-    result = ours.step(batches, SCHEDULE, 0, None)
-    total = sum(again.run(batch) for batch in batches)
+    result = at_once(ours.step(batches, SCHEDULE, 0, None))
+    total = sum(at_once(again.run(batch)) for batch in batches)
     assert result.loss == pytest.approx(total / sum(batch.counted for batch in batches), rel=1e-6)
 
 
@@ -148,7 +149,7 @@ def test_the_weights_of_the_model_are_not_touched(tmp_path: Path) -> None:
     source, _ = model(tmp_path, "llama")
     vectors = read_model(source)
     kept = joined(source.config, vectors).clone()
-    FullModel(source.config, vectors, CPU).step([micro_batch(2, 9, 1)], SCHEDULE, 0, 1.0)
+    at_once(FullModel(source.config, vectors, CPU).step([micro_batch(2, 9, 1)], SCHEDULE, 0, 1.0))
     assert torch.equal(joined(source.config, vectors), kept)
     assert torch.equal(joined(source.config, read_model(source)), kept)
 
@@ -159,7 +160,7 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
     vectors["head"][0] = float("inf")
     ours = FullModel(source.config, vectors, CPU)
     with pytest.raises(NotFinite):
-        ours.step([micro_batch(1, 5, 1)], SCHEDULE, 0, 1.0)
+        at_once(ours.step([micro_batch(1, 5, 1)], SCHEDULE, 0, 1.0))
     assert all(torch.equal(vector, ours.vectors()[part]) for part, vector in vectors.items())
     assert all(not bool(sums.any()) for sums in ours.gradients().values())
 
@@ -170,7 +171,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"block\.0"):
         FullModel(source.config, {**vectors, "block.0": torch.zeros(3)}, CPU)
     with pytest.raises(TrainingError, match="context"):
-        FullModel(source.config, vectors, CPU).run(micro_batch(1, 300, 1))
+        at_once(FullModel(source.config, vectors, CPU).run(micro_batch(1, 300, 1)))
 
 
 def test_weights_are_drawn_from_shape_and_seed_alone(tmp_path: Path) -> None:
@@ -217,7 +218,7 @@ def test_an_exported_model_has_the_same_loss_in_transformers(tmp_path: Path, fam
     source, _ = model(tmp_path / "model", family)
     ours = full(source)
     for number in range(3):
-        ours.step([micro_batch(2, 12, number)], SCHEDULE, number, 1.0)
+        at_once(ours.step([micro_batch(2, 12, number)], SCHEDULE, number, 1.0))
     out = tmp_path / "out"
     out.mkdir()
     for name, data in folder_files(source.config, ours.vectors(), source.tokenizer).items():
@@ -227,7 +228,7 @@ def test_an_exported_model_has_the_same_loss_in_transformers(tmp_path: Path, fam
     with torch.no_grad():
         logits = theirs(input_ids=batch.token_ids).logits
     wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
-    assert ours.loss([batch]) == pytest.approx(float(wanted), rel=1e-4)
+    assert at_once(ours.loss([batch])) == pytest.approx(float(wanted), rel=1e-4)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert tokenizer.decode(tokenizer("A fish.")["input_ids"]) == "A fish."
 
@@ -244,7 +245,7 @@ def test_memory_stays_within_the_budget(tmp_path: Path, graph_bytes: int | None)
     with PeakBytes() as memory:
         ours = FullModel(config, vectors, CPU, graph_bytes=plan.graph_bytes)
         for number in range(2):
-            ours.step([batch], SCHEDULE, number, 1.0)
+            at_once(ours.step([batch], SCHEDULE, number, 1.0))
     assert 0.5 * plan.step_bytes <= memory.peak <= plan.step_bytes
 
 
@@ -269,9 +270,9 @@ def test_bfloat16_passes_train_float32_weights(tmp_path: Path) -> None:
     source, _ = model(tmp_path, "llama-tied")
     short = FullModel(source.config, read_model(source), WeightOptions(torch.device("cpu"), torch.bfloat16))
     batch = micro_batch(2, 9, seed=1)
-    assert short.run(batch) == pytest.approx(full(source).run(batch), rel=0.03)
+    assert at_once(short.run(batch)) == pytest.approx(at_once(full(source).run(batch)), rel=0.03)
     before = short.vectors()
-    short.apply(1e-2, 1 / batch.counted)
+    at_once(short.apply(1e-2, 1 / batch.counted))
     short.clear()
     assert all(vector.dtype == torch.float32 for vector in short.vectors().values())
     assert all(not torch.equal(before[part], vector) for part, vector in short.vectors().items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from statistics import mean, median
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from app.core.pieces import at_once
 from engine.budget import plan_full, unquantised
 from engine.config import ModelConfig, Rope
 from engine.errors import TrainingError
@@ -90,8 +91,8 @@ def test_a_round_after_every_step_is_synchronous_training() -> None:
     for step in range(50):
         halves = [sequences(2 * step), sequences(2 * step + 1)]
         for island, half in zip(two, halves, strict=True):
-            island.step(half, step)
-        one.step([*halves[0], *halves[1]], step)
+            at_once(island.step(half, step))
+        at_once(one.step([*halves[0], *halves[1]], step))
         merge_all(two)
     start = joined(CONFIG, drawn_model(CONFIG, 1))
     one.advance(one.change())
@@ -116,7 +117,7 @@ def test_a_round_of_fewer_or_smaller_steps_keeps_less_momentum(
     decays: bool, steps: range, last: range, kept: float
 ) -> None:
     island = made(replace(TERMS, schedule=Schedule(1e-2, 20 if decays else 10**9)))
-    island.step(sequences(1), 0)
+    at_once(island.step(sequences(1), 0))
     merge_all([island])
     before, momentum = unpacked(CONFIG, island.states())
     assert bool(momentum.any())
@@ -132,7 +133,7 @@ def test_a_round_of_fewer_or_smaller_steps_keeps_less_momentum(
 
 def test_what_rounding_keeps_back_is_sent_later() -> None:
     island = made()
-    island.step(sequences(1), 0)
+    at_once(island.step(sequences(1), 0))
     island.change()
     wanted = island._sent
     leaves = merge_all([island])
@@ -148,7 +149,7 @@ def test_what_rounding_keeps_back_is_sent_later() -> None:
 def test_a_change_that_did_not_count_leaves_no_residual() -> None:
     island, other = made(), made()
     for number, each in enumerate((island, other)):
-        each.step(sequences(number), 0)
+        at_once(each.step(sequences(number), 0))
     leaves = other.change()
     island.change()
     island.advance(leaves)
@@ -158,11 +159,11 @@ def test_a_change_that_did_not_count_leaves_no_residual() -> None:
 
 def test_states_are_loaded_as_they_were() -> None:
     island, other = made(), made()
-    island.step(sequences(1), 0)
+    at_once(island.step(sequences(1), 0))
     merge_all([island])
     other.load(island.states())
     assert other.states() == island.states()
-    assert other.loss(sequences(5)) == island.loss(sequences(5))
+    assert at_once(other.loss(sequences(5))) == at_once(island.loss(sequences(5)))
     assert first_states(CONFIG, drawn_model(CONFIG, 1)) == made().states()
 
 
@@ -186,7 +187,7 @@ def trained(steps: int, every: int, count: int = 3, seed: int = 0) -> list[Islan
     islands = [made() for _ in range(count)]
     for step in range(steps):
         for number, island in enumerate(islands):
-            island.step(lesson(seed + 100 * step + number), step)
+            at_once(island.step(lesson(seed + 100 * step + number), step))
         if (step + 1) % every == 0:
             merge_all(islands)
     return islands
@@ -204,7 +205,7 @@ def newcomer_agreement(
     everybody = [*islands, newcomer]
     for step in range(first, first + steps):
         for number, island in enumerate(everybody):
-            island.step(lesson(7000 + 100 * step + number), step)
+            at_once(island.step(lesson(7000 + 100 * step + number), step))
     found = islands[0].merge([island.change() for island in everybody], 0, [1.0] * len(everybody)).report
     return found[-1][1], sorted(cosine for _, cosine in found)[len(found) // 2]
 
@@ -231,7 +232,7 @@ def test_with_the_moments_of_another_a_newcomer_agrees_as_usual() -> None:
 def test_moments_are_the_same_but_for_rounding() -> None:
     island, other = made(), made()
     for step in range(6):
-        island.step(sequences(step), step)
+        at_once(island.step(sequences(step), step))
     merge_all([island])
     other.load(island.states())
     other.take_moments(island.moments())
@@ -239,16 +240,16 @@ def test_moments_are_the_same_but_for_rounding() -> None:
     for mine, theirs in zip(island._model.moments().values(), other._model.moments().values(), strict=True):
         for one, another in zip(mine, theirs, strict=True):
             assert torch.allclose(one, another, rtol=2**-8, atol=0)
-    losses = [each.step(sequences(9), 6).loss for each in (island, other)]
+    losses = [at_once(each.step(sequences(9), 6)).loss for each in (island, other)]
     assert losses[0] == losses[1]  # of the same weights
-    after = [each.step(sequences(10), 7).loss for each in (island, other)]
+    after = [at_once(each.step(sequences(10), 7)).loss for each in (island, other)]
     assert after[0] == pytest.approx(after[1], rel=1e-3)
 
 
 def test_moments_that_are_none_are_refused() -> None:
     island, other = made(), made()
     assert not island.has_moments
-    island.step(sequences(1), 0)
+    at_once(island.step(sequences(1), 0))
     right = island.moments()
     parts = list(right.parts)
     nan, negative = b"\xff\x7f" * (len(parts[0]) // 2), b"\x80\xbf" * (len(parts[0]) // 2)
@@ -271,17 +272,17 @@ def test_a_trial_says_what_a_change_does_and_leaves_the_island_as_it_was() -> No
     island, other = made(), made()
     states, text = island.states(), [lesson(1), lesson(2)]
     for step in range(5):
-        island.step(lesson(1), step)
-        other.step(lesson(3), step)
+        at_once(island.step(lesson(1), step))
+        at_once(other.step(lesson(3), step))
     own = joined(CONFIG, other._model.vectors())
-    (read, unseen) = other.trial(states, island.change(), "int8", text)
+    (read, unseen) = at_once(other.trial(states, island.change(), "int8", text))
     assert read[1] < read[0]
-    assert read[0] == made().loss(lesson(1))
-    assert read[1] == pytest.approx(island.loss(lesson(1)), rel=1e-3)
-    assert unseen[0] == made().loss(lesson(2))
+    assert read[0] == at_once(made().loss(lesson(1)))
+    assert read[1] == pytest.approx(at_once(island.loss(lesson(1))), rel=1e-3)
+    assert unseen[0] == at_once(made().loss(lesson(2)))
     assert torch.equal(joined(CONFIG, other._model.vectors()), own)
     with pytest.raises(TrainingError):
-        other.trial(states, island.change()[:-1], "int8", text)
+        at_once(other.trial(states, island.change()[:-1], "int8", text))
     assert torch.equal(joined(CONFIG, other._model.vectors()), own)
 
 
@@ -309,11 +310,11 @@ def test_another_machine_finds_the_gradient_of_a_step(seed: int, dtype: torch.dt
         for step in range(20):
             text, other = sequences(1000 * seed + 100 * number + step), sequences(10**6 + step)
             trace = island.trace()
-            claimed = island.step(text, step, SEED).sketch
-            before, after, found = tester.retrace(states, trace, text, SEED)
+            claimed = at_once(island.step(text, step, SEED)).sketch
+            before, after, found = at_once(tester.retrace(states, trace, text, SEED))
             assert after <= 2 * before + 1
             honest.append(apart(claimed, found))
-            others.append(apart(claimed, tester.retrace(states, trace, other, SEED)[2]))
+            others.append(apart(claimed, at_once(tester.retrace(states, trace, other, SEED))[2]))
         island.advance(island.change())
         island.commit(counted=True)
     assert max(honest) < 0.15
@@ -324,16 +325,16 @@ def test_a_trace_and_a_sketch_change_nothing() -> None:
     island, other, tester = made(), made(), made()
     for step in range(3):
         assert sum(map(len, island.trace())) == (island.trace_bytes if step else 0)
-        traced, plain = island.step(sequences(step), step, SEED), other.step(sequences(step), step)
+        traced, plain = at_once(island.step(sequences(step), step, SEED)), at_once(other.step(sequences(step), step))
         assert replace(traced, sketch=()) == plain
     assert island.change() == other.change()
-    tester.step(sequences(9), 0)
+    at_once(tester.step(sequences(9), 0))
     own = joined(CONFIG, tester._model.vectors())
-    tester.retrace(made().states(), island.trace(), sequences(1), SEED)
+    at_once(tester.retrace(made().states(), island.trace(), sequences(1), SEED))
     assert torch.equal(joined(CONFIG, tester._model.vectors()), own)
     assert not any(bool(sums.any()) for sums in tester._model.gradients().values())
     with pytest.raises(TrainingError):
-        tester.retrace(made().states(), island.trace()[:-1], sequences(1), SEED)
+        at_once(tester.retrace(made().states(), island.trace()[:-1], sequences(1), SEED))
     assert torch.equal(joined(CONFIG, tester._model.vectors()), own)
 
 
@@ -342,12 +343,12 @@ def test_sketches_are_as_far_from_each_other_as_gradients() -> None:
     ratios = []
     for number in range(200):
         one, other = ({"a": torch.randn(777, generator=generator)} for _ in range(2))
-        pair = [sketch_of(each, 0.5, bytes([number])) for each in (one, other)]
+        pair = [at_once(sketch_of(each, 0.5, bytes([number]))) for each in (one, other)]
         ratios.append(math.dist(*pair) / (0.5 * float((one["a"] - other["a"]).norm())))
     assert len(pair[0]) == NUMBERS
     assert mean(ratios) == pytest.approx(1, rel=0.05)
     assert max(abs(ratio - 1) for ratio in ratios) < 0.6
-    assert sketch_of(one, 1.0, b"x") != sketch_of(one, 1.0, b"y")
+    assert at_once(sketch_of(one, 1.0, b"x")) != at_once(sketch_of(one, 1.0, b"y"))
 
 
 # --- leaves that wait -------------------------------------------------------------------------------------------------
@@ -367,7 +368,7 @@ def round_of(islands: list[IslandModel], number: int) -> list[bytes]:
 def test_a_small_change_waits_a_round_and_is_sent_then() -> None:
     island = waiting()
     assert island.leaves > 2
-    island.step(sequences(1), 0)
+    at_once(island.step(sequences(1), 0))
     first = round_of([island], 0)
     assert [bool(leaf) for leaf in first] == [number % 2 == 0 for number in range(island.leaves)]
     kept = island._residual.split(LEAF)
@@ -382,26 +383,26 @@ def test_a_small_change_waits_a_round_and_is_sent_then() -> None:
 
 def test_a_large_change_does_not_wait() -> None:
     island = waiting(significance=1e-6)
-    island.step(sequences(1), 0)
+    at_once(island.step(sequences(1), 0))
     assert all(round_of([island], 0))
 
 
 def test_one_who_waits_counts_as_no_change() -> None:
     islands, alone = [waiting(), waiting(1e-6)], waiting(1e-6)
     for each in (islands[1], alone):
-        each.step(sequences(1), 0)
+        at_once(each.step(sequences(1), 0))
     sent = [island.change() for island in islands]
     assert not any(sent[0][1::2])
     merged = islands[1].merge(sent, 0, [1.0, 1.0])
-    whole = alone.merge([alone.change()], 0, [1.0])
-    half, full = (decode(found.leaves[1], LEAF, "int8") for found in (merged, whole))
+    single = alone.merge([alone.change()], 0, [1.0])
+    half, full = (decode(found.leaves[1], LEAF, "int8") for found in (merged, single))
     assert torch.allclose(2 * half, full, rtol=0.0, atol=float(full.abs().max()) / 100)
 
 
 def test_comparisons_are_of_the_leaves_that_all_must_send() -> None:
     islands = [waiting(), waiting(1e-6), waiting(1e-6)]
     for number, island in enumerate(islands):
-        island.step(sequences(number), 0)
+        at_once(island.step(sequences(number), 0))
     sent = [island.change() for island in islands]
     assert not any(sent[0][1::2])
     assert all(sent[1])
@@ -421,3 +422,81 @@ def test_only_the_leaves_of_the_round_may_be_empty() -> None:
         island.check([b""], 1)
     with pytest.raises(TrainingError, match="0 bytes"):
         made().check([b""], 1)  # in this job none may wait
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def everything(island: IslandModel) -> list[bytes]:
+    """The bits of all weights, moments and gradients of an island."""
+    model, found = island._model, list[bytes]()
+    for part in model._parts.values():
+        gradients = [leaf.grad for leaf in part.leaves.values() if leaf.grad is not None]
+        for vector in (part.values, part.first, part.second, part.sums, *part.leaves.values(), *gradients):
+            found.append(vector.detach().float().numpy().tobytes())
+    return [*found, str(model.version).encode()]
+
+
+def kinds_of_work(island: IslandModel) -> dict[str, Generator[None, None, Any]]:
+    """What an island computes in pieces, each of them to be begun anew."""
+    states, text = made().states(), sequences(3, count=8)
+    return {
+        "step": island.step(text, 1),
+        "traced step": island.step(text, 1, SEED),
+        "loss": island.loss(text),
+        "trial": island.trial(states, made().change(), "int8", [text, text[:2]]),
+        "retrace": island.retrace(states, made().trace(), text, SEED),
+    }
+
+
+def stepped_once(optimiser: AdamW | Muon = TERMS.optimiser, dtype: torch.dtype = torch.float32) -> IslandModel:
+    terms = replace(TERMS, optimiser=optimiser)
+    island = IslandModel(CONFIG, drawn_model(CONFIG, 1), WeightOptions(torch.device("cpu"), dtype), terms)
+    at_once(island.step(sequences(1), 0))
+    return island
+
+
+@pytest.mark.parametrize("kind", ["step", "traced step", "loss", "trial", "retrace"])
+def test_work_is_computed_in_pieces_between_which_no_mode_of_torch_is_left_on(kind: str) -> None:
+    island, other = stepped_once(), stepped_once()
+    pieces, count, result = kinds_of_work(island)[kind], 0, None
+    while result is None:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            result = end.value
+        count += 1
+        assert torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()
+        with torch.inference_mode():  # as replies compute in the same thread
+            torch.ones(2) @ torch.ones(2)
+    assert result == at_once(kinds_of_work(other)[kind])
+    assert everything(island) == everything(other)
+    micro_batches = 8 * 16 // TERMS.rows
+    assert count >= micro_batches * (CONFIG.n_blocks + 1)
+
+
+@pytest.mark.parametrize(("optimiser", "dtype"), [(AdamW(), torch.bfloat16), (Muon(), torch.float32)])
+@pytest.mark.parametrize("kind", ["step", "traced step", "loss", "trial", "retrace"])
+def test_work_that_is_given_up_changes_nothing_or_makes_a_whole_step(
+    kind: str, optimiser: AdamW | Muon, dtype: torch.dtype
+) -> None:
+    before, ended = stepped_once(optimiser, dtype), stepped_once(optimiser, dtype)
+    at_once(kinds_of_work(ended)[kind])
+    count, found = 0, list[bool]()
+    while True:
+        island = stepped_once(optimiser, dtype)
+        pieces = kinds_of_work(island)[kind]
+        try:
+            for _ in range(count + 1):
+                next(pieces)
+        except StopIteration:
+            break
+        pieces.close()
+        is_made = everything(island) == everything(ended)
+        assert is_made or everything(island) == everything(before), f"after {count} pieces"
+        found.append(is_made)
+        count += 1
+    if "step" in kind:
+        assert found == sorted(found)
+        assert sum(found) == len(ended._model._parts)  # once the first weights are changed, all are

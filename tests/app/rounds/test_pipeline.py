@@ -14,6 +14,7 @@ import torch
 import trio
 from trio.testing import MockClock
 
+from app.core.pieces import at_once
 from app.core.span import Span
 from app.rounds.steps import PipelineSteps
 from app.routing.route import Hop, NoRoute, Route
@@ -376,7 +377,7 @@ async def test_nothing_of_an_island_is_left_at_its_machines(tmp_path: Path, pati
 @pytest.mark.parametrize("optimiser", [AdamW(weight_decay=0.1), Muon(weight_decay=0.1)])
 def test_blocks_and_ends_make_the_steps_of_a_whole_model(optimiser: AdamW | Muon, dtype: torch.dtype) -> None:
     vectors, options = drawn_model(FOUR, 1), replace(CPU, dtype=dtype)
-    whole = FullModel(FOUR, vectors, options, optimiser=optimiser, graph_bytes=0)
+    alone = FullModel(FOUR, vectors, options, optimiser=optimiser, graph_bytes=0)
     owner = PipelineModel(FOUR, vectors, options, terms_of(optimiser))
     runner = FullRunner(FOUR, (0, 4), options, optimiser=optimiser, rows=64, under_way=2, usable_bytes=2**40)
     runner.load({block: owner.first_state(block) for block in range(4)})
@@ -384,7 +385,7 @@ def test_blocks_and_ends_make_the_steps_of_a_whole_model(optimiser: AdamW | Muon
     for step in range(3):
         batches = owner.batches([text.sequence(10 * step + at) for at in range(8)])
         assert len(batches) == 2
-        wanted = whole.step(batches, schedule, step, 1.0)
+        wanted = at_once(alone.step(batches, schedule, step, 1.0))
         total = sum(run_batch(owner, runner, batch, number) for number, batch in enumerate(batches))
         run_batch(owner, runner, batches[0], 0, counts=False)  # once more, which changes nothing
         tokens = sum(batch.counted for batch in batches)
@@ -397,7 +398,7 @@ def test_blocks_and_ends_make_the_steps_of_a_whole_model(optimiser: AdamW | Muon
         owner.ends.step(schedule.at(step), 1 / tokens, clip)
     for block in range(4):
         owner.gather(block, runner.state(block), 3)
-    assert torch.equal(owner._own(), joined(FOUR, whole.vectors()))
+    assert torch.equal(owner._own(), joined(FOUR, alone.vectors()))
     # a block goes on with the moments that it has
     renewed = owner.renewed(1, runner.state(1))
     assert renewed != runner.state(1)
@@ -417,7 +418,7 @@ def run_batch(owner: PipelineModel, runner: FullRunner, batch: Any, number: int,
     for block in range(4):
         rows = runner.forward(block, number, rows, sequences)
     hidden = memoryview(runner.data(rows, "f32"))
-    found = ends.begin_loss(batch, hidden, "f32", gradient=True, number=number).result("f32")
+    found = at_once(ends.begin_loss(batch, hidden, "f32", gradient=True, number=number).result("f32"))
     gradient = runner.rows(memoryview(found.gradient), "f32")
     for block in reversed(range(4)):
         gradient = runner.backward(block, number, gradient, counts)

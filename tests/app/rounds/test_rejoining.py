@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import trio
 from app.rounds import founding, train_jobs
 from app.rounds.founding import TrainWish
 from app.rounds.train_jobs import TrainJobs
+from engine.island import IslandModel
 from p2p.memory.fabric import open_fabric
 from tests.app.rounds.test_own_data import Node, made_up, open_nodes, state_files
 from tests.app.swarms import identity
@@ -304,6 +306,31 @@ async def test_to_leave_ends_the_fetch_of_a_state(tmp_path: Path, monkeypatch: p
         with trio.fail_after(60):
             await began.wait()
             assert (await nodes[1].jobs.leave("fish"))["status"] == "left"
+
+
+@pytest.mark.parametrize("work", ["step", "loss"])
+async def test_to_leave_ends_a_step_or_a_validation_that_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str
+) -> None:
+    began, closed = trio.Event(), threading.Event()
+
+    async with open_nodes(tmp_path) as nodes:
+        loop = trio.lowlevel.current_trio_token()
+
+        def endless(self: IslandModel, *args: Any) -> Generator[None, None, None]:
+            try:
+                while True:
+                    loop.run_sync_soon(began.set)
+                    yield
+            finally:
+                closed.set()
+
+        monkeypatch.setattr(IslandModel, work, endless)
+        await nodes[0].jobs.found(wish_in(tmp_path))
+        with trio.fail_after(60):
+            await began.wait()
+            assert (await nodes[0].jobs.leave("fish"))["status"] == "left"
+        assert closed.is_set()
 
 
 async def test_the_states_of_a_job_that_was_left_are_removed(tmp_path: Path) -> None:

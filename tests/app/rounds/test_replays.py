@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from app.core.pieces import at_once
 from app.rounds.decisions import replayed
 from engine.island import IslandModel, IslandTerms
 from engine.training.optimiser import AdamW, Schedule
@@ -51,7 +52,7 @@ def check_honest(seed: int, *, rounds: int, rate: float, alone: int, own: bool) 
             first, count = (at * text.count // 3, text.count // 3) if own else (0, text.count)
             for step in range(EVERY):
                 places = torch.randint(count, (BATCH,), generator=drawn).tolist()
-                model.step([text.sequence(first + place) for place in places], number * EVERY + step)
+                at_once(model.step([text.sequence(first + place) for place in places], number * EVERY + step))
             rows.append(model.change())
         merged = models[0].merge(rows, 0, [1.0] * len(rows))
         if merged.past and len(active) == 3:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from app.core.errors import RecordError
+from app.core.pieces import at_once
 from app.rounds import testers, wire
 from app.rounds.island import LeftOut
 from app.rounds.log import follow, make_entry, replay
@@ -243,7 +244,7 @@ def sketches(made_up: Callable[[tuple[float, ...]], tuple[float, ...]]) -> Calla
         honest = model.step
 
         def step(*args: Any) -> Any:
-            made = honest(*args)
+            made = at_once(honest(*args))
             return replace(made, sketch=made_up(made.sketch))
 
         model.step = step
@@ -365,7 +366,7 @@ async def test_one_tester_that_lies_harms_nobody(
     monkeypatch.setattr(testers, "ROUNDS_A_TEST", 1)
     async with open_islands(tmp_path, 0, 1, 2, steps=40, recompute=True) as swarm:
         liar = swarm.add(3)
-        liar.model.retrace = lambda *args: (1.0, 1.0, (math.nan,))  # type: ignore[method-assign]
+        liar.model.retrace = lambda *args: (1.0, 1.0, (math.nan,))  # type: ignore[assignment, method-assign]
         await swarm.finished(0, 1, 2, 3)
         log = swarm.nodes[0].island.log
         said = [one.recomputed for entry in log for one in entry.results if one.peer == liar.name and one.recomputed]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import trio
 from trio.testing import MockClock
 
@@ -35,3 +37,20 @@ async def test_a_device_prepares_when_it_has_been_idle_for_a_while(autojump_cloc
         assert len(runner.prepared) == 3
         assert runner.prepared[0] >= ended_at
         assert runner.prepared[-1] <= ended_at + 4 * PREPARE_AFTER_S + 1
+
+
+async def test_no_reply_waits_for_work_that_can_wait_behind_a_preparation(autojump_clock: MockClock) -> None:
+    async with open_swarm() as swarm:
+        runner = Preparing()
+        await swarm.serve("host", runner)
+
+        async def endless(*args: Any) -> Any:
+            await trio.sleep_forever()
+
+        swarm.devices["host"].run_later = endless  # type: ignore[assignment, method-assign]
+        asker = await swarm.asker()
+        await ask(asker, PROMPT, 20)
+        await trio.sleep(2 * PREPARE_AFTER_S)
+        with trio.fail_after(60):
+            await ask(asker, PROMPT, 20)
+        assert runner.prepared

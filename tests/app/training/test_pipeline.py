@@ -20,6 +20,7 @@ from app.training.hop import HopJobStats, StepBusy
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
 from engine.training.local_trainer import MicroBatch
+from tests.app.hash_model import whole_result
 from tests.app.training.job_swarm import UNHURRIED, CountingDevice, Losses, batches_of, open_job_swarm
 
 SPANS = ((0, 2), (2, 5), (5, 8))
@@ -63,7 +64,7 @@ class TimedDevice(CountingDevice):
             if seconds:
                 await self._time.sleep(seconds)
             self.busy_s += seconds
-            return function(*args)
+            return whole_result(function(*args))
 
     async def run_later(self, function: Callable[..., Any], *args: Any) -> Any:
         return await self.run(function, *args)
