@@ -68,7 +68,7 @@ def test_a_round_takes_no_more_memory_than_is_counted(count: int, codec: Codec) 
     with PeakBytes() as memory:
         island = IslandModel(config, vectors, CPU, replace(TERMS, codec=codec), graph_bytes=0)
         for number in range(2):  # the second one has a merged change to compare with
-            island.step(sequences(number), number)
+            at_once(island.step(sequences(number), number))
             memory.peak = 0
             sent = island.change()
             share = len(sent) // count
