@@ -327,10 +327,13 @@ FULL_WEIGHT_BYTES = 16
 # and what rounding left behind (12), the state that is being written (8), and merged changes that are kept for others
 # (8, the most in any number format).
 ROUND_KEPT_BYTES = 28
-# At the fullest moment, when changes are merged or tested: the same without the state, the own change as it is (4) and
-# as it is sent (4); the changes that are merged and the last merged one (8), and both in float64 to compare them (16),
-# or as much for a test of another island's change.
-ROUND_WEIGHT_BYTES = 56
+# When changes are merged: the same without the state, the own change as it is (4) and as it is sent (4), the changes
+# that are merged and the last merged one (8), and both in float64 to compare them (16).
+MERGED_WEIGHT_BYTES = 52
+# At the fullest moment, when the change of another island is tested: what is there while steps are made, the own
+# change as it was sent (4), the other one as it came (4) and as numbers (4), the state before it (8), and three sets of
+# weights (12).
+ROUND_WEIGHT_BYTES = 60
 
 
 @dataclass(frozen=True)

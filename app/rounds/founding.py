@@ -30,7 +30,7 @@ from app.training.record import checked_name
 from app.training.states import part_of
 from app.training.wire import full_order
 from engine.budget import (
-    ROUND_WEIGHT_BYTES,
+    MERGED_WEIGHT_BYTES,
     FullBudget,
     allowance_on,
     full_blocks_bytes,
@@ -65,7 +65,8 @@ ROWS = 1024  # of a micro-batch
 NO_LICENCE = "the swarm is public: name the licence of the text with --licence"
 Rows = np.ndarray[Any, np.dtype[np.uint32]]
 WEIGHT_DECAY, CLIP = 0.1, 1.0
-OWNER_WEIGHT_BYTES = ROUND_WEIGHT_BYTES + 4  # for rounds, and the island's own weights where those of blocks come in
+# For rounds, without tests, and the island's own weights where those of blocks come in.
+OWNER_WEIGHT_BYTES = MERGED_WEIGHT_BYTES + 4
 MORE_EVERY = 10  # times the steps of the first round, at most
 
 
