@@ -35,7 +35,7 @@ from engine.budget import (
 from engine.config import ModelConfig
 from engine.device.dtypes import pick_dtype
 from engine.device.kinds import kind_named, kind_of
-from engine.device.probe import Device, chosen_devices, probe_devices
+from engine.device.probe import Device, chosen_devices, is_memory_full, probe_devices
 from engine.errors import DeviceFull
 from engine.model.block import Quantisation, WeightOptions, build_block
 from engine.model.grid_tiles import padded_share
@@ -390,7 +390,9 @@ def _memory_errors() -> Iterator[None]:
     """Turn torch's error for a full device into `DeviceFull`."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
+        if not is_memory_full(error):
+            raise
         log.info("the device's memory is full: %s", error)
         raise DeviceFull(f"the device's memory is full: {str(error).split('. ')[0].removeprefix('CUDA ')}") from error
 

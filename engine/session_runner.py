@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.device.probe import first_line
+from engine.device.probe import first_line, is_memory_full
 from engine.errors import DeviceFull, NotFinite, SessionError, TrainingError
 from engine.model.cuda_graphs import StepUnderWay, UnderWay
 from engine.model.hosted_span import HostedSpan, SessionLease, SessionRows
@@ -108,8 +108,10 @@ class SessionRunner:
         try:
             own = {block: places[block] for block in vectors}
             return ServedAdapter(Adapter(settings, numbers), self._span.config, own)
-        except torch.OutOfMemoryError as error:
-            raise DeviceFull(f"the device's memory is full: {first_line(error)}") from error
+        except Exception as error:
+            if is_memory_full(error):
+                raise DeviceFull(f"the device's memory is full: {first_line(error)}") from error
+            raise
 
     def open(self, session: bytes, tokens: int, adapter: BlockAdapter | None = None) -> None:
         """Lease cache for `tokens` tokens of a new session, all of which are computed with the adapter if one is given.
@@ -245,7 +247,7 @@ class SessionRunner:
         except BaseException as error:
             for own in advanced:  # undo the groups that have advanced already
                 own.lease.truncate(own.start)
-            if isinstance(error, torch.OutOfMemoryError):
+            if is_memory_full(error):
                 raise DeviceFull(f"the device's memory is full: {first_line(error)}") from error
             raise
         return [outputs[index] for index in range(len(work))]

@@ -41,7 +41,7 @@ from engine.budget import (
 from engine.config import ModelConfig
 from engine.device.dtypes import pick_dtype
 from engine.device.kinds import kind_named
-from engine.device.probe import Device, find_device, probe_devices
+from engine.device.probe import Device, find_device, is_memory_full, probe_devices
 from engine.errors import DeviceFull
 from engine.hosting import release
 from engine.island import TRACED_WEIGHT_BYTES, IslandModel, IslandTerms, PipelineModel, first_states, unpacked
@@ -115,7 +115,9 @@ class DoesNotFit(AppError):
         self.config, self.length = config, length
 
 
-OUT_OF_MEMORY = (DoesNotFit, DeviceFull, MemoryError, torch.OutOfMemoryError)  # there may be more of it later
+def lacks_memory(error: BaseException) -> bool:
+    """True if there was too little memory for a job, of which there may be more later."""
+    return isinstance(error, DoesNotFit | DeviceFull) or is_memory_full(error)
 
 
 def prepare(

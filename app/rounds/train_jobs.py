@@ -574,12 +574,12 @@ def _why(error: BaseException) -> str:
 
 def _lacks_room(error: BaseException) -> str:
     """Say what a job waits for if memory or disk are full, which may pass; nothing for any other error."""
-    from app.rounds.founding import OUT_OF_MEMORY
+    from app.rounds.founding import lacks_memory
 
     if isinstance(error, BaseExceptionGroup):
         each = [_lacks_room(one) for one in error.exceptions]
         return each[0] if all(each) else ""
-    if isinstance(error, OUT_OF_MEMORY):
+    if lacks_memory(error):
         return f"waits for memory: {_why(error)}"
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_full or (isinstance(error, AppError) and error.code == "disk_full"):

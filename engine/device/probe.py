@@ -221,6 +221,14 @@ def probe_cpu(note: str = "") -> Device:
     return Device("cpu", "cpu", name, total_bytes, free_bytes, **asdict(reading), note=note)
 
 
+def is_memory_full(error: BaseException) -> bool:
+    """True if torch says that memory is full; that of a CPU or a Mac has no error of its own."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    return "DefaultCPUAllocator" in text or "out of memory" in text
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of a driver's error message, or the exception's type if it has no text."""
     text = str(error).strip()

@@ -29,15 +29,23 @@ def _soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_jobs, "MEMORY_AGAIN_MOST_S", 0.01)
 
 
-async def test_a_card_that_is_full_for_a_moment_does_not_end_a_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 20.00 MiB"),
+        (RuntimeError, "[enforce fail at alloc_cpu.cpp:113] data. DefaultCPUAllocator: not enough memory"),
+    ],
+    ids=["card", "machine"],
+)
+async def test_memory_that_is_full_for_a_moment_does_not_end_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception], text: str
 ) -> None:
     step, make, is_full = IslandModel.step, founding.make_model, False
     model: Any = None
 
     def crowded(self: IslandModel, *args: Any) -> Any:
         if is_full:  # a game has just begun beside it
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+            raise error(text)
         return step(self, *args)
 
     def made(*args: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from engine.device import probe, sensors
 from engine.device.dtypes import CANDIDATES, ROUNDS, choose, dtype_times, measure_dtypes, pick_dtype, time_products
 from engine.device.kinds import KINDS, UNTESTED
-from engine.device.probe import Device, find_device, probe_cuda, probe_devices
+from engine.device.probe import Device, find_device, is_memory_full, probe_cuda, probe_devices
 from engine.device.sensors import NvidiaCard, SensorReading, cgroup_limits
 from engine.errors import DeviceError
 
@@ -256,3 +256,12 @@ def test_wrong_results_are_not_timed(dtype: torch.dtype, monkeypatch: pytest.Mon
     assert time_products("cpu", dtype, 0.0) is None
     monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w: right(x, w) * float("nan"))
     assert time_products("cpu", dtype, 0.0) is None
+
+
+def test_full_memory_is_told_from_other_errors() -> None:
+    with pytest.raises(RuntimeError) as machine:  # of a size that no machine has
+        torch.empty(2**50)
+    for full in (machine.value, torch.OutOfMemoryError(), MemoryError(), RuntimeError("MPS backend out of memory (…)")):
+        assert is_memory_full(full)
+    for other in (RuntimeError("CUDA error: device-side assert triggered"), ValueError("out of memory"), OSError(12)):
+        assert not is_memory_full(other)
