@@ -346,17 +346,17 @@ async def test_a_finished_job_serves_the_late_and_then_gives_its_memory_back(
 async def test_a_job_that_cannot_be_taken_up_ends_no_other_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A card may be full when the node starts again, and torch raises errors of its own."""
+    """A card may be broken when the node starts again, and torch raises errors of its own; a full one is waited for."""
     async with open_nodes(tmp_path) as nodes:
         await nodes[0].jobs.found(wish_in(tmp_path, "one"))
 
-    def full(*args: Any) -> Any:
-        raise RuntimeError("CUDA out of memory")
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(founding, "make_model", full)
+    monkeypatch.setattr(founding, "make_model", broken)
     async with open_nodes(tmp_path) as nodes:
         with trio.fail_after(60):
             while (facts := await nodes[0].jobs.facts())[0]["status"] != "failed":  # noqa: ASYNC110
                 await trio.sleep(0.05)
-        assert facts[0]["why"] == "RuntimeError while computing: CUDA out of memory"
+        assert facts[0]["why"] == "RuntimeError while computing: CUDA error: an illegal memory access was encountered"
         assert await nodes[0].jobs.joinable() == []
