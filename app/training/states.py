@@ -34,8 +34,8 @@ from app.weights.wire import ChunkMethods
 from engine.device.sensors import disk_free_bytes
 
 METHODS = ChunkMethods("train.leaves", "train.chunk")
-SILENT_S = 240.0  # the same for the patient, who count what was checked alone: a slow link takes long for a request
 FETCH_S = 45.0  # until a holder that sends nothing is given up; a frozen one must not hold up a job for minutes
+SILENT_S = 240.0  # the same for the patient, who count what was checked alone: a slow link takes long for a request
 SLOWEST_BYTES_PER_S = 125_000  # so much longer is waited for large states
 
 

@@ -16,7 +16,7 @@ from p2p.errors import Refused, RemoteError
 from p2p.memory.fabric import LinkProfile, open_fabric
 from tests.app.training.test_states import store
 from tests.app.weights.test_exchange import ALL, world
-from tests.attacks.test_patience import tricklers
+from tests.attacks.test_patience import Withheld, tricklers
 
 
 @pytest.mark.parametrize("delay_s", [0.002, 0.01])
@@ -55,26 +55,19 @@ async def test_two_fast_holders_that_refuse_the_same_chunks_do_not_hold_up_a_dow
 ) -> None:
     """They give the other chunks faster than the seed, so that they are chosen for what one of them refused."""
     async with world(tmp_path) as here:
-        owed: set[tuple[bytes, int]] = set()
 
-        async def chunk(peer: str, body: bytes) -> Payload:
-            request = wire.ChunkRequest.decode(body)
-            key = (request.root, request.index)
-            if (len(owed) < 2 and request.count > 1) or key in owed:
-                owed.add(key)
-                await trio.sleep(after_s)
-                raise Refused("busy")
-            part = here.seed.library.part(request.root)
-            assert part is not None
-            return wire.chunk_answer(here.seed.library.chunk(part, request.index) or b"")
+        async def refuse() -> None:
+            await trio.sleep(after_s)
+            raise Refused("busy")
 
+        withheld = Withheld(here, refuse)
         here.fabric.set_link("seed", "newcomer", LinkProfile(0.03))
         for name in tricklers(2):
-            here.liar(name, lambda peer, body: b"").serve(wire.CHUNK, chunk)
+            here.liar(name, lambda peer, body: b"").serve(wire.CHUNK, withheld.chunk)
         peer = here.peer("newcomer")
         with trio.move_on_after(300) as waiting:
             await peer.fetching.fetch(ALL)
-        assert owed
+        assert withheld.owed
         assert not waiting.cancelled_caught, f"{set(ALL) - peer.library.held()} never came"
 
 

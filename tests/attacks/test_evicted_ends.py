@@ -20,7 +20,7 @@ from tests.app.node.test_node import cache, found_swarm, living, until
 from tests.app.swarms import RECORD, identity, wall_clock
 from tests.app.weights.models import WIDE
 from tests.app.weights.test_exchange import world
-from tests.attacks.test_pinned_weights import FOUR_BLOCKS, SPARE_BYTES, SmallDisk, serves_all, span_of
+from tests.attacks.test_pinned_weights import SPARE_BYTES, SmallDisk, founder_and_small_node, serves_all, span_of
 
 __all__ = ["cache"]
 
@@ -36,25 +36,20 @@ async def test_a_node_that_moved_on_a_small_disk_still_answers_its_user(
 ) -> None:
     """On a CPU they are read with the first question, and the move had removed them, for good, before old blocks."""
     disk = SmallDisk(tmp_path / "small", monkeypatch)
-    found_swarm(tmp_path / "a", cache, "home")
-    async with living(tmp_path / "a", cache, max_vram=10**9, device="cpu", blocks="0:8") as a:
-        await until(a, lambda: a.snapshot().state == "serving")
-        invite = str(await a.invite(None))
-        async with living(tmp_path / "b", tmp_path / "small", invite, max_vram=FOUR_BLOCKS, device="cpu") as b:
-            await until(b, lambda: serves_all(b))
-            swarm = b._network_owner.active_swarm
-            assert swarm is not None
-            weights = swarm.weights
-            assert weights is not None
-            await until(b, lambda: weights.library.held().issuperset(ENDS))
-            before = span_of(b)
-            disk.room = disk.used + SPARE_BYTES
-            blocks = f"{before[0]}:{before[1]}"
-            async with living(tmp_path / "c", cache, invite, max_vram=10**9, device="cpu", blocks=blocks) as c:
-                await until(c, lambda: c.snapshot().state == "serving")
-                await until(b, lambda: serves_all(b) and span_of(b) != before)
-                assert await ask(b) == 3
-                assert weights.library.held().issuperset(ENDS)
+    async with founder_and_small_node(tmp_path, cache) as (invite, b):
+        swarm = b._network_owner.active_swarm
+        assert swarm is not None
+        weights = swarm.weights
+        assert weights is not None
+        await until(b, lambda: weights.library.held().issuperset(ENDS))
+        before = span_of(b)
+        disk.room = disk.used + SPARE_BYTES
+        blocks = f"{before[0]}:{before[1]}"
+        async with living(tmp_path / "c", cache, invite, max_vram=10**9, device="cpu", blocks=blocks) as c:
+            await until(c, lambda: c.snapshot().state == "serving")
+            await until(b, lambda: serves_all(b) and span_of(b) != before)
+            assert await ask(b) == 3
+            assert weights.library.held().issuperset(ENDS)
 
 
 async def host_elsewhere(folder: Path, cache: Path) -> None:

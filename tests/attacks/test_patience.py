@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from itertools import count, islice
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from p2p.errors import P2PError, Refused
 from p2p.memory.fabric import LinkProfile
 from tests.app.rounds.island_swarm import open_islands
 from tests.app.swarms import identity
-from tests.app.weights.test_exchange import ALL, world
+from tests.app.weights.test_exchange import ALL, World, world
 
 
 async def trickle(node: Network, peer: str) -> None:
@@ -103,29 +104,36 @@ async def test_eight_holders_that_trickle_do_not_hold_up_a_download(tmp_path: Pa
         assert trio.current_time() - began < 300
 
 
+class Withheld:
+    """What holders answer that give all chunks but two runs, and those never: `refuse` is awaited instead."""
+
+    def __init__(self, here: World, refuse: Callable[[], Awaitable[None]]) -> None:
+        self._library, self._refuse = here.seed.library, refuse
+        self.owed: set[tuple[bytes, int]] = set()  # root of a part, first chunk
+
+    async def chunk(self, peer: str, body: bytes) -> Payload:
+        request = weights_wire.ChunkRequest.decode(body)
+        key = (request.root, request.index)
+        if (len(self.owed) < 2 and request.count > 1) or key in self.owed:
+            self.owed.add(key)
+            await self._refuse()
+        part = self._library.part(request.root)
+        assert part is not None
+        return weights_wire.chunk_answer(self._library.chunk(part, request.index) or b"")
+
+
 async def test_two_holders_that_trickle_the_same_chunks_do_not_hold_up_a_download(
     tmp_path: Path, patient_clock: MockClock
 ) -> None:
     """They give the other chunks faster than anybody, so that they are chosen to repeat what one of them owes."""
     async with world(tmp_path) as here:
-        owed: set[tuple[bytes, int]] = set()
-
-        async def chunk(peer: str, body: bytes) -> Payload:
-            request = weights_wire.ChunkRequest.decode(body)
-            key = (request.root, request.index)
-            if (len(owed) < 2 and request.count > 1) or key in owed:
-                owed.add(key)
-                await trio.sleep_forever()
-            part = here.seed.library.part(request.root)
-            assert part is not None
-            return weights_wire.chunk_answer(here.seed.library.chunk(part, request.index) or b"")
-
+        withheld = Withheld(here, trio.sleep_forever)
         here.fabric.set_link("seed", "newcomer", LinkProfile(0.03))
         peer = here.peer("newcomer")
         began = trio.current_time()
         async with trio.open_nursery() as nursery:
             for name in tricklers(2):
-                here.liar(name, lambda peer, body: b"").serve(weights_wire.CHUNK, chunk)
+                here.liar(name, lambda peer, body: b"").serve(weights_wire.CHUNK, withheld.chunk)
                 nursery.start_soon(trickle, here.fabric.nodes[name], "newcomer")
             await peer.fetching.fetch(ALL)
             nursery.cancel_scope.cancel()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +52,18 @@ def serves_all(node: Node) -> bool:
     return node.snapshot().state == "serving" and stop - start == 4
 
 
+@asynccontextmanager
+async def founder_and_small_node(tmp_path: Path, cache: Path) -> AsyncIterator[tuple[str, Node]]:
+    """A founder that serves all blocks, and a node with four of them in the cache `small`; the invite and that node."""
+    found_swarm(tmp_path / "a", cache, "home")
+    async with living(tmp_path / "a", cache, max_vram=10**9, device="cpu", blocks="0:8") as a:
+        await until(a, lambda: a.snapshot().state == "serving")
+        invite = str(await a.invite(None))
+        async with living(tmp_path / "b", tmp_path / "small", invite, max_vram=FOUR_BLOCKS, device="cpu") as b:
+            await until(b, lambda: serves_all(b))
+            yield invite, b
+
+
 async def test_a_node_that_comes_back_from_a_pause_hosts_what_the_swarm_lacks(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,22 +74,17 @@ async def test_a_node_that_comes_back_from_a_pause_hosts_what_the_swarm_lacks(
     monkeypatch.setattr(hosting_loop, "FIRST_RETRY_S", 0.2)
     monkeypatch.setattr(hosting_loop, "LONGEST_RETRY_S", 0.2)
     disk = SmallDisk(tmp_path / "small", monkeypatch)
-    found_swarm(tmp_path / "a", cache, "home")
-    async with living(tmp_path / "a", cache, max_vram=10**9, device="cpu", blocks="0:8") as a:
-        await until(a, lambda: a.snapshot().state == "serving")
-        invite = str(await a.invite(None))
-        async with living(tmp_path / "b", tmp_path / "small", invite, max_vram=FOUR_BLOCKS, device="cpu") as b:
-            await until(b, lambda: serves_all(b))
-            before = span_of(b)
-            disk.room = disk.used + SPARE_BYTES
-            await b.pause(None)
-            await until(b, lambda: b.snapshot().state == "paused")
-            blocks = f"{before[0]}:{before[1]}"
-            async with living(tmp_path / "c", cache, invite, max_vram=10**9, device="cpu", blocks=blocks) as c:
-                await until(c, lambda: c.snapshot().state == "serving")
-                await until(b, lambda: [peer.state for peer in b.snapshot().peers].count("serving") == 2)
-                await b.resume()
-                with trio.move_on_after(20):
-                    await until(b, lambda: serves_all(b))
-                assert b.snapshot().state == "serving", b.snapshot().reason
-                assert span_of(b) != before
+    async with founder_and_small_node(tmp_path, cache) as (invite, b):
+        before = span_of(b)
+        disk.room = disk.used + SPARE_BYTES
+        await b.pause(None)
+        await until(b, lambda: b.snapshot().state == "paused")
+        blocks = f"{before[0]}:{before[1]}"
+        async with living(tmp_path / "c", cache, invite, max_vram=10**9, device="cpu", blocks=blocks) as c:
+            await until(c, lambda: c.snapshot().state == "serving")
+            await until(b, lambda: [peer.state for peer in b.snapshot().peers].count("serving") == 2)
+            await b.resume()
+            with trio.move_on_after(20):
+                await until(b, lambda: serves_all(b))
+            assert b.snapshot().state == "serving", b.snapshot().reason
+            assert span_of(b) != before
