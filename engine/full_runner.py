@@ -16,8 +16,9 @@ from engine.budget import full_blocks_bytes, unquantised
 from engine.config import ModelConfig
 from engine.errors import NotFinite, TrainingError, TrainingFull
 from engine.model.block import WeightOptions
+from engine.pieces import Pieces, unbroken
 from engine.sources.base import EMBEDDING_PART, HEAD_PART, block_part
-from engine.training.full import FullBlocks, FullEnds, Optimisers, Pieces, unbroken
+from engine.training.full import FullBlocks, FullEnds, Optimisers
 from engine.training.local_trainer import MicroBatch
 from engine.training.optimiser import AdamW, Muon
 from engine.training.parameters import part_weights
@@ -220,22 +221,19 @@ class FullOwnerEnds:
         """Return a micro-batch's embeddings as numbers for the wire."""
         return data_of(self._ends.embed(batch.token_ids), wire)
 
-    def begin_loss(
-        self, batch: MicroBatch, hidden: memoryview, dtype: str, *, gradient: bool, number: int
-    ) -> FullOwnerLoss:
-        """Begin to compute the loss of the last hidden states of micro-batch `number`.
+    def loss(
+        self, batch: MicroBatch, hidden: memoryview, dtype: str, *, gradient: bool, number: int, wire: str
+    ) -> Pieces[BatchLoss]:
+        """Compute the loss of the last hidden states of micro-batch `number`; raises `NotFinite`.
 
         With `gradient`, the head's gradients are added to its sums, unless they are there already.
         """
-        return FullOwnerLoss(self, batch, to_tensor([hidden], dtype, self.hidden_size), gradient, number)
-
-    def loss(self, batch: MicroBatch, hidden: Tensor, gradient: bool, number: int) -> Pieces[tuple[float, Tensor]]:
-        """Return the summed loss, and its gradient if asked for."""
-        rows = hidden.to(self._options.device, self._options.dtype)
+        rows = to_tensor([hidden], dtype, self.hidden_size).to(self._options.device, self._options.dtype)
         counts = gradient and number not in self._heads
         if counts:
             self._heads.add(number)
-        return (yield from unbroken(self._ends.loss(rows, batch.labels, gradient=gradient, counts=counts)))
+        total, found = yield from unbroken(self._ends.loss(rows, batch.labels, gradient=gradient, counts=counts))
+        return BatchLoss(total, data_of(found, wire) if gradient else b"")
 
     def back(self, batch: MicroBatch, number: int, gradient: memoryview, dtype: str) -> None:
         """Add the gradient of a micro-batch's embeddings to the sums, unless it is there already."""
@@ -287,19 +285,3 @@ class FullOwnerEnds:
             self._ends.parts[name].refresh()
         self.clear()
         self.keep()
-
-
-class FullOwnerLoss:
-    """The loss of one micro-batch."""
-
-    def __init__(self, ends: FullOwnerEnds, batch: MicroBatch, hidden: Tensor, gradient: bool, number: int) -> None:
-        self._ends, self._batch, self._hidden, self._gradient, self._number = ends, batch, hidden, gradient, number
-
-    def advance(self) -> bool:
-        """Nothing before `result`, which has pieces of its own: sums must not be left half added to."""
-        return False
-
-    def result(self, wire: str) -> Pieces[BatchLoss]:
-        """Return the loss, with the gradient as numbers for the wire if it was asked for; raises `NotFinite`."""
-        total, gradient = yield from self._ends.loss(self._batch, self._hidden, self._gradient, self._number)
-        return BatchLoss(total, data_of(gradient, wire) if gradient.numel() else b"")

@@ -24,10 +24,11 @@ from engine.config import ModelConfig
 from engine.errors import TrainingError
 from engine.full_runner import FullOwnerEnds
 from engine.model.block import WeightOptions
+from engine.pieces import Pieces
 from engine.sources.base import block_part
 from engine.sources.layout import part_names
 from engine.training.codecs import GROUP, Codec, bounded, check, decode, encode, encoded_bytes
-from engine.training.full import FullModel, Pieces, pack_part, unpack_part
+from engine.training.full import FullModel, pack_part, unpack_part
 from engine.training.local_trainer import MicroBatch, StepResult
 from engine.training.optimiser import AdamW, Muon, Schedule, are_moments
 from engine.training.outer import Nesterov, agreement, likeness, merged, nesterov_step

@@ -17,9 +17,10 @@ from engine.budget import TrainingTask, plan_training, unquantised
 from engine.config import ModelConfig
 from engine.errors import NotFinite, TrainingError, TrainingFull
 from engine.model.span import SpanRunner
+from engine.pieces import Pieces
 from engine.swarm_ends import SwarmEnds
 from engine.training.adapters import AdapterSettings, drawn, layout, weight_count
-from engine.training.head import LossPass, TrainingEnds
+from engine.training.head import TrainingEnds
 from engine.training.local_trainer import MicroBatch
 from engine.training.optimiser import MOST_RATIO, AdamW, Moments, adamw_step
 from engine.training.peft_format import Adapter
@@ -193,28 +194,13 @@ class OwnerEnds:
         """Return a micro-batch's embeddings as numbers for the wire."""
         return data_of(self._ends.embed(batch.token_ids), wire)
 
-    def begin_loss(
-        self, batch: MicroBatch, hidden: memoryview, dtype: str, *, gradient: bool, number: int
-    ) -> OwnerLoss:
-        """Begin to compute the loss of the last hidden states, with or without its gradient."""
+    def loss(
+        self, batch: MicroBatch, hidden: memoryview, dtype: str, *, gradient: bool, number: int, wire: str
+    ) -> Pieces[BatchLoss]:
+        """Compute the loss of the last hidden states, with or without its gradient; raises `NotFinite`."""
         rows = to_tensor([hidden], dtype, self.hidden_size)
-        return OwnerLoss(self._ends.begin_loss(rows, batch.labels, gradient=gradient))
-
-
-class OwnerLoss:
-    """The loss of one micro-batch, computed slice by slice."""
-
-    def __init__(self, loss: LossPass) -> None:
-        self._loss = loss
-
-    def advance(self) -> bool:
-        """Compute the next slice; False if that was the last."""
-        return self._loss.advance()
-
-    def result(self, wire: str) -> BatchLoss:
-        """Return the loss, with the gradient as numbers for the wire if it was asked for; raises `NotFinite`."""
-        found = self._loss.result()
-        return BatchLoss(found.total, data_of(found.gradient, wire) if found.gradient.numel() else b"")
+        found = yield from self._ends.loss(rows, batch.labels, gradient=gradient)
+        return BatchLoss(found.total, data_of(found.gradient, wire) if gradient else b"")
 
 
 def owner_ends(ends: SwarmEnds) -> OwnerEnds:

@@ -58,6 +58,7 @@ ENGINE_LEVELS = {
         "engine.errors",
         "engine.int4_changes",
         "engine.int8_rows",
+        "engine.pieces",
         "engine.wire",
     ),
     2: ("engine.device", "engine.sources"),

@@ -1,34 +1,26 @@
 """Long computations on the event loop in pieces, so that other tasks run in between.
 
-Such a computation is a generator that yields wherever it may be interrupted, and returns its result. It needs no
-thread: one that computes in Python holds the interpreter's lock, and so keeps the event loop waiting all the same.
+Such a computation is a generator (`engine.pieces`). It needs no thread: one that computes in Python holds the
+interpreter's lock, and so keeps the event loop waiting all the same.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
+
+from engine.pieces import Pieces as Pieces
+from engine.pieces import at_once as at_once
 
 T = TypeVar("T")
 Item = TypeVar("Item")
 Value = TypeVar("Value")
-Pieces = Generator[None, None, T]
 
 LONGEST_S = 0.002  # after so long, other tasks run before the next piece
 COLLECTOR_OFF_S = 2.0  # at most, however many computations follow each other
 CHUNK = 512  # items that `by_chunks` takes at a time
-
-
-def at_once(pieces: Pieces[T]) -> T:
-    """Compute all pieces without a break, and return the result."""
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as end:
-            result: T = end.value
-            return result
 
 
 class _CollectorPause:

@@ -26,6 +26,7 @@ import trio
 from app.core.compute import Device
 from app.core.errors import AppError, RecordError
 from app.core.network import FrameStream, Network, Priority
+from app.core.pieces import Pieces
 from app.core.signal import Signal
 from app.core.smoothing import Ewma
 from app.core.span import Span
@@ -106,16 +107,6 @@ class BatchLoss(Protocol):
     def gradient(self) -> bytes: ...
 
 
-class LossRun(Protocol):
-    """The loss of one micro-batch on its way through the head."""
-
-    def advance(self) -> bool:
-        """Compute a part of it; False if that was the last."""
-
-    def result(self, wire: str) -> Any:
-        """Return the `BatchLoss`, or a generator that computes the rest of it in pieces."""
-
-
 class JobEnds(Protocol):
     """Embedding and loss, which run at the owner; `engine.training_runner` implements it."""
 
@@ -125,7 +116,9 @@ class JobEnds(Protocol):
     def counted(self, batches: Sequence[Any]) -> int: ...
     def contents(self, batch: Any) -> list[bytes]: ...
     def embed(self, batch: Any, wire: str) -> bytes: ...
-    def begin_loss(self, batch: Any, hidden: memoryview, dtype: str, *, gradient: bool, number: int) -> LossRun: ...
+    def loss(
+        self, batch: Any, hidden: memoryview, dtype: str, *, gradient: bool, number: int, wire: str
+    ) -> Pieces[BatchLoss]: ...
 
 
 class TrainedEnds(Protocol):
@@ -1094,13 +1087,9 @@ class _HopGroup:
                 self._came_back(progress, one)
 
     async def _loss(self, batch: Any, frame: Frame, number: int, *, gradient: bool) -> BatchLoss:
-        """Compute the loss of a micro-batch, in parts between which replies can go; raises `NotFinite`."""
-        device = self._device
-        begin = partial(self._ends.begin_loss, gradient=gradient, number=number)
-        loss = await device.run_later(begin, batch, frame.body, DTYPE_NAMES[frame.dtype])
-        while await device.run_later(loss.advance):
-            pass
-        found: BatchLoss = await device.run_later(loss.result, self._terms.order.row_format)
+        """Compute the loss of a micro-batch, in pieces between which replies can go; raises `NotFinite`."""
+        loss = partial(self._ends.loss, gradient=gradient, number=number, wire=self._terms.order.row_format)
+        found: BatchLoss = await self._device.run_later(loss, batch, frame.body, DTYPE_NAMES[frame.dtype])
         if not math.isfinite(found.total):
             raise NotFinite(f"it is {found.total}")
         return found

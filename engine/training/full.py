@@ -11,8 +11,8 @@ unless it had begun to: then it changes them all.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from engine.model.attention import attend_whole
 from engine.model.block import Block, Matrix, WeightOptions, block_forward
 from engine.model.linear import DenseLinear
 from engine.model.rope import RotaryTable
+from engine.pieces import Pieces, unbroken
 from engine.sources.base import EMBEDDING_PART, HEAD_PART, block_part
 from engine.sources.layout import part_names
 from engine.training.head import IGNORED
@@ -47,8 +48,6 @@ from engine.training.sketches import sketch_of
 _FUSED: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 _MAGIC = b"shoal weights 1\n"
 Turns = tuple[Tensor, Tensor]  # of a rotary embedding
-T = TypeVar("T")
-Pieces = Generator[None, None, T]  # of a computation with this result
 
 
 class Optimisers(NamedTuple):
@@ -173,21 +172,6 @@ def stepped(parts: Iterable[TrainedPart], number: int, rate: float, factor: floa
     for part in parts:
         part.step(number, rate, factor, how)
         yield
-
-
-def unbroken(pieces: Pieces[T]) -> Pieces[T]:
-    """Compute pieces that must not be left half done: if this is closed between two of them, the rest comes first."""
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        try:
-            yield
-        except GeneratorExit:
-            for _ in pieces:
-                pass
-            raise
 
 
 class FullBlocks:

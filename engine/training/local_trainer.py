@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import NotFinite, TrainingError
+from engine.pieces import at_once
 from engine.training.head import IGNORED, TrainingEnds
 from engine.training.optimiser import Schedule, clip_factor, total_norm
 from engine.training.span import TrainedSpan
@@ -87,7 +88,7 @@ class LocalTrainer:
         hidden = self._ends.embed(batch.token_ids)
         for span in self.spans:
             hidden = span.forward(number, hidden, sequences)
-        loss = self._ends.loss(hidden, batch.labels)
+        loss = at_once(self._ends.loss(hidden, batch.labels))
         gradient = loss.gradient
         for span in reversed(self.spans):
             gradient = span.backward(number, gradient)
@@ -125,7 +126,7 @@ class LocalTrainer:
             hidden = self._ends.embed(batch.token_ids)
             for span in self.spans:
                 hidden = span.evaluate(hidden, batch.token_ids.shape[0])
-            found = self._ends.loss(hidden, batch.labels, gradient=False)
+            found = at_once(self._ends.loss(hidden, batch.labels, gradient=False))
             total, tokens = total + found.total, tokens + found.tokens
         return total / max(1, tokens)
 

@@ -40,6 +40,7 @@ from app.training.wire import (
 from app.weights.extents import WeightsError
 from engine import training_runner
 from engine.model.ends import load_ends
+from engine.pieces import Pieces
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
 from engine.training.adapters import AdapterSettings
@@ -501,17 +502,10 @@ async def test_a_hard_record_among_learned_ones_costs_nobody_its_place(source: M
     class Learned(OwnerEnds):
         factor = 1e-4
 
-        def begin_loss(self, *args: Any, **more: Any) -> Any:
-            loss = super().begin_loss(*args, **more)
-            result = loss.result
-
-            def scaled(wire: str) -> BatchLoss:
-                found, factor = result(wire), type(self).factor
-                numbers = torch.frombuffer(bytearray(found.gradient), dtype=torch.float32)
-                return BatchLoss(found.total, (numbers * factor).numpy().tobytes())
-
-            loss.result = scaled  # type: ignore[method-assign]
-            return loss
+        def loss(self, *args: Any, **more: Any) -> Pieces[BatchLoss]:
+            found = yield from super().loss(*args, **more)
+            numbers = torch.frombuffer(bytearray(found.gradient), dtype=torch.float32)
+            return BatchLoss(found.total, (numbers * type(self).factor).numpy().tobytes())
 
     ends = Learned(TrainingEnds(load_ends(source, OPTIONS)), source.config.hidden_size)
     async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:

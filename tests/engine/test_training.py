@@ -11,6 +11,7 @@ import torch
 
 from engine.errors import NotFinite, TrainingError, TrainingFull
 from engine.model.block import Quantisation
+from engine.pieces import at_once
 from engine.sources.base import ModelSource
 from engine.training.adapters import AdapterSettings, drawn, layout, named
 from engine.training.local_trainer import LocalTrainer, MicroBatch
@@ -152,7 +153,7 @@ def test_a_micro_batch_counts_once_for_each_block(source: ModelSource) -> None:
     for _ in range(2):  # the second span fails once: the first has a forward pass more
         middle = often.spans[0].forward(1, hidden, 1)
     last = often.spans[1].forward(1, middle, 1)
-    often.spans[1].backward(1, often._ends.loss(last, BATCHES[1].labels).gradient)
+    often.spans[1].backward(1, at_once(often._ends.loss(last, BATCHES[1].labels)).gradient)
     assert often.spans[1].counted(3) == {0, 1}
     assert often.spans[0].counted(0) == {0}
     often.run(1, BATCHES[1])
@@ -164,7 +165,7 @@ def test_blocks_that_another_holder_has_counted_are_left_out(source: ModelSource
     job = trainer(source, SETTINGS)
     span = job.spans[0]
     hidden = job._ends.embed(BATCHES[0].token_ids)
-    gradient = job._ends.loss(span.forward(0, hidden, 2), BATCHES[0].labels).gradient
+    gradient = at_once(job._ends.loss(span.forward(0, hidden, 2), BATCHES[0].labels)).gradient
     answered = span.backward(0, gradient, uncounted={1, 2})
     assert [span.counted(block) for block in span.blocks] == [{0}, set(), set(), {0}]
     assert not span.gradient(1).any()

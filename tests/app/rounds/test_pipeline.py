@@ -418,7 +418,7 @@ def run_batch(owner: PipelineModel, runner: FullRunner, batch: Any, number: int,
     for block in range(4):
         rows = runner.forward(block, number, rows, sequences)
     hidden = memoryview(runner.data(rows, "f32"))
-    found = at_once(ends.begin_loss(batch, hidden, "f32", gradient=True, number=number).result("f32"))
+    found = at_once(ends.loss(batch, hidden, "f32", gradient=True, number=number, wire="f32"))
     gradient = runner.rows(memoryview(found.gradient), "f32")
     for block in reversed(range(4)):
         gradient = runner.backward(block, number, gradient, counts)
