@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class EngineError(Exception):
     """Base of all errors that the engine raises on purpose; the text is shown to the user unchanged."""
@@ -57,3 +59,8 @@ class TrainingFull(EngineError):
     """The memory for training has no room for another micro-batch now; the sender may try again later."""
 
     reason_code = "training_full"
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """True for the system's error of a full disk, or of a quota that is used up."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-
 from app.core.errors import AppError, first_error
-from engine.errors import EngineError
+from engine.errors import EngineError, is_disk_full
 from p2p.errors import P2PError
 
 DEBUG_VARIABLE = "SHOAL_DEBUG"
@@ -36,7 +34,7 @@ def exit_status(error: BaseException) -> int:
 
 def _explain_os_error(error: OSError) -> str:
     where = f": {error.filename}" if error.filename else ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_disk_full(error):
         return f"the disk is full{where}: free some space and run it again"
     if isinstance(error, PermissionError):
         return f"no permission{where}: check its owner and mode"

@@ -10,7 +10,6 @@ Files are validated when read, like input from a peer; a damaged file counts as 
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -21,6 +20,7 @@ from app.manifest.manifest import MAX_MANIFEST_BYTES, Manifest
 from app.manifest.merkle import HASH_BYTES, chunk_count, leaves_from
 from app.swarm.names import is_model_hash
 from app.weights.source_index import MAX_INDEX_BYTES, SourceIndex
+from engine.errors import is_disk_full
 from engine.sources import starter
 from p2p.platform import write_private
 
@@ -99,7 +99,7 @@ class ManifestStore:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_private(self._folder / f"{model_hash}.{kind}", data)
         except OSError as error:
-            code = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
+            code = "disk_full" if is_disk_full(error) else None
             raise HomeError(f"{self._folder} cannot be written: {error.strerror or error}", code=code) from error
 
     def _read(self, model_hash: str, kind: str, max_bytes: int) -> bytes | None:

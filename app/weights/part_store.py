@@ -12,7 +12,6 @@ two of them write the same bytes to the same place.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -26,6 +25,7 @@ from app.core.errors import RecordError
 from app.manifest.manifest import Part
 from app.manifest.merkle import CHUNK_BYTES, HASH_BYTES, leaf_hash, leaves_from
 from app.weights.extents import Stamp, WeightsError, chunk_length, matching_chunks
+from engine.errors import is_disk_full
 from engine.sources.base import Extent
 from p2p.platform import replace_file, write_private
 
@@ -226,7 +226,7 @@ def writing(what: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_disk_full(error):
             raise WeightsError(
                 f"the disk is full, {what} cannot be written: free space, or move the cache with SHOAL_CACHE",
                 code="disk_full",

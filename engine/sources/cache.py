@@ -6,7 +6,6 @@ that no longer run are removed by the next one that works there.
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from engine.errors import SourceError
+from engine.errors import SourceError, is_disk_full
 
 _PREFIX = ".partial-"
 
@@ -48,7 +47,7 @@ def staging(folder: Path) -> Iterator[Path]:
 
 def unwritable(folder: Path, error: OSError) -> SourceError:
     """Return the error for a cache folder that cannot be written."""
-    if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
+    if is_disk_full(error):
         return disk_full(folder)
     reason = error.strerror or str(error)
     return SourceError(
