@@ -136,8 +136,10 @@ def _wait_paused(client: Client) -> dict[str, Any]:
 
 
 COMMANDS = (
-    Command("pause", "stop hosting for a while, and free the memory", run_pause, add_pause_arguments, True),
-    Command("resume", "host again", run_resume, prints_facts=True),
+    Command(
+        "pause", "stop hosting and training for a while, and free the memory", run_pause, add_pause_arguments, True
+    ),
+    Command("resume", "host and train again", run_resume, prints_facts=True),
     Command("drain", "let the sessions finish, then host nothing", run_drain, prints_facts=True),
     Command("stop", "ask the node to drain and end", run_stop, prints_facts=True),
 )

@@ -98,7 +98,8 @@ def _found(name: str, arguments: argparse.Namespace) -> int:
         )
         return _show(facts, words, arguments)
     facts = client.post("/control/train", request)
-    words = f"Training {name} has begun: others take part with `shoal train join {name}`, hash {facts['hash']}."
+    begun = "has begun" if facts["status"] == "running" else f"is founded and {facts['waiting']}"
+    words = f"Training {name} {begun}; others take part with `shoal train join {name}`, hash {facts['hash']}."
     return _show(facts, words, arguments)
 
 
@@ -111,6 +112,8 @@ def _take_part(action: str, name: str, arguments: argparse.Namespace) -> int:
     facts = client_of(arguments.home).post(f"/control/train/{action}", request)
     if action == "join":
         words = f"This node takes part in {facts['name']} from its next round on: see `shoal jobs show {name}`."
+        if facts["status"] == "paused":
+            words = f"This node {facts['waiting']}; then it takes part in {facts['name']}."
     else:
         words = f"This node takes no more part in {facts['name']} after round {facts['round']}; "
         words += f"`shoal train join {facts['name']}` goes on with it."

@@ -20,6 +20,7 @@ from app.core.errors import RecordError
 from app.core.reasons import Reason, because
 from app.core.signal import Signal
 from app.core.wall_clock import wall_ms
+from app.courtesy.rules import UNUSED
 from app.snapshot.views import CourtesyView, RuleView
 from p2p.platform import write_private
 
@@ -69,6 +70,12 @@ class PauseControl:
     def current(self) -> Pause | None:
         """The pause in force; one by hand comes before one by rule."""
         return self._hand_pause if self._hand_pause is not None else self._rule_pause
+
+    @property
+    def of_training(self) -> Pause | None:
+        """The pause in force for training jobs: the same, but that nobody uses the blocks is none for them."""
+        pause = self.current
+        return None if pause is not None and pause.why.code == UNUSED else pause
 
     def view(self, rules: tuple[RuleView, ...] = (), next_text: str = "") -> CourtesyView:
         """Return the pause and the rules for the snapshot."""

@@ -17,6 +17,7 @@ from app.core.reasons import Reason, because
 from app.core.units import format_size
 from app.snapshot.views import RuleView
 
+UNUSED = "pause_unused"  # the rule that unloads blocks which nobody uses
 COOLER_C = 5.0  # degrees below the limit before a hot device counts as cool again
 
 
@@ -169,8 +170,8 @@ RULES = (
     Rule("pause_heat", "too hot", "pause_above", "temperature_c", _hot, 4, 60),
     Rule("pause_program", "a program of the list is running", "pause_programs", "programs", _program, 0, 10),
     Rule("pause_full_screen", "a program fills the screen", "pause_full_screen", "full_screen", _full_screen, 4, 10),
-    Rule("pause_unused", "nobody uses its blocks", "pause_unused", "unused_s", _unused, 0, 0),
     Rule("pause_schedule", "by timetable", "pause_times", "now", _scheduled, 0, 0),
+    Rule(UNUSED, "nobody uses its blocks", "pause_unused", "unused_s", _unused, 0, 0),  # last: training goes on then
     Rule("disk_floor", "the disk is nearly full", "disk_floor", "disk_free_bytes", _disk, 0, 10, pauses=False),
 )
 

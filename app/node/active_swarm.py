@@ -393,6 +393,7 @@ class ActiveSwarm:
             memory_limit=lambda: self.memory_limit_bytes,
             look=self._look_at_machine,
             trust=self._context.trust,
+            pause=self._context.pause_control,
             helpers=Helpers(network, self._others, partial(self._room_here, network.peer_id), self._train_self),
         )
 

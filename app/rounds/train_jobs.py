@@ -7,7 +7,6 @@ itself, from what is on disk, once they are not.
 
 from __future__ import annotations
 
-import errno
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from app.core.device_thread import DeviceThread
 from app.core.errors import AppError, RecordError, failure_text, first_error
 from app.core.network import Network
 from app.core.wall_clock import wall_ms
+from app.courtesy.pause import PauseControl
 from app.planning.forecast import Terms, rounds_of
 from app.planning.history import PastForecast, remember
 from app.planning.machines import Fleet, MachineSpec
@@ -53,7 +53,7 @@ from app.snapshot.views import JoinableView
 from app.training.forecasts import step_here_s
 from app.training.states import StateStore
 from app.training.trainer import RouteFinder, TrustNotes
-from engine.errors import EngineError
+from engine.errors import EngineError, is_disk_full
 from p2p.errors import P2PError
 from p2p.identity import Identity
 
@@ -95,6 +95,7 @@ class TrainPlace:
     cache: Path
     memory_limit: Callable[[], int | None]  # the user's
     look: Callable[[], MachineSpec]  # measures this machine, which takes a moment the first time
+    pause: PauseControl  # of the node
     helpers: Helpers | None = None  # for islands of several machines
     trust: TrustNotes | None = None  # where it is noted who was left out
 
@@ -107,14 +108,20 @@ class RunningTraining:
     island: Island
     machine: MachineSpec  # this one, measured before it began
     begun: int  # times that it was begun and the node killed before a round was over, this time included
+    is_paused: bool = False
     ended: trio.Event = field(default_factory=trio.Event)
+
+    def pause(self) -> None:
+        """End it soon; it goes on once the node is not paused any more."""
+        self.is_paused = True
+        self.island.leave()
 
 
 @dataclass
 class _Waiting:
-    """A job that ran when the node ended, or had no room, and does not go on yet."""
+    """A job that ran when the node ended or was paused, or had no room, and does not go on yet."""
 
-    why: str = ""  # empty if it is to go on at once
+    why: str = ""  # empty if it is to go on at once, or after the pause
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the task that tries it
     ended: trio.Event = field(default_factory=trio.Event)
 
@@ -135,6 +142,7 @@ class TrainJobs:
         """Go on with the jobs that ran when the node ended, then run those that are founded or joined."""
         async with trio.open_nursery() as self._nursery:
             self._server.serve()
+            self._nursery.start_soon(self._follow_pauses)
             task_status.started()
             for job in await trio.to_thread.run_sync(self._store.all):
                 facts = self._store.facts(job)
@@ -213,6 +221,7 @@ class TrainJobs:
         while True:
             running, waiting = self.running.get(job.record.id), self._stop_waiting(job)
             if running is not None:
+                running.is_paused = False
                 running.island.leave()
                 await running.ended.wait()
             elif waiting is not None:
@@ -329,7 +338,7 @@ class TrainJobs:
         return found
 
     def _wait_for_room(self, job: StoredTraining, why: str) -> None:
-        """Let a job go on by itself: at once, or if it is said why not, after a while."""
+        """Let a job go on by itself: at once, or if it is said why not, after a while; not while the node is paused."""
         assert self._nursery is not None, "jobs need a running node"
         waiting = self._waiting[job.record.id] = _Waiting(why)
         self._nursery.start_soon(self._take_up, job, waiting)
@@ -347,6 +356,7 @@ class TrainJobs:
                     self._again_s[key] = min(2 * again_s, MEMORY_AGAIN_MOST_S)
                     await trio.sleep(again_s)  # out of the handler, whose error holds what was loaded
                     await trio.to_thread.run_sync(give_memory_back)
+                await self._pause_over(name)
                 try:
                     async with self._starting:
                         if key not in self.running:  # as it is if somebody has joined it by now
@@ -363,8 +373,47 @@ class TrainJobs:
             del self._waiting[key]
         waiting.ended.set()
 
+    async def _follow_pauses(self) -> None:
+        """End all jobs whenever the node is paused; they go on after it."""
+        while True:
+            await self._paused()
+            self._pause_all()
+            await self._place.pause.wait_change()
+
+    def _pause_all(self) -> None:
+        for running in self.running.values():  # not in a task that lasts, where the name of the last would keep it
+            running.pause()
+
+    async def _paused(self) -> None:
+        """Return once the node is paused."""
+        while self._place.pause.of_training is None:
+            await self._place.pause.wait_change()
+
+    async def _pause_over(self, name: str) -> None:
+        """Wait while the node is paused."""
+        from app.rounds.founding import give_memory_back
+
+        if why := self._why_paused():
+            log.info("training %s %s", name, why)
+            await trio.to_thread.run_sync(give_memory_back)
+            while self._place.pause.of_training is not None:
+                await self._place.pause.wait_change()
+
+    def _why_paused(self) -> str:
+        """Say why jobs wait for the end of a pause; nothing if they need not."""
+        pause = self._place.pause.of_training
+        return "" if pause is None else f"waits for the end of the pause: {pause.why.text}"
+
     async def _start(self, job: StoredTraining, vectors: Any = None) -> None:
-        """Begin a job that was founded or joined; what keeps it from that is raised, and written down."""
+        """Begin a job that was founded or joined; what keeps it from that is raised, and written down.
+
+        While the node is paused, it waits.
+        """
+        if self._why_paused():
+            await self._write(job, None, RUNNING)
+            if job.record.id not in self._waiting:
+                self._wait_for_room(job, "")
+            return
         try:
             await self._begin(job, vectors)
         except Exception as error:
@@ -396,8 +445,10 @@ class TrainJobs:
             raise
         self._server.islands[record.id] = island
         self._server.records[record.id] = job.raw
-        self.running[record.id] = RunningTraining(job, island, machine, begun)
-        self._nursery.start_soon(self._run_job, self.running[record.id])
+        running = self.running[record.id] = RunningTraining(job, island, machine, begun)
+        if self._why_paused():  # since a moment ago
+            running.pause()
+        self._nursery.start_soon(self._run_job, running)
 
     async def _island(self, job: StoredTraining, vectors: Any) -> tuple[Island, MachineSpec]:
         """Make a job's island, with the state that it goes on from, and measure this machine."""
@@ -450,13 +501,14 @@ class TrainJobs:
         return model, device, LocalSteps(model, device)
 
     async def _run_job(self, running: RunningTraining) -> None:
-        """Run an island until the job is finished, left or failed, and write down which; or let it wait for room."""
+        """Run an island until the job is finished, left or failed, and write down which; or let it wait."""
         job, island, no_room = running.job, running.island, ""
         status, why = RUNNING, ""
         try:
             await self._write(job, island, RUNNING, begun=running.begun)
             await island.run()
-            status = FINISHED if island.is_finished else LEFT
+            if not running.is_paused or island.is_finished:
+                status = FINISHED if island.is_finished else LEFT
         except Exception as error:  # torch raises errors of every kind; they must not end the node's other work
             no_room = _lacks_room(error)
             if not no_room:
@@ -469,7 +521,7 @@ class TrainJobs:
                 if status != FINISHED:
                     await self._forget(island)
             del self.running[job.record.id]
-            if no_room:
+            if no_room or (running.is_paused and status == RUNNING):
                 self._wait_for_room(job, no_room)
             running.ended.set()
             if status == FINISHED:
@@ -477,10 +529,12 @@ class TrainJobs:
                 self._nursery.start_soon(self._serve_the_late, island)
 
     async def _serve_the_late(self, island: Island) -> None:
-        """Keep a finished island until nobody who is late was heard for a while, then give its memory back."""
+        """Keep a finished island until nobody who is late was heard for a while, or the node is paused."""
         ended_s = last_s = trio.current_time()
         while (until_s := min(last_s + KEPT_FINISHED_S, ended_s + KEPT_FINISHED_MOST_S)) > trio.current_time():
-            await trio.sleep_until(until_s)
+            with trio.move_on_at(until_s):
+                await self._paused()
+                break
             members = {peer for entry in island.log[-LAST_ROUNDS:] for peer in entry.list.members}
             late = [one for peer, one in island.heard.items() if peer in members and one.round < island.standing.round]
             last_s = max([last_s, *(one.at for one in late)])
@@ -544,7 +598,7 @@ class TrainJobs:
             return facts
         facts = self._store.idle_facts(job or self._store.find(record.id.hex()))
         waiting = self._waiting.get(record.id)
-        return facts | {"waiting": "" if waiting is None else waiting.why}
+        return facts | {"waiting": "" if waiting is None else self._why_paused() or waiting.why}
 
     async def _write(
         self, job: StoredTraining, island: Island | None, status: str, why: str = "", *, begun: int = 0
@@ -581,8 +635,7 @@ def _lacks_room(error: BaseException) -> str:
         return each[0] if all(each) else ""
     if lacks_memory(error):
         return f"waits for memory: {_why(error)}"
-    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if is_full or (isinstance(error, AppError) and error.code == "disk_full"):
+    if is_disk_full(error) or (isinstance(error, AppError) and error.code == "disk_full"):
         return f"waits for room on the disk: {_why(error)}"
     return ""
 

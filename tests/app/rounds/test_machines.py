@@ -17,6 +17,7 @@ from trio.testing import MockClock
 from app.config.home import Home
 from app.core.device_thread import DeviceThread
 from app.core.errors import AppError
+from app.courtesy.pause import PauseControl
 from app.planning.machines import MachineSpec
 from app.rounds.founding import ROWS, TrainWish, block_needs
 from app.rounds.machines import ASK_AGAIN_S, Helpers, NoMachines, Room, ask_rooms, divided_blocks, machine_routes
@@ -196,6 +197,7 @@ class JobNode:
             swarm="s" * 32, public=True, network=self.network, identity=identity(number), states=states,
             members=lambda: others, is_member=lambda peer: True, cache=folder, memory_limit=lambda: limit,
             look=lambda: MachineSpec("here", 10**10, 1e10, 1e11, kind="cpu"),
+            pause=PauseControl(folder / "pause.json", lambda: None),
             helpers=Helpers(self.network, lambda: others, own_room, self.server.attend), **more,
         )  # fmt: skip
         self.jobs = TrainJobs(Home.open(folder / "home"), place)

@@ -19,6 +19,7 @@ from trio.testing import MockClock
 
 from app.config.home import Home
 from app.core.errors import AppError, RecordError
+from app.courtesy.pause import PauseControl
 from app.planning.machines import MachineSpec
 from app.rounds import founding, train_jobs, wire
 from app.rounds.founding import TokenText, TrainWish, own_texts, prepare
@@ -227,6 +228,7 @@ class Node:
             swarm="s" * 32, public=True, network=network, identity=identity(number), states=states,
             members=lambda: [peer for peer in everybody if peer != network.peer_id], is_member=lambda peer: True,
             cache=folder, memory_limit=lambda: None, look=lambda: MachineSpec("here", 10**10, 1e10, 1e11, kind="cpu"),
+            pause=PauseControl(folder / "pause.json", lambda: None),
         )  # fmt: skip
         self.jobs = TrainJobs(Home.open(folder / "home"), place)
 
