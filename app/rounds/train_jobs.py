@@ -31,7 +31,7 @@ from app.planning.machines import Fleet, MachineSpec
 from app.rounds import wire
 from app.rounds.island import Island, RoundServer, hashed
 from app.rounds.log import RoundEntry, codec_of, newly_left_out, up_to
-from app.rounds.machines import Helpers, machine_routes
+from app.rounds.machines import Helpers, NoMachines, machine_routes
 from app.rounds.record import TrainingRecord, sign_training
 from app.rounds.statements import OwnData, sign_data
 from app.rounds.steps import LocalSteps, PipelinePlace, PipelineSteps, StepMaker
@@ -300,7 +300,10 @@ class TrainJobs:
         try:
             return await _apart(partial(made, alone=True))
         except DoesNotFit as error:
-            await self._routes(error, own_data=wish.own_data)(frozenset())  # raises if other machines do not suffice
+            try:
+                await self._routes(error, own_data=wish.own_data)(frozenset())
+            except NoMachines as lack:
+                raise NoMachines(f"{error}. With other machines: {lack}") from error
             return await _apart(partial(made, alone=False))
 
     def _routes(self, error: DoesNotFit, *, own_data: bool) -> RouteFinder:
