@@ -463,7 +463,7 @@ class TrainingView:
     left_out: dict[str, str]  # island -> why it takes no more part
     bytes_per_round: int
     utilisation: float | None
-    waiting: str  # for whom a round waits, and until when
+    waiting: str  # for whom a round waits, and until when; or what the whole job waits for
     every: int
     wire: str
     checkpoint_age_s: float | None
@@ -473,6 +473,11 @@ class TrainingView:
     doubted: dict[str, str] | None = None  # island -> how its change in the last round was unlike the others'
     resting: dict[str, str] | None = None  # island that failed in exchanges -> until when it is not expected
     left_s: float | None = None  # until the job is finished; None: not known, or it does not run
+
+    @property
+    def waits(self) -> bool:
+        """True if this node goes on with it by itself, once there is room or a pause is over."""
+        return self.status == "paused" and bool(self.waiting)
 
 
 @dataclass(frozen=True)

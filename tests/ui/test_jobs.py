@@ -225,6 +225,9 @@ def test_a_job_that_does_not_run_here_says_what_can_be_done_with_it() -> None:
     paused = replace(TRAINING, status="paused", waiting="", losses=())
     assert trained(paused)[0] == "next       goes on by itself once this node is in its swarm again"
     assert text_of(loss_rows(paused, 60, 8)[0]) == "No step was made here since the node started."
+    waits = replace(paused, waiting="waits for the end of the pause: this machine runs on battery")
+    assert trained(waits)[0] == "waiting    for the end of the pause: this machine runs on battery"
+    assert not any(line.startswith("next") for line in trained(waits))
 
 
 def test_who_trains_alone_is_not_told_of_others_that_go_on() -> None:
@@ -408,13 +411,15 @@ def test_a_training_job_is_left_by_a_key_and_never_paused() -> None:
         assert "pause job" not in text_of_screen(app)
         await pilot.press("p")
         await until(app, pilot, lambda: app.said)
-        assert "not paused; hosting is paused on the other tabs" in app.said[0]
+        assert "pauses together with hosting; hosting is paused on the other tabs" in app.said[0]
         await pilot.press("x")
         await until(app, pilot, lambda: "the other islands" in text_of_screen(app))
         await pilot.press("enter")
         await until(app, pilot, lambda: "x leave job" not in text_of_screen(app))
         assert node.asked == [f"/control/train/leave {TRAINING.job}"]
         await until(app, pilot, lambda: "next       `shoal train join poems` goes on" in text_of_screen(app))
+        node.trainings = [replace(TRAINING, status="paused")]
+        await until(app, pilot, lambda: "x leave job" in text_of_screen(app))
         await pilot.press("enter")
         await until(app, pilot, lambda: "12400000 in the last round" in text_of_screen(app))
         await pilot.press("escape", "down")

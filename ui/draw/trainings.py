@@ -49,10 +49,10 @@ def training_facts(job: TrainingView, name_of: NameOf) -> list[tuple[str, str]]:
         ("bytes", f"{job.bytes_per_round} in the last round, as {job.wire}"),
         ("checkpoint", f"{duration(job.checkpoint_age_s)} old"),
     ]
-    if job.status in _NEXT:
-        facts.append(("next", _next(job)))
     if job.waiting:
         facts.append(("waiting", tidy(with_names(job.waiting, name_of))))
+    if job.status in _NEXT and not job.waits:
+        facts.append(("next", _next(job)))
     facts += [("island", f"{name_of(one.peer)}: {_figures(one)}{_text_of(one)}") for one in job.islands]
     facts += [(label, f"{name_of(peer)}: {tidy(with_names(why, name_of))}") for label, peer, why in _suspects(job)]
     facts += [("validation", f"{loss_text(loss)} after step {step}") for step, loss in job.validation[-8:]]
@@ -67,7 +67,8 @@ def _all_rows(job: TrainingView, name_of: NameOf, width: int, most: int, height:
         rows += entry("failed", reason(job.why, name_of, room, MOST_FAILED, "error"))
     if job.waiting:
         rows += entry("waiting", reason(job.waiting.removeprefix("waits "), name_of, room, most, "warning"))
-    rows += entry("next", wrap(_next(job), room)[:most]) if job.status in _NEXT else []
+    if job.status in _NEXT and not job.waits:
+        rows += entry("next", wrap(_next(job), room)[:most])
     rows += entry("rounds", [_rounds(job, room)]) + entry("speed", [_speed(job)])
     rows += entry("unseen", [_validation(job, room)]) + entry("exchange", [_exchange(job)])
     for label, peer, why in _suspects(job):

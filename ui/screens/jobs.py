@@ -305,9 +305,9 @@ class Jobs(MainScreen):
 
     @staticmethod
     def _check_training(action: str, job: AnyJob | None) -> bool:
-        """True if a key makes sense for a training job; these are left, never paused."""
+        """True if a key makes sense for a training job; these are left, and paused together with hosting alone."""
         if action == "leave_job":
-            return isinstance(job, TrainingView) and job.status == "running"
+            return isinstance(job, TrainingView) and (job.status == "running" or job.waits)
         return action not in ("pause_job", "resume_job", "stop_job")
 
     def action_pause_job(self) -> None:
@@ -323,7 +323,7 @@ class Jobs(MainScreen):
         job = self.query_one(JobsTable).chosen
         words = "there is no job to pause" if job is None else f"job {job.job} is {job.status}: nothing to pause"
         if isinstance(job, TrainingView):
-            words = f"{name_of_job(job)} is a training job, which is left or joined, not paused"
+            words = f"{name_of_job(job)} is a training job, which pauses together with hosting"
         self.dashboard.say(f"{words}; hosting is paused on the other tabs")
 
     def action_stop_job(self) -> None:
