@@ -22,6 +22,7 @@ FRAME_BYTES: Final = 64 << 10  # largest frame body while other streams of the s
 BATCH_BYTES: Final = (256 << 10) + 1024
 MAX_CONTROL_BYTES: Final = 48 << 10
 MAX_PONGS: Final = 16
+PASSING_BATCHES: Final = 7  # of more urgent streams, after which the least urgent one that waits sends one
 PRIORITIES: Final = 4
 _SMALL_PIECE_BYTES: Final = 2048
 _LARGE_PIECE_BYTES: Final = 16 << 10
@@ -194,12 +195,16 @@ class SendHalf:
 
 
 class SendQueue:
-    """Everything that a connection has to send: control frames first, then by priority, round-robin within one."""
+    """Everything that a connection has to send: control frames first, then by priority, round-robin within one.
 
-    __slots__ = ("_control", "_pongs", "_ready")
+    More urgent streams leave an eighth to the least urgent one that waits: without end they would stop it for good.
+    """
+
+    __slots__ = ("_control", "_passing_bytes", "_pongs", "_ready")
 
     def __init__(self) -> None:
         self._control = bytearray()
+        self._passing_bytes = 0  # of more urgent streams, since the least urgent one that waits has sent anything
         self._pongs = 0
         self._ready: tuple[deque[SendHalf], ...] = tuple(deque() for _ in range(PRIORITIES))
 
@@ -235,16 +240,20 @@ class SendQueue:
             self._pongs = 0
         room = limit
         while room > 0:
-            queue = next((queue for queue in self._ready if queue), None)
-            if queue is None:
+            waiting = [queue for queue in self._ready if queue]
+            if not waiting:
                 break
+            is_passing = len(waiting) > 1 and self._passing_bytes < PASSING_BATCHES * limit
+            queue = waiting[0 if is_passing else -1]
             half = queue.popleft()
             half.queued = False
             if not half.ready:  # its write was cancelled while it was queued
                 continue
             frame = half.take(min(room, FRAME_BYTES) if queue else room)
             parts += frame
-            room -= HEADER_BYTES + sum(len(part) for part in frame[1:])
+            size = HEADER_BYTES + sum(len(part) for part in frame[1:])
+            room -= size
+            self._passing_bytes = self._passing_bytes + size if is_passing else 0
             self.offer(half)
         return parts
 

@@ -220,6 +220,27 @@ def test_what_is_urgent_overtakes_between_batches() -> None:
     assert [stream for stream, _ in _order(outbox)] == [3, 1]
 
 
+def test_urgent_streams_without_end_leave_an_eighth_to_the_least_urgent_one() -> None:
+    outbox, sent = SendQueue(), {1: 0, 3: 0}
+    outbox.offer(_loaded(1, 100 * BATCH_BYTES, priority=3))
+    for _ in range(80):
+        outbox.offer(_loaded(3, BATCH_BYTES, priority=1))
+        for stream_id, size in _order(outbox):
+            sent[stream_id] += size
+    assert sent[1] / (sent[1] + sent[3]) == pytest.approx(1 / 8, rel=0.05)
+
+
+def test_what_waits_alone_for_long_does_not_hold_up_urgent_streams_then() -> None:
+    """Only bytes that pass what waits count, so that a token does not wait behind bulk because of tokens long ago."""
+    outbox = SendQueue()
+    for _ in range(100):
+        outbox.offer(_loaded(3, BATCH_BYTES, priority=1))
+        outbox.take()
+    outbox.offer(_loaded(1, 100 * BATCH_BYTES, priority=3))
+    outbox.offer(_loaded(3, 100, priority=1))
+    assert [stream for stream, _ in _order(outbox)] == [3, 1]
+
+
 def test_streams_of_one_priority_take_turns() -> None:
     outbox = SendQueue()
     for stream_id in (1, 3):
