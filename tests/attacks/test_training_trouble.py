@@ -191,7 +191,7 @@ async def test_a_hop_cannot_keep_out_what_comes_to_its_neighbour_on_other_ways(
 
         server._forward = forward
         losses, owner = Losses(), owner_of(swarm, patience=replace(UNHURRIED, quiet_s=0.2))
-        with trio.fail_after(60):
+        with trio.fail_after(110):
             await owner.run(3, batches_of, losses)
         assert all(why.startswith("n1") for why in owner.figures.lost)
         assert {"n0", "n2"} <= {hop.peer for hop in owner.route}
