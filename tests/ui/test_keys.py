@@ -45,6 +45,7 @@ from ui.screens.settings import ValueField
 from ui.state.follower import START_AGAIN, Follower
 from ui.state.store import ConnectionState
 from ui.widgets.ask_box import AskBox
+from ui.widgets.dialogs import TextDialog
 from ui.widgets.filter_field import FilterField
 from ui.widgets.footer import FooterKey, fitting
 
@@ -559,6 +560,23 @@ def test_a_swarm_found_meanwhile_takes_no_other_choices_key() -> None:
         await pilot.press("escape", "1", "enter")
         await until(app, pilot, lambda: first.state.step == 2)
         assert node.asked == ["/control/join pond#1a2b3c4d"]
+
+    driven(node, drive)
+
+
+def test_of_a_pasted_text_a_field_takes_all_lines() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        first = FirstRun(app.store)
+        await app.push_screen(first)
+        await pilot.press("j")
+        await until(app, pilot, lambda: isinstance(app.screen, TextDialog))
+        app.screen.query_one(Input).post_message(events.Paste("> shoal:go\n> od"))
+        await until(app, pilot, lambda: app.screen.query_one(Input).value == "> shoal:go > od")
+        await pilot.press("enter")
+        await until(app, pilot, lambda: first.state.step == 1)
+        assert first.state.target == "> shoal:go > od"
 
     driven(node, drive)
 

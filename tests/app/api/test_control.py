@@ -206,7 +206,7 @@ async def test_training_jobs() -> None:
         ("/control/join", {"target": "broken"}, ApiFailure, "internal error: ZeroDivisionError; the node's log"),
         ("/control/join", {}, UsageError, "the request's target is wrong"),
         ("/control/join", {"target": 5}, UsageError, "the request's target must be a valid string"),
-        ("/control/join", {"target": "x" * 5000}, UsageError, "the request's target is wrong"),
+        ("/control/join", {"target": "x" * 20_000}, UsageError, "the request's target is wrong"),
         ("/control/join", {"target": "x", "more": 1}, UsageError, "the request's more is wrong"),
         ("/control/pause", {"for_s": -5}, UsageError, "the request's for_s must be"),
         ("/control/nothing", {}, ApiFailure, "POST /control/nothing: Not Found"),
