@@ -127,6 +127,7 @@ NEXT_STEPS: dict[str, str] = {
     "bad_value": "`shoal config list` explains every setting",
     "bad_home": "check the owner and mode of the home folder, and its disk",
     "not_running": "`shoal serve` starts a node",
+    "not_answering": "`shoal logs` shows the log; if its process hangs, end it, then `shoal serve` starts a node",
     "already_running": "`shoal stop` stops it; or choose another --home",
     "port_in_use": "choose another --api-port, or 0 for any",
     "no_such_address": "`shoal config set api_host 127.0.0.1`",
