@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from app.config.home import Home, NodeInfo, api_token, find_node, require_node
+from app.config.home import Home, NodeInfo, find_node, kept_token, require_node
 from app.core import errors
 from app.core.errors import AppError, NotRunning, UsageError
 from app.core.reasons import NEXT_STEPS
@@ -264,7 +264,13 @@ def running_client(home_folder: Path) -> Client | None:
 
 
 def _client(home: Home, node: NodeInfo) -> Client:
-    return Client(node.api_url, os.environ.get("SHOAL_TOKEN") or api_token(home))
+    token = os.environ.get("SHOAL_TOKEN") or kept_token(home)
+    if token is None:  # a new one would not be that of the node
+        raise WrongToken(
+            f"the token file {home.token_file} is gone, and the running node wants the token that was in it: "
+            "`shoal restart` makes a new one"
+        )
+    return Client(node.api_url, token)
 
 
 def _failure(status: int, raw: bytes) -> AppError:

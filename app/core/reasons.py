@@ -133,7 +133,7 @@ NEXT_STEPS: dict[str, str] = {
     "no_such_address": "`shoal config set api_host 127.0.0.1`",
     "no_keys": "`shoal keys add NAME` makes a key; `shoal config unset api_host` keeps the API on this machine",
     "failed": "do what the message says",
-    "wrong_token": "use the token from the file `token` in the home folder",
+    "wrong_token": "use the token from the file `token` in the home folder; if it is gone, `shoal restart` makes one",
     "key_not_allowed": "use the token from the file `token` in the home folder",
     "rate_limited": "wait as long as the header retry-after says; `shoal keys` shows the limits",
     "foreign_host": "use http://127.0.0.1 or http://localhost, or set api_host",
