@@ -240,3 +240,11 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     """The signals that ask this process to finish its work and exit: SIGINT, and SIGTERM (Windows: Ctrl-Break)."""
     names = ("SIGINT", "SIGBREAK") if _windows else ("SIGINT", "SIGTERM")
     return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
+
+
+def ask_to_stop(pid: int) -> bool:
+    """Ask another process of this user to finish its work and exit; False on Windows, where no other program can."""
+    if _windows:
+        return False
+    os.kill(pid, signal.SIGTERM)
+    return True

@@ -15,10 +15,11 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from app.config.home import Home, NodeInfo, api_token, find_node, require_node
+from app.config.home import Home, NodeInfo, find_node, kept_token, require_node
 from app.core import errors
 from app.core.errors import AppError, NotRunning, UsageError
 from app.core.reasons import NEXT_STEPS
@@ -27,6 +28,8 @@ from app.snapshot.views import Snapshot
 
 TIMEOUT_S = 10.0
 PATIENT_S = 120.0  # for commands that may search for peers or read a whole model
+QUIET_S = 10.0  # without a line of a stream, after which the node is asked for a sign of life
+LIFE_S = 20.0  # for that: a machine under full load answers slowly
 _MAX_ANSWER_BYTES = 64 * 2**20
 _MAX_LINE_BYTES = 16 * 2**20
 
@@ -39,6 +42,12 @@ class WrongToken(AppError):
     """The node does not accept the token: it belongs to another home folder."""
 
     code = "wrong_token"
+
+
+class NotAnswering(NotRunning):
+    """Something takes the requests for the node, but nothing comes back in time: its process hangs or is stopped."""
+
+    code = "not_answering"
 
 
 _OF_ERRORS = (value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, AppError))
@@ -84,6 +93,43 @@ class Hangup:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
 
+class LivenessWatch:
+    """Ends a stream whose node hangs: a reply may take minutes to begin, but a node that is asked for life answers."""
+
+    def __init__(self, client: Client, connected: socket.socket) -> None:
+        self._client, self._hangup = client, Hangup()
+        self._hangup.attach(connected)
+        self._heard, self._over = threading.Event(), threading.Event()
+        self.is_silent = False
+
+    def __enter__(self) -> LivenessWatch:
+        threading.Thread(target=self._watch, name="liveness", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+
+    def heard(self) -> None:
+        """Note that the stream goes on."""
+        self._heard.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(QUIET_S):
+            if self._heard.is_set():
+                self._heard.clear()
+                continue
+            try:
+                self._client.get("/healthz", timeout_s=LIFE_S)
+            except NotAnswering:
+                self.is_silent = True
+                self._hangup.hang_up()
+                return
+            except AppError:
+                pass  # it has ended, which the stream tells by itself, or has no place left
+
+
 @dataclass(frozen=True)
 class Client:
     """Talks to a running node by its API's URL and token.
@@ -120,7 +166,8 @@ class Client:
     ) -> Iterator[dict[str, Any]]:
         """Yield the pieces of a reply, `{"text": …}`, then `{"done": …}`; raises if the reply fails on the way.
 
-        Before the first piece, `{"waiting": …}` says for which block the reply waits.
+        Before the first piece, `{"waiting": …}` says for which block the reply waits. Raises `NotAnswering` once the
+        node has sent nothing for `QUIET_S` and does not say that it lives.
         """
         for line in self._lines("POST", "/control/chat", request, silence_s, hangup):
             piece: dict[str, Any] = json.loads(line)
@@ -132,7 +179,7 @@ class Client:
         raise ApiFailure("the reply was cut off: the node has stopped")
 
     def events(self, *, silence_s: float = 60.0, hangup: Hangup | None = None) -> Iterator[Event]:
-        """Yield the node's events until it stops; raises `NotRunning` after `silence_s` seconds without a byte."""
+        """Yield the node's events until it stops; raises `NotAnswering` once it hangs, or is silent for `silence_s`."""
         return _events(self._lines("GET", "/control/events", None, silence_s, hangup))
 
     def _lines(
@@ -144,11 +191,19 @@ class Client:
             connection.connect()
             if hangup is not None:
                 hangup.attach(connection.sock)  # now, because `getresponse` detaches the socket from the connection
-            answer = self._send(connection, method, path, body)
-            if answer.status != 200:
-                raise _failure(answer.status, answer.read(_MAX_ANSWER_BYTES))
-            while line := answer.readline(_MAX_LINE_BYTES):
-                yield line
+            with LivenessWatch(self, connection.sock) as watch:
+                try:
+                    answer = self._send(connection, method, path, body)
+                    if answer.status != 200:
+                        raise _failure(answer.status, answer.read(_MAX_ANSWER_BYTES))
+                    while line := answer.readline(_MAX_LINE_BYTES):
+                        watch.heard()
+                        yield line
+                except (OSError, http.client.HTTPException):
+                    if not watch.is_silent:
+                        raise
+            if watch.is_silent:
+                raise self._silent()
         except (OSError, http.client.HTTPException) as error:
             raise self._unreachable(error) from error
         finally:
@@ -187,9 +242,12 @@ class Client:
 
     def _unreachable(self, error: Exception) -> AppError:
         if isinstance(error, TimeoutError):
-            return NotRunning(f"the node at {self.url} did not answer in time: look at its log")
+            return self._silent()
         why = error.strerror if isinstance(error, OSError) and error.strerror else "the connection broke"
         return NotRunning(f"the node at {self.url} cannot be reached ({why.lower()}): is it running?")
+
+    def _silent(self) -> NotAnswering:
+        return NotAnswering(f"the node at {self.url} did not answer in time: it hangs, or is out of reach; see its log")
 
 
 def client_of(home_folder: Path) -> Client:
@@ -206,7 +264,13 @@ def running_client(home_folder: Path) -> Client | None:
 
 
 def _client(home: Home, node: NodeInfo) -> Client:
-    return Client(node.api_url, os.environ.get("SHOAL_TOKEN") or api_token(home))
+    token = os.environ.get("SHOAL_TOKEN") or kept_token(home)
+    if token is None:  # a new one would not be that of the node
+        raise WrongToken(
+            f"the token file {home.token_file} is gone, and the running node wants the token that was in it: "
+            "`shoal restart` makes a new one"
+        )
+    return Client(node.api_url, token)
 
 
 def _failure(status: int, raw: bytes) -> AppError:

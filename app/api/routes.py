@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from app.training.material import TrainingWish
 
 _MAX_TEXT = 4096
+_MAX_PASTED = 4 * _MAX_TEXT  # a text with an invite in it
 _MAX_PROMPT = 2**19
 _MAX_NOTE = 2**53
 
@@ -56,14 +57,14 @@ class CreateRequest(_Body):
 class JoinRequest(_Body):
     """A name, a name with a pinned model, or an invite; with `force`, also of a swarm of which no member answers."""
 
-    target: str = Field(max_length=_MAX_TEXT)
+    target: str = Field(max_length=_MAX_PASTED)
     force: bool = False
 
 
 class PreviewRequest(_Body):
     """What to check before joining or creating: an invite or a name; a new swarm's name; its model."""
 
-    target: str | None = Field(default=None, max_length=_MAX_TEXT)
+    target: str | None = Field(default=None, max_length=_MAX_PASTED)
     name: str | None = Field(default=None, max_length=_MAX_TEXT)
     model: str | None = Field(default=None, max_length=_MAX_TEXT)
 

@@ -67,16 +67,25 @@ def build_parser(commands: Sequence[Command]) -> Parser:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in commands:
         child = subparsers.add_parser(command.name, help=command.help, description=command.help)
-        _add_home(child)
-        if command.prints_facts:
-            child.add_argument("--json", action="store_true", help="print JSON for programs")
         command.add_arguments(child)
-        child.set_defaults(command=command, parser=child)
+        child.set_defaults(command=command, **({"json": False} if command.prints_facts else {}))
+        for one in (child, *_actions_of(child)):
+            _add_home(one)
+            if command.prints_facts:
+                words = "print JSON for programs"
+                one.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=words)
+            one.set_defaults(parser=one)
     return parser
 
 
+def _actions_of(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    """Return the parsers of a command's actions, such as `shoal config set`; empty for most commands."""
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return [one for group in groups for one in group.choices.values()]
+
+
 def _add_home(parser: argparse.ArgumentParser) -> None:
-    # SUPPRESS, because the subparser's default would overwrite a value given before the command's name.
+    # SUPPRESS, here and for --json: the default of an inner parser would overwrite a value given before its name.
     where = "the node's home folder (default: SHOAL_HOME, else the user's data folder)"
     parser.add_argument("--home", metavar="DIR", default=argparse.SUPPRESS, help=where)
 

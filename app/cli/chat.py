@@ -298,6 +298,7 @@ class SwarmAnswers:
 
     def waits_for(self) -> str:
         """Say what the reply waits for, in the dashboard's words, from the node's present state."""
+        from app.api.client import NotAnswering
         from ui.draw.reply import hole_in, waiting_words
         from ui.state.coverage import coverage_of
 
@@ -307,6 +308,8 @@ class SwarmAnswers:
         if "swarm" not in self._choice:  # the node's state is that of its own swarm
             try:
                 snapshot = self._client.snapshot()
+            except NotAnswering:
+                return "the node does not answer"
             except AppError:
                 return ""
             hole = hole_in(snapshot, coverage_of(snapshot), self._route, short_peer)

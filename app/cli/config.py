@@ -24,8 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     everything = actions.add_parser("list", help="print every setting with its explanation")
     for name, action in (("get", get), ("set", put), ("unset", unset), ("list", everything)):
         action.set_defaults(action=name)
-        # SUPPRESS, because this default would overwrite a --json given before the action's name.
-        action.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON for programs")
         if name != "list":
             action.add_argument("name", metavar="NAME")
     put.add_argument("value", metavar="VALUE")

@@ -66,6 +66,8 @@ class HomeConnector:
 
         client = client_of(self.folder)
         self._was_reached = True
+        if self.process is not None and self.process.poll() is not None:
+            self.process = None  # another one runs: how this one ended says nothing about it
         return client
 
     def coming_up(self) -> bool:

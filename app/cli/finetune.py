@@ -166,16 +166,21 @@ def _begun(client: Client, path: str, order: dict[str, Any]) -> Any:
 
 def _follow(client: Client, facts: dict[str, Any], arguments: argparse.Namespace) -> int:
     """Show a job of the node until it ends or pauses; Ctrl-C pauses it."""
+    from app.api.client import NotAnswering
+
     job_id, asked = facts["job"], False
     view = _StepView(facts["steps"], facts["step"], facts["tokens"], facts["seconds"])
     shown = facts["step"]
     with view, _interrupts() as interrupted:
         while facts["status"] == "running":
-            if interrupted() and not asked:
-                asked = True
-                client.post("/control/jobs/pause", {"job": job_id})
-            time.sleep(_POLL_S)
-            facts = next(one for one in client.get("/control/jobs") if one["job"] == job_id)
+            try:
+                if interrupted() and not asked:
+                    asked = True
+                    client.post("/control/jobs/pause", {"job": job_id})
+                time.sleep(_POLL_S)
+                facts = next(one for one in client.get("/control/jobs") if one["job"] == job_id)
+            except NotAnswering as error:
+                raise NotAnswering(f"{error}; the job goes on in the node: `shoal jobs` shows it") from None
             if facts["step"] != shown and facts["losses"]:
                 shown = facts["step"]
                 view.show(_progress_of(facts))

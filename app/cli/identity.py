@@ -18,7 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions show, export FILE and import FILE; show is the default."""
     parser.set_defaults(action="show")
     actions = parser.add_subparsers(metavar="show|export|import")
-    json_help = "print JSON for programs"
     show = actions.add_parser("show", help="print this node's peer id", description="Print this node's peer id.")
     export = actions.add_parser("export", help="write a backup, encrypted under a passphrase")
     export.add_argument("file", metavar="FILE", type=Path)
@@ -27,8 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bring.add_argument("--replace", action="store_true", help="replace this node's identity; its old key is kept")
     for name, action in (("show", show), ("export", export), ("import", bring)):
         action.set_defaults(action=name)
-        # SUPPRESS, because this default would overwrite a --json given before the action's name.
-        action.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=json_help)
 
 
 def run_id(arguments: argparse.Namespace) -> int:

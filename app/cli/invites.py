@@ -30,8 +30,6 @@ def add_invites_arguments(parser: argparse.ArgumentParser) -> None:
     cancel = actions.add_parser("cancel", help="make an invite useless; those that joined with it stay")
     for name, action in (("list", listing), ("approve", approve), ("refuse", refuse), ("cancel", cancel)):
         action.set_defaults(action=name)
-        # SUPPRESS, because this default would overwrite a --json given before the action's name.
-        action.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON for programs")
     for action in (approve, refuse):
         action.add_argument("which", metavar="PEER", help="its name, its id or the end of it")
     cancel.add_argument("which", metavar="ID", help="as `shoal invites` shows it")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 import time
 from pathlib import Path
@@ -66,12 +68,16 @@ def run_stop(arguments: argparse.Namespace) -> int:
 
 def stop_node(home: Path) -> None:
     """Ask a node to drain and end, and wait until it has; raises `AppError` after `_STOP_S` seconds."""
-    from app.api.client import client_of
-    from app.config.home import Home
+    from app.api.client import WrongToken, client_of
+    from app.config.home import Home, require_node
     from app.core.errors import AppError
-    from p2p.platform import is_locked
+    from p2p.platform import ask_to_stop, is_locked
 
-    client_of(home).post("/control/stop", {})
+    try:
+        client_of(home).post("/control/stop", {})
+    except WrongToken:  # the file was removed or changed: the node must be told in another way
+        if "SHOAL_TOKEN" in os.environ or not ask_to_stop(require_node(Home(home)).pid):
+            raise
     deadline, notice = time.monotonic() + _STOP_S, _Notice()
     while is_locked(Home(home).lock_file):
         notice.tell()
@@ -96,11 +102,13 @@ class _Notice:
 
 def warn_sole_holder(home: Path) -> None:
     """Warn on stderr if this node runs and some blocks of the swarm have no other host, so that replies would stop."""
-    from app.api.client import running_client
+    from app.api.client import WrongToken, running_client
     from app.snapshot.codec import sole_blocks
 
-    client = running_client(home)
-    snapshot = None if client is None else client.snapshot()
+    snapshot = None
+    with contextlib.suppress(WrongToken):  # the command itself says so, or does without
+        client = running_client(home)
+        snapshot = None if client is None else client.snapshot()
     blocks = () if snapshot is None or not snapshot.peers else sole_blocks(snapshot)
     if snapshot is not None and blocks:
         spans = ", ".join(f"{start}:{stop}" for start, stop in blocks)

@@ -20,17 +20,17 @@ def run_restart(arguments: argparse.Namespace) -> int:
 
     A node in the background has the settings of the configuration file, not the options of an earlier `shoal serve`.
     """
-    from app.api.client import running_client
+    from app.config.home import Home, find_node
     from app.system import service
 
-    client = running_client(arguments.home)
+    was_running = find_node(Home(arguments.home)) is not None
     plan = plan_here(arguments.home) if service.has_service(sys.platform) else None
     if plan is not None and service.is_running(plan):
         warn_sole_holder(arguments.home)
         service.restart(plan)
         how = f"by {plan.system}"
     else:
-        if client is not None:
+        if was_running:
             warn_sole_holder(arguments.home)
             stop_node(arguments.home)
         connector = HomeConnector(arguments.home)
@@ -40,7 +40,7 @@ def run_restart(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"state": "started", "how": how})
     else:
-        done = "restarted" if client is not None else "no node was running: started one"
+        done = "restarted" if was_running else "no node was running: started one"
         print(f"{done} {how}; `shoal status` shows it")
     return 0
 

@@ -209,23 +209,28 @@ def read_target(argument: str | None) -> str:
 
     Every user of the machine can see an argument while the command runs, but not the other three.
     """
-    from app.swarm.invite import is_invite
+    from app.core.errors import RecordError
+    from app.swarm.invite import invite_in, is_invite
 
+    text = argument
     if argument is None:
         if INVITE_VARIABLE not in os.environ:
             raise UsageError(
                 f"name the swarm to join, or give an invite (also as a file, - for stdin, or {INVITE_VARIABLE})"
             )
-        return os.environ[INVITE_VARIABLE].strip()
-    if argument == "-":
-        return sys.stdin.read(_MAX_INPUT).strip()
-    if not is_invite(argument) and (os.sep in argument or "." in argument) and Path(argument).is_file():
+        text = os.environ[INVITE_VARIABLE]
+    elif argument == "-":
+        text = sys.stdin.read(_MAX_INPUT)
+    elif not is_invite(argument) and (os.sep in argument or "." in argument) and Path(argument).is_file():
         with open(argument, encoding="utf-8", errors="replace") as file:
-            text = file.read(_MAX_INPUT).strip()
+            text = file.read(_MAX_INPUT)
         if not is_invite(text):
             raise UsageError(f"the file {argument} contains no invite: an invite begins with 'shoal:'")
-        return text
-    return argument
+    assert text is not None
+    try:
+        return invite_in(text) if is_invite(text) else text.strip()
+    except RecordError as error:
+        raise UsageError(str(error)) from None
 
 
 def swarm_facts(swarm: SavedSwarm, *, active: bool) -> dict[str, Any]:

@@ -219,12 +219,29 @@ def api_token(home: Home) -> str:
     try:
         if not home.token_file.exists():
             create_private(home.token_file, secrets.token_urlsafe(32).encode() + b"\n")
-        token = _read(home.token_file).decode("ascii", "replace").strip()
     except OSError as error:
-        raise HomeError(f"the token file {home.token_file} cannot be used: {error.strerror or error}") from error
+        raise _unusable_token(home, error) from error
+    token = kept_token(home)
+    if token is None:
+        raise HomeError(f"the token file {home.token_file} was removed just now: try again")
+    return token
+
+
+def kept_token(home: Home) -> str | None:
+    """Return the home's API token, None if it has none; raises `HomeError` if the file cannot be read or is damaged."""
+    try:
+        token = _read(home.token_file).decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unusable_token(home, error) from error
     if len(token) < 16 or not (token.isascii() and token.isprintable()):
         raise HomeError(f"the token in {home.token_file} is damaged: delete the file and start the node again")
     return token
+
+
+def _unusable_token(home: Home, error: OSError) -> HomeError:
+    return HomeError(f"the token file {home.token_file} cannot be used: {error.strerror or error}")
 
 
 # --- the running node ------------------------------------------------------------------------------------------------

@@ -254,7 +254,7 @@ class Settings:
         live=True,
     )
     cache_limit: int | None = _setting(
-        "size", None, "Most disk space for weights downloaded from peers; unset: all free space."
+        "size", None, "Most disk space for weights downloaded from peers; unset: all free space.", live=True
     )
     api_port: int = _setting(
         "integer", 7465, "Port of the control API on this machine; 0 takes any free port.", bounds=(0, 65535)

@@ -279,6 +279,11 @@ class BlockHost:
         if self._hosted is not None:
             self._announce()
 
+    def fetch_again(self) -> None:
+        """Do not wait any longer before downloading blocks for a move that could not be stored."""
+        self._fetch_again_at = 0.0
+        self._news.notify()
+
     def _on_change(self, change: Change) -> None:
         # Not for newly met members or changed figures, which a large swarm reports all the time.
         if change.kind not in ("proven", "updated"):

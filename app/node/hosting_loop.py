@@ -19,6 +19,7 @@ from app.core.engine_import import import_engine
 from app.core.errors import HomeError, first_error
 from app.core.network import Network
 from app.core.reasons import Reason, because
+from app.core.signal import Signal
 from app.core.span import Span
 from app.courtesy.pause import Pause
 from app.hosting.block_host import LIMIT_ZERO, BlockHost, CannotHost, HostingOptions
@@ -88,9 +89,16 @@ class HostingLoop:
         self.training: TrainingServer | None = None
         self._limit_bytes: int | None = None  # that hosting was begun with
         self._limit_changed = trio.Event()
+        self._settings_changed = Signal()
 
     def follow_settings(self) -> None:
-        """Have hosting restart if the memory limit is no longer the one that it was begun with."""
+        """Have hosting restart if the memory limit is no longer the one that it was begun with.
+
+        What failed and waits is tried again at once, whichever setting was changed.
+        """
+        self._settings_changed.notify()
+        if self.block_host is not None:
+            self.block_host.fetch_again()
         if self._context.config().settings.max_vram != self._limit_bytes:
             self._limit_changed.set()
 
@@ -204,7 +212,7 @@ class HostingLoop:
         failures = failed_loads = 0
         while True:
             error: BaseException | None = None
-            began = trio.current_time()
+            began, settings = trio.current_time(), self._settings_changed.version
             try:
                 await self._host_once(failed_loads)
             except* HomeError:
@@ -215,7 +223,7 @@ class HostingLoop:
                 return
             failures = 1 if trio.current_time() - began > LONGEST_RETRY_S else failures + 1
             if error is None:  # other programs may end
-                await trio.sleep(backoff_s(FIRST_RETRY_S, failures, LONGEST_RETRY_S))
+                await self._await_settings(settings, backoff_s(FIRST_RETRY_S, failures, LONGEST_RETRY_S))
                 continue
             crowded = isinstance(error, DeviceFull)
             was_loading = self.block_host is not None and self.block_host.is_loading
@@ -234,7 +242,12 @@ class HostingLoop:
             codes = {getattr(error, "code", ""), getattr(error, "reason_code", "")}
             code = next((code for code in ("disk_full", "device_full") if code in codes), "cannot_host")
             self._observer.settle("client", because(code, f"this node hosts nothing: {words}"))
-            await trio.sleep(retry_s)
+            await self._await_settings(settings, retry_s)
+
+    async def _await_settings(self, seen: int, at_most_s: float) -> None:
+        """Wait until a setting was changed after this version of them, or so long."""
+        with trio.move_on_after(at_most_s):
+            await self._settings_changed.wait_beyond(seen)
 
     async def _host_once(self, failed_loads: int) -> None:
         """Host until cancelled; returns at once if the user wants no hosting. Errors may come in an exception group."""

@@ -126,7 +126,7 @@ class Node:
         self._sequence = envelope.Sequence(self._last_sequence_ms)
         self._version = importlib.metadata.version("shoal")
         self._started_at_ms = wall_ms()
-        self._api_url = ""
+        self._api_url = self._token = ""
         self._lan: server.LanListener | None = None
         self._state: State = "starting"
         self._why = because("starting", "the node is starting")
@@ -171,6 +171,7 @@ class Node:
     async def run(self, target: str | None = None) -> None:
         """Run until `stop` or a signal; joins the swarm `target`, or the last active one if `target` is None."""
         settings = self.config().settings
+        self._token = api_token(self._home)  # before the node file: whoever finds the node needs it
         explicit = self.config().explicit("api_port")
         host = settings.api_host if server.is_loopback(settings.api_host) else server.HOST
         sock = server.open_socket(settings.api_port, explicit=explicit, host=host)
@@ -215,7 +216,7 @@ class Node:
     def _application(self) -> Application:
         return build_application(
             self,
-            api_token(self._home),
+            self._token,
             self._version,
             everywhere=self._lan is not None,
             store=ResponseStore(self._home.responses_file),

@@ -27,6 +27,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from app.core.errors import RecordError
 from app.core.terminal_text import qr_code
@@ -43,6 +44,8 @@ MAX_INVITE_CHARS = 3000
 _CHECKSUM_BYTES = 4
 _NAME, _MODEL, _SECRET, _PEER, _IP, _TEXT, _AUTHORITY, _ISSUER, _TOKEN = range(1, 10)
 _ADDED = re.compile(r"[\s\u2500-\u259f]+")  # spaces, and what frames are drawn with
+_WORD = re.compile(r"[a-z0-9]+")
+_MAX_PIECES = 300  # into which lines, frames and quotation marks break an invite
 _ALPHABET = frozenset("abcdefghijklmnopqrstuvwxyz234567")
 
 
@@ -109,8 +112,8 @@ class Invite:
 
 
 def parse_invite(text: str) -> Invite:
-    """Read an invite as a user pasted it; raises `RecordError` that says what is wrong with it."""
-    line = _bare(text)
+    """Read the invite in a text that a user pasted; raises `RecordError` that says what is wrong with it."""
+    line = invite_in(text)
     if not line.startswith(PREFIX):
         raise RecordError(f"this is not an invite: it does not begin with {PREFIX!r}")
     if len(line) > MAX_INVITE_CHARS:
@@ -123,7 +126,32 @@ def parse_invite(text: str) -> Invite:
 
 def is_invite(text: str) -> bool:
     """True if a user's argument is meant as an invite, not as a name."""
-    return _bare(text).startswith(PREFIX)
+    return PREFIX in _bare(text)
+
+
+def invite_in(text: str) -> str:
+    """Return the one invite in a pasted text as a line, without quotes, marks of a mail's quotation and other words.
+
+    Raises `RecordError` if there are several. If none is whole, what may be meant is returned as it is.
+    """
+    found = dict.fromkeys(_whole_invites(text.lower()))
+    if len(found) > 1:
+        raise RecordError(f"there are {len(found)} invites in this text: give one of them")
+    bare = _bare(text)
+    return next(iter(found), bare[max(0, bare.find(PREFIX)) :])
+
+
+def _whole_invites(text: str) -> Iterator[str]:
+    """Yield each invite whose checksum is right; that tells where it ends, as its lines may be broken."""
+    for rest in text.split(PREFIX)[1:]:
+        code = ""
+        for word in islice(_WORD.finditer(rest), _MAX_PIECES):
+            code += word[0]
+            if len(code) > MAX_INVITE_CHARS:
+                break
+            if _decoded(code) is not None:
+                yield PREFIX + code
+                break
 
 
 def _bare(text: str) -> str:
@@ -132,18 +160,25 @@ def _bare(text: str) -> str:
 
 
 def _body(code: str) -> bytes:
+    body = _decoded(code)
+    if body is not None:
+        return body
     strange = next((letter for letter in code if letter not in _ALPHABET), None)
     if strange is not None:
         raise RecordError(f"the invite is mistyped: it contains {strange!r}; copy the whole line again")
+    raise RecordError("the invite is mistyped or cut off; copy the whole line again")
+
+
+def _decoded(code: str) -> bytes | None:
+    """Return what an invite's letters stand for, without the checksum; None if it is wrong."""
     try:
         raw = base64.b32decode(code.upper() + "=" * (-len(code) % 8))
-    except binascii.Error:
-        raw = b""
+    except (ValueError, binascii.Error):
+        return None
     body, checksum = raw[:-_CHECKSUM_BYTES], raw[-_CHECKSUM_BYTES:]
     # The last test rejects other spellings of the same bytes: the last letter of base32 has unused bits.
-    if not body or _checksum(body) != checksum or base64.b32encode(raw).decode().rstrip("=").lower() != code:
-        raise RecordError("the invite is mistyped or cut off; copy the whole line again")
-    return body
+    is_right = body and _checksum(body) == checksum and base64.b32encode(raw).decode().rstrip("=").lower() == code
+    return body if is_right else None
 
 
 def _invite_from(raw: bytes, *, guarded: bool) -> Invite:

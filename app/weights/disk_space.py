@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from app.core.units import format_size
 from app.manifest.manifest import TOKENIZER_PART
@@ -85,7 +86,8 @@ def make_room(cache: Path, wanted_bytes: int, room: DiskRoom) -> int:
     """
     files = PartFiles(cache)
     sizes = dict(files.names())
-    missing = _bytes_to_free(cache, sum(sizes.values()), wanted_bytes, room)
+    disk, held = _disk(cache, wanted_bytes, room), sum(sizes.values())
+    missing = max(_short_on_disk(disk.free, wanted_bytes, room), _over_limit(held, wanted_bytes, room))
     if missing <= 0:
         return 0
     used = in_use(cache) | _imported_tokenizers(cache)
@@ -96,14 +98,12 @@ def make_room(cache: Path, wanted_bytes: int, room: DiskRoom) -> int:
             break
         going.append(root)
         missing -= sizes[root]
+    freed = sum(sizes[root] for root in going)
     if missing > 0:
-        raise WeightsError(
-            f"{format_size(wanted_bytes)} of weights do not fit in {cache}: free {format_size(missing)} of disk space, "
-            "raise the setting cache_limit, or lower disk_floor",
-            code="disk_full",
-        )
+        why = _why_not(_Disk(disk.free + freed, disk.total), held - freed, wanted_bytes, room)
+        raise WeightsError(f"{format_size(wanted_bytes)} of weights do not fit in {cache}: {why}", code="disk_full")
     files.remove(going)
-    return sum(sizes[root] for root in going)
+    return freed
 
 
 def _imported_tokenizers(cache: Path) -> set[str]:
@@ -112,11 +112,47 @@ def _imported_tokenizers(cache: Path) -> set[str]:
     return {manifest.by_name[TOKENIZER_PART].root.hex() for manifest in imported if manifest is not None}
 
 
-def _bytes_to_free(cache: Path, held: int, wanted: int, room: DiskRoom) -> int:
-    """Bytes that must be deleted before `wanted` more fit; 0 or less if they fit already."""
+class _Disk(NamedTuple):
+    free: int
+    total: int
+
+
+def _disk(cache: Path, wanted: int, room: DiskRoom) -> _Disk:
+    """Return the free and the total bytes of the cache's disk; one that does not say is taken to have room."""
     try:
-        free = shutil.disk_usage(cache).free
+        usage = shutil.disk_usage(cache)
     except OSError:
-        free = wanted + room.floor_bytes
-    on_disk = wanted + room.floor_bytes - free
-    return on_disk if room.limit_bytes is None else max(on_disk, held + wanted - room.limit_bytes)
+        return _Disk(wanted + room.floor_bytes, wanted + room.floor_bytes)
+    return _Disk(usage.free, usage.total)
+
+
+def _short_on_disk(free: int, wanted: int, room: DiskRoom) -> int:
+    """Bytes that the disk lacks for `wanted` more, besides those to leave free."""
+    return wanted + room.floor_bytes - free
+
+
+def _over_limit(held: int, wanted: int, room: DiskRoom) -> int:
+    """Bytes that the cache would have beyond its limit with `wanted` more."""
+    return 0 if room.limit_bytes is None else held + wanted - room.limit_bytes
+
+
+def _why_not(disk: _Disk, held: int, wanted: int, room: DiskRoom) -> str:
+    """Say what keeps `wanted` bytes out once all that is not in use is deleted, and what to do: the cause first."""
+    causes = []
+    short, over, floor = _short_on_disk(disk.free, wanted, room), _over_limit(held, wanted, room), room.floor_bytes
+    if 0 < short <= floor:
+        causes.append(
+            f"the setting disk_floor keeps {format_size(floor)} of its disk free, of which {format_size(disk.free)} "
+            f"are: lower it by {format_size(short)}, or free as much disk space"
+        )
+    elif short > 0:
+        keeps = f", and the setting disk_floor keeps {format_size(floor)} free" if floor else ""
+        need = f"free {format_size(short - floor)} of it{' and set disk_floor to 0' if floor else ''}"
+        if wanted > disk.total:
+            need = "set SHOAL_CACHE to a folder on a larger disk"
+        causes.append(f"{format_size(disk.free)} of its disk of {format_size(disk.total)} are free{keeps}: {need}")
+    if over > 0:
+        causes.append(
+            f"the setting cache_limit allows it {format_size(room.limit_bytes or 0)}: raise it by {format_size(over)}"
+        )
+    return "; and ".join(causes)

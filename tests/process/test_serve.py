@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -21,7 +22,7 @@ from app.membership.swarm_search import FIND_TIMEOUT_S
 from app.swarm.invite import Invite, new_secret, parse_invite
 from app.swarm.saved import load
 from p2p.identity import Identity
-from tests.process.node_process import FRESH, Place, Serving, wait_until
+from tests.process.node_process import FRESH, LOOPBACK, Place, Serving, wait_until
 
 # Nothing but what a test names: no stray node of the same machine takes part.
 ALONE = "--discovery=invite"
@@ -241,6 +242,27 @@ def test_a_second_node_in_the_same_home_is_refused(guest: Serving) -> None:
 def test_a_wrong_token_is_said(guest: Serving) -> None:
     answer = guest.place.shoal("status", SHOAL_TOKEN="not-the-token-of-this-node")
     assert (answer.status, "token" in answer.err) == (1, True)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no program can tell another one to end there")
+@pytest.mark.parametrize("how", ["stop", "restart"])
+def test_a_node_whose_token_is_gone_can_be_ended_and_started_again(how: str, folder: Path) -> None:
+    here = place(folder, f"token-{how}")
+    with Serving(here, ALONE) as node:
+        node.up()
+        token = here.home / "token"
+        token.unlink()
+        answer = here.shoal("status")
+        assert (answer.status, "`shoal restart` makes a new one" in answer.err) == (1, True)
+        token.write_text("of-another-node-altogether\n")
+        assert "the token is missing or wrong" in here.shoal("status").err
+        token.unlink()
+        answer = here.shoal(how, SHOAL_LISTEN=LOOPBACK, SHOAL_API_PORT="0", SHOAL_DISCOVERY="invite")
+        assert answer.status == 0, answer.err
+        assert node.ended() == 0
+    if how == "restart":
+        assert here.facts("status")["state"] == "idle"
+        assert here.shoal("stop").status == 0
 
 
 @pytest.mark.parametrize(

@@ -31,13 +31,13 @@ from app.snapshot.views import (
     SwarmView,
 )
 from tests.ui.driving import GB, STARTER, DrivenDashboard, ScriptedDoor, ScriptedNode, driven, press_at_once, until
-from tests.ui.fixed import EMPTY, HEALTHY, PEERS
+from tests.ui.fixed import EMPTY, HEALTHY, PEERS, Clock
 from tests.ui.rendering import settle, text_of_screen
 from ui.app import keeps_running
 from ui.draw.first_run import PAUSES, FirstState, first_rows
 from ui.draw.first_run_offers import choice_rows, ordered
 from ui.draw.rows import text_of
-from ui.screens.first_run import FirstRun
+from ui.screens.first_run import ELSEWHERE_S, FirstRun
 from ui.screens.frame import TABS
 from ui.screens.invite import GuestList, invite_words, nobody_new
 from ui.screens.memory_cap import cap_rows, moved
@@ -45,6 +45,7 @@ from ui.screens.settings import ValueField
 from ui.state.follower import START_AGAIN, Follower
 from ui.state.store import ConnectionState
 from ui.widgets.ask_box import AskBox
+from ui.widgets.dialogs import TextDialog
 from ui.widgets.filter_field import FilterField
 from ui.widgets.footer import FooterKey, fitting
 
@@ -559,6 +560,76 @@ def test_a_swarm_found_meanwhile_takes_no_other_choices_key() -> None:
         await pilot.press("escape", "1", "enter")
         await until(app, pilot, lambda: first.state.step == 2)
         assert node.asked == ["/control/join pond#1a2b3c4d"]
+
+    driven(node, drive)
+
+
+def test_the_first_run_is_over_when_another_terminal_has_joined_a_swarm() -> None:
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        clock = cast(Clock, app.store.now)
+        app.store.take(EMPTY)
+        first = FirstRun(app.store)
+        await app.push_screen(first)
+        await until(app, pilot, lambda: "Begin with the small starter model" in text_of_screen(app))
+        await pilot.press("j")
+        await until(app, pilot, lambda: isinstance(app.screen, TextDialog))
+        app.store.take(HEALTHY)
+        app.show_now()
+        clock.at += ELSEWHERE_S
+        app.show_now()
+        assert app.screen is not first
+        assert first.is_attached  # a name that is being typed is not taken away
+        await pilot.press("escape")
+        await until(app, pilot, lambda: app.screen is first)
+        app.show_now()
+        await until(app, pilot, lambda: not first.is_attached)
+
+    driven(ScriptedNode(), drive)
+
+
+def test_the_first_run_stays_while_it_enters_a_swarm_and_after_that_failed() -> None:
+    node = ScriptedNode()
+    node.dead = {NEAR.target}
+    node.prospects = ProspectsView((NEAR,), None, 9 * GB, 14.0 * GB)
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        clock = cast(Clock, app.store.now)
+        app.store.take(EMPTY)
+        first = FirstRun(app.store)
+        await app.push_screen(first)
+        await until(app, pilot, lambda: "Join pond#1a2b3c4d" in text_of_screen(app))
+        first.state.step, first.state.busy = 1, "joining pond"
+        app.store.take(replace(EMPTY, swarm="pond", manifest="1a2b3c4d" * 8))
+        for _ in range(3):
+            app.show_now()
+            clock.at += ELSEWHERE_S
+        first._enter_failed("no member answers")
+        app.show_now()  # its swarm is still that of the last snapshot
+        app.store.take(EMPTY)
+        app.show_now()
+        clock.at += ELSEWHERE_S
+        app.store.take(replace(EMPTY, swarm="lake", manifest="5e6f7a8b" * 8))  # seen for the first time
+        app.show_now()
+        await settle(app, pilot)
+        assert first.is_attached
+        assert "no member answers" in text_of_screen(app)
+
+    driven(node, drive)
+
+
+def test_of_a_pasted_text_a_field_takes_all_lines() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        first = FirstRun(app.store)
+        await app.push_screen(first)
+        await pilot.press("j")
+        await until(app, pilot, lambda: isinstance(app.screen, TextDialog))
+        app.screen.query_one(Input).post_message(events.Paste("> shoal:go\n> od"))
+        await until(app, pilot, lambda: app.screen.query_one(Input).value == "> shoal:go > od")
+        await pilot.press("enter")
+        await until(app, pilot, lambda: first.state.step == 1)
+        assert first.state.target == "> shoal:go > od"
 
     driven(node, drive)
 

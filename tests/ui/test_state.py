@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from app.api.client import Client, Event, Hangup
+from app.api.client import Client, Event, Hangup, NotAnswering
 from app.asker.route_session import SessionSettings
 from app.core.errors import NotRunning
 from app.core.reasons import because
@@ -168,6 +168,18 @@ def test_the_follower_tells_that_the_node_is_away_and_finds_it_again() -> None:
     assert [link.kind for link in links] == ["away", "live", "away"]
     assert (links[0].text, links[2].text) == ("no node runs here", "the node has ended")
     assert [link.next_step for link in links] == [START_AGAIN, "", START_AGAIN]
+
+
+def test_a_node_that_hangs_is_not_said_to_have_ended() -> None:
+    heard: queue.Queue[Heard] = queue.Queue()
+    follower = Follower(ScriptedDoor(NotAnswering("the node at http://x did not answer in time")), heard.put)
+    follower.start()
+    link = heard.get(timeout=20)
+    follower.close()
+    assert isinstance(link, ConnectionState)
+    assert (link.kind, link.text) == ("away", "the node runs but does not answer")
+    assert "F5" not in link.next_step
+    assert "end its process" in link.next_step
 
 
 # --- conversations ---------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ class FirstState:
             return one_line(f"{name}, a {kind} of {offer.model if offer is not None else PurePath(model).name}")
         if self.preview is not None:
             return " · ".join(target_words(self.preview))
-        return one_line(self.target if not self.target.startswith("shoal:") else "the swarm of an invite")
+        return one_line(self.target if "shoal:" not in self.target.lower() else "the swarm of an invite")
 
 
 def proposed_bytes(device: DeviceView | None) -> int | None:

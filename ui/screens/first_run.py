@@ -15,7 +15,7 @@ from textual.timer import Timer
 
 from app.api.client import PATIENT_S, Client
 from app.snapshot.codec import prospects_from
-from app.snapshot.views import OfferView
+from app.snapshot.views import OfferView, Snapshot
 from ui.draw.first_run import HELLO, PAUSES, STEP_BYTES, FirstState, first_rows, pauses_from, proposed_bytes
 from ui.draw.first_run_offers import STARTER
 from ui.draw.rows import Row
@@ -29,6 +29,7 @@ LOOK_AGAIN_S = 2.0
 INVITE = "shoal:"
 TYPED_S = 0.5  # after the last key of an invite that a terminal pastes as if it were typed
 LONGEST_S = 3600.0  # creating a swarm may download and import a model
+ELSEWHERE_S = 1.0  # a swarm that was not joined after all is shown for a moment
 
 
 class FirstPage(RowWidget):
@@ -61,6 +62,8 @@ class FirstRun(Dialog[None]):
         self._configured_memory = True  # until the settings have arrived
         self._typed_invite = ""
         self._typing: Timer | None = None
+        self._known_swarm = _swarm_in(store.snapshot)  # the one from which the page was opened, or that was tried here
+        self._elsewhere_at: float | None = None  # since when the node is in another one
 
     @property
     def dashboard(self) -> NodeApp:
@@ -110,9 +113,24 @@ class FirstRun(Dialog[None]):
         self.show()
 
     def show(self) -> None:
-        """Redraw the page from the store."""
-        if self.is_attached:  # an answer may arrive after the dialog was closed
+        """Redraw the page from the store; close it if the node is in a swarm that was not chosen here."""
+        if not self.is_attached:  # an answer may arrive after the dialog was closed
+            return
+        if self._is_elsewhere() and self.app.screen is self:
+            self.close()
+        else:
             self.query_one(FirstPage).show()
+
+    def _is_elsewhere(self) -> bool:
+        """True once the node has been for a moment in a swarm that another terminal or program chose."""
+        swarm, is_entering = _swarm_in(self.store.snapshot), self.state.step == 1 and self.state.busy
+        if is_entering and swarm is not None:
+            self._known_swarm = swarm
+        if self.state.step == 2 or swarm in (None, self._known_swarm):
+            self._elsewhere_at = None
+        elif self._elsewhere_at is None:
+            self._elsewhere_at = self.store.now()
+        return self._elsewhere_at is not None and self.store.now() - self._elsewhere_at >= ELSEWHERE_S
 
     # --- keys --------------------------------------------------------------------------------------------------------
 
@@ -321,3 +339,8 @@ class FirstRun(Dialog[None]):
         question = self.state.typed.strip() or HELLO
         self.close()
         await self.dashboard.say_hello(question)
+
+
+def _swarm_in(snapshot: Snapshot | None) -> tuple[str, str | None] | None:
+    """The swarm that a node is in."""
+    return None if snapshot is None or snapshot.swarm is None else (snapshot.swarm, snapshot.manifest)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from app.api.client import Client, Hangup, WrongToken
+from app.api.client import Client, Hangup, NotAnswering, WrongToken
 from app.core.errors import AppError, NotRunning
 from ui.state.store import ConnectionState
 
@@ -19,6 +19,7 @@ FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 8.0
 NOT_OURS = "the program that answers there is not a Shoal node of this version"
 START_AGAIN = "press F5 to start it"
+HANGS, END_IT = "the node runs but does not answer", "wait, or end its process; `shoal logs` may say why"
 COMING_UP_S = 0.15  # between two attempts to reach a node that was just started
 
 
@@ -99,6 +100,9 @@ class Follower:
                     wait_s = FIRST_WAIT_S
             except WrongToken as error:
                 link = ConnectionState("refused", str(error))
+            except NotAnswering as error:
+                is_here = self._door.can_start
+                link = ConnectionState("away", HANGS if is_here else str(error), next_step=END_IT if is_here else "")
             except NotRunning as error:
                 ended = "the node has ended" if self._was_live else "no node runs here"
                 link = ConnectionState("away", self._door.ended() or (ended if self._door.can_start else str(error)))
@@ -112,7 +116,7 @@ class Follower:
                 self._tell(ConnectionState("starting", "the node is starting: its program is being loaded"))
                 self._pause(COMING_UP_S)
                 continue
-            cure = START_AGAIN if link.kind == "away" and self._door.can_start else ""
+            cure = link.next_step or (START_AGAIN if link.kind == "away" and self._door.can_start else "")
             self._tell(ConnectionState(link.kind, link.text, self._now() + wait_s, next_step=cure))
             self._pause(wait_s)
             wait_s = min(LONGEST_WAIT_S, 2 * wait_s)

@@ -21,7 +21,12 @@ async def run_own_key(field: Widget, event: events.Key) -> None:
 
 
 class TextField(Input):
-    """A line of text."""
+    """A line of text; of a pasted text all lines are taken, joined by spaces."""
+
+    def _on_paste(self, event: events.Paste) -> None:
+        event.stop()
+        event.prevent_default()
+        self.replace(" ".join(event.text.splitlines()), *self.selection)
 
     async def _on_key(self, event: events.Key) -> None:
         await run_own_key(self, event)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
@@ -13,7 +15,8 @@ import httpx
 import pytest
 import trio
 
-from app.api.client import ApiFailure, Client, Event, WrongToken
+import app.api.client
+from app.api.client import ApiFailure, Client, Event, Hangup, NotAnswering, WrongToken
 from app.api.guard import MAX_BODY_BYTES
 from app.api.server import PortInUse, open_socket, url_of
 from app.cli.chat import SwarmAnswers
@@ -206,7 +209,7 @@ async def test_training_jobs() -> None:
         ("/control/join", {"target": "broken"}, ApiFailure, "internal error: ZeroDivisionError; the node's log"),
         ("/control/join", {}, UsageError, "the request's target is wrong"),
         ("/control/join", {"target": 5}, UsageError, "the request's target must be a valid string"),
-        ("/control/join", {"target": "x" * 5000}, UsageError, "the request's target is wrong"),
+        ("/control/join", {"target": "x" * 20_000}, UsageError, "the request's target is wrong"),
         ("/control/join", {"target": "x", "more": 1}, UsageError, "the request's more is wrong"),
         ("/control/pause", {"for_s": -5}, UsageError, "the request's for_s must be"),
         ("/control/nothing", {}, ApiFailure, "POST /control/nothing: Not Found"),
@@ -232,6 +235,47 @@ def test_nobody_there_is_said() -> None:
         url = url_of(sock)
     with pytest.raises(NotRunning, match="cannot be reached"):
         Client(url, TOKEN).get("/control/status")
+
+
+def test_a_node_that_hangs_is_told_from_one_that_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen process: connections are taken, and nothing comes back."""
+    monkeypatch.setattr(app.api.client, "QUIET_S", 0.05)
+    monkeypatch.setattr(app.api.client, "LIFE_S", 0.2)
+    with open_socket(0, explicit=True) as sock:
+        client = Client(url_of(sock), TOKEN, timeout_s=0.2)
+        with pytest.raises(NotAnswering, match="did not answer in time"):
+            client.get("/control/status")
+        for stream in (client.chat({"messages": []}), client.events()):
+            with pytest.raises(NotAnswering, match="did not answer in time"):
+                next(stream)  # type: ignore[call-overload]
+
+
+async def test_a_reply_may_take_its_time_while_the_node_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.api.client, "QUIET_S", 0.05)
+    asked = threading.Semaphore(0)
+    get = Client.get
+
+    def counted(client: Client, path: str, *, timeout_s: float | None = None) -> Any:
+        asked.release()
+        return get(client, path, timeout_s=timeout_s)
+
+    monkeypatch.setattr(Client, "get", counted)
+    node = DoubleNode()
+    async with running_api(node) as client:
+        hangup, pieces = Hangup(), list[dict[str, Any]]()
+
+        def read() -> None:
+            with suppress(AppError):
+                pieces.extend(client.chat({"messages": [{"role": "user", "content": "a wait b"}]}, hangup=hangup))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(threaded, read)
+            for _ in range(4):
+                await threaded(asked.acquire)
+            assert not node.freed.is_set()
+            hangup.hang_up()
+            with trio.fail_after(5):
+                await node.freed.wait()
 
 
 def test_a_url_that_is_none_is_said() -> None:

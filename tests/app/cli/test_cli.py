@@ -119,6 +119,42 @@ def test_home_goes_before_or_after_the_command(arguments: list[str], with_comman
     assert seen == [Path("/a/b").absolute()]
 
 
+def actions_of_commands() -> list[tuple[str, ...]]:
+    """Each command that has actions, with one of them and what it needs."""
+    values = {"config": {"get": "max_vram", "set": "max_vram 220MB", "unset": "max_vram", "list": ""}}
+    values["id"] = {"show": "", "export": "file", "import": "file"}
+    values["invites"] = {"list": "", "approve": "peer", "refuse": "peer", "cancel": "id"}
+    return [(command, action, *words.split()) for command, of in values.items() for action, words in of.items()]
+
+
+@pytest.mark.parametrize("words", actions_of_commands(), ids=lambda words: " ".join(words))
+def test_actions_of_commands_take_the_options_of_all_commands(words: tuple[str, ...]) -> None:
+    parser = app.cli.build_parser(all_commands())
+    for argv in ([*words, "--home", "/a/b", "--json"], ["--home", "/a/b", words[0], "--json", *words[1:]]):
+        parsed = parser.parse_all(argv)
+        assert (parsed.home, parsed.json, parsed.action) == ("/a/b", True, words[1])
+    assert parser.parse_all(words).json is False
+
+
+def test_every_action_of_a_command_is_tested() -> None:
+    parser = app.cli.build_parser(all_commands())
+    commands = next(one for one in parser._actions if isinstance(one, argparse._SubParsersAction)).choices
+    found = {
+        (name, action)
+        for name, command in commands.items()
+        for group in command._actions
+        if isinstance(group, argparse._SubParsersAction)
+        for action in group.choices
+    }
+    assert {words[:2] for words in actions_of_commands()} == found
+
+
+def test_an_unknown_option_of_an_action_is_compared_with_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        app.cli.main(["id", "import", "--replce", "file"])
+    assert "unknown option '--replce': did you mean --replace?" in capsys.readouterr().err
+
+
 def test_home_comes_from_the_environment(with_command: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch) -> None:
     seen = with_command_that_notes_home(with_command)
     monkeypatch.setenv("SHOAL_HOME", "/from/environment")

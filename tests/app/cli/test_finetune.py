@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from app.api.client import NotAnswering
 from app.cli import main
 from app.config.home import Home
 from app.core.wall_clock import wall_ms
@@ -318,3 +319,24 @@ def test_a_full_disk_leaves_no_half_adapter(
     assert (job.progress.status, job.progress.step) == ("paused", 2)
     assert main(["jobs", "resume", job.record.id]) == 0  # nothing is left to compute
     assert weights(home, "sevens")
+
+
+class FrozenNode:
+    """A node that begins a job, and answers nothing after that."""
+
+    def post(self, path: str, order: dict[str, Any]) -> dict[str, Any]:
+        facts = dict.fromkeys(("step", "tokens", "seconds", "cut", "dropped"), 0)
+        return {**facts, "job": "1a2b3c4d", "status": "running", "steps": 9, "losses": []}
+
+    def get(self, path: str) -> Any:
+        raise NotAnswering("the node at http://127.0.0.1:1 did not answer in time")
+
+
+def test_a_job_whose_node_hangs_is_not_said_to_be_over(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("app.api.client.client_of", lambda folder: FrozenNode())
+    monkeypatch.setattr("app.cli.finetune._POLL_S", 0.0)
+    assert main(["finetune", "--data", str(data), "--out", "sevens"]) == 1
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.endswith("did not answer in time; the job goes on in the node: `shoal jobs` shows it")

@@ -103,17 +103,19 @@ def test_an_invite_that_works_on_this_machine_alone_says_so(
     assert len(captured.out.splitlines()) == 1
 
 
+@pytest.mark.parametrize("pasted", ["{}", "\u201c{}\u201d", "Hi,\n> {}\nsee you"], ids=["bare", "quoted", "in a mail"])
 @pytest.mark.parametrize("how", ["argument", "file", "input", "environment"])
 def test_an_invite_need_not_be_an_argument(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    how: str, pasted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     secret = new_secret()
     invite = an_invite(secret=secret)
+    text = pasted.format(invite)
     file = tmp_path / "invite.txt"
-    file.write_text(f"{invite}\n")
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{invite}\n"))
-    monkeypatch.setenv("SHOAL_INVITE", str(invite))
-    arguments = {"argument": [str(invite)], "file": [str(file)], "input": ["-"], "environment": []}[how]
+    file.write_text(f"{text}\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{text}\n"))
+    monkeypatch.setenv("SHOAL_INVITE", text)
+    arguments = {"argument": [text], "file": [str(file)], "input": ["-"], "environment": []}[how]
     assert shoal(tmp_path / "home", "join", *arguments) == 0
     active = load(Home(tmp_path / "home")).active
     assert active is not None

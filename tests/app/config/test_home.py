@@ -12,9 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from app.api.client import WrongToken, client_of, running_client
 from app.config import home as homes
 from app.config.file import ensure_file
-from app.config.home import HOME_FILES, Home, NodeInfo, find_node, hold, require_node, write_node_file
+from app.config.home import HOME_FILES, Home, NodeInfo, find_node, hold, remove_node_file, require_node, write_node_file
 from app.core.errors import AlreadyRunning, HomeError, NotRunning
 from app.swarm.invite import Invite
 from app.swarm.names import SwarmName
@@ -78,6 +79,21 @@ def test_the_token_is_private_and_stays(home: Home) -> None:
     assert len(token) >= 43
     assert homes.api_token(home) == token
     assert is_private(home.token_file)
+
+
+def test_a_command_makes_no_token_that_the_running_node_does_not_know(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SHOAL_TOKEN", raising=False)
+    with hold(home):
+        write_node_file(home, NODE)
+        for client in (client_of, running_client):
+            with pytest.raises(WrongToken, match=r"token is gone.*`shoal restart` makes a new one"):
+                client(home.folder)
+        assert not home.token_file.exists()
+        token = homes.api_token(home)
+        assert client_of(home.folder).token == token
+        remove_node_file(home)
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 40, b"a\nb" * 20])

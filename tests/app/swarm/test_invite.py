@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.errors import AppError, RecordError
-from app.swarm.invite import MAX_ADDRESSES, PREFIX, Invite, Pass, is_invite, new_secret, parse_invite
+from app.swarm.invite import MAX_ADDRESSES, PREFIX, Invite, Pass, invite_in, is_invite, new_secret, parse_invite
 from p2p.errors import P2PError
 from p2p.identity import Identity
 
@@ -169,6 +169,53 @@ def test_a_frame_that_was_selected_with_it_does_no_harm() -> None:
     framed = "\n".join(["┌────┐", *(f"│ {line[at : at + 20]:<20} ┃" for at in range(0, len(line), 20)), "└────┘"])
     assert is_invite(framed)
     assert parse_invite(framed) == TYPICAL
+
+
+def in_lines(line: str, before: str = "", wide: int = 40) -> str:
+    return "\n".join(f"{before}{line[start : start + wide]}" for start in range(0, len(line), wide))
+
+
+LINE = str(TYPICAL)
+OTHER = str(replace(TYPICAL, name="cellar"))
+
+
+@pytest.mark.parametrize(
+    "pasted",
+    [
+        f'"{LINE}"',
+        f"'{LINE}'",
+        f"`{LINE}`",
+        f"\u201c{LINE}\u201d",
+        f"\u201e{LINE}\u201c",
+        f"\u00ab\u00a0{LINE}\u00a0\u00bb",
+        f"<{LINE}>",
+        f"({LINE}).",
+        f"[{LINE}]",
+        f"> {LINE}",
+        in_lines(LINE, "> "),
+        in_lines(LINE, ">> "),
+        f"Hi! My swarm is {LINE}. See you there",
+        f"Hi!\n\n> Join with\n{in_lines(LINE, '> ')}\n> and tell me.\n\nBye",
+        f"an invite begins with shoal: like this one: {LINE}",
+        f"{LINE} and once more {LINE.upper()}",
+        f"shoal join {LINE} --force",
+    ],
+)
+def test_an_invite_is_found_in_what_was_copied_with_it(pasted: str) -> None:
+    assert is_invite(pasted)
+    assert invite_in(pasted) == LINE
+    assert parse_invite(pasted) == TYPICAL
+
+
+def test_of_several_invites_none_is_chosen() -> None:
+    with pytest.raises(RecordError, match="there are 2 invites in this text: give one of them"):
+        parse_invite(f"{LINE} or, for the cellar, {in_lines(OTHER)}")
+
+
+def test_a_mistyped_invite_between_words_is_called_so() -> None:
+    wrong = LINE[:-1] + ("a" if LINE[-1] != "a" else "b")
+    with pytest.raises(RecordError, match="the invite is mistyped"):
+        parse_invite(f'Join with "{wrong}"')
 
 
 def test_what_is_meant_as_an_invite() -> None:

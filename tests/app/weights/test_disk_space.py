@@ -87,10 +87,62 @@ def test_a_dead_nodes_claim_counts_for_nothing(cache: Path) -> None:
     assert not list((cache / "in_use").glob("*.roots"))
 
 
+def with_disk(monkeypatch: pytest.MonkeyPatch, free: int, total: int = 2**50) -> None:
+    usage = SimpleNamespace(free=free, total=total)
+    monkeypatch.setattr("app.weights.disk_space.shutil.disk_usage", lambda path: usage)
+
+
 def test_the_floor_of_the_disk_is_left_free(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = 3 * SIZE
-    monkeypatch.setattr("app.weights.disk_space.shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    with_disk(monkeypatch, free=3 * SIZE)
     assert make_room(cache, SIZE, DiskRoom(floor_bytes=2 * SIZE)) == 0
     assert make_room(cache, SIZE, DiskRoom(floor_bytes=3 * SIZE)) == SIZE
     with pytest.raises(WeightsError, match="disk_floor"):
         make_room(cache, SIZE, DiskRoom(floor_bytes=10 * SIZE))
+
+
+MB = 10**6
+
+
+@pytest.mark.parametrize(
+    ("free", "total", "room", "why"),
+    [
+        (
+            38 * MB,
+            40 * MB,
+            DiskRoom(floor_bytes=1000 * MB),
+            "38.0 MB of its disk of 40.0 MB are free, and the setting disk_floor keeps 1.0 GB free: "
+            "set SHOAL_CACHE to a folder on a larger disk",
+        ),
+        (
+            900 * MB,
+            2000 * MB,
+            DiskRoom(floor_bytes=1000 * MB),
+            "the setting disk_floor keeps 1.0 GB of its disk free, of which 900.0 MB are: "
+            "lower it by 166.0 MB, or free as much disk space",
+        ),
+        (
+            38 * MB,
+            2000 * MB,
+            DiskRoom(floor_bytes=1000 * MB),
+            "38.0 MB of its disk of 2.0 GB are free, and the setting disk_floor keeps 1.0 GB free: "
+            "free 28.0 MB of it and set disk_floor to 0",
+        ),
+        (38 * MB, 2000 * MB, DiskRoom(), "38.0 MB of its disk of 2.0 GB are free: free 28.0 MB of it"),
+        (2000 * MB, 2000 * MB, DiskRoom(50 * MB), "the setting cache_limit allows it 50.0 MB: raise it by 16.0 MB"),
+        (
+            38 * MB,
+            2000 * MB,
+            DiskRoom(50 * MB),
+            "38.0 MB of its disk of 2.0 GB are free: free 28.0 MB of it; and the setting cache_limit allows it "
+            "50.0 MB: raise it by 16.0 MB",
+        ),
+    ],
+)
+def test_what_keeps_weights_out_is_named_with_its_remedy(
+    tmp_path: Path, free: int, total: int, room: DiskRoom, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_disk(monkeypatch, free, total)
+    with pytest.raises(WeightsError) as refused:
+        make_room(tmp_path, 66 * MB, room)
+    assert str(refused.value) == f"66.0 MB of weights do not fit in {tmp_path}: {why}"
+    assert refused.value.code == "disk_full"
