@@ -6,6 +6,8 @@ room allows. What a machine gives is decided by its user, as for fine-tuning (`a
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +24,8 @@ from app.routing.route import Hop, Route
 from app.training.trainer import OwnServer, RouteFinder
 from app.training.wire import ROOM
 from p2p.errors import P2PError
+
+log = logging.getLogger("shoal.rounds")
 
 ASK_S = 5.0
 ASK_AGAIN_S = 5.0
@@ -91,49 +95,59 @@ def _capacity(blocks: int, room_bytes: int, needs: Needs, under_way: int) -> int
 def machine_routes(helpers: Helpers, blocks: int, needs: Needs) -> RouteFinder:
     """Return a function that asks members for room and divides the blocks; it raises `NoMachines` if it is too little.
 
-    After that it asks again only some seconds later.
+    What a member answered holds for some seconds, whomever the next question avoids, but only until there is a route.
     """
-    asked_at, failure = -ASK_AGAIN_S, NoMachines("nobody was asked yet")
+    known, again_at = dict[str, Room](), -math.inf
 
     async def find(avoid: frozenset[str]) -> Route:
-        nonlocal asked_at, failure
-        if trio.current_time() - asked_at < ASK_AGAIN_S:
-            raise failure
-        rooms = await ask_rooms(helpers, avoid)
+        nonlocal again_at
+        if trio.current_time() >= again_at:
+            known.clear()
+        is_first = not known
+        rooms = await ask_rooms(helpers, avoid, known)
+        if is_first:
+            again_at = trio.current_time() + ASK_AGAIN_S
         route = divided_blocks(blocks, rooms, needs)
         if route is None:
-            asked_at = trio.current_time()
             offered = ", ".join(f"{one.peer} {format_size(one.room_bytes)}" for one in rooms) or "nobody anything"
-            failure = NoMachines(
+            raise NoMachines(
                 f"the {blocks} blocks take {format_size(needs(blocks, 2))} in training, but members offer too little: "
                 f"{offered}; they can set train and train_memory"
             )
-            raise failure
+        known.clear()  # whoever needs another route has lost one of these
         return route
 
     return find
 
 
-async def ask_rooms(helpers: Helpers, avoid: frozenset[str]) -> list[Room]:
-    """Return who gives how much to a job of this node: this node first, then the nearest."""
-    network, found = helpers.network, list[Room]()
+async def ask_rooms(helpers: Helpers, avoid: frozenset[str], known: dict[str, Room]) -> list[Room]:
+    """Return who gives how much to a job of this node: this node first, then the nearest.
+
+    Whose answer is `known` is not asked again; the answers of the others are added.
+    """
+    network = helpers.network
     rtts = {link.peer: link.rtt_s for link in network.links()}
 
     async def ask(peer: str) -> None:
+        room_bytes = 0  # if it is gone, or of an older version
         try:
             answer = await network.call(peer, ROOM, b"", timeout_s=ASK_S)
             fields = decode_object(answer, "room", max_bytes=_MOST_ANSWER_BYTES)
-            found.append(Room(peer, fields.integer("bytes", 0, _MOST_ROOM_BYTES), rtts.get(peer) or ASK_S))
-        except (P2PError, RecordError):
-            pass  # it is gone, or of an older version
+            room_bytes = fields.integer("bytes", 0, _MOST_ROOM_BYTES)
+        except (P2PError, RecordError) as error:
+            log.debug("%s offers no room: %s", peer, error)
+        known[peer] = Room(peer, room_bytes, rtts.get(peer) or ASK_S)
 
     async def look_here() -> None:
-        found.append(Room(network.peer_id, await helpers.own_room(), 0.0))
+        known[network.peer_id] = Room(network.peer_id, await helpers.own_room(), 0.0)
 
+    asked = [peer for peer in helpers.members() if peer not in avoid][:MOST_ASKED]
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(look_here)
-        for peer in [peer for peer in helpers.members() if peer not in avoid][:MOST_ASKED]:
-            nursery.start_soon(ask, peer)
-    useful = [one for one in found if one.room_bytes and one.peer not in avoid]
+        if network.peer_id not in known:
+            nursery.start_soon(look_here)
+        for peer in asked:
+            if peer not in known:
+                nursery.start_soon(ask, peer)
+    useful = [one for peer in (network.peer_id, *asked) if (one := known[peer]).room_bytes and peer not in avoid]
     order = {one.peer: (one.peer != network.peer_id, int(one.rtt_s / NEAR_S), -one.room_bytes) for one in useful}
     return sorted(useful, key=lambda one: (*order[one.peer], one.peer))

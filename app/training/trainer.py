@@ -359,7 +359,7 @@ class SwarmTrainer:
 
     def suspect(self, peers: Sequence[str], why: str) -> None:
         """Do without one of several hops for a while, one of which may have stopped a run."""
-        self._remember(HopLost(self._blame.choose(peers), why))
+        self._remember(HopLost(self._blame.choose(peers, trio.current_time()), why))
 
     async def close(self) -> None:
         """Remove what this node keeps for the job."""
@@ -822,7 +822,7 @@ class _HopGroup:
     def _suspected(self, peers: Sequence[str], why: str) -> HopLost:
         """Return the loss of one of several hops, any of which may be the cause; never of one that is not accused."""
         suspects = [peer for peer in peers if peer not in self._not_accused] or peers
-        return HopLost(self._owner._blame.choose(suspects, self.can_lose), why)
+        return HopLost(self._owner._blame.choose(suspects, trio.current_time(), self.can_lose), why)
 
     def _at_fault(self, peer: str, others: Collection[str], why: str) -> HopLost:
         """Return the loss of a hop for good, or of one for a while if others may have caused what it did."""
@@ -1449,8 +1449,8 @@ class _HopGroup:
             kept[link.hop.peer] = parts
         starts = {hop.peer: hop.span.start for hop in self.hops}
         not_accused = self._not_accused
-        rests = owner._blame.rests
-        order_of = {peer: (peer not in not_accused, rests(peer), at) for at, peer in enumerate(starts)}
+        rests, now = owner._blame.rests, trio.current_time()
+        order_of = {peer: (peer not in not_accused, rests(peer, now), at) for at, peer in enumerate(starts)}
         states: list[StatePart] = []
         self.differs = False
         for run in self._plan.runs:

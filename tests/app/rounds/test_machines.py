@@ -106,8 +106,8 @@ async def test_members_are_asked_for_room(autojump_clock: MockClock) -> None:
 
             fabric.node(name).serve(ROOM, answered)
         helpers = helpers_of(fabric, "owner", "a", "b", "none", "wrong", "odd", "gone")
-        assert [one.peer for one in await ask_rooms(helpers, frozenset())] == ["b", "a"]
-        assert [one.peer for one in await ask_rooms(helpers, frozenset({"b"}))] == ["a"]
+        assert [one.peer for one in await ask_rooms(helpers, frozenset(), {})] == ["b", "a"]
+        assert [one.peer for one in await ask_rooms(helpers, frozenset({"b"}), {})] == ["a"]
 
 
 async def test_too_little_room_is_said_and_asked_for_again_later(autojump_clock: MockClock) -> None:
@@ -128,6 +128,27 @@ async def test_too_little_room_is_said_and_asked_for_again_later(autojump_clock:
         given[0] = 100
         await trio.sleep(ASK_AGAIN_S)
         assert [hop.peer for hop in await find(frozenset())] == ["a"]
+
+
+async def test_what_members_answered_holds_whomever_the_next_question_avoids(autojump_clock: MockClock) -> None:
+    async with open_fabric() as fabric:
+        asked = list[str]()
+
+        def answering(name: str) -> Any:
+            async def answered(peer: str, body: bytes) -> bytes:
+                asked.append(name)
+                return b'{"bytes":50}'
+
+            return answered
+
+        for name in "ab":
+            fabric.node(name).serve(ROOM, answering(name))
+        find = machine_routes(helpers_of(fabric, "owner", "a", "b"), 6, needs)
+        for _ in range(2):
+            with pytest.raises(NoMachines, match="too little: a 50 B;"):
+                await find(frozenset("b"))
+            assert [hop.peer for hop in await find(frozenset())] == ["a", "b"]
+        assert asked == ["a", "b"] * 2  # after a route was found, all of it may be out of date
 
 
 @pytest.mark.parametrize(

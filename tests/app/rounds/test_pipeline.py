@@ -16,12 +16,13 @@ from trio.testing import MockClock
 
 from app.core.pieces import at_once
 from app.core.span import Span
+from app.rounds.machines import Helpers, machine_routes
 from app.rounds.steps import PipelineSteps
 from app.routing.route import Hop, NoRoute, Route
 from app.training.hop import TrainingServer, TrainingTerms
 from app.training.states import StateStore
 from app.training.trainer import MAX_FAILURES
-from app.training.wire import JobOrder
+from app.training.wire import ROOM, JobOrder
 from engine.errors import EngineError, TrainingError, TrainingFull
 from engine.full_runner import FullRunner
 from engine.island import IslandTerms, PipelineModel
@@ -269,6 +270,52 @@ async def test_without_its_machines_an_island_waits_and_the_others_go_on(
         await machines.add("hop3", 2, 4)
         await swarm.finished(0, 1, 2)
         assert members_of(first.log)[-1] == 3
+
+
+async def test_a_machine_without_which_no_step_can_be_made_is_used_again_at_once(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    """Its stream breaks for a moment in each of six rounds; each machine has room for half of the blocks."""
+    async with (
+        open_islands(tmp_path / "islands", lesson=lesson(), steps=35) as swarm,
+        trio.open_nursery() as nursery,
+    ):
+        machines, names, broken_in = Machines(swarm, tmp_path, nursery), ("hop0", "hop1"), set[int]()
+        for name in names:
+            await machines.add(name, 0, 4)
+            swarm.fabric.nodes[name].serve(ROOM, _two_blocks)
+        node = swarm.add(0, routes=lambda avoid: find(avoid))
+        helpers = Helpers(swarm.fabric.nodes[node.name], lambda: names, _nothing, _nowhere)
+        find = machine_routes(helpers, FOUR.n_blocks, lambda blocks, under_way: blocks)
+
+        def breaks_in_a_step(blocks: Any) -> None:
+            step, number = blocks.step, node.island.standing.round
+
+            def broken(*args: Any) -> None:
+                if number < 6 and number not in broken_in:
+                    broken_in.add(number)
+                    swarm.fabric.unlink(node.name, "hop1", tell=(node.name, "hop1"))
+                step(*args)
+
+            blocks.step = broken
+
+        machines.alive["hop1"].maker.changes.append(breaks_in_a_step)
+        await swarm.finished(0, within_s=60)
+        assert len(broken_in) == 6
+        assert len(steps_of(node).trainer.figures.lost) >= 6
+        nursery.cancel_scope.cancel()
+
+
+async def _two_blocks(peer: str, body: bytes) -> bytes:
+    return b'{"bytes":2}'
+
+
+async def _nothing() -> int:
+    return 0
+
+
+async def _nowhere(stream: Any) -> None:
+    raise AssertionError("nobody trains here")
 
 
 async def test_a_hop_whose_weights_cannot_be_used_is_left_out(tmp_path: Path, patient_clock: MockClock) -> None:

@@ -21,6 +21,36 @@ def test_each_rest_is_twice_as_long_up_to_an_hour() -> None:
     assert blame.resting(MOST_REST_S) == []
 
 
+def rest_of(blame: Blame, peer: str, now: float) -> float:
+    """Have a peer rest, and return for how long."""
+    blame.rest(peer, now)
+    return blame._until[peer] - now
+
+
+def test_a_rest_is_forgotten_in_an_hour() -> None:
+    blame, hours = Blame(), MOST_REST_S
+    assert [rest_of(blame, "a", 0.0) for _ in range(3)] == [30.0, 60.0, 120.0]
+    assert blame.rests("a", 0.0) == 3
+    assert blame.rests("a", 2 * hours) == 1
+    assert rest_of(blame, "a", 2 * hours) == 60.0
+    assert [rest_of(blame, "a", number * 5 * hours) for number in range(1, 100)] == [REST_S] * 99
+    for _ in range(1000):  # more than there are to an hour's rest are not remembered
+        blame.rest("a", 1000 * hours)
+    assert rest_of(blame, "a", 1000 * hours) == MOST_REST_S
+    assert rest_of(blame, "a", 1008 * hours) == REST_S
+    blame.rest("b", 2000 * hours)
+    assert set(blame._until) == set(blame._forgotten_at) == {"b"}
+
+
+@given(st.lists(st.floats(0, 2 * MOST_REST_S), min_size=1, max_size=300))
+def test_however_long_it_behaves_between_a_hop_stops_a_job_about_once_an_hour(behaves_s: list[float]) -> None:
+    blame, now = Blame(), 0.0
+    for seconds in behaves_s:
+        now += seconds
+        now += rest_of(blame, "liar", now)
+    assert len(behaves_s) <= now / MOST_REST_S + 8
+
+
 def test_those_whose_rest_ends_first_come_first() -> None:
     blame = Blame()
     for peer in ("twice", "twice", "once"):
@@ -37,21 +67,21 @@ def test_those_whose_rest_ends_first_come_first() -> None:
     ],
 )
 def test_who_is_left_first(suspects: tuple[str, ...], spare: set[str], chosen: str) -> None:
-    assert Blame().choose(suspects, spare.__contains__) == chosen
+    assert Blame().choose(suspects, 0.0, spare.__contains__) == chosen
 
 
 def test_those_that_are_needed_take_turns() -> None:
     blame, found = Blame(), []
     for _ in range(6):
-        found.append(blame.choose(("a", "b", "c")))
+        found.append(blame.choose(("a", "b", "c"), 0.0))
         blame.rest(found[-1], 0.0)
     assert found == ["a", "b", "c"] * 2
 
 
 def test_who_accuses_one_after_another_is_left_at_its_second_lie() -> None:
     blame = Blame()
-    assert blame.choose(("honest 1", "liar"), lambda peer: True) == "honest 1"
-    assert blame.choose(("honest 2", "liar"), lambda peer: True) == "liar"
+    assert blame.choose(("honest 1", "liar"), 0.0, lambda peer: True) == "honest 1"
+    assert blame.choose(("honest 2", "liar"), 0.0, lambda peer: True) == "liar"
 
 
 @given(
@@ -73,7 +103,7 @@ def test_liars_soon_rest_more_than_anybody_honest(behaves: int, liars: int, seed
         if lying:
             pair = rng.choice(senders or first), rng.choice(lying)
             alone = [peers[0] for peers in (senders, others) if len(peers) == 1]
-            chosen = blame.choose(pair, lambda peer, alone=alone: peer not in alone)  # type: ignore[misc]
+            chosen = blame.choose(pair, now, lambda peer, alone=alone: peer not in alone)  # type: ignore[misc]
             blame.rest(chosen, now)
             rested[chosen] += 1
         now += 30.0
