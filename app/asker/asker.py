@@ -434,6 +434,8 @@ class Asker:
         finally:
             with trio.CancelScope(shield=True):
                 await session.close()
+                if session.answered:
+                    self.planner.full_hops.ended([hop.peer for hop in session.route], trio.current_time())
                 if prefix is not None and prefix.wire.ends:  # hops that the session did not use still keep it
                     await self._links.close_session(prefix.route, prefix.wire.session, prefix.epoch)
 
@@ -497,6 +499,9 @@ class _AuditContext:
 
     def avoided(self) -> frozenset[str]:
         return frozenset(self._asker.planner.avoided())
+
+    def full(self, tokens: int) -> frozenset[str]:
+        return frozenset(self._asker.planner.full_hops.full(tokens, trio.current_time()))
 
     @asynccontextmanager
     async def pinned(self, route: Route, room: int, adapter: ReplyAdapter | None) -> AsyncIterator[RouteSession]:
