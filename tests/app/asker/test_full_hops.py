@@ -10,13 +10,13 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from app.asker.asker import Asker
+from app.asker.asker import Asker, PromptTooLong, ReplyTooLong
 from app.asker.reply import ReplyStats
 from app.core.errors import AppError
 from app.routing.route import NoRoute
 from app.serving.block_server import BlockServer
-from tests.app.hash_model import HashRunner, greedy
-from tests.app.session_swarm import PROMPT, SessionSwarm, no_leaks, open_swarm
+from tests.app.hash_model import HashEnds, HashRunner, greedy
+from tests.app.session_swarm import PROMPT, SessionSwarm, ask, no_leaks, open_swarm
 
 CACHE = 2000
 
@@ -256,3 +256,97 @@ async def test_a_reply_that_ends_makes_room_for_the_next_at_once(autojump_clock:
             await began.wait()
             await ask_for(asker, 300, "two")
         assert trio.current_time() < ended[0] + 1
+
+
+# --- what members announce of their caches ----------------------------------------------------------------------------
+
+
+def says_all(swarm: SessionSwarm, **totals: int) -> None:
+    """Let members announce the size of their whole cache."""
+    for name, tokens in totals.items():
+        swarm.announcements[name] = replace(swarm.announcements[name], kv_total_tokens=tokens)
+
+
+async def test_what_is_too_large_for_all_that_announce_their_caches_is_refused_before_a_hop_is_asked(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_swarm((0, 4), (0, 4)) as swarm:
+        await serve_small(swarm)
+        says_all(swarm, n0=9000, n1=500, small=CACHE)
+        asker, orders = await swarm.asker(), counted_orders(swarm, "small")
+        next(orders)
+        with pytest.raises(ReplyTooLong, match=r"40 \+ 3960 > 2000.* lower max_tokens to 1960") as caught:
+            await ask_for(asker, 2 * CACHE)
+        assert caught.value.code == "cache_exceeded"
+        assert (trio.current_time(), next(orders)) == (0, 0)
+        stats = await ask_for(asker, CACHE)
+        assert [hop.peer for hop in stats.route] == ["n0", "small"]
+        with pytest.raises(PromptTooLong, match="2000 tokens, but the caches of the members hold 2000"):
+            await asker.hidden_states([1] * CACHE)
+        assert len(await asker.hidden_states([1] * 50)) == 50
+        with pytest.raises(PromptTooLong, match="2000 tokens, but the caches of the members hold 2000"):
+            await ask(asker, [1] * CACHE, 1)
+        del swarm.announcements["n0"], swarm.announcements["n1"]
+        with pytest.raises(NoRoute, match="nobody serves block 0"):
+            await ask_for(asker, 2 * CACHE)
+
+
+async def test_a_running_reply_that_loses_its_hop_waits_for_one_with_a_larger_cache(autojump_clock: MockClock) -> None:
+    """What is said at once before a reply begins is no reason to end one that is being written."""
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        asker = await swarm.asker()
+        async with asker.reply(PROMPT, 20, max_tokens=2 * CACHE) as reply:
+            await anext(reply)
+            await serve_small(swarm)
+            says_all(swarm, small=CACHE)
+            swarm.kill("n1")
+            del swarm.announcements["n1"]
+
+            async def come() -> None:
+                await trio.sleep(30)
+                await swarm.serve("late", HashRunner(4, 8))
+
+            swarm.nursery.start_soon(come)
+            async for _ in reply:
+                pass
+        assert reply.stats.token_ids == greedy(PROMPT, 20)
+        assert reply.stats.route[-1].peer == "late"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted", "all_of_it", "free", "tokens"),
+    [
+        pytest.param(100, 10**6, 40_000, 40_000, 10_000, id="a share of the caches"),
+        pytest.param(100, 3000, 40_000, 40_000, 3000, id="less is wanted"),
+        pytest.param(100, 10**6, 40_000, 5000, 4900, id="there is less room now"),
+        pytest.param(100, 10**6, 40_000, 50, 512, id="the usual number is waited for"),
+        pytest.param(100, 512, 40_000, 50, 512, id="the usual number"),
+        pytest.param(100, 16, 40_000, 50, 16, id="less than that"),
+        pytest.param(1700, 10**6, 2000, 2000, 300, id="less than that ever fits"),
+        pytest.param(1700, 512, 2000, 2000, 300, id="less than the usual number ever fits"),
+        pytest.param(100, 10**6, 0, 0, 512, id="nobody says how much fits"),
+        pytest.param(1999, 10**6, 2000, 2000, 1, id="one token"),
+        pytest.param(2000, 10**6, 2000, 2000, None, id="nothing"),
+    ],
+)
+async def test_a_reply_that_may_end_sooner_is_as_long_as_fits(
+    prompt: int, wanted: int, all_of_it: int, free: int, tokens: int | None, autojump_clock: MockClock
+) -> None:
+    async with open_swarm((0, 8)) as swarm:
+        said = replace(swarm.announcements["n0"], kv_total_tokens=all_of_it, kv_free_tokens=free)
+        swarm.announcements["n0"] = said
+        asker = await swarm.asker(ends=HashEnds(context_length=131_072))
+        if tokens is not None:
+            assert await asker.fitting_tokens(prompt, wanted) == tokens
+        else:
+            with pytest.raises(PromptTooLong):
+                await asker.fitting_tokens(prompt, wanted)
+
+
+async def test_the_context_bounds_what_fits(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 8)) as swarm:
+        says_all(swarm, n0=40_000)
+        asker = await swarm.asker()
+        assert await asker.fitting_tokens(4000, 10**6) == 96
+        with pytest.raises(PromptTooLong, match="context is 4096"):
+            await asker.fitting_tokens(4096, 10**6)
