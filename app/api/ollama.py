@@ -21,9 +21,10 @@ from app.api.control import Control
 from app.api.error_forms import OLLAMA_PREFIX, body_for, response_for
 from app.api.model_names import NamedModel, named_model, other_swarms
 from app.api.openai_errors import status_and_reason
-from app.api.openai_fields import DEFAULT_MAX_TOKENS, MAX_TOOLS, Listed, ToolDefinition, seed_of, tool_of, tool_use
+from app.api.openai_fields import MAX_TOOLS, Listed, ToolDefinition, seed_of, tool_of, tool_use
 from app.api.replies import WholeReply, ignored_fields, ignored_header, metered_reply, whole_reply
 from app.api.streaming import OUR_ERRORS, EventStream
+from app.asker.asker import USUAL_TOKENS
 from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
 from app.asker.reply_service import ReplyRequest
 from app.snapshot.views import Snapshot, SwarmView
@@ -104,7 +105,8 @@ class _GenerateBody(_Body):
         predict = o.num_predict if o.num_predict is not None and o.num_predict > 0 else None
         schema = {"type": "object"} if self.format == "json" else self.format or None
         return {
-            "max_tokens": predict or (10**6 if o.num_predict is not None else DEFAULT_MAX_TOKENS),
+            "max_tokens": predict or (10**6 if o.num_predict is not None else USUAL_TOKENS),
+            "may_end_sooner": predict is None,
             "temperature": 0.8 if o.temperature is None else o.temperature,
             "top_k": 40 if o.top_k is None else o.top_k,
             "top_p": o.top_p or 0.9,

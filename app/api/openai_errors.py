@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from app.asker.asker import PromptTooLong
+from app.asker.asker import PromptTooLong, ReplyTooLong
 from app.core.errors import AppError, NoAdapter, RecordError, UsageError, reason_of
 from app.core.reasons import Reason, because
 from app.routing.route import NoRoute
@@ -19,6 +19,7 @@ PREFIX = "/v1"
 _SHOULD = "Input should be "  # with which pydantic begins
 _STATUS: tuple[tuple[type[Exception], int], ...] = (  # the first match counts
     (PromptTooLong, 400),
+    (ReplyTooLong, 400),
     (UsageError, 400),
     (RecordError, 400),
     (EngineError, 400),
@@ -56,8 +57,8 @@ def status_and_reason(error: Exception) -> tuple[int, Reason, str | None]:
         return error.status, why, error.param
     if isinstance(error, FieldError):
         return 400, why, error.field
-    if isinstance(error, NoRoute) and error.busy:
-        return 429, why, None
+    if isinstance(error, NoRoute) and (error.busy or error.is_too_large):
+        return 429 if error.busy else 400, why, None
     return next(status for kind, status in _STATUS if isinstance(error, kind)), why, None
 
 

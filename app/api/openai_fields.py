@@ -14,11 +14,11 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from app.asker.asker import USUAL_TOKENS
 from app.asker.reply_service import ReplyRequest
 from app.routing.route import MAX_PRIVATE_BLOCKS
 from engine.text.output_form import Constraint, ConstraintKind, Tool, ToolUse
 
-DEFAULT_MAX_TOKENS = 512
 _MAX_TEXT = 2**19
 _MAX_TOKENS = 10**6
 _LEAST_TOP_P = 1e-9  # keeps only the most likely token
@@ -248,6 +248,7 @@ class _CompletionBody(_OpenAIBody):
     """Fields that chat and text completions share."""
 
     unsupported: ClassVar[Unsupported] = {}
+    usual_tokens: ClassVar[int] = USUAL_TOKENS  # of a reply without a limit
 
     model: str = Field(max_length=256)
     stream: bool | None = False
@@ -335,7 +336,8 @@ class _CompletionBody(_OpenAIBody):
         """Return the fields of `ReplyRequest` but the prompt."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return {
-            "max_tokens": self.token_limit or DEFAULT_MAX_TOKENS,
+            "max_tokens": self.token_limit or self.usual_tokens,
+            "may_end_sooner": self.token_limit is None,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": max(1.0 if self.top_p is None else self.top_p, _LEAST_TOP_P),
             "top_k": self.top_k or 0,
@@ -429,6 +431,8 @@ def _one_prompt(prompt: Any) -> Any:
 class TextCompletion(_CompletionBody):
     """Body of `POST /v1/completions`."""
 
+    usual_tokens = 16  # as OpenAI's
+
     prompt: Annotated[
         Annotated[str, Field(max_length=_MAX_TEXT)]
         | _Tokens
@@ -454,11 +458,6 @@ class TextCompletion(_CompletionBody):
     def top_count(self) -> int | None:
         """Number of likeliest tokens to tell beside each token; None: no probabilities."""
         return 0 if self.logprobs is None and (self.best_of or 1) > (self.n or 1) else self.logprobs
-
-    @property
-    def token_limit(self) -> int | None:
-        """Largest number of tokens of the reply; 16 by default, as OpenAI's for text completions."""
-        return self.max_tokens or 16
 
     def request(self) -> ReplyRequest:
         """Convert to the node's own request."""

@@ -26,7 +26,6 @@ from app.api.keys import current_owner
 from app.api.model_names import named_model
 from app.api.openai_errors import OpenAIError, response_to, status_and_body
 from app.api.openai_fields import (
-    DEFAULT_MAX_TOKENS,
     MAX_TOOLS,
     FunctionCall,
     FunctionDefinition,
@@ -40,6 +39,7 @@ from app.api.openai_fields import (
 from app.api.replies import WholeReply, ignored_fields, ignored_header, metered_reply, whole_reply
 from app.api.response_store import ResponseStore
 from app.api.streaming import OUR_ERRORS, EventStream
+from app.asker.asker import USUAL_TOKENS
 from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
 from app.asker.reply_service import ReplyRequest
 from engine.text.output_form import CallPiece, Constraint, ReplyPart, SaidText, ToolUse
@@ -194,7 +194,8 @@ class ResponsesRequest(_Body):
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         return ReplyRequest(
             messages=(*system, *before, *conversation(self.input)),
-            max_tokens=self.max_output_tokens or DEFAULT_MAX_TOKENS,
+            max_tokens=self.max_output_tokens or USUAL_TOKENS,
+            may_end_sooner=self.max_output_tokens is None,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=self.top_p or 1.0,
             seed=seed_of(None),

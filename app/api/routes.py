@@ -21,6 +21,7 @@ from app.api.keys import KeyRing
 from app.api.metrics import MEDIA_TYPE, exposition
 from app.api.response_store import ResponseStore
 from app.api.streaming import EventStream, json_lines
+from app.asker.asker import USUAL_TOKENS
 from app.asker.reply_service import ReplyRequest
 from app.config.settings import SETTINGS
 from app.courtesy.pause import LONGEST_S
@@ -135,7 +136,7 @@ class ChatRequest(_Body):
     """A conversation, and how its next message is sampled."""
 
     messages: list[Message] = Field(min_length=1, max_length=1000)
-    max_tokens: int = Field(default=512, ge=1, le=10**6)
+    max_tokens: int = Field(default=USUAL_TOKENS, ge=1, le=10**6)
     temperature: float = Field(default=0.7, ge=0, le=100)
     top_k: int = Field(default=0, ge=0, le=10**6)
     top_p: float = Field(default=0.95, gt=0, le=1)
@@ -151,7 +152,8 @@ class ChatRequest(_Body):
         """Convert to the node's own request."""
         values = self.model_dump(exclude={"messages", "stop"})
         messages = tuple(message.model_dump() for message in self.messages)
-        return ReplyRequest(messages=messages, stop=tuple(self.stop), **values)
+        is_usual = self.max_tokens == USUAL_TOKENS  # command line and dashboard send it if their user names no number
+        return ReplyRequest(messages=messages, stop=tuple(self.stop), may_end_sooner=is_usual, **values)
 
 
 class JobRequest(_Body):

@@ -63,7 +63,7 @@ from app.routing.route import Privacy, Route, RouteRequest
 from app.routing.trust import TrustBook
 from app.session.adapter_index import AdapterRef
 from app.session.frame import DTYPES, row_bytes
-from app.session.wire import Prefix
+from app.session.wire import CACHE_EXCEEDED, Prefix
 from app.swarm.records import Announcement
 
 if TYPE_CHECKING:
@@ -71,9 +71,15 @@ if TYPE_CHECKING:
 
 
 class PromptTooLong(AppError):
-    """The prompt leaves no room for a reply in the model's context."""
+    """The prompt leaves no room for a reply, in the model's context or in the caches of the members."""
 
     code = "context_length_exceeded"
+
+
+class ReplyTooLong(AppError):
+    """Prompt and reply together are larger than the caches of the members."""
+
+    code = CACHE_EXCEEDED
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,8 @@ class AskerOptions:
     stays_awake: bool = field(default_factory=may_stay_awake)
 
 
+USUAL_TOKENS = 512  # of a reply
+SHARE = 0.25  # of the caches, for a reply that may be as long as fits
 SWEEP_S = 30.0  # between two looks for kept sessions that are too old
 WAIT_FOR_READING_S = 60.0  # at most, for another reply that reads the same prompt
 MIN_WAITED = 64  # tokens; fewer are read sooner than waited for
@@ -175,11 +183,18 @@ class Asker:
     ) -> AsyncIterator[Reply]:
         """Begin a reply of at most `max_tokens` once it is the owner's turn; `settings` go to head and sampler.
 
-        With an adapter, its hops compute every token with it. Raises `PromptTooLong`.
+        With an adapter, its hops compute every token with it. Raises `PromptTooLong` or `ReplyTooLong`.
         """
-        self._check_length(prompt_ids)
-        begin, tokens = trio.current_time(), min(len(prompt_ids) + max_tokens, self._ends.context_length)
-        request = self._route_request(tokens, len(prompt_ids), private_blocks)
+        begin, prompt = trio.current_time(), len(prompt_ids)
+        most = await self._largest_session(prompt, private_blocks)
+        tokens = min(prompt + max_tokens, self._ends.context_length)
+        if tokens > most:
+            # Clients of Anthropic's API look for these words, and ask for fewer tokens.
+            raise ReplyTooLong(
+                f"input length and `max_tokens` exceed context limit: {prompt} + {tokens - prompt} > {most}, which is "
+                f"what the caches of the members hold; lower max_tokens to {most - prompt}, or shorten the conversation"
+            )
+        request = self._route_request(tokens, prompt, private_blocks)
         unread = partial(self._unread, prompt_ids, request.privacy, None if adapter is None else adapter.ref, owner)
         async with (
             self._queue.turn(owner, unread) as turn,
@@ -325,7 +340,7 @@ class Asker:
 
         Hops send outputs of the latest tokens only, so a few tokens go at a time, the later ones as guesses.
         """
-        self._check_length(token_ids)
+        await self._largest_session(len(token_ids))
         states: list[HiddenState] = []
         async with (
             self._queue.turn(owner, lambda: len(token_ids)),
@@ -338,12 +353,30 @@ class Asker:
                 states += hidden_states(frame)[: len(guesses) + 1]
         return states
 
-    def _check_length(self, prompt_ids: Sequence[int]) -> None:
+    async def fitting_tokens(self, prompt: int, wanted: int, private_blocks: int | None = None) -> int:
+        """Return how many tokens of a reply fit behind a prompt, for one that may end sooner than after `wanted`.
+
+        The usual number if members' caches ever hold it; more as far as there is room now, and a share of the caches at
+        most: all of it is reserved, and other replies need room beside it. Raises `PromptTooLong`.
+        """
+        most = await self._largest_session(prompt, private_blocks)
+        if wanted > USUAL_TOKENS:
+            free = await self.planner.largest_session(self._route_request(1, prompt, private_blocks), now_free=True)
+            wanted = min(wanted, max(USUAL_TOKENS, min(int(SHARE * most), free - prompt)))
+        return min(wanted, most - prompt)
+
+    async def _largest_session(self, prompt: int, private_blocks: int | None = None) -> int:
+        """Return the tokens of the largest session that some route can ever have; raises `PromptTooLong`."""
         context = self._ends.context_length
-        if len(prompt_ids) >= context:
+        if prompt >= context:
+            raise PromptTooLong(f"the prompt has {prompt} tokens, but the model's context is {context}: shorten it")
+        most = min(await self.planner.largest_session(self._route_request(1, prompt, private_blocks)), context)
+        if prompt >= most:
             raise PromptTooLong(
-                f"the prompt has {len(prompt_ids)} tokens, but the model's context is {context}: shorten it"
+                f"the prompt has {prompt} tokens, but the caches of the members hold {most}: shorten it, or let "
+                "members with more memory join"
             )
+        return most
 
     def stats(self) -> AskerStats:
         """Figures of replies under way, and totals."""
@@ -434,6 +467,8 @@ class Asker:
         finally:
             with trio.CancelScope(shield=True):
                 await session.close()
+                if session.answered:
+                    self.planner.full_hops.ended([hop.peer for hop in session.route], trio.current_time())
                 if prefix is not None and prefix.wire.ends:  # hops that the session did not use still keep it
                     await self._links.close_session(prefix.route, prefix.wire.session, prefix.epoch)
 
@@ -497,6 +532,9 @@ class _AuditContext:
 
     def avoided(self) -> frozenset[str]:
         return frozenset(self._asker.planner.avoided())
+
+    def full(self, tokens: int) -> frozenset[str]:
+        return frozenset(self._asker.planner.full_hops.full(tokens, trio.current_time()))
 
     @asynccontextmanager
     async def pinned(self, route: Route, room: int, adapter: ReplyAdapter | None) -> AsyncIterator[RouteSession]:

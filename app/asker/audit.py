@@ -75,6 +75,9 @@ class AuditContext(Protocol):
     def avoided(self) -> frozenset[str]:
         """Peers that cannot be used now."""
 
+    def full(self, tokens: int) -> frozenset[str]:
+        """Peers that lately had no room for a session of so many tokens."""
+
     def pinned(
         self, route: Route, room: int, adapter: ReplyAdapter | None
     ) -> AbstractAsyncContextManager[RouteSession]:
@@ -242,7 +245,8 @@ class Auditor:
         members = self._context.members()
         costs = {m.peer: (1 + self._rng.random()) * _AVOID_S / 100 for m in members}
         costs |= {peer: _AVOID_S for peer in avoid} | dict.fromkeys(prefer, 0.0)
-        request = RouteRequest(Span(0, len(sample.precisions)), sample.room, privacy=sample.privacy)
+        wanted, full = Span(0, len(sample.precisions)), self._context.full(sample.room)
+        request = RouteRequest(wanted, sample.room, privacy=sample.privacy, full=full)
         try:
             no_links = link_seconds("", dict.fromkeys(costs, 0.0), ())  # distances do not matter
             avoided, known = self._context.avoided(), KnownCosts(penalty_s=costs)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import trio
 
-from app.asker.asker import Asker, AskerOptions
+from app.asker.asker import USUAL_TOKENS, Asker, AskerOptions
 from app.asker.guessing import Guesser, GuessHistory
 from app.asker.head_batcher import GoAhead
 from app.asker.reply import ReplyAdapter, ReplyDone, ReplyEvent, ReplyText, RouteChanges
@@ -66,7 +66,8 @@ class ReplyRequest:
     messages: tuple[Mapping[str, Any], ...] = ()
     prompt: str | tuple[int, ...] | None = None  # a text or its token ids, instead of the messages
     suffix: str | None = None  # the text after the reply, where the reply fills the gap behind the prompt
-    max_tokens: int = 512
+    max_tokens: int = USUAL_TOKENS
+    may_end_sooner: bool = False  # nobody named `max_tokens`: where fewer fit, these will do
     temperature: float = 0.7
     top_k: int = 0
     top_p: float = 0.95
@@ -267,6 +268,10 @@ class ReplyService:
         ends, asker = await self._ready()
         self._follow_draft_setting()
         prepared = await self._of_text(_prepared, ends, request)
+        if request.may_end_sooner:
+            prompt = len(prepared.prompt_ids)
+            fitting = await asker.fitting_tokens(prompt, request.max_tokens, request.private_blocks)
+            request = replace(request, max_tokens=fitting)
         settings = await self.device.run_apart(_settings, ends, request, prepared)
         reader = prepared.reader if request.is_read else None
         pieces: list[str] = []

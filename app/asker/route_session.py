@@ -969,6 +969,8 @@ class RouteSession:
         """Seconds to wait for a route: long where a member may still come, short where those that came refuse."""
         if self._settled or error.loading_here or (error.busy and self._own_node.makes_room()):
             return self._settings.new_route_s
+        if error.is_too_large:
+            return 0.0
         longest_s = self._settings.first_route_s
         return longest_s if error.is_hole else min(longest_s, REFUSED_ROUTE_S)
 

@@ -30,6 +30,9 @@ class Endpoint:
     context_length: int = 8192
 
 
+LONGEST_REPLY = 8192  # tokens that a program is told to ask for, at most
+
+
 @dataclass(frozen=True)
 class Program:
     """A program that can ask this node: its file below the user's home, and how its settings change.
@@ -123,8 +126,11 @@ def _zed(text: str, to: Endpoint) -> str:
 
 
 def _output(to: Endpoint) -> int:
-    """Return the longest reply to offer: half of the context, so that the question has room."""
-    return max(1, to.context_length // 2)
+    """Return the longest reply to offer: half of the context, so that the question has room.
+
+    Programs ask for all of it each time, and hops reserve room for what is asked: it is bounded.
+    """
+    return max(1, min(to.context_length // 2, LONGEST_REPLY))
 
 
 PROGRAMS = {

@@ -71,6 +71,8 @@ NEXT_STEPS: dict[str, str] = {
     "cache_reserved": _OTHERS_USED,
     "not_hosted": _RETRIED_AUTOMATICALLY,
     "context_exceeded": "ask for fewer tokens",
+    "cache_exceeded": "lower max_tokens (num_predict in Ollama's API), shorten the conversation, or let members with "
+    "more memory join",
     "adapter_refused": "nothing: other members are used; if none can load it, train one of a lower rank",
     "adapters_full": _OTHERS_USED,
     "hop_busy": _OTHERS_USED,

@@ -587,6 +587,7 @@ class BlockHost:
             decode_tokens_per_s=throughput.decode_tokens_per_s,
             prefill_tokens_per_s=throughput.prefill_tokens_per_s,
             kv_free_tokens=self.server.kv_free_tokens,
+            kv_total_tokens=self.server.kv_total_tokens,
             busy=self._busy_share(),
             dtype=wire_name(self._plan.dtype),
             quantisation=self._plan.quantisation,

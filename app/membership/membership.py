@@ -61,6 +61,7 @@ class AnnouncementFields(TypedDict, total=False):
     decode_tokens_per_s: float
     prefill_tokens_per_s: float
     kv_free_tokens: int
+    kv_total_tokens: int
     quantisation: str
     cache: str
     device: str

@@ -1,4 +1,4 @@
-"""Peers that routes avoid for a while after a failure."""
+"""Peers that routes avoid for a while after a failure; a lack of room is none (`app.routing.capacity`)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ class _Ban:
 
     until: float
     why: Reason
-    is_busy: bool
     times: int  # bans in a row, on which the length depends
-    failures: int  # those of them that were not for being busy
 
 
 class Bans:
@@ -30,35 +28,27 @@ class Bans:
         self._first_s, self._longest_s = first_s, longest_s
         self._bans: dict[str, _Ban] = {}
 
-    def ban(self, peer: str, now: float, why: Reason, *, brief: bool = False) -> bool:
-        """Ban a peer, for half as long if `brief` (it is busy, not broken); False if it is banned already.
+    def ban(self, peer: str, now: float, why: Reason) -> bool:
+        """Ban a peer; False if it is banned already.
 
-        All sessions over a hop report the same failure, which counts once. A failure does replace a ban for being busy.
+        All sessions over a hop report the same failure, which counts once.
         """
         self._bans = {one: ban for one, ban in self._bans.items() if now < ban.until + FADE_S}
         last = self._bans.get(peer)
-        if last is not None and now < last.until and (brief or not last.is_busy):
+        if last is not None and now < last.until:
             return False
-        times, failures = (1, 0) if last is None else (last.times + 1, last.failures)
-        first_s = self._first_s / 2 if brief else self._first_s
-        until = now + backoff_s(first_s, times, self._longest_s)
-        self._bans[peer] = _Ban(until, why, brief, times, failures + (not brief))
+        times = 1 if last is None else last.times + 1
+        self._bans[peer] = _Ban(now + backoff_s(self._first_s, times, self._longest_s), why, times)
         return True
 
     def forgive(self, peer: str) -> None:
         """Remove a peer's ban and forget its failures, because it worked."""
         self._bans.pop(peer, None)
 
-    def is_busy(self, peer: str) -> bool:
-        """True if the peer's last ban was for having no room."""
-        return peer in self._bans and self._bans[peer].is_busy
-
     def failing(self, now: float) -> frozenset[str]:
-        """Return the peers that failed again and again, and never worked in between; not those that were busy."""
+        """Return the peers that failed again and again, and never worked in between."""
         return frozenset(
-            peer
-            for peer, ban in self._bans.items()
-            if ban.failures >= FAILING and not ban.is_busy and now < ban.until + FAILING_S
+            peer for peer, ban in self._bans.items() if ban.times >= FAILING and now < ban.until + FAILING_S
         )
 
     def active(self, now: float) -> dict[str, Reason]:

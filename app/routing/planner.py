@@ -1,4 +1,4 @@
-"""Plans the routes of an asker's sessions from announcements, measurements, bans and trust.
+"""Plans the routes of an asker's sessions from announcements, measurements, refusals, bans and trust.
 
 The search itself is in `app.routing.search`, moving a running session in `app.routing.reroute`. A search lets other
 tasks run in between, so members and bans can change while it runs. A route through a peer that was banned or left
@@ -19,6 +19,7 @@ from app.core.pieces import Pieces, at_once, by_chunks, in_pieces
 from app.core.reasons import Reason, because
 from app.core.span import Span
 from app.routing.bans import Bans
+from app.routing.capacity import FullHops, largest_session
 from app.routing.cost import (
     believed_in_pieces,
     believed_seconds,
@@ -34,16 +35,19 @@ from app.routing.search import repair_route, search_route, why_unused
 from app.routing.trust import TrustBook, TrustScore
 from app.routing.wire_choice import Wires, choose_wires, keep_wires
 from app.session.frame import INT8
+from app.session.wire import CACHE_EXCEEDED, MAX_TOKENS
 from app.swarm.records import Announcement
 from p2p.rate_limit import backoff_s
 
 Members = Callable[[], Sequence[Announcement]]
+Refusing = Callable[[], Mapping[str, Reason]]  # peers that a session must not ask now, with the reasons
 
 TRIAL_S = 6.0  # a first use of a peer ends sooner: by its first answer, or because it did not open the session
 WARY_S = 10.0  # peers that never worked are avoided for so long after one of them failed; doubled each time, up to
 WARIEST_S = 600.0
 _REMEMBERED_WORKED = 1024
 _SEARCHES = 3  # for one route, if those found are out of date at once
+_AGAIN_S, _LATEST_AGAIN_S = 0.25, 300.0  # until a session asks a hop again that had no room for it, doubled each time
 _PAUSED_HERE = "this node is paused; `shoal status` says why, and what lets it host again"
 _HOST_MORE = "wait for a member that does, invite one (`shoal invite`), or raise this node's memory limit (max_vram)"
 
@@ -70,6 +74,7 @@ class RoutePlanner:
         self._network, self.members, self._preferences = network, members, preferences or PrivacyPreferences
         self.book = book or TrustBook(clock=time.time)
         self.bans = Bans()
+        self.full_hops = FullHops()
         self.measured = MeasuredSpeeds()
         self._rates = RateClaims()
         self._worked: dict[str, None] = {}  # peers that did their part before, the latest last; an ordered set
@@ -106,7 +111,19 @@ class RoutePlanner:
         """
         request = RouteRequest(Span(0, blocks), 1, privacy=self.privacy(blocks))
         by_announcement = {m.peer: why for m in self.members() if (why := why_unused(m, request)) is not None}
-        return by_announcement | self.avoided()
+        return by_announcement | self.full_hops.full(request.tokens, trio.current_time()) | self.avoided()
+
+    async def largest_session(self, request: RouteRequest, *, now_free: bool = False) -> int:
+        """Return the tokens of the largest session for which members have room, or have it now if `now_free`.
+
+        As far as they say; no bound if a block is served by nobody, or if somebody does not say how much fits.
+        """
+
+        def room_of(member: Announcement) -> int:
+            return member.kv_free_tokens if now_free else member.kv_total_tokens or MAX_TOKENS
+
+        found = await in_pieces(largest_session(self.members(), request, room_of))
+        return MAX_TOKENS if found is None else found
 
     def _known(self, members: Sequence[Announcement], scores: Mapping[str, TrustScore]) -> Pieces[KnownCosts]:
         """Return measured block times, trust penalties, and what bytes cost at each member."""
@@ -136,21 +153,32 @@ class RoutePlanner:
         self.measured.note(route, token_s, links_seconds(route, self.link_s()), expected, trio.current_time())
 
     async def find(
-        self, current: Route, request: RouteRequest, avoid: Sequence[str], formats: Mapping[str, str] | None = None
+        self,
+        current: Route,
+        request: RouteRequest,
+        avoid: Sequence[str],
+        refusing: Refusing = dict,
+        formats: Mapping[str, str] | None = None,
     ) -> Route:
         """Find a route, keeping as much of the current one as possible; raises `NoRoute` with the reasons.
 
-        `formats` has the number formats of the current route's peers, which their successors should have too.
+        `refusing` is called when the search begins: others have searched while this one waited for its turn. `formats`
+        has the number formats of the current route's peers, which their successors should have too.
         """
         async with self._searching:
-            return await in_pieces(self._search(current, request, avoid, formats))
+            return await in_pieces(self._search(current, request, avoid, refusing, formats))
 
     def _search(
-        self, current: Route, request: RouteRequest, avoid: Sequence[str], formats: Mapping[str, str] | None = None
+        self,
+        current: Route,
+        request: RouteRequest,
+        avoid: Sequence[str],
+        refusing: Refusing,
+        formats: Mapping[str, str] | None = None,
     ) -> Pieces[Route]:
         for _ in range(_SEARCHES):
             members = self.members()
-            route = yield from self._search_among(members, current, request, avoid, formats)
+            route = yield from self._search_among(members, current, request, avoid, refusing, formats)
             if not self._is_outdated(route, members):
                 break
         self._begin_trials(route, current)
@@ -162,8 +190,10 @@ class RoutePlanner:
         current: Route,
         request: RouteRequest,
         avoid: Sequence[str],
+        refusing: Refusing,
         formats: Mapping[str, str] | None,
     ) -> Pieces[Route]:
+        full = refusing()
         scores = yield from self._standings(members)
         avoided = self._avoided(scores)
         known = yield from self._known(members, scores)
@@ -176,9 +206,9 @@ class RoutePlanner:
 
         search = repair if current else partial(self._search_new, comparison)
         try:
-            return (yield from self._without_trials(search, members, {*avoid, *avoided}, current))
+            return (yield from self._without_trials(search, members, {*avoid, *avoided, *full}, current))
         except NoRoute as error:
-            raise self._explained(error, members, avoided, request) from None
+            raise self._explained(error, members, avoided, full, request) from None
 
     def _search_new(self, among: RouteComparison, excluded: Collection[str]) -> Pieces[Route]:
         found = yield from search_route(among.members, among.request, among.link_s, avoid=excluded, known=among.known)
@@ -202,7 +232,9 @@ class RoutePlanner:
         )
         return not served <= serves
 
-    async def find_first(self, held: Route, unread: int, request: RouteRequest, avoid: Sequence[str]) -> Route:
+    async def find_first(
+        self, held: Route, unread: int, request: RouteRequest, avoid: Sequence[str], refusing: Refusing
+    ) -> Route:
         """Find a route for a prompt of which the hops of `held` have cached all but `unread` tokens.
 
         Keeps these hops, unless a route that reads the whole prompt anew is faster even so. Raises `NoRoute`.
@@ -211,12 +243,12 @@ class RoutePlanner:
         gone = [hop.peer for hop in held if hop.peer not in serving or not serving[hop.peer].covers(hop.span)]
         async with self._searching:
             try:
-                kept = await in_pieces(self._search(held, request, [*avoid, *gone]))
+                kept = await in_pieces(self._search(held, request, [*avoid, *gone], refusing))
             except NoRoute:  # a hop that is needed serves other blocks by now
-                return await in_pieces(self._search((), request, avoid))
+                return await in_pieces(self._search((), request, avoid, refusing))
             if kept == held and 2 * unread <= request.prompt_tokens:
                 return kept
-            fresh = await in_pieces(self._search((), request, avoid))
+            fresh = await in_pieces(self._search((), request, avoid, refusing))
             seconds_of = await in_pieces(self._seconds_with(held, unread, request))
         return min(kept, fresh, key=seconds_of)
 
@@ -286,17 +318,26 @@ class RoutePlanner:
     def failed(self, peer: str, why: Reason) -> None:
         """Note in the trust book that a peer failed, and be wary of others that never worked if it never did."""
         self.book.note(peer, "failed", f"failed: {why.text}")
+        self._tried_in_vain(peer)
+
+    def refused(self, peer: str, tokens: int, why: Reason) -> None:
+        """Note that a peer had no room for a session of so many tokens; be wary of strangers if it had announced it."""
+        contradicts = any(m.peer == peer and m.serves and m.kv_free_tokens >= tokens for m in self.members())
+        if self.full_hops.refused(peer, tokens, why, trio.current_time(), contradicts=contradicts):
+            self._tried_in_vain(peer)
+
+    def _tried_in_vain(self, peer: str) -> None:
         if peer not in self._worked:
             self._vain_trials += 1
             self._wary_until = trio.current_time() + backoff_s(WARY_S, self._vain_trials, WARIEST_S)
 
-    async def better(self, standing: RunningRoute, request: RouteRequest) -> Route | None:
-        """Return a route that is worth moving a running session to, or None."""
+    async def better(self, standing: RunningRoute, request: RouteRequest, refusing: Refusing = dict) -> Route | None:
+        """Return a route that is worth moving a running session to, or None; without `refusing` peers."""
         async with self._searching:
             self.record_token_time(standing.route, standing.token_s, request)
-            return await in_pieces(self._search_better(standing, request))
+            return await in_pieces(self._search_better(standing, request, refusing))
 
-    def _search_better(self, standing: RunningRoute, request: RouteRequest) -> Pieces[Route | None]:
+    def _search_better(self, standing: RunningRoute, request: RouteRequest, refusing: Refusing) -> Pieces[Route | None]:
         members = self.members()
         scores = yield from self._standings(members)
         avoided = self._avoided(scores)
@@ -306,7 +347,7 @@ class RoutePlanner:
         ahead = RouteComparison(members, replace(request, prompt_tokens=0), link_s, known)
         try:
             search = partial(self._search_new, ahead)
-            new = yield from self._without_trials(search, members, set(avoided), standing.route)
+            new = yield from self._without_trials(search, members, {*avoided, *refusing()}, standing.route)
         except NoRoute:
             return None
         if not is_worth_moving(standing, new, replace(ahead, request=request)):
@@ -315,13 +356,22 @@ class RoutePlanner:
         return new
 
     def _explained(
-        self, error: NoRoute, members: Sequence[Announcement], avoided: dict[str, Reason], request: RouteRequest
+        self,
+        error: NoRoute,
+        members: Sequence[Announcement],
+        avoided: dict[str, Reason],
+        full: Mapping[str, Reason],
+        request: RouteRequest,
     ) -> NoRoute:
         """Return the error with the reasons why the peers that serve the missing block are not used."""
         block = error.block
-        holders = [m.peer for m in members if m.serves and m.span is not None and block in m.span]
-        unusable = [p for p in holders if p in avoided and request.privacy.allows(p, block)]
-        reasons = [text if p in (text := avoided[p].text) else f"{p} ({text})" for p in unusable]
+        hosts = [m for m in members if m.serves and m.span is not None and block in m.span]
+        holders = [m.peer for m in hosts]
+        said = {m.peer: why for m in hosts if (why := why_unused(m, request)) is not None}
+        small = {peer: why for peer, why in {**said, **full}.items() if why.code == CACHE_EXCEEDED}
+        whys = {**small, **full, **avoided}
+        unusable = [p for p in holders if p in whys and request.privacy.allows(p, block)]
+        reasons = [text if p in (text := whys[p].text) else f"{p} ({text})" for p in unusable]
         own = next((m for m in members if m.peer == self._network.peer_id), None)
         if own is not None and own.state == "paused":
             reasons.append(_PAUSED_HERE)
@@ -334,8 +384,20 @@ class RoutePlanner:
             if not reasons and own is not None and own.serves:
                 return NoRoute(block, f" now: {_HOST_MORE}")
             return NoRoute(block, f": {reasons[0]}") if reasons else error
-        busy = all(self.bans.is_busy(peer) for peer in holders)
-        return NoRoute(block, f": {'; '.join(reasons)}", who="no usable peer", busy=busy, peers=holders)
+        no_room = set(holders) <= {*small, *full} - set(avoided)
+        too_large = no_room and set(holders) <= set(small)
+        code = CACHE_EXCEEDED if too_large else None
+        text = f": {'; '.join(reasons)}"
+        return NoRoute(block, text, who="no usable peer", busy=no_room and not too_large, code=code, peers=holders)
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """A hop that had no room for a session: how often since it last did its part, when, and why."""
+
+    times: int
+    at: float
+    why: Reason
 
 
 class SessionRoutes:
@@ -347,12 +409,44 @@ class SessionRoutes:
         self._proposed: dict[str, Span] = {}  # the latest route
         self._computed: dict[int, str] = {}  # block -> number format in which the session used it last
         self._able: set[str] = set()  # members met so far that understand rows of int8
+        self._refused: dict[str, _Refused] = {}
+        self._asks: set[str] = set()  # hops of the latest route that have no session yet, as far as is known
         self.notices: list[str] = []  # for the user
 
     async def route(self, current: Route, avoid: Sequence[str]) -> Route:
         """Find a route, keeping as much of `current` as possible; raises `NoRoute`."""
         self._formats |= {member.peer: member.number_format for member in self._planner.members()}
-        return self._propose(await self._planner.find(current, self._request, avoid, self._formats))
+        request, refusing = self._wish(current), partial(self._refusing, current)
+        found = await self._planner.find(current, request, avoid, refusing, self._formats)
+        self._note_asks(found, current)
+        return self._propose(found)
+
+    def _wish(self, current: Route) -> RouteRequest:
+        """Return the request with the peers that are to be asked only if there is no other."""
+        full = self._planner.full_hops.full(self._request.tokens, trio.current_time())
+        return replace(self._request, full={*(full.keys() - {hop.peer for hop in current}), *self._refused})
+
+    def _refusing(self, current: Route) -> dict[str, Reason]:
+        """Return the peers that are not to be asked now, with the reasons.
+
+        Refusals of other sessions do not concern hops that hold this one (`current`), and not those that it is asking.
+        """
+        now, full = trio.current_time(), self._planner.full_hops
+        holding = self._asks | {hop.peer for hop in current}
+        asked = full.just_asked(self._request.tokens, now, {peer: one.at for peer, one in self._refused.items()})
+        others = {peer: why for peer, why in asked.items() if peer not in holding}
+        own = {peer: one.why for peer, one in self._refused.items() if self._must_wait(peer, one, now)}
+        return others | own
+
+    def _must_wait(self, peer: str, refused: _Refused, now: float) -> bool:
+        if refused.why.code == CACHE_EXCEEDED:
+            return True
+        pause_s = backoff_s(_AGAIN_S, refused.times, _LATEST_AGAIN_S)
+        return now < refused.at + pause_s and not self._planner.full_hops.ended_since(peer, refused.at)
+
+    def _note_asks(self, route: Route, current: Route) -> None:
+        self._asks = {hop.peer for hop in route if hop not in current}
+        self._planner.full_hops.asks(self._asks, self._request.tokens, trio.current_time())
 
     def _propose(self, route: Route) -> Route:
         self._proposed = {hop.peer: hop.span for hop in route}
@@ -372,14 +466,20 @@ class SessionRoutes:
         return kept
 
     def failed(self, peer: str, why: Reason, *, busy: bool) -> None:
-        """Ban a hop that failed, and note the first report of it in the trust book unless the hop was busy."""
-        is_news = self._planner.bans.ban(peer, trio.current_time(), why, brief=busy)
-        if is_news and not busy:
+        """Ban a hop that failed, and note the first report of it in the trust book; not one that had no room."""
+        self._asks.discard(peer)
+        if busy or why.code == CACHE_EXCEEDED:
+            times = self._refused[peer].times + 1 if peer in self._refused else 1
+            self._refused[peer] = _Refused(times, trio.current_time(), why)
+            self._planner.refused(peer, self._request.tokens, why)
+        elif self._planner.bans.ban(peer, trio.current_time(), why):
             self._planner.failed(peer, why)
 
     def worked(self, peer: str) -> None:
         """Lift a hop's ban; note if its blocks were computed in another number format before."""
         self._planner.worked(peer)
+        self._planner.full_hops.worked(peer, self._request.tokens)
+        self._refused.pop(peer, None)
         span, now = self._proposed.get(peer), self._formats.get(peer)
         if span is None or now is None:
             return
@@ -395,7 +495,8 @@ class SessionRoutes:
     async def better(self, standing: RunningRoute) -> Route | None:
         """Return a route that is worth moving the session to, or None."""
         self._formats |= {member.peer: member.number_format for member in self._planner.members()}
-        better = await self._planner.better(standing, self._request)
+        request, refusing = self._wish(standing.route), partial(self._refusing, standing.route)
+        better = await self._planner.better(standing, request, refusing)
         return None if better is None else self._propose(better)
 
 
@@ -410,7 +511,10 @@ class PrefixRoutes(SessionRoutes):
         """Find a route, the first one with the hops that have the cache unless that is slower; raises `NoRoute`."""
         if current:
             return await super().route(current, avoid)
-        return await self._planner.find_first(self._held, self._unread, self._request, avoid)
+        request, refusing = self._wish(self._held), partial(self._refusing, self._held)
+        found = await self._planner.find_first(self._held, self._unread, request, avoid, refusing)
+        self._note_asks(found, ())
+        return found
 
 
 class PinnedRoute(SessionRoutes):
@@ -422,7 +526,7 @@ class PinnedRoute(SessionRoutes):
 
     async def route(self, current: Route, avoid: Sequence[str]) -> Route:
         """Return the route; raises `NoRoute` after a failure or while one of its hops is banned or to be avoided."""
-        unusable = {*avoid, *self._planner.bans.active(trio.current_time())}
+        unusable = {*avoid, *self._planner.bans.active(trio.current_time()), *self._refusing(())}
         if current or any(hop.peer in unusable for hop in self._route):
             raise NoRoute(self._route[0].span.start)
         return self._route

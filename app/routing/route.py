@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from app.core.errors import AppError
 from app.core.span import Span
+from app.session.wire import CACHE_EXCEEDED
 
 MAX_PRIVATE_BLOCKS = 4096  # largest number that can be asked for at either end
 LinkSeconds = Callable[[str, str], float]  # one-way seconds between two peers; "" is the asker
@@ -51,6 +52,11 @@ class NoRoute(AppError):
         """True if nobody serves the block at all."""
         return not self.busy and self.code == "no_route"
 
+    @property
+    def is_too_large(self) -> bool:
+        """True if the session is larger than the cache of every peer that serves the block."""
+        return self.code == CACHE_EXCEEDED
+
 
 @dataclass(frozen=True)
 class Privacy:
@@ -93,6 +99,7 @@ class RouteRequest:
     target: str = ""  # peer that the last hop sends to; "" is the asker
     privacy: Privacy = Privacy()
     row_bytes: int = 0  # of one token's hidden state on a link
+    full: Collection[str] = ()  # peers that refused such a session lately: used only if there is no other
 
     @property
     def bytes_per_token(self) -> float:

@@ -18,6 +18,7 @@ from app.core.span import Span
 from app.routing.cost import believed_in_pieces, entry_seconds
 from app.routing.estimates import LinkEstimates
 from app.routing.route import Hop, KnownCosts, LinkSeconds, NoRoute, Route, RouteRequest, Visit, no_route
+from app.session.wire import CACHE_EXCEEDED
 from app.swarm.records import Announcement
 
 FULL = "peer_full"
@@ -79,6 +80,11 @@ def why_unused(member: Announcement, request: RouteRequest) -> Reason | None:
         return because(code, text, peer)
     if request.privacy.edge and not any(request.privacy.allows(peer, block) for block in span.blocks()):
         return because("peer_private", f"blocks {span} may run only on trusted peers", peer)
+    if 0 < member.kv_total_tokens < request.tokens:
+        text = f"its cache holds {member.kv_total_tokens} tokens, {request.tokens} are needed"
+        return because(CACHE_EXCEEDED, text, peer)
+    if peer in request.full:
+        return because(FULL, "it refused such a session lately", peer)
     if member.kv_free_tokens < request.tokens:
         return because(FULL, f"it has room for {member.kv_free_tokens} tokens, {request.tokens} are needed", peer)
     return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from app.core.compute import BlockRunner
 from app.serving.hop_session import FrameAction, HopSession
 from app.session.frame import HopError
-from app.session.wire import EpochOrder, Kind
+from app.session.wire import CACHE_EXCEEDED, EpochOrder, Kind
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,9 @@ def why_not(
     if turn.tokens > runner.context_length:
         text = f"{turn.tokens} tokens are above the context of {runner.context_length}"
         return HopError("refused", text, "context_exceeded")
+    if turn.tokens > runner.kv_total_tokens:
+        text = f"a session of {turn.tokens} tokens is larger than its cache of {runner.kv_total_tokens}"
+        return HopError("refused", text, CACHE_EXCEEDED)
     everyone = list(sessions)
     resting = [session.key for session in everyone if session.rests_until is not None]
     sessions = [session for session in everyone if session.rests_until is None]

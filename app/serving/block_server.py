@@ -474,6 +474,11 @@ class BlockServer:
         return self._runner.kv_free_tokens + self._kv_resting_tokens if self._runner is not None else 0
 
     @property
+    def kv_total_tokens(self) -> int:
+        """Tokens of the largest session that the cache can hold."""
+        return self._runner.kv_total_tokens if self._runner is not None else 0
+
+    @property
     def _kv_resting_tokens(self) -> int:
         """Tokens of cache that nothing but resting sessions holds."""
         resting = [session.key for session in self._sessions.values() if session.rests_until is not None]

@@ -76,10 +76,12 @@ MAX_TOKENS = 2**24  # of one session
 MAX_REVISION = 2**16 - 1
 KNOWS_REVISIONS, KNOWS_ADAPTERS, GIVES_CACHE = 1, 2, 4  # in READY
 
+CACHE_EXCEEDED = "cache_exceeded"  # the hop's whole cache is smaller than the session
 # Reason codes with which a hop refuses a session (`app.serving.admission`), and those of a session's adapter alone.
 ADAPTER_REFUSALS = frozenset({"adapter_refused", "adapters_full"})
 REFUSALS = ADAPTER_REFUSALS | {
     "sessions_full", "asker_sessions_full", "cache_full", "cache_reserved", "not_hosted", "context_exceeded",
+    CACHE_EXCEEDED,
 }  # fmt: skip
 
 

@@ -5,8 +5,8 @@ rejected. Unknown fields are ignored, and survive because envelopes are stored a
 the time are in the envelope only.
 
     shoal/swarm         v, name, model (hash in hex), private, settings (model_name: the model's name for people)
-    shoal/announcement  v, swarm, state, and unless empty: span, grow, held, ends, decode, prefill, kv, busy, quant,
-                        dtype, device, name, addrs, rtt, rate, wires, app, train
+    shoal/announcement  v, swarm, state, and unless empty: span, grow, held, ends, decode, prefill, kv, kvall, busy,
+                        quant, dtype, device, name, addrs, rtt, rate, wires, app, train
                         (spans are [start, stop]; addrs are multiaddrs without the peer's own id; rtt has the last
                         8 characters of peers' ids and the round-trip times to them in units of 0.1 ms; rate has the
                         same for some and the speed at which they send to this node in units of 10 kB/s)
@@ -120,6 +120,7 @@ class Announcement:
     decode_tokens_per_s: float = 0.0  # through its whole span, one session
     prefill_tokens_per_s: float = 0.0
     kv_free_tokens: int = 0  # KV-cache room for new sessions, in tokens through its whole span
+    kv_total_tokens: int = 0  # the largest session that it can ever have; 0: not said
     quantisation: str = "none"
     cache: str = "own"  # how keys and values are kept: as computed with, or in fewer bits
     device: str = "cpu"
@@ -252,6 +253,7 @@ def sign_announcement(identity: Identity, announcement: Announcement) -> bytes:
         "decode": round(announcement.decode_tokens_per_s, 2),
         "prefill": round(announcement.prefill_tokens_per_s, 2),
         "kv": announcement.kv_free_tokens,
+        "kvall": announcement.kv_total_tokens,
         "busy": round(announcement.busy, 2),
         "dtype": "" if announcement.dtype == "f32" else announcement.dtype,
         "quant": "" if announcement.quantisation == "none" else announcement.quantisation,
@@ -327,6 +329,7 @@ def _announcement_in(envelope: Envelope) -> Announcement:
         decode_tokens_per_s=fields.number("decode", 0, _MAX_SPEED, 0.0),
         prefill_tokens_per_s=fields.number("prefill", 0, _MAX_SPEED, 0.0),
         kv_free_tokens=fields.integer("kv", 0, _MAX_TOKENS, 0),
+        kv_total_tokens=fields.integer("kvall", 0, _MAX_TOKENS, 0),
         quantisation=_printable(fields, "quant", 16, "none"),
         cache=_printable(fields, "cache", 16, "own"),
         device=_printable(fields, "device", MAX_DEVICE_CHARS, "cpu"),

@@ -17,6 +17,7 @@ from app.membership import exchange, guard
 from app.membership.table import TableLimits
 from app.rounds import checkpoint, decisions, grid, island, record, statements, traces, train_jobs
 from app.rounds import log as round_log
+from app.routing import capacity
 from app.serving import batching, block_server, handover
 from app.serving.adapters import AdapterLimits
 from app.serving.admission import TURN_S, AdmissionLimits
@@ -88,6 +89,13 @@ ROWS: dict[str, tuple[float, ...]] = {
     ),
     "waits of a step": (batching.MAX_WAIT_STEPS,),
     "sessions at a hop": (PLACES.peer_sessions, PLACES.sessions, TURN_S),
+    "hops that refuse an asker's sessions for want of room": (
+        capacity.MAX_HOPS,
+        capacity.FADE_S,
+        1 / capacity.ASK_S,
+        capacity.FRESH_S,
+        capacity.LONGEST_DOUBT_S,
+    ),
     "rows that wait for a hop's device": (
         ServerSettings().queued_bytes / 2**30,
         route_session.UNCOMPUTED_BYTES / MIB,

@@ -14,7 +14,7 @@ from app.api.event_log import EventLog
 from app.api.keys import KeyRing
 from app.api.routes import build_application
 from app.api.server import open_socket, serve, url_of
-from app.asker.asker import PromptTooLong
+from app.asker.asker import PromptTooLong, ReplyTooLong
 from app.asker.reply import ReplyDone, ReplyEvent, ReplyStats, ReplyText, ReplyWaiting
 from app.asker.reply_service import ReplyRequest
 from app.config.file import Config
@@ -62,6 +62,8 @@ FAILURES: dict[int, AppError | EngineError] = {
     4: NoRoute(3, busy=True),
     5: NoAdapter("no adapter is named pond: there are none yet"),
     6: ConstraintError("guided_regex", "unclosed group"),
+    70: ReplyTooLong("input length and `max_tokens` exceed context limit: 9 + 70 > 12"),
+    80: NoRoute(3, code="cache_exceeded"),
 }
 
 # Words of a prompt that the double takes as parts of its reply.

@@ -135,6 +135,37 @@ async def test_what_is_asked_reaches_the_node() -> None:
     assert (text.suffix, text.repetition_penalty, text.frequency_penalty) == ("end", 1.2, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "tokens", "may_end_sooner"),
+    [
+        ("/v1/chat/completions", CHAT, 512, True),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 512}, 512, False),
+        ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 600}, 600, False),
+        ("/v1/completions", TEXT, 16, True),
+        ("/v1/completions", {**TEXT, "max_tokens": 16}, 16, False),
+        ("/v1/responses", {"model": "home", "input": "a"}, 512, True),
+        ("/v1/responses", {"model": "home", "input": "a", "max_output_tokens": 512}, 512, False),
+        ("/v1/messages", {**CHAT, "max_tokens": 512}, 512, False),
+        ("/api/chat", CHAT, 512, True),
+        ("/api/chat", {**CHAT, "options": {"num_predict": 512}}, 512, False),
+        ("/api/chat", {**CHAT, "options": {"num_predict": -1}}, 10**6, True),
+        ("/api/generate", {"model": "home", "prompt": "a", "options": {"num_predict": -2}}, 10**6, True),
+        ("/control/chat", {"messages": CHAT["messages"]}, 512, True),
+        ("/control/chat", {"messages": CHAT["messages"], "max_tokens": 512}, 512, True),
+        ("/control/chat", {"messages": CHAT["messages"], "max_tokens": 513}, 513, False),
+    ],
+)
+async def test_a_limit_that_nobody_named_may_be_lowered(
+    path: str, body: Any, tokens: int, may_end_sooner: bool
+) -> None:
+    node = DoubleNode()
+    async with running_api(node) as client:
+        assert (await post(client, path, body)).status_code == 200
+    ((_, request),) = node.asked
+    assert isinstance(request, ReplyRequest)
+    assert (request.max_tokens, request.may_end_sooner) == (tokens, may_end_sooner)
+
+
 def test_a_field_that_the_model_cannot_follow_is_refused_by_name() -> None:
     status, body = status_and_body(FieldError("suffix", "is not supported: this model has no tokens to fill a gap"))
     assert (status, body["error"]["param"], body["error"]["code"]) == (400, "suffix", "unsupported_parameter")
@@ -169,6 +200,8 @@ async def test_what_is_not_served_is_refused_by_name(more: dict[str, Any], param
         ("/v1/chat/completions", {**CHAT, "max_tokens": 2}, 400, None, "context_length_exceeded", "context"),
         ("/v1/chat/completions", {**CHAT, "max_tokens": 3}, 503, None, "no_route", "block 3"),
         ("/v1/chat/completions", {**CHAT, "max_tokens": 4}, 429, None, "busy", "block 3"),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 70}, 400, None, "cache_exceeded", "9 + 70 > 12"),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 80}, 400, None, "cache_exceeded", "block 3"),
         ("/v1/chat/completions", {**CHAT, "temperature": -1}, 400, "temperature", "bad_request", "temperature"),
         (
             "/v1/chat/completions",

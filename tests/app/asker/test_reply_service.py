@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,10 @@ import trio
 from trio.testing import MockClock
 
 from app.asker import reply_service
+from app.asker.asker import ReplyTooLong
+from app.asker.reply import ReplyDone
+from tests.app.hash_model import HashEnds, HashReply, HashRunner, InlineDevice, greedy
+from tests.app.session_swarm import open_swarm
 
 
 async def test_a_first_request_that_is_given_up_while_the_ends_are_loaded_does_not_block_the_next(
@@ -67,3 +72,30 @@ async def test_all_who_ask_while_the_ends_are_downloaded_have_the_same_time(auto
                 asking.start_soon(ask)
         nursery.cancel_scope.cancel()
     assert {at - began for at in refused} == {reply_service.WAIT_FOR_ENDS_S}
+
+
+async def test_a_reply_without_a_limit_of_its_user_ends_where_the_caches_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asked for the whole context, which fits nowhere; a number that the user named is not lowered."""
+    prompt = list(range(40))
+    monkeypatch.setattr(reply_service, "_prepared", lambda ends, request: SimpleNamespace(prompt_ids=prompt))
+    monkeypatch.setattr(reply_service, "_settings", lambda ends, request, prepared: request.max_tokens)
+    monkeypatch.setattr(HashReply, "stop_string", None, raising=False)
+
+    async def get_ends() -> Any:
+        return object()
+
+    async with open_swarm() as swarm:
+        await swarm.serve("hop", HashRunner(0, 8, kv_tokens=60))
+        swarm.announcements["hop"] = replace(swarm.announcements["hop"], kv_total_tokens=60)
+        nobody: Any = SimpleNamespace(n_blocks=8)
+        service = reply_service.ReplyService(nobody, nobody, get_ends, lambda: "")
+        ends: Any = HashEnds()
+        device: Any = InlineDevice()
+        device.run_apart = device.run
+        service._source, service._ends, service._asker, service.device = ends, ends, await swarm.asker(), device
+        request = reply_service.ReplyRequest(prompt="", max_tokens=10**6, may_end_sooner=True)
+        *_, done = [event async for event in service.reply(request)]
+        assert isinstance(done, ReplyDone)
+        assert (done.stats.token_ids, done.stats.finish_reason) == (greedy(prompt, 20), "length")
+        with pytest.raises(ReplyTooLong, match="lower max_tokens to 20"):
+            [event async for event in service.reply(replace(request, may_end_sooner=False))]

@@ -165,8 +165,19 @@ async def test_a_full_cache_sends_the_session_elsewhere(autojump_clock: MockCloc
 
 async def test_full_caches_everywhere_are_named(autojump_clock: MockClock) -> None:
     async with open_swarm((0, 4)) as swarm:
+        await swarm.serve("small", HashRunner(4, 8, kv_tokens=60))
+        asker = await swarm.asker()
+        async with asker.reply(PROMPT, 12, max_tokens=12) as first:
+            await anext(first)
+            with pytest.raises(NoRoute, match=r"block 4.*small \(no room for 52 tokens, 8 of 60 cache slots are free"):
+                await ask(asker, PROMPT, 12)
+        await no_leaks(swarm)
+
+
+async def test_caches_that_are_too_small_everywhere_are_named(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 4)) as swarm:
         await swarm.serve("small", HashRunner(4, 8, kv_tokens=30))
-        with pytest.raises(NoRoute, match=r"block 4.*small \(no room for 52 tokens, 30 of 30 cache slots are free"):
+        with pytest.raises(NoRoute, match=r"block 4.*small \(a session of 52 tokens is larger than its cache of 30"):
             await ask(await swarm.asker(), PROMPT, 12)
         await no_leaks(swarm)
 

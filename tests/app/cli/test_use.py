@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,9 @@ def test_settings_are_merged_with_those_that_are_there() -> None:
     for name in ("continue", "open-webui", "zed"):
         assert f"{TO.url}/v1" in PROGRAMS[name].settings("", TO)
     assert opencode["provider"]["shoal"]["models"]["reef"]["limit"] == {"context": 4096, "output": 2048}
+    large = replace(TO, context_length=131_072)
+    opencode = json.loads(PROGRAMS["opencode"].settings("", large))
+    assert opencode["provider"]["shoal"]["models"]["reef"]["limit"] == {"context": 131_072, "output": 8192}
     (zed,) = json.loads(PROGRAMS["zed"].settings("", TO))["language_models"]["openai_compatible"]["Shoal"][
         "available_models"
     ]

@@ -103,6 +103,8 @@ def said(peer: str, state: str = "serving", span: Span | None = ALL, room: int =
         (said("p", "client", None), "peer_client"),
         (said("p", "something new"), "peer_client"),
         (said("p", room=99), "peer_full"),
+        (replace(said("p"), kv_total_tokens=100), None),
+        (replace(said("p"), kv_total_tokens=99), "cache_exceeded"),
     ],
 )
 def test_why_a_member_is_not_used(member: Announcement, code: str | None) -> None:
@@ -195,7 +197,9 @@ async def test_what_an_asker_saw_of_hops_is_why_they_are_not_used(autojump_clock
         planner = RoutePlanner(node, lambda: [said(peer) for peer in ("me", "full", "liar", "well")], book=book)
         guide = SessionRoutes(planner, DEMAND)
         book.note("liar", "lied", "returned wrong activations")
-        told = because("cache_full", "no room for 100 tokens", "full")
+        guide.failed("full", because("cache_full", "no room for 100 tokens", "full"), busy=True)
+        assert set(planner.unused(4)) == {"liar"}, "there may be room for less"
+        told = because("sessions_full", "256 sessions are open already", "full")
         guide.failed("full", told, busy=True)
         unused = planner.unused(4)
         assert set(unused) == {"full", "liar"}

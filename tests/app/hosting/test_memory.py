@@ -283,6 +283,17 @@ async def test_a_reply_goes_on_while_its_only_host_gives_blocks_back(autojump_cl
         nursery.cancel_scope.cancel()
 
 
+async def test_a_host_announces_the_size_of_its_whole_cache(autojump_clock: MockClock) -> None:
+    async with open_sim() as sim, trio.open_nursery() as nursery:
+        first, second = await sim.grow(2)
+        one = host(nursery, first)
+        await until_served(sim, second, one)
+        (said,) = [member for member in second.swarm.announcements() if member.serves]
+        assert one.blocks.runner is not None
+        assert 0 < said.kv_total_tokens == one.blocks.runner.kv_total_tokens
+        nursery.cancel_scope.cancel()
+
+
 async def test_sessions_over_the_blocks_that_stay_notice_nothing(autojump_clock: MockClock) -> None:
     async with open_sim() as sim, trio.open_nursery() as nursery:
         first, second, third = await sim.grow(3)

@@ -16,7 +16,7 @@ from app.core.pieces import at_once
 from app.core.reasons import because
 from app.core.span import Span
 from app.routing import vector_search
-from app.routing.bans import FADE_S, Bans
+from app.routing.bans import FADE_S, FAILING, Bans
 from app.routing.cost import HOP_S, believed_seconds, block_seconds, entry_seconds, route_seconds, wait_seconds
 from app.routing.estimates import LinkEstimates, link_seconds
 from app.routing.route import Hop, KnownCosts, LinkSeconds, NoRoute, Privacy, Route, RouteRequest, Visit
@@ -186,22 +186,38 @@ def test_bans_grow_and_are_forgiven() -> None:
     assert "a" in bans.active(19.9)
     bans.ban("a", 20.0, frozen)
     assert "a" in bans.active(34.9)
+    assert not bans.ban("a", 30.0, frozen), "all sessions report the same failure"
     assert "a" not in bans.active(35.1)
     bans.forgive("a")
-    bans.ban("a", 40.0, because("hop_busy", "busy", "a"), brief=True)
-    assert "a" in bans.active(42.4)
-    assert "a" not in bans.active(42.6)
+    bans.ban("a", 40.0, frozen)
+    assert "a" in bans.active(44.9)
+    assert "a" not in bans.active(45.1)
 
 
-def test_a_peer_that_was_busy_does_not_count_as_one_that_fails() -> None:
-    bans, now = Bans(), 0.0
-    busy, broken = because("hop_busy", "busy", "a"), because("hop_lost", "its stream broke", "a")
-    for brief in (True, True, True, False, True, False, False):
-        assert bans.ban("a", now, busy if brief else broken, brief=brief)
-        assert not bans.failing(now), "it failed three times at most"
+def test_a_peer_that_failed_some_times_in_a_row_counts_as_one_that_fails() -> None:
+    bans, now, broken = Bans(), 0.0, because("hop_lost", "its stream broke", "a")
+    for _ in range(FAILING):
+        assert not bans.failing(now)
+        assert bans.ban("a", now, broken)
         now += 301
-    bans.ban("a", now, broken)
     assert bans.failing(now) == {"a"}
+
+
+def test_a_member_whose_whole_cache_is_too_small_is_never_used() -> None:
+    small, full = replace(member("small", 0, 6), kv_total_tokens=99), replace(member("full", 0, 6), kv_free_tokens=99)
+    request = replace(WHOLE, tokens=100)
+    assert getattr(why_unused(small, request), "code", None) == "cache_exceeded"
+    assert shape(find_route([small, full], request, near)) == [("full", 0, 6)]
+    with pytest.raises(NoRoute):
+        find_route([small], request, near)
+    assert why_unused(small, replace(request, tokens=99)) is None
+
+
+def test_a_member_that_refused_such_a_session_is_used_where_there_is_no_other() -> None:
+    fast, slow = member("fast", 0, 6, 100.0), member("slow", 0, 6, 1.0)
+    request = replace(WHOLE, full={"fast"})
+    assert shape(find_route([fast, slow], request, near)) == [("slow", 0, 6)]
+    assert shape(find_route([fast], request, near)) == [("fast", 0, 6)]
 
 
 def test_failures_fade() -> None:

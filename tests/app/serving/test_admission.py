@@ -1,13 +1,14 @@
-"""Whose session makes way for others when the cache is full for long."""
+"""Which sessions a hop can never have, and whose session makes way for others when the cache is full for long."""
 
 from __future__ import annotations
 
 import pytest
 
 from app.core.span import Span
-from app.serving.admission import TURN_S, CacheTurns
+from app.serving.admission import TURN_S, AdmissionLimits, CacheTurns, why_not
 from app.serving.hop_session import HopSession
 from app.session.wire import EpochOrder
+from tests.app.hash_model import HashRunner
 
 
 def session(asker: str, tokens: int, number: int = 0) -> HopSession:
@@ -75,3 +76,17 @@ def test_those_that_nobody_waits_for_any_more_are_forgotten() -> None:
     for number in range(100):
         turns.makes_way("asker", 1, [session(f"hog {number}", 1000)], 0, 1000, number * 2 * TURN_S)
     assert len(turns._in_the_way) == 1
+
+
+def test_a_session_larger_than_the_whole_cache_is_refused_for_good() -> None:
+    runner = HashRunner(0, 4, kv_tokens=1000)
+    runner.open(b"another", 900)
+
+    def refusal(tokens: int) -> tuple[str, str] | None:
+        why = why_not(EpochOrder(Span(0, 4), "", "", tokens, 0), "asker", runner, [], AdmissionLimits())
+        return None if why is None else (why.code, why.why)
+
+    assert refusal(100) is None
+    assert refusal(1000) == ("busy", "cache_full")
+    assert refusal(1001) == ("refused", "cache_exceeded")
+    assert refusal(5000) == ("refused", "context_exceeded")
