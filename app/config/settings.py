@@ -371,7 +371,10 @@ class Settings:
         "timetable", "", "Times to pause, in local time, like mon-fri 09:00-18:00, sat 22:00-02:00.", live=True
     )
     disk_floor: int | None = _setting(
-        "size", 10**9, "Download no weights that would leave less free disk space than this.", live=True
+        "size",
+        10**9,
+        "Download no weights, and keep no states of jobs, that would leave less disk space free.",
+        live=True,
     )
     log_json: bool = _setting("flag", False, "Write the log as one JSON object per line.")
 

@@ -325,7 +325,8 @@ class ActiveSwarm:
             await nursery.start(self.weights.run)
             # One folder for each swarm: a store begins with an empty one, and another swarm may be visited meanwhile.
             states_folder = context.home.training_folder / self.swarm.id[:16]
-            states = StateStore(network, states_folder, self.weights.sharing.is_member)
+            is_member, floor_bytes = self.weights.sharing.is_member, self._disk_floor_bytes
+            states = StateStore(network, states_folder, is_member, floor_bytes=floor_bytes)
             states.serve()
             adapters = HomeAdapters(context.home, states, manifest.config, self.swarm.model_hash)
             nursery.start_soon(adapters.run)
@@ -348,7 +349,7 @@ class ActiveSwarm:
             )
             await nursery.start(self.replies.run)
             folder = states_folder.with_suffix(".activations")  # a killed node may have left many files in it
-            activations = await trio.to_thread.run_sync(ActivationDisk, folder, self._activation_bytes)
+            activations = await trio.to_thread.run_sync(ActivationDisk, folder, self._activation_bytes, floor_bytes)
             self.hosting_loop = HostingLoop(
                 network, membership, self.weights, self.replies, states, activations, context, self
             )
@@ -431,8 +432,10 @@ class ActiveSwarm:
         return PrivacyPreferences(settings.private_blocks, frozenset(settings.trusted), settings.prefer_here / 100)
 
     def _disk_room(self) -> DiskRoom:
-        settings = self._context.config().settings
-        return DiskRoom(settings.cache_limit, settings.disk_floor or 0)
+        return DiskRoom(self._context.config().settings.cache_limit, self._disk_floor_bytes())
+
+    def _disk_floor_bytes(self) -> int:
+        return self._context.config().settings.disk_floor or 0
 
     def _source(self) -> str | None:
         return self._context.manifests.source(self.swarm.model_hash)

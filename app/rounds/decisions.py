@@ -310,6 +310,14 @@ def next_codec(codec: str, step_s: float, overhead_s: float, *, least: int, know
     return larger if larger_s <= _CODEC_LONGER[larger] * bearable_s else codec
 
 
+def lasting_overhead_s(here_s: float, past_s: Sequence[float]) -> float:
+    """Return what a round costs besides its steps, from this round's overhead and those of the last rounds.
+
+    Past rounds count but for the longest of them, which may have had a moment in which machines were frozen.
+    """
+    return max([here_s, *sorted(past_s)[:-1]])
+
+
 def next_every(every: int, step_s: float, overhead_s: float, *, least: int, most: int) -> int:
     """Return the steps of the next round: as few as keep its overhead at a small share of the time.
 

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import trio
@@ -36,6 +37,7 @@ from app.rounds.decisions import (
     exchange_limit_s,
     first_to_commit,
     grace_s,
+    lasting_overhead_s,
     leading_order,
     next_codec,
     next_every,
@@ -111,7 +113,8 @@ _LOOKS_APART = 4  # times as long as a look at a history that was of no use took
 _BRIEFLY_S = 0.5
 _NAMED = 4  # members that a round waits for, in words
 _SAID_TRIES = 4
-_OVERHEADS = 4  # rounds of which the longest overhead counts, among them some in which another island led
+_OVERHEADS = 4  # rounds whose overhead counts, among them some in which another island led
+_PACES = 4  # rounds of whose speed the median tells when the job will be done
 
 
 @dataclass(frozen=True)
@@ -202,9 +205,10 @@ class IslandFigures:
     measured_round: int = -1  # the last round that was made here from its steps on; the next figures are of it
     round_tokens_per_s: float = 0.0  # of all islands
     paces: dict[str, Pace] = field(default_factory=dict)  # of those that arrived here in the last round
-    left_s: float | None = None  # until all steps are done, if rounds go on as the last one did
+    left_s: float | None = None  # until all steps are done, if rounds go on as the last ones did
     utilisation: float | None = None  # share of the measured round in which steps were made
-    overheads_s: list[float] = field(default_factory=list)  # of the last rounds, without the wait for slower islands
+    overheads_s: list[float] = field(default_factory=list)  # of the last rounds, without waiting for others
+    paces_s: list[float] = field(default_factory=list)  # seconds a step of the job took in the last rounds
 
 
 class Island:
@@ -260,7 +264,6 @@ class Island:
         self._arrived_at: dict[str, float] = {}
         self._complete_at: float | None = None  # when all who are there had arrived in the current round
         self._lags_s: list[float] = []
-        self._wait_s = 0.0  # for the last one to arrive in the last round
         self._own: OwnChange | None = None
         self._tested: OwnChange | None = None  # of the last round, for those who were drawn to test it
         self._lists: dict[str, MemberList] = {}  # the latest of each leader in this round, if it names this island
@@ -273,6 +276,7 @@ class Island:
         self._ahead: RoundEntry | None = None
         self._rests: dict[str, Rest] = {}  # members that failed in exchanges of the last rounds, as seen from here
         self._failed_here: set[str] = set()  # members whom this island accused in this round
+        self._exchange_began = b"", 0.0  # the last one: hash of its list, and when
         self._lost_s = 0.0  # in exchanges of this round for which the time was too short
         self._rounds_behind = 0.0  # when changes were taken over last; infinity after a state for which they are held
         self._stands_down_until = 0.0  # others found this island at fault while it led
@@ -713,9 +717,8 @@ class Island:
         if record.own_data:  # nobody comes in whose text has no source and licence
             present &= {*standing.members, *self.data_of}
         present -= resting(self._rests_after(members), standing.round + 1)
-        here_s = trio.current_time() - began + figures.arrive_s + figures.settle_s
-        overhead_s = max(here_s, *figures.overheads_s, self._lost_s)
-        step_s = figures.step_s
+        past_s, step_s = self._past_overheads_s(members), figures.step_s
+        overhead_s = max(lasting_overhead_s(self._overhead_since(began), past_s), self._lost_s)
         every = next_every(standing.every, step_s, overhead_s, least=record.least_every, most=record.most_every)
         codec = standing.codec
         if len(members.members) > 1 or self._lost_s:
@@ -727,6 +730,27 @@ class Island:
         for peer in {*standing.members, *self.alive()} - {self.peer}:  # first, so that all settle at the same time
             self._nursery.start_soon(self._say, peer, entry.raw)
         await self._adopt(entry)
+
+    def _overhead_since(self, began: float) -> float:
+        """Seconds that the round has cost besides its steps, if its exchange began then.
+
+        They begin with the last round's end, so that no moment counts in two rounds.
+        """
+        return self.figures.settle_s + self.figures.arrive_s + trio.current_time() - began
+
+    def _past_overheads_s(self, members: MemberList) -> list[float]:
+        """Overheads of the last rounds, if several islands made them, or one alone, as this one is made."""
+        is_like = bool(self.log) and (len(self.log[-1].list.members) > 1) == (len(members.members) > 1)
+        return self.figures.overheads_s if is_like else []
+
+    def _note_overhead(self, members: MemberList, codec: str) -> None:
+        """Remember what a round cost this island, if it took part in its exchange; `codec` is that of the next one."""
+        exchange, began = self._exchange_began
+        if codec != self.standing.codec:
+            self.figures.overheads_s = []  # rounds in another number format are no measure
+        elif exchange == members.hash:
+            past_s = self._past_overheads_s(members)
+            self.figures.overheads_s = [*past_s, self._overhead_since(began)][-_OVERHEADS:]
 
     def _rests_after(self, members: MemberList) -> dict[str, Rest]:
         """Who rests after a round that these members made, by what this island has seen of its exchanges.
@@ -741,7 +765,7 @@ class Island:
         """Run one attempt; the result says what state it leads to, or who failed."""
         assert self._own is not None
         began = trio.current_time()
-        deadline = began + self._exchange_s()
+        self._exchange_began, deadline = (members.hash, began), began + self._exchange_s()
         self._tester.stop()
         self._tried |= {*members.members}
         attempt = ExchangeAttempt(members, self.record.grid)
@@ -809,6 +833,7 @@ class Island:
         change = None
         if (made := self._attempts.get(entry.list.hash)) is not None:
             change = MergedChange(entry.list.hash, [made.merged[leaf] for leaf in range(self._model.leaves)])
+        self._note_overhead(entry.list, standing.codec)
         await self._settle(standing, [*self.log, entry], found.states, found.parts, change)
         if can_test:
             self._nursery.start_soon(self._tester.run, past, standing.tests)
@@ -850,7 +875,6 @@ class Island:
         if len(self._arrived_at) > 1:  # a round alone says nothing of how late others are
             lags = [at - min(self._arrived_at.values()) for at in self._arrived_at.values()]
             self._lags_s = [*self._lags_s, *lags][-64:]
-        self._wait_s = max(self._arrived_at.values(), default=0.0) - self._arrived_at.get(self.peer, 0.0)
         self.figures.paces = self._paces()
         self.standing, self.log = standing, entries
         self._model.begin_round(standing.round, standing.codec, standing.steps, standing.last_steps)
@@ -1190,18 +1214,16 @@ class Island:
         return trio.current_time() - since > grace / 2
 
     def _measure(self, before: Standing, began: float, trained: float) -> None:
-        seconds, made = trio.current_time() - began, self.log[-1].list
-        if self.standing.codec != before.codec:
-            self.figures.overheads_s = []  # rounds in another number format are no measure
-        elif made.round == before.round and made.attempt == 0 and self.peer in made.members:
-            overhead_s = max(0.0, seconds - (trained - began) - self._wait_s)
-            self.figures.overheads_s = [*self.figures.overheads_s, overhead_s][-_OVERHEADS:]
-        gained = self.standing.tokens - before.tokens
-        self.figures.measured_round = before.round
-        self.figures.round_tokens_per_s = gained / seconds if seconds > 0 else 0.0
-        self.figures.utilisation = (trained - began) / seconds if seconds > 0 else None
-        left = max(0, self.record.steps - self.standing.step)
-        self.figures.left_s = left * seconds / max(1, self.standing.step - before.step)
+        """Note the figures of a round, if it is the one that followed; not of several that were taken over since."""
+        steps, gained = self.standing.step - before.step, self.standing.tokens - before.tokens
+        if self.log[-1].round != before.round or steps <= 0:
+            return
+        figures, seconds = self.figures, trio.current_time() - began
+        figures.measured_round = before.round
+        figures.round_tokens_per_s = gained / seconds if seconds > 0 else 0.0
+        figures.utilisation = (trained - began) / seconds if seconds > 0 else None
+        figures.paces_s = [*figures.paces_s, seconds / steps][-_PACES:]
+        figures.left_s = max(0, self.record.steps - self.standing.step) * median(figures.paces_s)
 
     def _paces(self) -> dict[str, Pace]:
         """How fast each island was in the round that ends now, which began when the last one was settled."""

@@ -30,7 +30,6 @@ from engine import int4_changes, int8_rows
 from p2p.platform import private_directory
 
 LEAST_BYTES = 2**14  # that a sequence counts as: files take more room than their bytes
-FREE_BYTES = 2**30  # of the disk that are left to others
 
 
 class NoBase(Exception):
@@ -47,9 +46,12 @@ class Boundary(NamedTuple):
 class ActivationDisk:
     """The part of a disk for the activations of all jobs of a node; empty when it is made."""
 
-    def __init__(self, folder: Path, budget_bytes: Callable[[], int]) -> None:
+    def __init__(
+        self, folder: Path, budget_bytes: Callable[[], int], floor_bytes: Callable[[], int] = lambda: 0
+    ) -> None:
+        """`floor_bytes` of the disk are left to others: the setting `disk_floor`."""
         shutil.rmtree(folder, ignore_errors=True)  # what a killed node has left
-        self._folder, self._budget_bytes = folder, budget_bytes
+        self._folder, self._budget_bytes, self._floor_bytes = folder, budget_bytes, floor_bytes
         self._lock = threading.Lock()
         self._opened = 0
         self.used_bytes = 0
@@ -67,7 +69,7 @@ class ActivationDisk:
                 return False
             with suppress(OSError):
                 private_directory(self._folder)  # hidden states can be turned back into text
-                if shutil.disk_usage(self._folder).free < size_bytes + FREE_BYTES:
+                if shutil.disk_usage(self._folder).free < size_bytes + self._floor_bytes():
                     return False
             self.used_bytes += size_bytes
             return True

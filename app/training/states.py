@@ -23,7 +23,6 @@ from app.core.signal import Signal
 from app.core.units import format_size
 from app.manifest.manifest import Part
 from app.manifest.merkle import CHUNK_BYTES, leaf_hash, root_of
-from app.training.activations import FREE_BYTES
 from app.training.wire import StatePart
 from app.weights.chunk_client import while_it_comes
 from app.weights.chunk_server import ChunkServer
@@ -48,9 +47,12 @@ class StateStore:
         folder: Path,
         is_member: Callable[[str], bool],
         in_thread: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
+        *,
+        floor_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`floor_bytes` of the disk are left to others: the setting `disk_floor`."""
         shutil.rmtree(folder, ignore_errors=True)  # what a killed node has left
-        self._network, self._in_thread, self._folder = network, in_thread, folder
+        self._network, self._in_thread, self._folder, self._floor_bytes = network, in_thread, folder, floor_bytes
         self._parts = PartSet(folder, (), "a training job")
         self._server = ChunkServer(self._parts, is_member, methods=METHODS)
         self._runs: dict[bytes, set[bytes]] = {}  # root -> runs that need it
@@ -67,7 +69,7 @@ class StateStore:
         """
         folder = self._folder / "apart" / secrets.token_hex(8)
         try:
-            yield StateStore(self._network, folder, self._is_member, self._in_thread)
+            yield StateStore(self._network, folder, self._is_member, self._in_thread, floor_bytes=self._floor_bytes)
         finally:
             with trio.CancelScope(shield=True):
                 await self._in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
@@ -111,8 +113,8 @@ class StateStore:
         return data
 
     async def require_room(self, size_bytes: int) -> None:
-        """Raise `WeightsError` if so many bytes would leave less than `FREE_BYTES` of the disk."""
-        await self._in_thread(_require_room, self._folder, size_bytes)
+        """Raise `WeightsError` if so many bytes would leave less of the disk than is to stay free."""
+        await self._in_thread(_require_room, self._folder, size_bytes, self._floor_bytes())
 
     def fetched_at(self, states: Iterable[StatePart]) -> float:
         """Return when those who fetched one of these states from here fetched something last; -inf if nobody did."""
@@ -204,12 +206,14 @@ class StateStore:
         return part
 
 
-def _require_room(folder: Path, size_bytes: int) -> None:
-    """Raise `WeightsError` if so many bytes would leave less than `FREE_BYTES` of the disk."""
-    free = disk_free_bytes(folder)
-    if free < size_bytes + FREE_BYTES:
-        text = f"{format_size(size_bytes)} do not fit, {format_size(free)} are free"
-        raise WeightsError(f"no room on the disk for states of a training job: {text}", code="disk_full")
+def _require_room(folder: Path, size_bytes: int, floor_bytes: int) -> None:
+    missing = size_bytes + floor_bytes - disk_free_bytes(folder)
+    if missing > 0:
+        raise WeightsError(  # without the folder's name: owners of jobs are told
+            f"no room on the disk for states of a training job: {format_size(size_bytes)} would leave less than "
+            f"{format_size(floor_bytes)} free: free {format_size(missing)}, or lower disk_floor",
+            code="disk_full",
+        )
 
 
 def _part(state: StatePart) -> Part:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import ssl
@@ -43,6 +44,7 @@ from app.snapshot.codec import snapshot_from, status_facts, to_json, trainings_f
 from app.snapshot.views import StepView
 from app.swarm.invite import Invite, new_secret
 from app.swarm.saved import SavedSwarm, load, update
+from app.weights.extents import WeightsError
 from app.weights.manifest_store import ManifestStore
 from engine.sources.opening import open_source
 from p2p.errors import WrongSecret
@@ -440,6 +442,18 @@ async def test_too_little_room_on_the_disk_is_the_reason_for_hosting_nothing(tmp
             why = b.snapshot().why
             assert why is not None
             assert (why.code, "do not fit in" in why.text, "SHOAL_CACHE" in why.next_step) == ("disk_full", True, True)
+
+
+async def test_jobs_leave_as_much_of_the_disk_free_as_the_setting_says(tmp_path: Path, cache: Path) -> None:
+    found_swarm(tmp_path, cache, "home")
+    async with living(tmp_path, cache, max_vram=0) as node:
+        await until(node, lambda: node.snapshot().state == "client")
+        place = node._swarm_jobs()._place
+        for floor, has_room in (("1000TB", False), ("0", True)):
+            await node.set_config("disk_floor", floor)
+            assert place.activations.reserve(1) is has_room
+            with contextlib.nullcontext() if has_room else pytest.raises(WeightsError, match="lower disk_floor"):
+                await place.states.require_room(1)
 
 
 async def test_a_disk_that_takes_nothing_costs_the_memory_of_a_swarm_alone(

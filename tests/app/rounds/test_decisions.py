@@ -21,6 +21,7 @@ from app.rounds.decisions import (
     few_steps,
     first_to_commit,
     grace_s,
+    lasting_overhead_s,
     leading_order,
     left_out_after,
     measured,
@@ -369,6 +370,31 @@ def test_the_steps_of_a_round_settle_where_nine_tenths_of_the_time_are_steps(
 def test_the_steps_of_a_round_stay_in_their_bounds() -> None:
     assert next_every(50, 1.0, 500.0, least=10, most=55) == 55
     assert next_every(12, 1.0, 0.0, least=10, most=55) == 10
+
+
+@pytest.mark.parametrize(
+    ("here_s", "past_s", "wanted"),
+    [
+        (1.0, [], 1.0),
+        (1.0, [150.0], 1.0),  # once, and not again
+        (1.0, [1.0, 150.0, 1.1, 1.2], 1.2),
+        (150.0, [1.0, 1.0], 150.0),
+        (1.0, [9.0, 1.0, 10.0, 1.0], 9.0),  # every other round is led elsewhere, from where the exchange took longer
+    ],
+)
+def test_the_longest_of_the_last_rounds_does_not_count(here_s: float, past_s: list[float], wanted: float) -> None:
+    assert lasting_overhead_s(here_s, past_s) == wanted
+
+
+def test_rounds_that_got_long_get_short_again() -> None:
+    every, past_s, seen = 20, [150.0, 150.0, 0.5, 0.5], list[int]()
+    while every > 20 or not seen:
+        overhead_s = lasting_overhead_s(0.5, past_s)
+        every = next_every(200 if not seen else every, 1.0, overhead_s, least=20, most=200)
+        past_s = [*past_s, 0.5][-4:]
+        seen.append(every)
+    assert seen[:3] == [200, 160, 128]
+    assert len(seen) < 15
 
 
 @pytest.mark.parametrize(

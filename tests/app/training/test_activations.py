@@ -34,7 +34,8 @@ class Link:
     """Two ends of a link, with a disk each."""
 
     def __init__(self, folder: Path, sender_bytes: int = 2**40, receiver_bytes: int = 2**40) -> None:
-        self.disks = [ActivationDisk(folder / name, budget) for name, budget in (
+        self.floor_bytes = 0  # of both disks, to stay free
+        self.disks = [ActivationDisk(folder / name, budget, lambda: self.floor_bytes) for name, budget in (
             ("sender", lambda: sender_bytes), ("receiver", lambda: receiver_bytes))]  # fmt: skip
         self.sender, self.receiver = (disk.open() for disk in self.disks)
         self.to, self.by = Boundary("receiver", BLOCK), Boundary("sender", BLOCK)
@@ -221,8 +222,8 @@ def test_a_disk_that_cannot_be_written_costs_bytes_and_nothing_else(tmp_path: Pa
         assert link.disks[name == "receiver"].used_bytes == 0
 
 
-def test_a_disk_that_is_almost_full_is_left_alone(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "FREE_BYTES", 2**80)
+def test_a_disk_that_is_almost_full_is_left_alone(link: Link) -> None:
+    link.floor_bytes = 2**80
     assert forms(link.send(Pass(0, 0, 0), [3], [rows_of(1, 8)])) == [Form.WHOLE]
     assert link.disks[0].used_bytes == 0
 

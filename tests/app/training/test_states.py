@@ -250,5 +250,26 @@ async def test_nothing_is_fetched_that_would_fill_the_disk(patient_clock: MockCl
             holder.serve(method, note)
         states, free = store(me, tmp_path / "me"), shutil.disk_usage(tmp_path).free
         with pytest.raises(WeightsError, match="no room on the disk"):
-            await states.obtain(b"run", [StatePart(bytes(32), free)], ["holder"])
+            await states.obtain(b"run", [StatePart(bytes(32), 2 * free)], ["holder"])
         assert not asked
+
+
+async def test_states_leave_as_much_of_the_disk_free_as_the_user_says(
+    patient_clock: MockClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node with less than 1 GiB to spare took part in no training job, whatever its setting `disk_floor` said."""
+    floor_bytes, data = 900_000_000, bytes(1_000_000)
+    monkeypatch.setattr("app.training.states.disk_free_bytes", lambda folder: 838_600_000)
+    async with open_fabric() as fabric:
+        me, given = fabric.node("me"), store(fabric.node("holder"), tmp_path / "holder")
+        given.serve()
+        part = await given.keep(b"run", data)
+        states = StateStore(me, tmp_path / "me", lambda peer: True, floor_bytes=lambda: floor_bytes)
+        words = "1.0 MB would leave less than 900.0 MB free: free 62.4 MB, or lower disk_floor"  # 1 + 900 - 838.6
+        async with states.apart() as apart:
+            for kept in (states, apart):
+                with pytest.raises(WeightsError, match=words) as refused:
+                    await kept.obtain(b"run", [part], ["holder"])
+                assert refused.value.code == "disk_full"
+        floor_bytes = 800_000_000  # lowered while the node runs
+        assert await states.fetch(b"run", [part], ["holder"]) == [data]
