@@ -424,7 +424,10 @@ class BlockHost:
             next_move = await self._load_unless_hole(plan, next_move)
 
     async def _load_unless_hole(self, plan: HostingPlan, move: Move) -> Move | None:
-        """Load and serve blocks; if a hole opens that this node is to fill, stop and return the move to it instead."""
+        """Load and serve blocks; if a hole opens that this node is to fill, stop and return the move to it instead.
+
+        Also stops, with what is served by then, once some of that has to be given back.
+        """
         span = move.span
         state: State = "loading" if is_within(span, await self._loader.held()) else "fetching"
         self._say(state, replace(move.why, text=f"blocks {span}: {move.why.text}"))
@@ -442,11 +445,20 @@ class BlockHost:
                 urgent = await self._await_hole(plan, span)
                 nursery.cancel_scope.cancel()
 
+            async def await_shortage() -> None:
+                await self._await_shortage(plan)
+                nursery.cancel_scope.cancel()
+
             nursery.start_soon(await_hole)
+            nursery.start_soon(await_shortage)
             hosted = await self._loader.load(plan, span, partial(self._serve_part, span, move))
             nursery.cancel_scope.cancel()
         self.is_loading = False
         if hosted is None:
+            if urgent is None:
+                self._settled_at = trio.current_time()
+                self._steps.leave_out_hosting()
+                self._steps.done("announce")
             return urgent
         self._forget_memory_change()  # it was about the blocks before
         self._steps.done("load", f"blocks {span}")
@@ -471,6 +483,14 @@ class BlockHost:
                 return timer.move
             await self._await_news(seen, timer)
         return await trio.sleep_forever()
+
+    async def _await_shortage(self, plan: HostingPlan) -> None:
+        """Wait, while more blocks are loaded, until some of those that are served have to be given back."""
+        while True:
+            await self._news.wait_for(lambda: self._memory_change is not None)
+            if self._span is not None and self._memory_change is not None and self._memory_change.total < plan.blocks:
+                return
+            self._forget_memory_change()  # nothing is served yet, or there is room for more than is being loaded
 
     async def _watch_memory(self) -> None:
         """Have blocks given back while other programs need the memory, and taken again later."""
@@ -505,7 +525,8 @@ class BlockHost:
             else:
                 await self._give_back(plan, change, self._span)
         finally:
-            self._forget_memory_change()
+            if self._memory_change is change:  # else blocks were loaded again, and that had to stop for another one
+                self._forget_memory_change()
         if fetch is not None:
             await self._fetch_ahead(fetch, self._has_no_move)
 
@@ -524,7 +545,8 @@ class BlockHost:
             raise DeviceFull("other programs need the device's memory")
         hosted = self._hosted
         assert hosted is not None, "a served span is loaded"
-        text = f"blocks {kept} of {span}: other programs need the device's memory"
+        of_span = f" of {span}" if kept != span else ""  # it is all that was loaded when memory became short
+        text = f"blocks {kept}{of_span}: other programs need the device's memory"
         self._span, self._plan = kept, plan.with_blocks(blocks_of(span, kept, plan))
         self._announce()  # first, so that askers look for others at once
         await self._tell_hosted(None)
@@ -568,10 +590,9 @@ class BlockHost:
         self._say("serving", because("growing", text))
 
     async def _serve(self, hosted: Hosted, span: Span, growing: Span | None) -> None:
-        is_new = self._hosted is None
-        self._hosted, self._span = hosted, span
-        if is_new:
+        if self._hosted is None:
             await self.server.host(hosted.runner, hosted.throughput.prefill_tokens_per_s)
+        self._hosted, self._span = hosted, span  # last: what is served may have to be given back at once
         self._announce(growing)
 
     def _announce(self, growing: Span | None = None) -> None:

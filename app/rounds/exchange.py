@@ -450,7 +450,10 @@ class Exchange:
             except RemoteError as error:
                 if error.code == wire.FAILED:
                     raise ExchangeFailed({}) from error
-                if error.code not in (wire.NOT_YET, wire.UNKNOWN) or trio.current_time() >= deadline:
+                unreachable += error.code == wire.UNKNOWN  # it has left, like one that is gone
+                if error.code not in (wire.NOT_YET, wire.UNKNOWN):
+                    raise
+                if unreachable >= UNREACHABLE_TRIES or trio.current_time() >= deadline:
                     raise
             except P2PError as error:
                 unreachable += isinstance(error, PeerUnreachable | Refused | DeadlineExceeded)

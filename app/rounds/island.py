@@ -110,6 +110,7 @@ MAX_PEERS = 256
 _LISTS_MORE = 2  # lists of one leader in a round, beyond one for each member that it may have to leave out
 _LONGEST_DISREGARD = 7  # doublings
 _LOOKS_APART = 4  # times as long as a look at a history that was of no use took, no other is looked at
+LEAVE_S = 1.0  # in which an island that leaves tells that to the one who leads
 _BRIEFLY_S = 0.5
 _NAMED = 4  # members that a round waits for, in words
 _SAID_TRIES = 4
@@ -282,8 +283,7 @@ class Island:
         self._stands_down_until = 0.0  # others found this island at fault while it led
         self._news = Signal()
         self._nursery: trio.Nursery
-        self._leaving = False
-        self._until_left = trio.CancelScope()  # of what the main task computes or fetches, however long it takes
+        self._until_left = trio.CancelScope()  # of the main task
         self._has_state = False
         self._asked_in = 0  # the latest round in which others were asked for moments
         self._outside_from = 0  # the first round without this island, since it last took part
@@ -347,10 +347,9 @@ class Island:
                 self.log[at] = entry
 
     def leave(self) -> None:
-        """End `run` soon: a step that is under way is not finished, and what is being fetched is not waited for."""
-        self._leaving = True
+        """End `run` within a second or two, whatever it computes or waits for; a round that is over is not lost."""
         self._until_left.cancel()
-        self._news.notify()
+        self._tester.stop()  # which may compute for long, while the device does nothing else
 
     async def begin(self, entries: Sequence[RoundEntry] = (), states: Sequence[bytes] | None = None) -> None:
         """Go on from a log and the states after it; without them, begin before the first round.
@@ -383,19 +382,29 @@ class Island:
             greeting.start_soon(self._greet)
             async with trio.open_nursery() as self._nursery:
                 try:
-                    await self._live()
+                    with self._until_left:
+                        await self._live()
                 except Exception as error:  # of torch, for one
                     failure = error
-                # the last entry is still being told to the others
-                self._nursery.cancel_scope.deadline = trio.current_time() + self.timing.hello_s
+                await self.checkpoint.finish()
+                if self.is_finished and failure is None:
+                    failure = self.checkpoint.unsaved
+                # what this island said last is still being told to the others
+                told_s = LEAVE_S if self._leaves else self.timing.hello_s
+                self._nursery.cancel_scope.deadline = trio.current_time() + told_s
             greeting.cancel_scope.cancel()
         if failure is not None:
             raise failure
 
+    @property
+    def _leaves(self) -> bool:
+        """True if this island ends before the job does."""
+        return self._until_left.cancel_called and not self.is_finished
+
     # --- the main task ------------------------------------------------------------------------------------------------
 
     async def _live(self) -> None:
-        while not (self._leaving or self._is_over()):
+        while not self._is_over():
             standing = self.standing
             if why := standing.banned.get(self.peer):
                 raise LeftOut(f"the others left this island out of {self.record.name}: {why}")
@@ -410,7 +419,7 @@ class Island:
                 alive = self.alive()
                 self._asked_in, question = standing.round, Question([one for one in standing.members if one in alive])
                 self._nursery.start_soon(self._moments.ask, question)
-                await self._unless_left(self._moments.take, question, {})
+                await self._moments.take(question, {})
             else:
                 began, self._outside_from = trio.current_time(), 0
                 self.figures.waiting = ""
@@ -419,9 +428,6 @@ class Island:
                     await self._guarded_round(standing)
                 if self.standing is not standing:
                     self._measure(standing, began, trained)
-        await self.checkpoint.finish()
-        if self.is_finished and self.checkpoint.unsaved is not None:
-            raise self.checkpoint.unsaved
 
     def _why_outside(self, standing: Standing) -> str:
         """Say what an island waits for that makes no steps now; nothing if all are done."""
@@ -456,7 +462,7 @@ class Island:
             return [self._text.sequence(sequence_at(place, self._text.count, record.seed)) for place in places]
 
         def stop(made: int) -> bool:
-            return self._leaving or self._ahead is not None or (made > 0 and self._is_late())
+            return self._ahead is not None or (made > 0 and self._is_late())
 
         def made(done: StepFigures) -> None:
             nonlocal steps, tokens
@@ -470,9 +476,9 @@ class Island:
             seed = trace_seed(record.id, standing.prev, self.peer)
             traces = StepTraces(traced_steps(standing.every, whole.trace_bytes), seed)
         task = RoundTask(standing.every, standing.step, sequences, stop, made, traces)
-        counts = await self._unless_left(self._steps.make, task)
+        counts = await self._steps.make(task)
         ended = trio.current_time()
-        if counts and steps and self._ahead is None and not self._leaving:
+        if counts and steps and self._ahead is None:
             self.figures.step_s = (ended - began) / steps
             await self._arrive(standing, steps, tokens, traces)
             self.figures.arrive_s = trio.current_time() - ended
@@ -499,7 +505,7 @@ class Island:
 
     async def _guarded_round(self, standing: Standing) -> None:
         """Make a round; what others said and cannot be made a round of costs a pause, never this island's part."""
-        while self.standing is standing and not self._leaving:
+        while self.standing is standing:
             try:
                 await self._round(standing)
             except (RecordError, ExchangeFailed, P2PError) as error:
@@ -510,7 +516,7 @@ class Island:
         """Wait for a list, or make one, until the round has an entry that this island has taken over."""
         began, done, attempts = trio.current_time(), set[bytes](), 0
         followed: dict[str, float] = {}  # leaders, and until when each may wait for the results of its first list
-        while self.standing is standing and not self._leaving:
+        while self.standing is standing:
             if self._ahead is not None or self._behind():
                 await self._catch_up()
                 if self.standing is standing:
@@ -590,7 +596,7 @@ class Island:
         """
         out = set(self._failed_here)
         arrived = self._arrivals.keys() & {*standing.members}
-        while self.standing is standing and self._ahead is None and not self._leaving:
+        while self.standing is standing and self._ahead is None:
             began = trio.current_time()
             order = leading_order(self.record.id, standing.round, self._without_copies(arrived - out))
             if not self._may_count(standing, order):
@@ -771,6 +777,14 @@ class Island:
         attempt = ExchangeAttempt(members, self.record.grid)
         self._keep(attempt)
         root, failed = b"", dict[str, str]()
+
+        def result() -> Result:
+            made = Result(
+                self.record.id, members.round, members.hash, root, failed, attempt.report, past=attempt.past,
+                tested=self._tester.told, recomputed=self._tester.recomputed,
+            )  # fmt: skip
+            return sign_result(self._identity, made, self._wall_ms())
+
         try:
             leaves = await self._exchange.run(attempt, self._own, deadline)
             self._candidate = None  # of another attempt
@@ -784,12 +798,14 @@ class Island:
                 self._lost_s = max(self._lost_s, trio.current_time() - began)
         except EngineError as error:
             log.warning("the merged change of round %s cannot be used: %s", members.round, error)
+        finally:
+            if self._leaves:  # the others repeat it, and need not wait for that
+                root, failed = b"", {self.peer: "it leaves"}
+                attempt.fail(failed)
+                if members.leader != self.peer:
+                    self._nursery.start_soon(self._say, members.leader, result().raw)
         self.figures.bytes_in = attempt.bytes_in
-        made = Result(
-            self.record.id, members.round, members.hash, root, failed, attempt.report, past=attempt.past,
-            tested=self._tester.told, recomputed=self._tester.recomputed,
-        )  # fmt: skip
-        return sign_result(self._identity, made, self._wall_ms())
+        return result()
 
     def _exchange_s(self) -> float:
         """How long an exchange of this round may take, the same for all members."""
@@ -817,16 +833,13 @@ class Island:
         """Go on from the state after a round; raises `RecordError`, `ExchangeFailed`, `EngineError` or `P2PError`."""
         standing = follow(self.record, self.standing, entry)
         counted = self._own is not None and self.peer in entry.list.members
-        await self.checkpoint.finish()  # of the state before this round
+        await _to_the_end(self.checkpoint.finish)  # of the state before this round
         found = self._candidate
         if found is None or (found.list_hash, found.root) != (entry.list.hash, entry.root):
             self._candidate = None
-            result = await self._unless_left(self._result_of, entry)
-            if result is None:
-                raise ExchangeFailed({self.peer: "it leaves"})
-            leaves, found = result
+            leaves, found = await self._result_of(entry)
             self._keep(ExchangeAttempt(entry.list, self.record.grid, merged=dict(enumerate(leaves))))
-        await self._device.run_beside(lambda: self._model.commit(counted=counted))
+        await _to_the_end(self._device.run_beside, lambda: self._model.commit(counted=counted))
         self._rests = self._rests_after(entry.list)
         past = PastRound(self.standing, self.checkpoint.parts, entry)
         can_test = self.checkpoint.round == self.standing.round  # else that state is not on disk
@@ -869,7 +882,8 @@ class Island:
     ) -> None:
         """Let the job stand where a new state is, and forget what belongs to the round before.
 
-        `change` is the merged one, if that is what led here. The state is written while the next steps are made.
+        `change` is the merged one, if that is what led here. The state is written while the next steps are made, and
+        also if this island leaves or its device fails meanwhile.
         """
         began = trio.current_time()
         if len(self._arrived_at) > 1:  # a round alone says nothing of how late others are
@@ -894,19 +908,19 @@ class Island:
             drawn = drawn_trace(standing.root, self.peer, len(self._tested.traces))
             self._tested.traced = self._tested.traced[drawn : drawn + 1]
         self._own = self._candidate = self._ahead = None
-        if self._text.held:
-            loss = await self._unless_left(self._steps.loss, self._text.held)
-            if loss is not None:
-                self.validated(loss)
-        await self.checkpoint.finish()
-        self.figures.settled_at = trio.current_time()
-        self.figures.settle_s = self.figures.settled_at - began
 
         async def save() -> None:
             if self._settled is not None:
                 await self._settled(entries, states)
 
-        self.checkpoint.start(self._nursery, standing.round, states, parts, save, change)
+        try:
+            if self._text.held and (loss := await self._steps.loss(self._text.held)) is not None:
+                self.validated(loss)
+        finally:
+            await _to_the_end(self.checkpoint.finish)
+            self.checkpoint.start(self._nursery, standing.round, states, parts, save, change)
+        self.figures.settled_at = trio.current_time()
+        self.figures.settle_s = self.figures.settled_at - began
         self._news.notify()
 
     def _behind(self) -> list[str]:
@@ -975,11 +989,8 @@ class Island:
         await trio.lowlevel.checkpoint()
 
     async def _take_over(self, peer: str) -> bool:
-        """Fetch another island's log and, if it is the better history, its state; False if ours is, or if we leave."""
-        found = await self._unless_left(self._log_of, peer)
-        if found is None:
-            return False
-        entries, standing = found
+        """Fetch another island's log and, if it is the better history, its state; False if ours is."""
+        entries, standing = await self._log_of(peer)
         if self._has_state:
             is_next = len(entries) > len(self.log) and entries[len(self.log)].prev == self.head
             if is_next:
@@ -1000,15 +1011,12 @@ class Island:
         holders = list(dict.fromkeys([peer, *self._same_head(standing.prev)]))[:8]
         self._asked_in, gave, question = standing.round, Counter[str](), Question(holders)
         self._nursery.start_soon(self._moments.ask, question)
-        fetch = partial(self._states.fetch, is_patient=True)
         try:
-            states = await self._unless_left(fetch, self.record.id[:16], parts, holders, gave)
+            states = await self._states.fetch(self.record.id[:16], parts, holders, gave, is_patient=True)
         except PartsAbsent as error:
             raise WentOn(f"{peer} has made other rounds meanwhile: {error}") from error
-        if states is None:
-            return False
         await self._device.run_beside(self._model.load, states)
-        if self._moments.are_lacking and not await self._unless_left(self._moments.take, question, gave):
+        if self._moments.are_lacking and not await self._moments.take(question, gave):
             log.info("%s goes on with fresh moments: nobody has given any", self.record.name)
         self.figures.fetched += 1
         self._has_state, self._rounds_behind = True, math.inf
@@ -1027,8 +1035,6 @@ class Island:
         if not is_nearer or len(entries) * self._change_bytes > HELD_CHANGES * sum(self._sizes):
             return False
         for entry in entries:
-            if self._leaving:
-                break
             try:
                 await self._adopt(entry)
             except (RecordError, ExchangeFailed, EngineError, P2PError) as error:
@@ -1037,13 +1043,6 @@ class Island:
                 log.info("round %s could not be taken over by its change: %s", entry.round, error)
                 return False
         return True
-
-    async def _unless_left(self, function: Callable[..., Awaitable[T]], *args: Any) -> T | None:
-        """Do in the main task what may take long; None once this island leaves."""
-        with trio.CancelScope() as self._until_left:
-            if not self._leaving:
-                return await function(*args)
-        return None
 
     def _same_head(self, head: bytes) -> list[str]:
         """Islands that have the state after a round."""
@@ -1238,6 +1237,8 @@ class Island:
 
     async def answer(self, method: str, peer: str, rest: bytes) -> Payload:
         """Answer a request of another island; raises `RecordError` for what is not understood."""
+        if self._leaves:
+            raise RemoteError("this island leaves the job", wire.UNKNOWN)
         if peer in self.standing.banned:
             raise RemoteError("this island was left out of the job", wire.WRONG)
         if method == wire.SAY:
@@ -1428,6 +1429,12 @@ class RoundServer:
 
     async def _on_jobs(self, peer: str, body: bytes) -> Payload:
         return wire.pack(list(self.records.values())[: wire.MAX_JOBS]) if self._is_member(peer) else b""
+
+
+async def _to_the_end(function: Callable[..., Awaitable[T]], *args: Any) -> T:
+    """Do something short on this machine in which leaving must not interrupt an island."""
+    with trio.CancelScope(shield=True):
+        return await function(*args)
 
 
 def committed_traces(traces: StepTraces) -> tuple[list[bytes], bytes]:

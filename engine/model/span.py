@@ -111,10 +111,9 @@ class SpanRunner:
     def keep(self, start: int, stop: int) -> None:
         """Free all blocks but [start, stop), with their cache; sessions that use others must be closed before.
 
-        The memory is the allocator's until `engine.hosting.release`. Steps run uncaptured until they are captured
-        again.
+        A span that still grows ends to, and what its cache was laid out for is free too. The memory is the allocator's
+        until `engine.hosting.release`. Steps run uncaptured until they are captured again.
         """
-        assert self.is_complete, "a span that still grows keeps its blocks"
         assert self.start <= start < stop <= self.stop, "a span keeps blocks that it has"
         part = slice(start - self.start, stop - self.start)
         self._graphs = self._session_graph = None  # they hold the old blocks

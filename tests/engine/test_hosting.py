@@ -354,6 +354,22 @@ def test_blocks_are_given_back_and_sessions_over_the_others_go_on(
     assert span.free_tokens == span.total_tokens
 
 
+@pytest.mark.parametrize("blocks", [(8,), (4, 4), (2, 6)])
+@pytest.mark.parametrize("kept", [(1, 4), (0, 5), (0, 1)])
+def test_a_span_that_still_grows_gives_blocks_back_and_ends_to_grow(
+    tiny: ModelSource, blocks: tuple[int, ...], kept: tuple[int, int]
+) -> None:
+    span = load_blocks(tiny, 0, 5, two_devices(tiny, blocks), grows_to=8)
+    smaller = measured_host(span).keep(*kept)
+    assert (smaller.runner.start, smaller.runner.stop) == kept
+    assert span.is_complete
+    assert sum(len(part.pool.blocks) for part in span.parts) == kept[1] - kept[0]
+    hidden = torch.randn(4, tiny.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    fresh = load_blocks(tiny, *kept, two_devices(tiny, (kept[1] - kept[0],)))
+    found, expected = (one.step(hidden, [SessionRows(one.open(4), 0, 4)]) for one in (span, fresh))
+    assert torch.equal(found, expected)
+
+
 GB = 10**9
 
 

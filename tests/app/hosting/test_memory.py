@@ -222,6 +222,32 @@ class FakeLoader:
         self.released += 1
 
 
+BLOCK_S = 10.0  # that the download of a block takes
+
+
+class SlowDownload(FakeLoader):
+    """Serves the first four blocks once they are there, and then one more at a time."""
+
+    on_disk: tuple[Span, ...] = ()
+
+    async def held(self) -> tuple[Span, ...]:
+        return self.on_disk
+
+    async def fetch(self, span: Span) -> None:
+        self.on_disk = (span,)
+
+    async def load(self, plan: HostingPlan, span: Span, on_grown: Callable[[Hosted, Span], Awaitable[None]]) -> Hosted:
+        self.loaded.append(span)
+        await trio.sleep(4 * BLOCK_S)
+        runner = FullRunner(span.start, span.start + 4)
+        hosted = cast(Hosted, SimpleNamespace(runner=runner, throughput=Throughput(100.0, 1000.0, None)))
+        while runner.stop < span.stop:
+            await on_grown(hosted, Span(span.start, runner.stop))
+            await trio.sleep(BLOCK_S)
+            runner.stop += 1
+        return hosted
+
+
 @dataclass
 class Host:
     """A node of a simulated swarm that hosts blocks."""
@@ -232,9 +258,11 @@ class Host:
     said: list[tuple[State, str]]
 
 
-def host(nursery: trio.Nursery, node: SimNode, options: HostingOptions | None = None) -> Host:
+def host(
+    nursery: trio.Nursery, node: SimNode, options: HostingOptions | None = None, kind: type[FakeLoader] = FakeLoader
+) -> Host:
     """Let a node host all blocks, on one card."""
-    loader, said = FakeLoader(plan_of(N_BLOCKS)), list[tuple[State, str]]()
+    loader, said = kind(plan_of(N_BLOCKS)), list[tuple[State, str]]()
 
     def say(state: State, why: Reason) -> None:
         said.append((state, why.code))
@@ -366,6 +394,60 @@ async def test_given_back_blocks_are_loaded_again_around_those_that_stayed(autoj
         kept, again = Span(0, N_BLOCKS), one.loader.loaded[-1]
         assert len(again) == 16
         assert again.start >= kept.start
+        nursery.cancel_scope.cancel()
+
+
+def served(node: SimNode) -> int:
+    """Number of blocks that a node serves."""
+    own = node.swarm.own
+    return len(own.span) if own.serves and own.span is not None else 0
+
+
+@pytest.mark.parametrize(("allowed", "kept"), [(5, 5), (10, 6), (1, 1)])
+async def test_blocks_are_given_back_while_others_are_downloaded(
+    autojump_clock: MockClock, allowed: int, kept: int
+) -> None:
+    """A download may take hours; with `allowed` above what is loaded, the cache for the rest is given back."""
+    async with open_sim() as sim, trio.open_nursery() as nursery:
+        (node,) = await sim.grow(1)
+        one = host(nursery, node, kind=SlowDownload)
+        await sim.until(lambda: served(node) == 6, 120)
+        await one.loader.take.send(MemoryChange((allowed,)))
+        await sim.until(lambda: one.said[-1] == ("serving", "memory_short"), 2)
+        assert (served(node), node.swarm.own.growing, one.blocks.is_loading) == (kept, None, False)
+        await trio.sleep(10 * BLOCK_S)
+        assert served(node) == one.loader.watched[-1] == kept
+        assert len(one.loader.loaded) == 1
+        nursery.cancel_scope.cancel()
+
+
+async def test_memory_that_was_short_before_the_first_blocks_were_loaded_costs_none(autojump_clock: MockClock) -> None:
+    async with open_sim() as sim, trio.open_nursery() as nursery:
+        (node,) = await sim.grow(1)
+        one = host(nursery, node, kind=SlowDownload)
+        await sim.until(lambda: one.blocks.is_loading, 30)
+        await one.loader.take.send(MemoryChange((1,)))
+        await sim.until(lambda: served(node) == N_BLOCKS, 600)
+        assert len(one.loader.loaded) == 1
+        assert "memory_short" not in [why for _, why in one.said]
+        nursery.cancel_scope.cancel()
+
+
+async def test_blocks_that_are_taken_back_are_given_back_while_they_are_downloaded(autojump_clock: MockClock) -> None:
+    async with open_sim() as sim, trio.open_nursery() as nursery:
+        (node,) = await sim.grow(1)
+        one = host(nursery, node, kind=SlowDownload)
+        await sim.until(lambda: served(node) == N_BLOCKS, 600)
+        await one.loader.take.send(MemoryChange((4,)))
+        await sim.until(lambda: served(node) == 4, 10)
+        for _ in range(2):  # the first time the weights are downloaded beside the blocks that are served
+            await one.loader.take.send(MemoryChange((16,)))
+        await sim.until(lambda: len(one.loader.loaded) == 2 and served(node) == 8, 300)
+        await one.loader.take.send(MemoryChange((3,)))
+        await sim.until(lambda: one.said[-1] == ("serving", "memory_short"), 2)
+        assert served(node) == 3
+        await trio.sleep(10 * BLOCK_S)
+        assert served(node) == one.loader.watched[-1] == 3
         nursery.cancel_scope.cancel()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ class Node:
     scope: trio.CancelScope
     server: RoundServer
     failure: Exception | None = None
+    ended: trio.Event = field(default_factory=trio.Event)  # its part, not its node
 
 
 class IslandSwarm:
@@ -186,6 +187,9 @@ class IslandSwarm:
                 await node.island.run()
             except Exception as error:
                 node.failure = error
+            if not node.island.is_finished:  # others may still have to ask a finished one
+                node.server.islands.clear()
+            node.ended.set()
 
     def peers(self) -> list[str]:
         """Everybody in the swarm."""
