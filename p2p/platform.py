@@ -116,6 +116,10 @@ def _temporary(path: Path, data: bytes | Iterable[bytes], *, durable: bool = Tru
             if durable:
                 os.fsync(file.fileno())
         yield name
+    except OSError as error:
+        if error.filename is None:  # the system does not say on which disk there is no room
+            error.filename = str(path)
+        raise
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 from app.core.errors import AppError, first_error
 from engine.errors import EngineError, is_disk_full
 from p2p.errors import P2PError
@@ -36,6 +38,9 @@ def _explain_os_error(error: OSError) -> str:
     where = f": {error.filename}" if error.filename else ""
     if is_disk_full(error):
         return f"the disk is full{where}: free some space and run it again"
+    if error.errno == errno.EROFS:
+        what = error.filename or "this"
+        return f"{what} is on a read-only disk: make it writable, or choose another folder with --home or SHOAL_CACHE"
     if isinstance(error, PermissionError):
         return f"no permission{where}: check its owner and mode"
     return f"{error.strerror or error}{where}"

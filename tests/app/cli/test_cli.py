@@ -55,6 +55,11 @@ def raising(error: BaseException) -> Run:
         (OSError(errno.ENOSPC, "No space left on device", "/cache/part"), 1, "the disk is full: /cache/part: free"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), 1, "the disk is full: free"),
         (PermissionError(errno.EACCES, "Permission denied", "/home/x"), 1, "no permission: /home/x: check"),
+        (
+            OSError(errno.EROFS, "Read-only file system", "/a/jobs"),
+            1,
+            "/a/jobs is on a read-only disk: make it writable,",
+        ),
         (FileNotFoundError(errno.ENOENT, "No such file", "/a"), 1, "No such file: /a"),
         (MemoryError(), 1, "out of memory"),
         (ZeroDivisionError("division by zero"), 1, "internal error: ZeroDivisionError: division by zero; run it again"),
