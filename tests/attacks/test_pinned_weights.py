@@ -39,7 +39,7 @@ class SmallDisk:
     def usage(self, path: Any) -> Any:
         if Path(path) != self._cache:
             return self._real(path)
-        return SimpleNamespace(free=FLOOR_BYTES + self.room - self.used)
+        return SimpleNamespace(free=FLOOR_BYTES + self.room - self.used, total=FLOOR_BYTES + self.room)
 
 
 def span_of(node: Node) -> tuple[int, int]:
