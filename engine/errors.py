@@ -56,9 +56,16 @@ class TrainingError(EngineError):
 
 
 class TrainingFull(EngineError):
-    """The memory for training has no room for another micro-batch now; the sender may try again later."""
+    """The memory for training has no room for a job, or for another micro-batch, now; the sender may try again later.
+
+    `needed_bytes` are those of the job, if that is what has no room.
+    """
 
     reason_code = "training_full"
+
+    def __init__(self, text: str, needed_bytes: int = 0) -> None:
+        super().__init__(text)
+        self.needed_bytes = needed_bytes
 
 
 def is_disk_full(error: BaseException) -> bool:

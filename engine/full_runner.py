@@ -48,7 +48,8 @@ class FullRunner:
         self.memory_bytes = full_blocks_bytes(config, precision, self.stop - self.start, rows, under_way)
         if self.memory_bytes > usable_bytes:
             raise TrainingFull(
-                f"the job takes {self.memory_bytes} bytes of memory here, of which {usable_bytes} are to spare"
+                f"the job takes {self.memory_bytes} bytes of memory here, of which {usable_bytes} are to spare",
+                self.memory_bytes,
             )
         self.hidden_size = config.hidden_size
         self._how, self._options = Optimisers.of(optimiser), options

@@ -58,7 +58,8 @@ class TrainingRunner:
         self.memory_bytes = plan.total_bytes - plan.weight_bytes - plan.graph_bytes
         if self.memory_bytes > usable_bytes:
             raise TrainingFull(
-                f"the job takes {self.memory_bytes} bytes of memory here, of which {usable_bytes} are to spare"
+                f"the job takes {self.memory_bytes} bytes of memory here, of which {usable_bytes} are to spare",
+                self.memory_bytes,
             )
         graphs = max(0, min(usable_bytes - self.memory_bytes, under_way * plan.graph_bytes))
         self.hidden_size = hosted.config.hidden_size

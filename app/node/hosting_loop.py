@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -86,7 +87,7 @@ class HostingLoop:
         self._context, self._observer = context, observer
         self.block_host: BlockHost | None = None
         self._states, self._activations = states, activations
-        self.training: TrainingServer | None = None
+        self.training: TrainingServer | None = None  # while blocks are hosted or chosen
         self._limit_bytes: int | None = None  # that hosting was begun with
         self._limit_changed = trio.Event()
         self._settings_changed = Signal()
@@ -286,14 +287,19 @@ class HostingLoop:
             adapters=AdapterFetcher(self._states),
             failing=self._replies.failing,
         )
-        async with trio.open_nursery() as nursery:
-            await nursery.start(training.run)
-            await self.block_host.run()
-            nursery.cancel_scope.cancel()
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(training.run)
+                await self.block_host.run()
+                nursery.cancel_scope.cancel()
+        finally:
+            self.training = None
 
     def _training_terms(self) -> TrainingTerms:
         settings = self._context.config().settings
-        return terms_of(settings, self._network.peer_id, self._weights.sharing.is_member)
+        terms = terms_of(settings, self._network.peer_id, self._weights.sharing.is_member)
+        # A job that began while sessions drain before a pause would end with them.
+        return terms if self._context.pause_control.current is None else replace(terms, jobs=0)
 
     def _settle_without_hosting(self, state: State, why: Reason) -> None:
         """Drop the startup steps of hosting and settle in `state`."""

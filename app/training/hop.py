@@ -43,6 +43,7 @@ from app.training.wire import (
     PROTOCOL,
     ROOM,
     SLICE_BYTES,
+    STATE_WEIGHT_BYTES,
     HopWay,
     JobOrder,
     Kind,
@@ -67,6 +68,7 @@ from app.training.wire import (
     sums_frames,
     with_kept,
 )
+from engine.budget import FULL_WEIGHT_BYTES
 from engine.errors import EngineError, NotFinite, TrainingError, TrainingFull
 from p2p.errors import P2PError
 
@@ -76,9 +78,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("shoal.training")
 
 IDLE_S = 180.0  # a job whose owner is silent for so long is ended
+LAST_WORDS_S = 1.0  # for telling an owner that its job ends with this server
 IDLE_STREAM_S = 60.0  # a stream to a neighbour over which nothing went for so long is closed: it keeps its link open
 MAX_PARKED = 4
-MAX_KEPT_BYTES = 8 * 2**30  # of states on disk, of all jobs
+MAX_KEPT_BYTES = 8 * 2**30  # of states on disk, of all jobs that train adapters
+KEPT_VERSIONS = 2  # of its own blocks, on disk, for a job that trains all weights
 MAX_KEPT_STATES = 2 * MAX_BLOCKS  # of one version of a job: those of all blocks, and of this hop's where they differ
 MAX_WAITING_BYTES = 2**28  # of frames that wait, of one job
 SENDER_SHARE, NEIGHBOURS_SHARE = 0.5, 0.75  # of it: of one sender, and of all but the owner
@@ -123,6 +127,9 @@ class FullMaker(Protocol):
 
     def make(self, order: JobOrder, spare_bytes: int) -> JobBlocks:
         """Make the blocks of an order; raises `EngineError`; runs on the device."""
+
+    def release(self) -> None:
+        """Return the memory of blocks that are gone to the system, where `room` sees it; runs on the device."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +197,7 @@ class HopJob:
     news: Signal = field(default_factory=Signal)
     sizes: defaultdict[tuple[int, int], UsualSize] = field(default_factory=lambda: defaultdict(UsualSize))  # kind, way
     kept: dict[int, list[StatePart]] = field(default_factory=dict)  # version -> states on disk; the last two versions
+    most_kept_bytes: int = 0  # of them, if all weights are trained
     dropped: Counter[str] = field(default_factory=Counter)  # verdict -> frames
     sums: SumsBuffer | None = None  # those of all holders, on their way here
     sums_slices: int = 0  # in which these come
@@ -251,6 +259,11 @@ class HopJob:
         return sum(state.size_bytes for state in {state for states in self.kept.values() for state in states})
 
     @property
+    def is_parked(self) -> bool:
+        """True if its owner's stream has ended, and its memory is free."""
+        return self.answers.broken
+
+    @property
     def span(self) -> Span:
         """The job's blocks at this hop."""
         return self.ledger.order.span
@@ -287,12 +300,15 @@ class TrainingServer:
         self._network, self._device, self._states, self._terms = network, device, states, terms
         self._make: MakeBlocks | None = None
         self._full, self._activations = full, activations
+        self._is_open = False
+        self._attending: set[trio.CancelScope] = set()  # of the streams that are read
         self._jobs: dict[bytes, HopJob] = {}
         self._ended: dict[bytes, int] = {}  # run -> epoch: an old OPEN must not bring a job back
         self._nursery: trio.Nursery
         self._outboxes: PeerOutboxes[HopFrame]
         self._waiting = WaitingBytes()  # frames for owners and neighbours, and answers to strangers
         self._working = 0  # tasks of jobs
+        self._to_release = False  # blocks are gone, and the allocator may still keep their memory
         self._ended_one = Signal()
         self.dropped = 0  # frames of no job, or not understood
 
@@ -315,23 +331,37 @@ class TrainingServer:
         ]
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled."""
-        async with trio.open_nursery() as self._nursery:
-            self._outboxes = PeerOutboxes(
-                self._network,
-                PROTOCOL,
-                self._nursery,
-                lost=self._link_lost,
-                undeliverable=self._undeliverable,
-                waiting=self._waiting,
-            )
-            self._network.accept(PROTOCOL, self.attend)
-            self._network.serve(ROOM, self._on_room)
-            self._states.serve()
-            task_status.started()
+        """Serve until cancelled; then jobs end, their owners are told, and all streams are closed.
+
+        The network goes on asking one that has ended, until there is another: it offers no room, and reads nothing.
+        """
+        try:
+            async with trio.open_nursery() as self._nursery:
+                await self._serve(task_status)
+        finally:
+            for scope in self._attending:
+                scope.cancel()
+
+    async def _serve(self, task_status: TaskStatus[None]) -> None:
+        self._outboxes = PeerOutboxes(
+            self._network,
+            PROTOCOL,
+            self._nursery,
+            lost=self._link_lost,
+            undeliverable=self._undeliverable,
+            waiting=self._waiting,
+        )
+        self._network.accept(PROTOCOL, self.attend)
+        self._network.serve(ROOM, self._on_room)
+        self._states.serve()
+        self._is_open = True
+        task_status.started()
+        try:
             while True:
                 await trio.sleep(IDLE_STREAM_S / 2)
                 await self._outboxes.close_idle((), trio.current_time() - IDLE_STREAM_S)
+        finally:
+            self._is_open = False  # no job begins any more: the tasks of the others are ending
 
     async def host(self, make: MakeBlocks | None) -> None:
         """Train with these blocks from now on; jobs of the old ones end, and their owners are told."""
@@ -347,12 +377,23 @@ class TrainingServer:
     # --- frames -------------------------------------------------------------------------------------------------------
 
     async def attend(self, stream: FrameStream) -> None:
-        """Read one peer's stream; a frame that is not understood costs the peer its stream."""
+        """Read one peer's stream while this server runs; a frame that is not understood costs the peer its stream."""
+        if self._is_open:
+            with trio.CancelScope() as scope:
+                self._attending.add(scope)
+                try:
+                    await self._read(stream)
+                finally:
+                    self._attending.remove(scope)
+
+    async def _read(self, stream: FrameStream) -> None:
         answers = PeerOutbox(stream, self._nursery, waiting=self._waiting)
         try:
             while True:
                 with trio.fail_after(2 * IDLE_S):
                     message = await stream.receive()
+                if not self._is_open:
+                    break
                 await self._on_frame(decode(message), stream.peer, answers)
         except RecordError as error:
             log.info("%s sent a frame that is not understood: %s", stream.peer, error)
@@ -414,9 +455,9 @@ class TrainingServer:
         now = trio.current_time()
         if job is None:
             job = HopJob(frame.session, JobLedger(peer, frame.epoch, order, frame.position), answers, now, 0)
+            self._nursery.start_soon(self._work, job)  # first: a job without a task would never end
             self._jobs[frame.session] = job
             self._working += 1
-            self._nursery.start_soon(self._work, job)
         job.answers, job.heard_at, job.ordered = answers, now, frame.epoch
         job.drop_waiting()
         job.fetching.cancel()
@@ -440,7 +481,7 @@ class TrainingServer:
 
     def _is_full_up(self, job: HopJob | None) -> bool:
         """True if as many other jobs train here as may."""
-        others = sum(other is not job and not other.answers.broken for other in self._jobs.values())
+        others = sum(other is not job and not other.is_parked for other in self._jobs.values())
         return others >= self._terms().jobs
 
     @property
@@ -449,10 +490,45 @@ class TrainingServer:
         return self._terms().memory_bytes - used
 
     async def room_for(self, peer: str) -> int:
-        """Return how many bytes a job of a peer may have here that trains all weights."""
-        if self._full is None or self._terms().refuses(peer) or self._is_full_up(None):
+        """Return how many bytes a job of a peer may have here that trains all weights, and keeps its states on disk."""
+        if self._full is None or not self._is_open or self._terms().refuses(peer):
             return 0
-        return max(0, await self._device.run_later(self._full.room, self._spare_bytes))
+        own = [job for job in self._full_jobs if job.is_parked and job.ledger.owner == peer]  # it may go on with these
+        disk = await self._states.room() + sum(map(self._on_disk, own)) - self._promised_bytes
+        await self._release()
+        # Only now: streams that the peer has just closed have ended meanwhile, and the jobs on them are parked.
+        if self._is_full_up(None):
+            return 0
+        memory = await self._device.run_later(self._full.room, self._spare_bytes)
+        return max(0, min(memory, disk * FULL_WEIGHT_BYTES // (KEPT_VERSIONS * STATE_WEIGHT_BYTES)))
+
+    @property
+    def _full_jobs(self) -> list[HopJob]:
+        """The jobs that train all weights."""
+        return [job for job in self._jobs.values() if job.ledger.order.is_full]
+
+    def _on_disk(self, job: HopJob) -> int:
+        """Bytes of a job's states that are here."""
+        return job.kept_bytes - self._states.absent_bytes(state for states in job.kept.values() for state in states)
+
+    @property
+    def _promised_bytes(self) -> int:
+        """Bytes of the disk that these jobs do not take yet, but may."""
+        return sum(max(0, job.most_kept_bytes - self._on_disk(job)) for job in self._full_jobs if not job.is_parked)
+
+    def _drop_blocks(self, job: HopJob) -> None:
+        """Free a job's memory."""
+        self._to_release |= job.blocks is not None
+        job.blocks = None
+
+    async def _release(self) -> None:
+        """Return the memory of blocks that are gone to the system: what a card's allocator keeps counts as taken."""
+        if self._to_release and self._full is not None:
+            self._to_release = False
+            try:
+                await self._device.run_later(self._full.release)
+            except Exception:  # torch raises errors of every kind; they must cost no job
+                log.exception("the memory of a training job could not be returned")
 
     async def _on_room(self, peer: str, body: bytes) -> bytes:
         return canonical({"bytes": await self.room_for(peer)})
@@ -473,12 +549,18 @@ class TrainingServer:
                     job.is_busy = True
                     await self._carry_out(job, *job.take())
                     job.is_busy = False
+                    self._to_release |= job.blocks is None  # a frame has let go of them only now
+        except trio.Cancelled:  # not by its owner or for idleness: this server ends
+            with trio.CancelScope(shield=True), trio.move_on_after(LAST_WORDS_S):
+                await self._trouble(job, HopError("draining", "this node trains nothing any more"))
+            raise
         finally:
             self._end(job)
-            job.blocks = None
+            self._drop_blocks(job)
             with trio.CancelScope(shield=True):
                 await self._states.forget(job.run)
                 await self._close_activations(job)
+                await self._release()
             self._working -= 1
             self._ended_one.notify()
 
@@ -511,11 +593,11 @@ class TrainingServer:
                 await self._reject(job, frame, _Rejected(str(error), why))  # it is for the owner to find out whose
                 return
             code, why = "failed", ""
-            if isinstance(error, TrainingFull):
-                alone = not any(other.blocks for other in self._jobs.values() if other is not job)
-                code, why = "refused" if alone else "busy", "train_memory"
+            if isinstance(error, TrainingFull):  # what else takes memory may end
+                never = error.needed_bytes > self._terms().memory_bytes
+                code, why = "refused" if never else "busy", "train_memory"
             await self._trouble(job, HopError(code, str(error) or "states did not arrive in time", why))
-            if job.blocks is None:
+            if job.blocks is None and not job.is_parked and frame.epoch == job.ordered:
                 self._end(job)
         except Exception as error:  # torch raises errors of every kind; they must cost no other job
             log.exception("a training job failed")
@@ -534,26 +616,40 @@ class TrainingServer:
             return
         job.begin_epoch(frame.epoch, order, frame.position)
         job.sent.clear()
-        job.blocks = None  # frees its memory before the same is taken again
+        self._drop_blocks(job)  # before the same memory is taken again
         await self._close_activations(job)  # neighbours may be others, or have lost theirs
         if order.sends_changes and self._activations is not None:
             job.activations = self._activations.open()
         make = self._make if not order.is_full else None if self._full is None else self._full.make
-        if frame.epoch != job.ordered or make is None:
-            return  # a later order is waiting
+        if frame.epoch != job.ordered or job.is_parked or make is None:
+            return  # a later order is waiting, or may come
         with trio.CancelScope() as job.fetching:
-            await self._note_kept(job, frame.position, order.states, others=False)
-            await self._states.obtain(job.run, order.states, order.holders)
-            blocks = await self._device.run_later(make, order, self._spare_bytes)
-            if order.states:
-                # The owner names sizes and hashes: only what these blocks can have is read into memory.
-                if any(state.size_bytes > most_state_bytes(blocks.sums_bytes) for state in order.states):
-                    raise RecordError("states larger than those of the job's blocks")
-                data = [await self._states.read(state) for state in order.states]
-                states = dict(zip(order.span.blocks(), data, strict=True))
-                await self._device.run_later(blocks.load, states)
-            job.blocks = blocks
-            await self._answer(job, plain(Kind.READY, job.run, frame.epoch, frame.position))
+            try:
+                await self._begin(job, order, frame, make)
+            except BaseException:
+                self._drop_blocks(job)
+                raise
+
+    async def _begin(self, job: HopJob, order: JobOrder, frame: Frame, make: MakeBlocks) -> None:
+        """Make the blocks of an order, so that their memory is nobody else's, and then fetch their states."""
+        await self._release()
+        blocks = job.blocks = await self._device.run_later(make, order, self._spare_bytes)
+        await trio.lowlevel.checkpoint()  # the owner may have gone, or ordered something else
+        # The owner names sizes and hashes: only what these blocks can have is fetched, and read into memory.
+        most = most_state_bytes(blocks.sums_bytes)
+        if any(state.size_bytes > most for state in order.states):
+            raise RecordError("states larger than those of the job's blocks")
+        if order.is_full:
+            job.kept.clear()
+            job.most_kept_bytes = KEPT_VERSIONS * len(order.span) * most
+        await self._note_kept(job, frame.position, order.states, others=False)
+        if order.is_full:
+            await self._states.require_room(self._promised_bytes)
+        await self._states.obtain(job.run, order.states, order.holders)
+        if order.states:
+            data = [await self._states.read(state) for state in order.states]
+            await self._device.run_later(blocks.load, dict(zip(order.span.blocks(), data, strict=True)))
+        await self._answer(job, plain(Kind.READY, job.run, frame.epoch, frame.position))
 
     async def _go_on(self, job: HopJob, order: JobOrder, frame: Frame) -> None:
         """Begin an epoch with the version that is here; raises `AppError` if it is another one."""
@@ -566,7 +662,7 @@ class TrainingServer:
         for neighbour in job.sent.keys() - order.neighbours - {""}:
             del job.sent[neighbour]
         if blocks is None or not is_here:
-            job.blocks = None
+            self._drop_blocks(job)
             raise AppError(f"version {frame.position} of blocks {order.span} is not here")
         await self._device.run_later(blocks.clear)
         await self._answer(job, plain(Kind.READY, job.run, frame.epoch, frame.position))
@@ -792,21 +888,26 @@ class TrainingServer:
     async def _note_kept(self, job: HopJob, version: int, parts: Sequence[StatePart], *, others: bool = True) -> None:
         """Keep these states of a version, and of the others only the latest, which may be the last that all have.
 
-        Raises `RecordError` if more would be kept than this node gives to jobs.
+        Raises `RecordError` if more would be kept than this node gives to jobs: to those that train adapters a part of
+        the disk; to one that trains all weights what it needs, which follows from the memory that it has here.
         """
         versions = {version, *sorted(job.kept.keys() - {version})[-1:]} if others else {version}
         job.kept = {kept: states for kept, states in job.kept.items() if kept in versions}
         job.kept[version] = list(dict.fromkeys((*job.kept.get(version, ()), *parts)))
         wanted = [state for states in job.kept.values() for state in states]
-        elsewhere = sum(other.kept_bytes for other in self._jobs.values() if other is not job)
-        if job.kept_bytes + elsewhere > MAX_KEPT_BYTES or len(job.kept[version]) > MAX_KEPT_STATES:
+        most = job.most_kept_bytes
+        if not job.ledger.order.is_full:
+            alike = [one for one in self._jobs.values() if one is not job and not one.ledger.order.is_full]
+            most = MAX_KEPT_BYTES - sum(one.kept_bytes for one in alike)
+        if job.kept_bytes > most or len(job.kept[version]) > MAX_KEPT_STATES:
             job.kept.clear()
-            most = f"{MAX_KEPT_BYTES} bytes of states here, and {MAX_KEPT_STATES} states of a version"
-            raise RecordError(f"jobs may keep at most {most}")
+            text = f"{most} bytes of states here, and {MAX_KEPT_STATES} states of a version"
+            raise RecordError(f"this job may keep at most {text}")
         await self._states.forget(job.run, keep=wanted)
 
     def _blocks(self, job: HopJob) -> JobBlocks:
-        assert job.blocks is not None, "orders wait until the job's blocks are there"
+        if job.blocks is None:  # orders wait until they are there
+            raise AppError("the job's owner has left")
         return job.blocks
 
     async def _is_current(self, job: HopJob, frame: Frame) -> bool:
@@ -823,9 +924,10 @@ class TrainingServer:
 
     def _park(self, job: HopJob) -> None:
         """Free a job's memory but keep its states: the owner may come back with another route, for `IDLE_S`."""
-        job.blocks = None
+        job.fetching.cancel()
+        self._drop_blocks(job)
         job.drop_waiting()
-        parked = [other for other in self._jobs.values() if other.answers.broken]
+        parked = [other for other in self._jobs.values() if other.is_parked]
         for other in sorted(parked, key=lambda other: other.heard_at)[:-MAX_PARKED]:
             self._end(other)
 

@@ -112,6 +112,21 @@ class StateStore:
         data: bytes = await self._in_thread(self._parts.whole, _part(state), some)
         return data
 
+    async def room(self) -> int:
+        """Return how many bytes of the disk states may take, so that as many are left to others as should be."""
+        free: int = await self._in_thread(disk_free_bytes, self._folder)
+        return free - self._floor_bytes()
+
+    def given_bytes(self, peer: str) -> int:
+        """Return how many bytes of states a peer has fetched from here."""
+        given = self._server.given.get(peer)
+        return 0 if given is None else given.bytes
+
+    def absent_bytes(self, states: Iterable[StatePart]) -> int:
+        """Return how many bytes of these states are not here, each counted once."""
+        parts = [_part(state) for state in set(states)]
+        return sum(part.size_bytes for part in parts if not self._parts.files.holds(part))
+
     async def require_room(self, size_bytes: int) -> None:
         """Raise `WeightsError` if so many bytes would leave less of the disk than is to stay free."""
         await self._in_thread(_require_room, self._folder, size_bytes, self._floor_bytes())

@@ -50,7 +50,7 @@ from app.training.blame import Blame
 from app.training.ledger import UsualSize
 from app.training.progress import StepProgress
 from app.training.reduction import HolderSums, Numbers, from_bytes, is_finite, reduced, squared_norm
-from app.training.states import StateStore
+from app.training.states import SLOWEST_BYTES_PER_S, StateStore
 from app.training.ways import Drawn, VirtualTimes, WayPlan, assigned, parts_of, plan_ways, taking_part
 from app.training.wire import (
     FORMAT_NAMES,
@@ -94,6 +94,7 @@ MAX_REJECTED = 3  # frames of one hop that must not be computed with, in one epo
 MAX_QUEUED_BYTES = 2**26  # of one hop's frames that wait here; then its stream is not read
 MAX_FAILURES = 12  # epochs in a row without a step
 PROBE_EVERY_S = 60.0  # at least, however long pauses usually are: hops forget an owner that is silent for minutes
+CLOSE_S = 1.0  # for telling hops that an epoch is over
 OVERDUE = 4.0  # times as long as all that is under way at a hop takes on the fastest way: then it is late
 MOST_PATIENCE = 16  # times the usual quiet time, before what did not come is taken for lost
 
@@ -175,10 +176,9 @@ class Patience:
     """Seconds that the owner waits."""
 
     open_s: float = 10.0  # for a stream
-    ready_s: float = 330.0  # for a hop to fetch states and begin
     quiet_s: float = 1.0  # without any frame before hops are asked how they are, at least
     probe_s: float = 3.0  # for the answer
-    stuck_s: float = 600.0  # for a hop that answers, and brings the job no further
+    stuck_s: float = 600.0  # for a hop that answers, and brings the job no further, besides the time to fetch states
     copy_s: float = 300.0  # for a copy of a snapshot; if that is too short, no more are made
     route_s: float = 600.0  # for a route
 
@@ -413,11 +413,13 @@ class SwarmTrainer:
                             break  # the next epoch begins with the same state everywhere, and with all holders
                 if self.snapshot.version < self.version:
                     await self._take_snapshot(epoch)
-                await epoch.close()
             except Exception as error:
                 failure = error  # raised below, outside of the nursery, which would wrap it
             finally:
+                # Hops that hear nothing keep memory and a place for the job, and have no room for the next epoch.
                 with trio.CancelScope(shield=True):
+                    with trio.move_on_after(CLOSE_S):
+                        await epoch.close(comes_back=isinstance(failure, HopLost))
                     await epoch.forget_activations()
             nursery.cancel_scope.cancel()
         if failure is not None:
@@ -514,7 +516,11 @@ class _HopGroup:
         self._taken = Signal()
         self._heard_at: dict[int, float] = {}
         self._heard = Signal()
+        self._served_self = trio.Event()  # once this node's own server reads no stream of the epoch any more
+        self._served_self.set()
         self._forward_at = trio.current_time()  # when something last brought the job forward
+        # While hops begin: what each had fetched from this node before, and what it is to fetch, in bytes.
+        self._to_fetch: dict[int, tuple[int, int]] = {}
         self._waited_at = trio.current_time()  # until when it is counted for whom the job waited
         self._busy: dict[int, int] = {}  # hop -> micro-batches that wait or are computed there, as it said last
         self._sending: dict[int, int] = {}  # hop -> peers for which something waits there, as it said last
@@ -567,10 +573,13 @@ class _HopGroup:
         self._sizes.clear()  # ways have new numbers
         if not keeps:
             await self._follow()
-        for link in self._links.values():
-            order = self._order_for(link.hop, keeps=keeps)
+        self._to_fetch.clear()
+        for index, link in self._links.items():
+            order, given = self._order_for(link.hop, keeps=keeps), self._owner._states.given_bytes(link.hop.peer)
+            self._to_fetch[index] = given, sum(state.size_bytes for state in order.states)
             await link.outbox.push(_control(encode_open(self._owner.run_id, self._epoch, self.version, order)))
-        await self._gather(Kind.READY, self._patience.ready_s)
+        await self._gather(Kind.READY)
+        self._to_fetch.clear()
 
     def _order_for(self, hop: Hop, *, keeps: bool) -> JobOrder:
         parts, snapshot, span = parts_of(self._plan, hop.peer), self._owner.snapshot, hop.span
@@ -644,16 +653,32 @@ class _HopGroup:
         owner = self._owner
         if peer == owner._network.peer_id and owner._own_server is not None:
             here, there = loop_streams(peer)
-            self._nursery.start_soon(owner._own_server, there)
+            self._nursery.start_soon(self._serve_self, owner._own_server, there)
             return here
         return await owner._network.open(peer, PROTOCOL, timeout_s=self._patience.open_s)
 
-    async def close(self) -> None:
-        """Tell the hops that the job is over."""
+    async def _serve_self(self, own_server: OwnServer, stream: FrameStream) -> None:
+        """Let this node's own server read a stream, which ends with that: a hop like others, that may fail."""
+        self._served_self = trio.Event()
+        try:
+            await own_server(stream)
+        except Exception:
+            log.exception("this node's own training server failed")
+        finally:
+            await stream.reset()
+            self._served_self.set()
+
+    async def close(self, *, comes_back: bool) -> None:
+        """Tell the hops that the job is over; if it `comes_back`, only free their memory: they keep their states."""
+        if not comes_back:
+            await self._to_all(plain(Kind.CLOSE, self._owner.run_id, self._epoch))
         for _, outbox in self._links.values():
-            await outbox.push(_control(plain(Kind.CLOSE, self._owner.run_id, self._epoch)))
-            with suppress(P2PError):
-                await outbox.stream.aclose()
+            if comes_back or outbox.waiting_bytes:  # a hop that does not read
+                await outbox.close()
+            else:
+                with suppress(P2PError):
+                    await outbox.stream.aclose()
+        await self._served_self.wait()
 
     async def _read(self, index: int, stream: FrameStream) -> None:
         """Pass a hop's frames on, until its stream breaks."""
@@ -736,10 +761,22 @@ class _HopGroup:
         self._forward_at = trio.current_time()
         self._in_vain = 0
 
+    def _fetching_s(self, index: int) -> float:
+        """Seconds that a hop may take for the states that it has fetched from this node since the epoch began."""
+        if index not in self._to_fetch:
+            return 0.0
+        before, size = self._to_fetch[index]
+        given = self._owner._states.given_bytes(self._links[index].hop.peer) - before
+        return max(0, min(given, size)) / SLOWEST_BYTES_PER_S
+
     def _check_progress(self, awaited: Collection[int]) -> None:
         stuck_s = trio.current_time() - self._forward_at
         if stuck_s <= self._patience.stuck_s:
             return
+        if self._to_fetch:
+            awaited = [index for index in awaited if stuck_s > self._patience.stuck_s + self._fetching_s(index)]
+            if not awaited:
+                return
         busy = [*(index for index, count in self._busy.items() if count), *self._not_reading()]
         peers = [self._links[index].hop.peer for index in awaited or busy if index in self._links]
         sending = {link.hop.peer for index, link in self._links.items() if self._sending.get(index)}
@@ -871,13 +908,12 @@ class _HopGroup:
         if frame.dtype not in formats:
             raise HopLost(self._links[index].hop.peer, "it sent another number format than was agreed", refused=True)
 
-    async def _gather(self, kind: Kind, wait_s: float | None = None, order: bytes | None = None) -> list[Frame]:
+    async def _gather(self, kind: Kind, order: bytes | None = None) -> list[Frame]:
         """Send an order to every hop and return their answers in the hops' order.
 
         An order that got lost is sent again; raises `HopLost`.
         """
         found: dict[int, Frame] = {}
-        deadline = trio.current_time() + (wait_s or math.inf)
         # States may take long to fetch and to write, but are so seldom: whoever is slow at that is not in the way.
         hurries = kind not in (Kind.READY, Kind.SNAPSHOT)
         self._came_forward()
@@ -892,9 +928,6 @@ class _HopGroup:
                 found[came[0]] = came[1]
             elif came is None and order is not None:
                 await self._to_all(order, except_for=found)
-            late = [link.hop.peer for index, link in self._links.items() if index not in found]
-            if late and trio.current_time() > deadline:
-                raise HopLost(late[0], f"it was not ready within {wait_s:g} s")
         return [found[index] for index in self._links]
 
     def _peers(self, indices: Iterable[int]) -> list[str]:

@@ -61,8 +61,8 @@ Versions change in all blocks or in none: the owner commits a step once every ho
 earlier version if one of them died in between. Unknown kinds are an error, unknown JSON fields are ignored.
 `app.training.ledger` decides which frames count.
 
-The call `train.room` (an empty body) asks a node how many bytes it would give to a job of the asker that trains all
-weights; the answer is a JSON object: `bytes`.
+The call `train.room` (an empty body) asks a node how many bytes of memory it would give to a job of the asker that
+trains all weights, whose states its disk must hold too; the answer is a JSON object: `bytes`.
 
 Sums go through the owner and not from holder to holder. A holder sends and receives them once, which is no more than in
 a butterfly of two holders and less than in one of three; the owner bears the rest. It sees every holder's sums whole,
@@ -113,6 +113,7 @@ MAX_RANK = 256
 OPTIMISERS = ("adamw", "muon")
 MAX_UNDER_WAY = 256
 MAX_STATE_BYTES = 2**33  # of one block
+STATE_WEIGHT_BYTES = 12  # that a weight takes in it, with both moments
 _STATE_HEADING_BYTES = 2**16  # at most
 MAX_HOLDERS = 8
 MAX_WAYS = 2**6  # of one epoch
@@ -583,8 +584,8 @@ def encode_trouble(run: bytes, epoch: int, version: int, trouble: HopError) -> b
 
 
 def most_state_bytes(sums_bytes: int) -> int:
-    """Bytes of a block's adapter with both moments, each as many numbers as its sums, and a heading."""
-    return 3 * sums_bytes + _STATE_HEADING_BYTES
+    """Bytes of a block's state: adapter or weights, and both moments, each as many numbers as its sums; a heading."""
+    return STATE_WEIGHT_BYTES // 4 * sums_bytes + _STATE_HEADING_BYTES
 
 
 def frame_bytes(frame: Frame) -> int:

@@ -44,6 +44,7 @@ class FullBlocksOn:
     def __init__(self, device: str | None) -> None:
         """`device` is the setting; None takes the best one."""
         self._device = device
+        self._made_on: set[str] = set()  # devices
 
     def room(self, spare_bytes: int) -> int:
         """Return the bytes that a job may have here, of these."""
@@ -64,6 +65,7 @@ class FullBlocksOn:
         from engine.training.optimiser import AdamW, Muon
 
         device = chosen_devices(self._device, probe_devices())[0].id
+        self._made_on.add(device)
         kind = Muon if order.optimiser == "muon" else AdamW
         return FullRunner(
             parse_config(dict(order.shape or {}), "the job's order", {}),
@@ -74,6 +76,13 @@ class FullBlocksOn:
             under_way=order.under_way,
             usable_bytes=self.room(spare_bytes),
         )
+
+    def release(self) -> None:
+        """Return the memory of blocks that are gone to the system."""
+        from engine.hosting import release
+
+        for device in self._made_on:
+            release(device)
 
 
 def order_of(settings: AdapterSettings, *, blocks: int, rows: int, wire: str, weight_decay: float = 0.0) -> JobOrder:

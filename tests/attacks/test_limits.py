@@ -28,7 +28,7 @@ from app.swarm import certificates, invitations
 from app.swarm.invite import MAX_INVITE_CHARS
 from app.swarm.records import MAX_ANNOUNCEMENT_BYTES, MAX_RECORD_BYTES
 from app.system import logs
-from app.training import activations, trainer
+from app.training import activations, states, trainer
 from app.training import hop as training_hop
 from app.weights import chunk_client, chunk_schedule, chunk_server, download
 from app.weights import wire as weights_wire
@@ -280,6 +280,7 @@ ROWS: dict[str, tuple[float, ...]] = {
     "fine-tuning at a hop": (
         training_hop.MAX_WAITING_BYTES / MIB,
         training_hop.MAX_KEPT_BYTES / 2**30,
+        training_hop.KEPT_VERSIONS,
         training_hop.MAX_KEPT_STATES,
         training_hop.IDLE_STREAM_S,
         (Settings().train_disk or 0) / 2**30,
@@ -288,6 +289,7 @@ ROWS: dict[str, tuple[float, ...]] = {
         trainer.MAX_QUEUED_BYTES / MIB,
         outbound.FRAME_COST_BYTES,
         trainer.Patience().stuck_s,
+        states.SLOWEST_BYTES_PER_S * 8 / 10**6,
     ),
     "connections to the API, and to the page of `shoal web`": (
         server.MAX_CONNECTIONS,

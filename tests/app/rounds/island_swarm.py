@@ -45,7 +45,7 @@ TIMING = RoundTiming(
     hello_s=1.0, alive_s=4.0, grace_least_s=0.5, grace_most_s=6.0, lead_s=4.0, exchange_s=20.0, quorum_s=20.0
 )
 UNHURRIED = RoundTiming(hello_s=10.0, alive_s=35.0)
-PATIENCE = Patience(open_s=1.0, ready_s=20.0, quiet_s=0.2, probe_s=1.0, route_s=600.0)  # of pipelines
+PATIENCE = Patience(open_s=1.0, quiet_s=0.2, probe_s=1.0, route_s=600.0)  # of pipelines
 STEP_S = 0.1
 LINK = LinkProfile(delay_s=0.01)
 WORDS = "the shoal swims and the shoal learns, fish by fish and round by round, until all of them know it. "

@@ -30,6 +30,7 @@ from app.training.wiring import FullBlocksOn
 from engine.budget import plan_full, unquantised
 from engine.sources.hf_config import parse_config
 from p2p.memory.fabric import MemoryFabric, open_fabric
+from tests.app.rounds.island_swarm import in_place
 from tests.app.rounds.statements import PEOPLE, RECORD, history
 from tests.app.rounds.test_pipeline import Maker
 from tests.app.swarms import identity
@@ -155,7 +156,7 @@ async def test_what_members_answered_holds_whomever_the_next_question_avoids(aut
     ("terms", "found"),
     [
         (TrainingTerms(memory_bytes=1000), 1000),
-        (TrainingTerms(refuses=lambda owner: None if owner == "friend" else "no"), 2**62),
+        (TrainingTerms(memory_bytes=10, refuses=lambda owner: None if owner == "friend" else "no"), 10),
         (TrainingTerms(refuses=lambda owner: "no"), 0),
         (TrainingTerms(jobs=0), 0),
     ],
@@ -163,14 +164,18 @@ async def test_what_members_answered_holds_whomever_the_next_question_avoids(aut
 async def test_a_machine_offers_what_its_user_allows(tmp_path: Path, terms: TrainingTerms, found: int) -> None:
     from tests.app.hash_model import InlineDevice
 
-    async with open_fabric() as fabric:
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
         network = fabric.node("machine")
         server = TrainingServer(
             network, InlineDevice(), StateStore(network, tmp_path, lambda peer: True), lambda: terms, Maker()
         )
-        assert await server.room_for("friend") == found
         only_adapters = TrainingServer(network, InlineDevice(), server._states, lambda: terms)
+        for one in (server, only_adapters):
+            assert await one.room_for("friend") == 0  # it does not run yet
+            await nursery.start(one.run)
+        assert await server.room_for("friend") == found
         assert await only_adapters.room_for("friend") == 0
+        nursery.cancel_scope.cancel()
 
 
 async def test_who_is_left_out_of_a_job_loses_trust(tmp_path: Path) -> None:
@@ -199,29 +204,50 @@ SHAPE = {
 
 
 class JobNode:
-    """A node's training jobs, and its training server."""
+    """A node's training jobs, and its training server: one of so many nodes."""
 
     def __init__(
-        self, fabric: MemoryFabric, number: int, folder: Path, limit: int | None, room: int, **more: Any
+        self,
+        fabric: MemoryFabric,
+        number: int,
+        folder: Path,
+        limit: int | None,
+        room: int,
+        *,
+        nodes: int = 2,
+        **more: Any,
     ) -> None:
         self.network: Any = fabric.node(identity(number).peer_id)
-        states = StateStore(self.network, folder / "states", lambda peer: True)
+        self.states = states = StateStore(self.network, folder / "states", lambda peer: True, in_place)
         states.serve()
-        others = [identity(other).peer_id for other in range(2) if other != number]
-        terms = TrainingTerms(memory_bytes=room)
-        self.server = TrainingServer(self.network, DeviceThread("cpu"), states, lambda: terms, FullBlocksOn("cpu"))
+        others = [identity(other).peer_id for other in range(nodes) if other != number]
+        self.terms, self.full = TrainingTerms(memory_bytes=room), FullBlocksOn("cpu")
+        self.server, self.serving = self.new_server(), trio.CancelScope()
 
         async def own_room() -> int:
             return await self.server.room_for(self.network.peer_id)
+
+        async def own_server(stream: Any) -> None:
+            await self.server.attend(stream)
 
         place = TrainPlace(
             swarm="s" * 32, public=True, network=self.network, identity=identity(number), states=states,
             members=lambda: others, is_member=lambda peer: True, cache=folder, memory_limit=lambda: limit,
             look=lambda: MachineSpec("here", 10**10, 1e10, 1e11, kind="cpu"),
             pause=PauseControl(folder / "pause.json", lambda: None),
-            helpers=Helpers(self.network, lambda: others, own_room, self.server.attend), **more,
+            helpers=Helpers(self.network, lambda: others, own_room, own_server), **more,
         )  # fmt: skip
         self.jobs = TrainJobs(Home.open(folder / "home"), place)
+
+    def new_server(self) -> TrainingServer:
+        """A training server that does not run yet."""
+        return TrainingServer(self.network, DeviceThread("cpu"), self.states, lambda: self.terms, self.full)
+
+    async def serve(self, *, task_status: Any) -> None:
+        """Run another training server until `serving` is cancelled, as hosting does."""
+        self.server = self.new_server()
+        with trio.CancelScope() as self.serving:
+            await self.server.run(task_status=task_status)
 
 
 def wish_in(folder: Path, **more: Any) -> TrainWish:
@@ -241,11 +267,11 @@ async def test_a_job_too_large_for_its_founder_is_trained_by_two(tmp_path: Path)
         owner = JobNode(fabric, 0, tmp_path / "0", limit, part(2, 3))
         other = JobNode(fabric, 1, tmp_path / "1", None, part(3, 3))
         for node in (owner, other):
-            await nursery.start(node.server.run)
+            await nursery.start(node.serve)
             await nursery.start(node.jobs.run)
         with pytest.raises(NoMachines, match=r"to spare: give .*\. With other machines: the 6 blocks take"):
             await owner.jobs.found(wish_in(tmp_path))
-        other.server._terms = lambda: TrainingTerms(memory_bytes=part(4, 3))
+        other.terms = TrainingTerms(memory_bytes=part(4, 3))
         await trio.lowlevel.checkpoint()
         with pytest.raises(AppError, match="to spare"):  # a text of one's own is trained on by nobody else
             await owner.jobs.found(wish_in(tmp_path, own_data=True))

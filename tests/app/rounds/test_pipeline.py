@@ -59,6 +59,9 @@ class Maker:
     def room(self, spare_bytes: int) -> int:
         return spare_bytes
 
+    def release(self) -> None:
+        pass
+
     def make(self, order: JobOrder, spare_bytes: int) -> FullRunner:
         blocks = FullRunner(
             parse_config(dict(order.shape or {}), "the order", {}), (order.span.start, order.span.stop), CPU,
@@ -241,15 +244,15 @@ async def test_a_hop_that_dies_changes_no_loss(
 
 
 class SlowLoading(InlineDevice):
-    """A device that takes longer to load states than an owner waits."""
+    """A device that takes nearly as long to load states as an owner waits."""
 
     async def run_later(self, function: Any, *args: Any) -> Any:
         if function.__name__ == "load":
-            await trio.sleep(PATIENCE.ready_s + 1)
+            await trio.sleep(PATIENCE.stuck_s - 10)
         return await self.run(function, *args)
 
 
-async def test_a_hop_that_was_the_last_to_be_ready_and_late_is_used(tmp_path: Path, patient_clock: MockClock) -> None:
+async def test_a_hop_that_takes_long_to_load_its_states_is_used(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_pipeline(tmp_path, (0, 2), steps=10) as (swarm, machines):
         await machines.add("hop1", 2, 4, device=SlowLoading())
         await swarm.finished(0)

@@ -37,7 +37,7 @@ from tests.engine.training import OPTIONS, SCHEDULE, micro_batch, trainer
 SETTINGS = AdapterSettings(rank=4, alpha=8.0, seed=3)
 PLAIN = {"caution": Caution(clips=False, audit_every=None)}  # terms of jobs whose sums are just added up
 ALL = (0, 8)  # the blocks of the model
-PATIENCE = Patience(open_s=1.0, ready_s=20.0, quiet_s=0.2, probe_s=0.3, route_s=2.0)
+PATIENCE = Patience(open_s=1.0, quiet_s=0.2, probe_s=0.3, route_s=2.0)
 UNHURRIED = replace(PATIENCE, open_s=5.0, quiet_s=2.0, probe_s=20.0)  # nobody is taken for dead on a busy machine
 
 

@@ -14,6 +14,7 @@ import trio
 from trio.testing import MockClock
 
 from app.core.errors import reason_of
+from app.core.network import FrameStream
 from app.routing.route import NoRoute, Route
 from app.training.hop import TrainingTerms
 from app.training.trainer import JobHooks, Patience, Snapshot, SwarmTrainer, TrainingStopped
@@ -21,7 +22,7 @@ from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
 from engine.training.local_trainer import LocalTrainer
 from engine.training_runner import TrainingRunner
-from tests.app.training.job_swarm import PATIENCE, SETTINGS, Losses, batches_of, open_job_swarm, undisturbed
+from tests.app.training.job_swarm import ALL, PATIENCE, SETTINGS, Losses, batches_of, open_job_swarm, undisturbed
 from tests.engine.training import gradients, trainer
 
 SPLITS = ((0, 2), (2, 6), (6, 8))
@@ -64,6 +65,63 @@ async def test_an_owner_trains_all_blocks_of_its_job_itself(source: ModelSource,
         await owner.run(3, batches_of, losses)
         losses.check(wanted)
         await check_states(owner, local)
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "has ended"])
+async def test_an_owner_whose_own_server_does_not_serve_it_goes_on_elsewhere(
+    source: ModelSource, alone: Alone, tmp_path: Path, fails: bool
+) -> None:
+    wanted, _ = alone(2)
+    async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
+
+        async def own_server(stream: FrameStream) -> None:
+            if fails:
+                raise RuntimeError("Nursery is closed to new arrivals")
+
+        losses, owner = Losses(), swarm.owner("n0")
+        owner._own_server = own_server
+        await owner.run(2, batches_of, losses)
+        losses.check(wanted)
+        assert [hop.peer for hop in owner.route] == ["n1"]
+        [why] = owner.figures.lost
+        assert "its stream broke" in why  # and nobody had to find out that it does not answer
+
+
+async def test_a_server_that_ends_tells_the_owners_of_its_jobs(
+    source: ModelSource, alone: Alone, tmp_path: Path
+) -> None:
+    wanted, _ = alone(4)
+    async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
+        server = swarm.nodes["n0"].server
+        losses, owner = Losses({2: swarm.nodes["n0"].scope.cancel}), swarm.owner(every=1)
+        await owner.run(4, batches_of, losses)
+        losses.check(wanted)
+        assert list(owner.figures.lost) == ["n0: this node trains nothing any more"]
+        assert not server.jobs
+        await server.no_jobs()
+
+
+async def test_neighbours_reach_the_server_that_follows_one_that_has_ended(
+    source: ModelSource, alone: Alone, tmp_path: Path
+) -> None:
+    """Streams to the one that had ended stayed open, and what was sent on them was lost."""
+    wanted, _ = alone(4)
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm, trio.open_nursery() as nursery:
+        ended = trio.Event()
+
+        def end() -> None:
+            swarm.nodes["n1"].scope.cancel()
+            ended.set()
+
+        async def follow() -> None:
+            await ended.wait()
+            await swarm.train("n1", 4, 8, network=swarm.fabric.nodes["n1"])
+
+        nursery.start_soon(follow)
+        losses, owner = Losses({2: end}), swarm.owner(every=1)
+        await owner.run(4, batches_of, losses)
+        losses.check(wanted)
+        assert owner.figures.micro_batches_again == 0
 
 
 async def test_summed_gradients_are_those_of_one_process(source: ModelSource, tmp_path: Path) -> None:
