@@ -215,7 +215,7 @@ class Asker:
         """Begin a reply that was asked for at `begin` and whose turn it is."""
         text, ref = self._ends.begin(prompt_ids, settings), None if adapter is None else adapter.ref
         prefix = await self._shared_prefix(prompt_ids, request.privacy, ref, turn.owner)
-        routes = self._routes(request, prefix)
+        routes = self._routes(request, prefix, ref)
         sampled = () if prefix is None else prefix.source.routes
         own_node = OwnNode(self._loading, turn.needs_room)
         async with self._counted(routes, request.tokens, self._taken(prefix), ref, own_node) as session:
@@ -294,10 +294,11 @@ class Asker:
             self._kept.remove(source)
         return CachedPrefix(Prefix(source.id, prefix.tokens, ends), source.epoch, source.route, source.wires)
 
-    def _routes(self, request: RouteRequest, prefix: SharedPrefix | None) -> SessionRoutes:
+    def _routes(self, request: RouteRequest, prefix: SharedPrefix | None, adapter: AdapterRef | None) -> SessionRoutes:
         if prefix is None:
-            return SessionRoutes(self.planner, request)
-        return PrefixRoutes(self.planner, request, prefix.source.route, request.prompt_tokens - prefix.tokens)
+            return SessionRoutes(self.planner, request, adapter)
+        unread = request.prompt_tokens - prefix.tokens
+        return PrefixRoutes(self.planner, request, prefix.source.route, unread, adapter)
 
     def _unread(self, prompt_ids: Sequence[int], privacy: Privacy, adapter: AdapterRef | None, owner: str) -> int:
         """Return how many tokens of an owner's prompt are not cached for it at any hop now."""
@@ -513,7 +514,9 @@ class RunningReply:
 
 
 async def _note_reading(session: RouteSession, turn: Turn) -> None:
-    """Let the owner's next reply begin once the prompt of this one was read, or its session is closed."""
+    """Let the owner's next reply begin once the prompt of this one was read or is late, or its session is closed."""
+    await session.first_is_late.wait()
+    turn.late()
     await session.first_answer.wait()
     turn.read()
 
@@ -540,11 +543,11 @@ class _AuditContext:
     async def pinned(self, route: Route, room: int, adapter: ReplyAdapter | None) -> AsyncIterator[RouteSession]:
         if adapter is not None and adapter.withdrawn:
             raise NoAdapter(f"the adapter {adapter.name} is not offered to hops any more")
-        asker = self._asker
-        source = PinnedRoute(asker.planner, asker._route_request(room, 0), route)
+        asker, ref = self._asker, None if adapter is None else adapter.ref
+        source = PinnedRoute(asker.planner, asker._route_request(room, 0), route, ref)
         # An audit is about this route: if it breaks, no other is taken.
         settings = replace(asker._settings, first_route_s=0.0, new_route_s=0.0)
-        async with asker.open(source, room, settings, adapter=None if adapter is None else adapter.ref) as session:
+        async with asker.open(source, room, settings, adapter=ref) as session:
             yield session
 
     async def answers_of(

@@ -1,9 +1,10 @@
 """Whose reply begins next: programs with keys of their own take turns, so that none keeps another's replies waiting.
 
 Each owner's replies begin in the order in which they were asked for. An owner has at most `READING_TOKENS` of prompts
-under way, or one longer prompt, and hops read the prompts of one asker in turn: a short prompt never waits for all the
-long ones of another owner. Places for replies go first to those who have fewest. Where hops are full, owners that have
-room there begin no further reply until one that has none has found some, for `ROOM_S` at most.
+under way, or one longer prompt, besides those that are late, and hops read the prompts of one asker in turn: a short
+prompt never waits for all the long ones of another owner. Places for replies go first to those who have fewest. Where
+hops are full, owners that have room there begin no further reply until one that has none has found some, for `ROOM_S`
+at most.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ class Turn:
         self.begun = trio.Event()
         self._room_of: set[str] = set()  # the owners that had room at the hops while they were full for this reply
         self._room_until = 0.0
+
+    def late(self) -> None:
+        """Note that the prompt takes too long: the owner's other ones do not wait for it."""
+        self.reading = 0
+        self._queue.update()
 
     def read(self) -> None:
         """Note that the prompt was read: the owner's next one may be."""

@@ -6,18 +6,21 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
 from app.core.reasons import Reason, because
-from app.routing.route import Route
+from app.routing.route import Hop, ReadingPace, Route
 from app.session.frame import CHUNK_ROWS, Frame
 
 # Tokens may be under way for as long as such a link takes: a fifth of 2 Mbit/s, as the rest may go to others.
 SLOW_LINK_BYTES_PER_S = 50_000
 CROWDED_S = 3.0  # and for so long at least: behind what others send, even few bytes wait in routers
-STEP_TOKENS = 64  # of a prompt that a hop reads at once, at least; one that takes longer for fewer counts as stuck
+STEP_TOKENS = 16  # of a prompt that a hop reads at once, at least; one that takes longer for fewer counts as stuck
+OVERDUE_TIMES = 8.0  # what takes so many times as long as was believed is overdue: hops read for several askers in turn
 
 
 class HopFailed(Exception):
@@ -41,19 +44,67 @@ def longest_quiet_s(row_bytes: int, stuck_s: float) -> float:
     return stuck_s + CHUNK_ROWS * row_bytes / SLOW_LINK_BYTES_PER_S
 
 
+class LateHop(NamedTuple):
+    """A hop that was waited for much longer than was believed."""
+
+    hop: Hop
+    unread: int  # tokens that it had to read
+    waited_s: float
+
+
+class _Crossing:
+    """Rows on their way over a link."""
+
+    def __init__(self, before: int) -> None:
+        self._before, self._seconds = before, 0.0  # rows that had crossed it before, and how long the others take
+
+    def beyond_s(self, since_s: float, rows: int, row_bytes: int) -> float:
+        """Count more seconds; returns those of them by which a slow link would have carried so many rows."""
+        self._seconds += since_s
+        slow_s = CROWDED_S + (rows - self._before) * row_bytes / SLOW_LINK_BYTES_PER_S
+        return min(max(self._seconds - slow_s, 0.0), since_s)
+
+
+@dataclass(slots=True)
+class _Wait:
+    """Seconds for which a hop was the first that did not have all tokens."""
+
+    in_all_s: float = 0.0
+    hop_s: float = 0.0  # that nothing but the hop explains
+    lost_s: float = 0.0  # that no slow link explains, but the hop before it may
+    link_s: float = 0.0  # its part of those at a link to the hop before or after it, of which each end has half
+    receiving: _Crossing | None = None
+    sending: _Crossing | None = None
+
+
 class HopProgress:
     """Follows the hops' progress while an answer is late, from their STATE frames.
 
-    A hop's claim counts up to the tokens that were fed. One that claims a token now and then is not waited for without
-    end: in all, each hop has `stuck_s` for every `STEP_TOKENS` beyond those that were `cached` before, and once more.
+    A hop's claim counts up to the tokens that were fed. The first hop that does not have them all is the one that is
+    waited for. One that claims a little now and then is not waited for without end:
+
+    - It is `late` after `stuck_s` and `OVERDUE_TIMES` the seconds that it takes for what it has to read, by its own
+      word. Seconds that a slow link explains do not count.
+    - It is `overdue` after about `OVERDUE_TIMES` what was believed: more than its word, if it was late before. Another
+      one takes the place of a hop that is both, if that is faster.
+    - Whatever its word is, it counts as stuck after `stuck_s` for every `STEP_TOKENS`, and once more.
     """
 
-    def __init__(self, now: float, row_bytes: int, stuck_s: float, cached: int = 0) -> None:
-        self._row_bytes, self._stuck_s, self._cached = row_bytes, stuck_s, cached
+    def __init__(
+        self,
+        now: float,
+        row_bytes: int,
+        stuck_s: float,
+        unread: Mapping[str, int],
+        paces: Mapping[str, ReadingPace] = MappingProxyType({}),
+    ) -> None:
+        """`unread` are the tokens that each hop has to read until the answer comes."""
+        self._row_bytes, self._stuck_s, self._unread, self._paces = row_bytes, stuck_s, unread, paces
         self._longest_quiet_s = longest_quiet_s(row_bytes, stuck_s)
         self._advanced_at, self._sum = now, -1
         self._looked_at = now
-        self._waited_s: dict[str, float] = {}  # for each hop that was the first not to have all tokens
+        self._waits = defaultdict[str, _Wait](_Wait)
+        self.late = ""  # the hop that is waited for, if it is late
 
     def loss(
         self,
@@ -66,50 +117,111 @@ class HopProgress:
     ) -> HopLoss | None:
         """Return what was lost between hops that all answer; None while a hop still computes or receives.
 
-        `took_at` are the times at which streams of this asker last took something that had waited, by hop: what was
-        sent to such a hop lately is behind other rows.
+        `took_at` are the times at which streams of this asker last took something that had waited, for the hops that it
+        sends rows to: what was sent to such a hop lately is behind other rows.
         """
         progress = sum(min(state.position, fed) + min(state.rows, fed) for state in states.values())
         if progress > self._sum:
             self._advanced_at, self._sum = now, progress
         quiet_s, since_s = now - self._advanced_at, now - self._looked_at
-        self._looked_at = now
+        self._looked_at, self.late = now, ""
         before = ""
         for index, hop in enumerate(route):
-            state = states[hop.peer]  # `rows` it has received, and cached up to `position`
+            peer, state = hop.peer, states[hop.peer]  # `rows` it has received, and cached up to `position`
             if state.epoch != epoch:
-                why = because("hop_forgot", "it has forgotten the session", hop.peer)
-                return HopLoss(HopFailed(hop.peer, why, blameless=True))
+                why = because("hop_forgot", "it has forgotten the session", peer)
+                return HopLoss(HopFailed(peer, why, blameless=True))
             if state.rows < fed:
-                is_coming = quiet_s < self._transfer_s(fed - state.rows)
-                is_behind_others = now - took_at.get(hop.peer, -math.inf) < self._longest_quiet_s
-                if (is_coming or is_behind_others) and self._may_take(hop.peer, fed, since_s):
-                    return None
-                return _lost_tokens(before, hop.peer, fed)
+                is_behind_others = now - took_at.get(peer, -math.inf) < self._longest_quiet_s
+                sender = "" if peer in took_at else before
+                self._count_receiving(sender, peer, state.rows, fed, since_s, crowded=is_behind_others)
+                is_lost = self._waits[peer].lost_s > self._stuck_s
+                is_coming = quiet_s < self._transfer_s(fed - state.rows) and not is_lost
+                may_take = self._may_take(peer, since_s)
+                return None if (is_coming or is_behind_others) and may_take else _lost_tokens(before, peer, fed)
             if state.position < fed:
                 after = route[index + 1].peer if index + 1 < len(route) else ""
-                untaken = max(state.position - states[after].rows, 0) if after else 0
-                longest_s = max(self._stuck_s, self._transfer_s(untaken))
-                if quiet_s <= longest_s and self._may_take(hop.peer, fed, since_s):
+                taken = min(states[after].rows, state.position) if after else state.position
+                self._count_computing(peer, after, state.position, taken, since_s)
+                step_s = self._patience_s(peer, min(fed, CHUNK_ROWS))  # it tells of a step when that is over
+                longest_s = max(step_s, self._transfer_s(state.position - taken))
+                if self._may_take(peer, since_s) and quiet_s <= longest_s:
                     return None
-                if untaken:  # it may have to wait until its successor has taken what it has computed
-                    return _lost_tokens(hop.peer, after, state.position)
-                why = because("hop_stuck", "it answers but does not advance", hop.peer)
-                return HopLoss(HopFailed(hop.peer, why))
-            before = hop.peer
+                if taken < state.position:  # it may have to wait until its successor has taken what it has computed
+                    return _lost_tokens(peer, after, state.position)
+                return HopLoss(HopFailed(peer, because("hop_stuck", "it answers but does not advance", peer)))
+            before = peer
         if quiet_s < CROWDED_S:
             return None  # the answer may be behind what others send
         return HopLoss(HopFailed(before, because("answer_lost", "its answer is lost", before), blameless=True))
+
+    def resume(self, now: float) -> None:
+        """Count from then on."""
+        self._looked_at = now
+
+    def overdue(self, route: Route, *, links: bool = False) -> list[LateHop]:
+        """Return the hops that took much longer than was believed: what they have to read takes that long at least.
+
+        With `links`, waits at links count too: half for each hop at an end.
+        """
+        found = []
+        for hop in route:
+            wait, unread = self._waits[hop.peer], self._unread[hop.peer]
+            waited_s = wait.hop_s + (wait.link_s if links else 0.0)
+            if waited_s > CROWDED_S + OVERDUE_TIMES * self._pace(hop.peer).expected_s(unread):
+                found.append(LateHop(hop, unread, waited_s))
+        return found
+
+    def _count_receiving(self, sender: str, peer: str, rows: int, fed: int, since_s: float, *, crowded: bool) -> None:
+        """Count seconds in which rows were on their way to a hop; without a sender they come from this asker.
+
+        Those may take as long as over a slow link, which may be its own, before they count.
+        """
+        wait = self._waits[peer]
+        wait.receiving = wait.receiving or _Crossing(rows)
+        beyond_s = wait.receiving.beyond_s(since_s, min(rows + CHUNK_ROWS, fed), self._row_bytes)
+        if sender:
+            self._count_link(sender, peer, since_s)
+            wait.lost_s += beyond_s
+        elif crowded:
+            wait.link_s += beyond_s
+        else:
+            wait.hop_s += beyond_s
+
+    def _count_computing(self, peer: str, after: str, position: int, taken: int, since_s: float) -> None:
+        """Count seconds in which a hop computes, or waits for its successor to take more than so many tokens."""
+        wait = self._waits[peer]
+        wait.sending = wait.sending or _Crossing(taken)
+        beyond_s = wait.sending.beyond_s(since_s, position, self._row_bytes) if taken < position else since_s
+        wait.hop_s += beyond_s
+        if after:
+            self._count_link(peer, after, since_s - beyond_s)
+
+    def _count_link(self, sender: str, receiver: str, since_s: float) -> None:
+        for peer in (sender, receiver):
+            self._waits[peer].link_s += since_s / 2
 
     def _transfer_s(self, tokens: int) -> float:
         """Seconds after which some of these tokens have arrived, if a slow link carries them."""
         crossing_s = tokens * self._row_bytes / SLOW_LINK_BYTES_PER_S
         return min(max(crossing_s, CROWDED_S), self._longest_quiet_s)
 
-    def _may_take(self, peer: str, fed: int, since_s: float) -> bool:
+    def _pace(self, peer: str) -> ReadingPace:
+        return self._paces.get(peer, ReadingPace())
+
+    def _patience_s(self, peer: str, tokens: int) -> float:
+        """Seconds that a hop may take for so many tokens by its own word; it cannot make them as many as it likes."""
+        return self._stuck_s + min(OVERDUE_TIMES * self._pace(peer).claimed_s(tokens), self._slow_s(tokens))
+
+    def _slow_s(self, tokens: int) -> float:
+        return self._stuck_s * tokens / STEP_TOKENS
+
+    def _may_take(self, peer: str, since_s: float) -> bool:
         """Count the seconds since the last look as a wait for this hop; False if those are too many in all."""
-        waited_s = self._waited_s[peer] = self._waited_s.get(peer, 0.0) + since_s
-        return waited_s <= self._stuck_s * (1 + max(fed - self._cached, 0) / STEP_TOKENS)
+        wait, unread = self._waits[peer], self._unread[peer]
+        wait.in_all_s += since_s
+        self.late = peer if wait.hop_s > self._patience_s(peer, unread) else ""
+        return wait.in_all_s <= self._stuck_s + self._slow_s(unread)
 
 
 def _lost_tokens(sender: str, receiver: str, stop: int) -> HopLoss:

@@ -22,6 +22,7 @@ from typing import Protocol
 import trio
 
 from app.asker.recovery import (
+    OVERDUE_TIMES,
     HopFailed,
     HopLoss,
     HopProgress,
@@ -38,7 +39,7 @@ from app.core.reasons import Reason, because
 from app.core.signal import Signal
 from app.core.smoothing import Ewma
 from app.routing.reroute import RerouteTimer, RunningRoute
-from app.routing.route import NoRoute, Route
+from app.routing.route import Hop, NoRoute, ReadingPace, Route
 from app.routing.wire_choice import Wires
 from app.session.adapter_index import AdapterRef
 from app.session.cache_wire import HANDOVER_S, MIN_TOKENS
@@ -313,6 +314,21 @@ class RouteSource(Protocol):
     def wires(self, route: Route, before: Wires | None) -> Wires:
         """Return the number formats of rows on a route; `before` are those that the session has had so far."""
 
+    def paces(self, route: Route) -> Mapping[str, ReadingPace]:
+        """Return how fast hops were believed to read when the route was proposed, as far as that is known."""
+
+    def waited(self, hop: Hop, tokens: int, waited_s: float, *, given_up: bool = False) -> None:
+        """Record that a hop was waited for so long, and had not read these tokens by then; `given_up`: in vain."""
+
+    async def would_use(self, hop: Hop, avoid: Sequence[str]) -> bool:
+        """Return True if a new session would use this hop: the others, if any, are believed slower."""
+
+    def lacks_adapter(self, peer: str) -> None:
+        """Record that the session's adapter did not get to a peer."""
+
+    def without_adapter(self) -> Collection[str]:
+        """Return the peers to which it did not get lately."""
+
 
 def _lost(peer: str) -> HopFailed:
     return HopFailed(peer, because("hop_lost", "its stream broke", peer))
@@ -492,6 +508,13 @@ class RouteHops:
     def _cannot_adapt(self, peer: str, why: Reason) -> None:
         """Use a peer no more in this session: it cannot compute with the adapter. Other sessions are not concerned."""
         self.unable[peer] = why
+        self.trouble = HopFailed(peer, why, blameless=True)
+        self._guide.lacks_adapter(peer)
+
+    def _cannot_adapt_yet(self, peer: str) -> None:
+        """Leave a peer to which the adapter does not get, for one that may have it sooner."""
+        self._guide.lacks_adapter(peer)
+        why = because("hop_unopened", "the adapter has not got to it so far", peer)
         self.trouble = HopFailed(peer, why, blameless=True)
 
     def _note_bad_link(self, peer: str) -> None:
@@ -738,6 +761,9 @@ class RouteHops:
         if self.trouble is not None:
             raise self.trouble
         silent = [hop.peer for hop in self.route if hop.peer not in self._ready]
+        if self._shape.adapter is not None:
+            for peer in silent:
+                self._guide.lacks_adapter(peer)
         late = "it did not open the session in time"
         self._raise_first([HopFailed(peer, because("hop_unopened", late, peer)) for peer in silent])
         return [self._ready[hop.peer] for hop in self.route]
@@ -745,7 +771,7 @@ class RouteHops:
     async def _wait_ready(self, fetching: Collection[str]) -> None:
         """Wait until all hops are ready or one has failed; who fetches a cache or an adapter may take longer.
 
-        As long as it answers, that is.
+        As long as it answers, that is. An adapter may take `stuck_s` where others can take the hop's place.
         """
 
         def is_settled() -> bool:
@@ -755,6 +781,7 @@ class RouteHops:
         if self._shape.adapter is not None:
             fetching, longer_s = {hop.peer for hop in self.route}, longer_s + self._settings.adapter_s
         until = trio.current_time() + self._settings.ready_s + longer_s
+        look_at = trio.current_time() + self._settings.ready_s + self._settings.stuck_s
         with trio.move_on_after(self._settings.ready_s):
             await self._heard.wait_for(is_settled)
         while not is_settled() and trio.current_time() < until:
@@ -771,6 +798,20 @@ class RouteHops:
             alive = {peer for peer, state in self.states.items() if adapted or state.epoch == self.epoch}
             if not missing <= alive | set(self._ready):
                 return
+            if adapted and not is_settled() and trio.current_time() >= look_at:
+                look_at = trio.current_time() + LOOK_FOR_OTHERS_S
+                for hop in self.route:
+                    if hop.peer not in self._ready and await self._is_replaceable(hop.peer):
+                        self._cannot_adapt_yet(hop.peer)
+
+    async def _is_replaceable(self, peer: str) -> bool:
+        """True if a hop that lacks the adapter can be replaced by one to which it may get sooner."""
+        avoid = {peer, *self.leaving, *self.unable, *self._guide.without_adapter()}
+        try:
+            await self._guide.route(self.route, sorted(avoid))
+        except NoRoute:
+            return False
+        return peer not in self._ready
 
     def _first_outputs(self, plan: ResumePlan | None) -> dict[str, int]:
         """The position from which each hop must send outputs; without a plan it must send nothing yet."""
@@ -815,13 +856,13 @@ class RouteHops:
 
 _SMOOTHING = 0.2
 LOOK_AGAIN_S = 1.0
+LOOK_FOR_OTHERS_S = 5.0  # between two looks for hops that would be faster than one that is late
 PACE_EVERY = 16  # tokens between two questions to the hops about their speed
 WAIT_FOR_HOLDER_S = 0.2  # between two looks for a member that serves a missing block
 REFUSED_ROUTE_S = 3.0  # to wait for a first route where members serve every block but have no room or no permission
 REPORT_AFTER_S = 1.0  # a shorter wait for a missing block is not worth a message
-MIN_OVERDUE_S = 1.0  # an answer is overdue after this, or
-OVERDUE_TIMES = 8.0  # after so many times the average step, if that is longer, but
-LONGEST_OVERDUE_S = 10.0  # no later: hops decide how long steps take
+MIN_OVERDUE_S = 1.0  # an answer is overdue after this, or after `OVERDUE_TIMES` the average step, if that is longer,
+LONGEST_OVERDUE_S = 10.0  # but no later: hops decide how long steps take
 UNCOMPUTED_BYTES = 2**26  # of a prompt's rows that are sent before all hops have computed what came before
 LOOK_AT_HOPS_S = 0.1  # between two questions whether they have
 _ROUNDS = 3  # epochs until hops and plan agree
@@ -858,6 +899,7 @@ class RouteSession:
     ) -> None:
         self._hops = RouteHops(links, guide, shape, settings, prefix)
         self._guide, self._embed, self._settings = guide, embed, settings
+        self._repair_s = settings.repair_s + (settings.adapter_s if shape.adapter is not None else 0.0)
         self._own_node = own_node or OwnNode()
         self._loading_seen, self._loading_at = self._own_node.loading(), 0.0  # when it grew while this session waited
         self._row_bytes = row_bytes(DTYPES[shape.dtype], shape.width)
@@ -874,6 +916,10 @@ class RouteSession:
         self._smooth_answers = 0  # in a row
         self._unsound: set[str] = set()  # hops that failed: no other goes on with their cache
         self._cut_to = KEEP  # hops may still cache other tokens from this position on
+        self._cached: dict[str, int] = {}  # by hop, when the epoch began
+        self._believed: Mapping[str, ReadingPace] = {}  # of the route's hops, when it was proposed
+        self._progress: HopProgress | None = None  # while an answer is late
+        self._look_for_others_at = 0.0
         self._look_again_at = 0.0  # for hops that could replace those that are leaving
         self._links = links
         self._recheck = RerouteTimer(trio.current_time())
@@ -885,6 +931,7 @@ class RouteSession:
         self.answered = 0  # tokens that all hops of the route have cached: an answer came back for them
         self._answered_in = 0  # the epoch of that answer
         self.first_answer = trio.Event()  # also set when the session is closed
+        self.first_is_late = trio.Event()  # also set by the first answer
         self.reused = 0  # tokens that every hop had cached when the session began
         self.prompt_fed_at = 0.0  # when the first route was open and the prompt began to go through it
         self.reached: int | None = (
@@ -945,7 +992,7 @@ class RouteSession:
         """
         while not self._settled:
             try:
-                self._first = await self._guide.route((), [])
+                self._first = await self._find_route()
                 return None
             except NoRoute as error:
                 if self._is_over(error, self._begun_at):
@@ -987,7 +1034,7 @@ class RouteSession:
         first, hops = len(self._history), self._hops
         known = first + len(token_ids)
         self._history += token_ids
-        self.reached = None
+        self.reached = self._progress = None
         hops.want(known - 1, known)
         if self._cut_to != KEEP and not hops.can_revise:
             self._flowing = False
@@ -1033,7 +1080,8 @@ class RouteSession:
                 if self._smooth_answers >= _FORGOTTEN_AFTER:
                     self._excuses.clear()
                 self.answered, self._answered_in = first + len(token_ids), hops.epoch  # guesses may be wrong
-                self.first_answer.set()
+                self._progress = None
+                self._note_first_answer()
                 return answer
         raise SessionLost("the route failed again and again without a single token; try again later")
 
@@ -1046,7 +1094,8 @@ class RouteSession:
 
     async def close(self, rest_s: int = 0) -> None:
         """Close the session at all hops, without waiting for them; they may keep its cache for `rest_s` seconds."""
-        self.first_answer.set()
+        self._note_first_answer()
+        self._note_given_up()
         self._flowing = False
         with trio.CancelScope(shield=True):
             await self._hops.close(rest_s)
@@ -1057,10 +1106,9 @@ class RouteSession:
         """Send tokens from position `first` on to the first hop, in chunks; what waits at a hop takes its memory."""
         hops, epoch = self._hops, self._hops.epoch
         ahead = max(self._settings.chunk_rows, UNCOMPUTED_BYTES // self._row_bytes)
-        progress = HopProgress(trio.current_time(), self._row_bytes, self._settings.stuck_s, first)
         for start in range(first, len(self._history), self._settings.chunk_rows):
             if start - first >= ahead:
-                await self._computed(start - ahead, start, progress)
+                await self._computed(start - ahead, start)
             chunk = self._history[start : start + self._settings.chunk_rows]
             is_given = embedded is not None and len(chunk) == len(self._history) - first and not hops.feed_wire
             data = embedded if is_given else None
@@ -1071,14 +1119,14 @@ class RouteSession:
                 return
             await hops.feed(start, len(chunk), data)
 
-    async def _computed(self, length: int, fed: int, progress: HopProgress) -> None:
+    async def _computed(self, length: int, fed: int) -> None:
         """Wait until all hops have cached so many of the `fed` tokens, or one of them is in trouble."""
-        hops = self._hops
+        hops, progress = self._hops, self._follow_hops()
         while hops.trouble is None:
             await self._ask_hops()
             if all(state.position >= length for state in hops.states.values()):
                 return
-            self._find_loss(progress, fed)
+            await self._find_loss(progress, fed)
             await hops.settle(LOOK_AT_HOPS_S)
 
     async def _wait_answer(self) -> Frame | None:
@@ -1089,10 +1137,9 @@ class RouteSession:
         while True:
             await hops.settle(overdue_s(self._step_s.value))
             if hops.answer is None and hops.trouble is None:
-                cached = self.answered if self._answered_in == hops.epoch else 0
-                progress = progress or HopProgress(begin, self._row_bytes, self._settings.stuck_s, cached)
+                progress = progress or self._follow_hops(begin)
                 await self._ask_hops()
-                self._find_loss(progress, len(self._history))
+                await self._find_loss(progress, len(self._history))
             if hops.answer is not None:
                 return hops.answer
             if hops.trouble is not None:
@@ -1114,31 +1161,87 @@ class RouteSession:
                 self._guide.failed(hop.peer, why, busy=False)
                 hops.trouble = HopFailed(hop.peer, why, blameless=True)  # reported above, as others may be
 
-    def _find_loss(self, progress: HopProgress, fed: int) -> None:
-        """Find out why no answer to the `fed` tokens comes: what a link lost becomes `hops.trouble`."""
-        hops = self._hops
+    def _follow_hops(self, begin: float | None = None) -> HopProgress:
+        """Follow the progress of the hops with the tokens under way since `begin`, or from now on.
+
+        What they were waited for before counts too; not the time in which this asker was busy with sending.
+        """
+        begin = trio.current_time() if begin is None else begin
+        if self._progress is None:
+            hops, tokens = self._hops, len(self._history)
+            if self._answered_in == hops.epoch:
+                cached = dict.fromkeys(self._cached, self.answered)
+            else:
+                cached = self._cached
+            unread = {hop.peer: max(tokens - cached.get(hop.peer, 0), 1) for hop in hops.route}
+            self._progress = HopProgress(begin, self._row_bytes, self._settings.stuck_s, unread, self._believed)
+        self._progress.resume(begin)
+        return self._progress
+
+    async def _find_loss(self, progress: HopProgress, fed: int) -> None:
+        """Find out why no answer to the `fed` tokens comes: what a link lost, or a late hop, becomes `hops.trouble`."""
+        hops, now = self._hops, trio.current_time()
+        if hops.answer is not None or hops.trouble is not None:
+            return
+        loss = progress.loss(hops.route, hops.states, hops.epoch, fed, now, hops.took_at())
+        if loss is not None:
+            hops.trouble = hops.blame_for(loss)
+        elif progress.late:
+            self.first_is_late.set()
+            if now >= self._look_for_others_at:
+                self._look_for_others_at = now + LOOK_FOR_OTHERS_S
+                await self._leave_if_outdone(progress.late)
+
+    async def _leave_if_outdone(self, peer: str) -> None:
+        """Count a late hop as failed if others are faster, by what it was waited for; else leaving it helps nobody."""
+        hops, hop = self._hops, self._note_wait_for(peer)
+        if hop is None or await self._guide.would_use(hop, sorted({*hops.leaving, *hops.unable})):
+            return
         if hops.answer is None and hops.trouble is None:
-            loss = progress.loss(hops.route, hops.states, hops.epoch, fed, trio.current_time(), hops.took_at())
-            if loss is not None:
-                hops.trouble = hops.blame_for(loss)
+            hops.trouble = HopFailed(peer, because("hop_stuck", "it takes far longer than it was believed to", peer))
+
+    def _note_wait_for(self, peer: str) -> Hop | None:
+        """Report a hop, and return it, if the present answer was waited for it much longer than was believed."""
+        overdue = [] if self._progress is None else self._progress.overdue(self.route)
+        for late in overdue:
+            if late.hop.peer == peer:
+                self._guide.waited(late.hop, late.unread, late.waited_s)
+                return late.hop
+        return None
+
+    def _note_given_up(self) -> None:
+        """Report all such hops: nobody will find out which of them is at fault, but the next reply can avoid them."""
+        for late in [] if self._progress is None else self._progress.overdue(self.route, links=True):
+            self._guide.waited(late.hop, late.unread, late.waited_s, given_up=True)
+
+    def _note_first_answer(self) -> None:
+        self.first_answer.set()
+        self.first_is_late.set()
 
     # --- routes -------------------------------------------------------------------------------------------------------
 
     async def _repair(self) -> None:
         """Set up a route on which all tokens so far are cached or under way.
 
-        Raises `NoRoute` or `SessionLost` after `first_route_s` or `new_route_s`. While there is no route, hops that are
-        leaving are let go: they could not carry the session on, and one may have to unload these blocks to host others.
+        Raises `NoRoute` after `first_route_s` or `new_route_s` without one, and `SessionLost` if routes failed for
+        `repair_s`, or `adapter_s` longer where hops fetch an adapter. While there is no route, hops that are leaving
+        are let go: they could not carry the session on, and one may have to unload these blocks to host others.
         """
         hops = self._hops
         begin = trio.current_time() if self._settled else self._begun_at
         wait_s = self._settings.new_route_s if self._settled else self._settings.first_route_s
+        tried_at: float | None = None  # the first route
+        if hops.trouble is not None and not hops.trouble.blameless:
+            self._note_wait_for(hops.trouble.peer)
+        self._progress = None
         self.recoveries += bool(self._settled) and hops.trouble is not None
         self._better = ()
         while True:
             await trio.sleep(self._note_failure())
             try:
-                await self._set_up(await self._next_route(), hops.leaving - self._unsound)
+                route = await self._next_route()
+                tried_at = trio.current_time() if tried_at is None else tried_at
+                await self._set_up(route, hops.leaving - self._unsound)
                 return
             except NoRoute as error:
                 if self._is_over(error, begin):
@@ -1147,26 +1250,31 @@ class RouteSession:
                 await hops.let_go()
                 await trio.sleep(WAIT_FOR_HOLDER_S)
             except HopFailed as failure:
-                # A hop that died is tried again now and then, which must not end a wait for this node's own blocks.
-                if trio.current_time() - max(begin, self._loading_at) > max(wait_s, self._settings.repair_s):
-                    raise SessionLost(f"no route worked for {self._settings.repair_s:g} s: {failure}") from failure
                 hops.trouble = failure
+                # A hop that died is tried again now and then, which must not end a wait for this node's own blocks.
+                assert tried_at is not None, "a hop failed on a route"
+                if trio.current_time() - max(tried_at, self._loading_at) > max(wait_s, self._repair_s):
+                    self._note_failure()
+                    raise SessionLost(f"no route worked for {self._repair_s:g} s: {failure}") from failure
 
     async def _next_route(self) -> Route:
-        """Return a route without the hops that are leaving, or with them if there is no other yet."""
+        """Return a route; raises `NoRoute` with the reasons why peers cannot serve the session's adapter, if any."""
         first, self._first = self._first, ()
-        if first:
-            return first
-        leaving, unable = self._hops.leaving, self._hops.unable
         try:
-            return await self._guide.route(self._settled, sorted({*leaving, *unable}))
-        except NoRoute as error:
-            if not leaving:
-                raise self._explained(error) from None
-        try:
-            return await self._guide.route(self._settled, sorted(unable))
+            return first or await self._find_route()
         except NoRoute as error:
             raise self._explained(error) from None
+
+    async def _find_route(self) -> Route:
+        """Return a route without hops that are leaving or lack the adapter, or with them if there is no other yet."""
+        hops, late = self._hops, {*self._guide.without_adapter(), *self._hops.leaving}
+        for left_out in dict.fromkeys(map(frozenset, (late, hops.leaving, ()))):
+            try:
+                return await self._guide.route(self._settled, sorted(left_out | hops.unable.keys()))
+            except NoRoute:
+                if not left_out:
+                    raise
+        raise AssertionError("the last attempt leaves nobody out")
 
     def _explained(self, error: NoRoute) -> NoRoute:
         """Return the error with the reasons why peers cannot serve the session's adapter, if there are any."""
@@ -1210,7 +1318,8 @@ class RouteSession:
     async def _look_for_better(self, running: RunningRoute) -> None:
         """Search for a better route and begin to open its links, while tokens go on over the present one."""
         better = await self._guide.better(running) or ()
-        if self.route != running.route or not self._flowing or any(hop.peer in self._hops.unable for hop in better):
+        unable = {*self._hops.unable, *self._guide.without_adapter()}
+        if self.route != running.route or not self._flowing or any(hop.peer in unable for hop in better):
             return
         self._better, self._better_until = better, trio.current_time() + self._settings.open_s
         for hop in better:
@@ -1284,6 +1393,8 @@ class RouteSession:
         if not self._settled:
             self.reused, self.prompt_fed_at = min(plan.lengths), trio.current_time()
         self._flowing, self._cut_to, self._settled = True, KEEP, route
+        self._cached = {hop.peer: length for hop, length in zip(route, plan.lengths, strict=True)}
+        self._believed, self._progress = self._guide.paces(route), None
         if route not in self.routes:
             self.routes.append(route)
         await self._feed(plan.feed_from)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import trio
@@ -17,7 +17,7 @@ from app.core.network import FrameStream, Network
 from app.core.reasons import Reason, because
 from app.core.span import Span
 from app.routing.reroute import RunningRoute
-from app.routing.route import Hop, NoRoute, Route
+from app.routing.route import Hop, NoRoute, ReadingPace, Route
 from app.routing.wire_choice import Wires
 from app.serving.stats import ServerStats
 from app.session.frame import DTYPES, row_bytes
@@ -63,6 +63,19 @@ class _OwnBlocks:
 
     def wires(self, route: Route, before: Wires | None) -> Wires:
         return {}
+
+    def paces(self, route: Route) -> Mapping[str, ReadingPace]:
+        return {}
+
+    def waited(self, hop: Hop, tokens: int, waited_s: float, *, given_up: bool = False) -> None: ...
+
+    async def would_use(self, hop: Hop, avoid: Sequence[str]) -> bool:
+        return True
+
+    def lacks_adapter(self, peer: str) -> None: ...
+
+    def without_adapter(self) -> Collection[str]:
+        return ()
 
 
 async def span_trouble(network: Network, server: HopServer, runner: BlockRunner) -> Reason | None:

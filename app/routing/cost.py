@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import median_high
 
 from app.core.pieces import Pieces, at_once, by_chunks
-from app.routing.route import KnownCosts, LinkSeconds, Route, RouteRequest
+from app.routing.route import Hop, KnownCosts, LinkSeconds, ReadingPace, Route, RouteRequest
 from app.swarm.records import SLOWEST_TOKENS_PER_S, Announcement
 
 HOP_S = 0.001  # overhead of a hop, besides its link and its blocks, until measured
@@ -94,6 +94,17 @@ def believed_in_pieces(
                 # Only decode steps are measured; the prompt's share is scaled by the same factor.
                 believed[member.peer] = measured_s * claimed[member.peer] / block_seconds(member)
     return believed
+
+
+def reading_pace(hop: Hop, member: Announcement, measured_s: float | None) -> ReadingPace:
+    """How fast a hop reads beside what keeps its device busy: by its own word, or slower if `measured_s` says so.
+
+    `measured_s` are seconds per token and block.
+    """
+    block_s = max(member.decode_block_s, measured_s or 0.0)
+    blocks = len(hop.span) / (1 - min(member.busy, BUSIEST))
+    times = block_s / member.decode_block_s
+    return ReadingPace(blocks * member.decode_block_s, blocks * member.prefill_block_s, times, block_s)
 
 
 def believed_prompt_seconds(members: Sequence[Announcement]) -> dict[str, float]:

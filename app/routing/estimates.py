@@ -22,7 +22,7 @@ from app.routing.cost import (
     compute_seconds,
     overhead_seconds,
 )
-from app.routing.route import Route
+from app.routing.route import Hop, ReadingPace, Route
 from app.swarm.records import MAX_RATES, MAX_RTTS, Announcement, tail
 
 _TAKEN_AT_ONCE = 64  # members whose claims are read without a break
@@ -254,12 +254,30 @@ class MeasuredSpeeds:
     def __init__(self) -> None:
         self._block_s: dict[str, float] = {}  # the latest measured last
         self._noted_at: dict[str, float] = {}
+        self._at_least: dict[str, tuple[float, float]] = {}  # by `note_wait`: seconds, when; the latest last
 
     def block_s(self, now: float) -> dict[str, float]:
         """Current estimates by peer."""
         while self._block_s and self._noted_at[peer := next(iter(self._block_s))] < now - BELIEVED_S:
             self._forget(peer)
-        return dict(self._block_s)
+        self._at_least = {peer: noted for peer, noted in self._at_least.items() if noted[1] >= now - BELIEVED_S}
+        return self._block_s | {
+            peer: max(seconds, self._block_s.get(peer, 0.0)) for peer, (seconds, _) in self._at_least.items()
+        }
+
+    def note_wait(self, hop: Hop, pace: ReadingPace, tokens: int, waited_s: float, now: float) -> None:
+        """Note that a hop was waited for so long, and had not read these tokens of a prompt by then.
+
+        It counts as that much slower than was believed, but not as slower than if it had read a single token. This says
+        nothing of other hops: their estimates stay as they are.
+        """
+        times = waited_s / max(pace.expected_s(tokens), _LEAST_S)
+        block_s = min(pace.block_s * times, waited_s / len(hop.span))
+        if block_s > self._at_least.get(hop.peer, (0.0, 0.0))[0]:
+            self._at_least.pop(hop.peer, None)
+            self._at_least[hop.peer] = block_s, now
+            if len(self._at_least) > _REMEMBERED:
+                del self._at_least[next(iter(self._at_least))]
 
     def note(
         self, route: Route, token_s: float, links_s: float, expected_block_s: Mapping[str, float], now: float

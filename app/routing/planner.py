@@ -26,14 +26,16 @@ from app.routing.cost import (
     entry_seconds,
     links_seconds,
     overhead_seconds,
+    reading_pace,
 )
 from app.routing.estimates import LinkEstimates, MeasuredSpeeds, RateClaims, RateEstimates, link_seconds_in_pieces
 from app.routing.prefer_here import prefer_here
 from app.routing.reroute import RouteComparison, RunningRoute, is_worth_moving
-from app.routing.route import KnownCosts, LinkSeconds, NoRoute, Privacy, Route, RouteRequest
+from app.routing.route import Hop, KnownCosts, LinkSeconds, NoRoute, Privacy, ReadingPace, Route, RouteRequest
 from app.routing.search import repair_route, search_route, why_unused
 from app.routing.trust import TrustBook, TrustScore
 from app.routing.wire_choice import Wires, choose_wires, keep_wires
+from app.session.adapter_index import AdapterRef
 from app.session.frame import INT8
 from app.session.wire import CACHE_EXCEEDED, MAX_TOKENS
 from app.swarm.records import Announcement
@@ -46,6 +48,8 @@ TRIAL_S = 6.0  # a first use of a peer ends sooner: by its first answer, or beca
 WARY_S = 10.0  # peers that never worked are avoided for so long after one of them failed; doubled each time, up to
 WARIEST_S = 600.0
 _REMEMBERED_WORKED = 1024
+WITHOUT_ADAPTER_S = 600.0  # for so long, replies with an adapter go round a peer to which it did not get
+_REMEMBERED_WITHOUT = 1024
 _SEARCHES = 3  # for one route, if those found are out of date at once
 _AGAIN_S, _LATEST_AGAIN_S = 0.25, 300.0  # until a session asks a hop again that had no room for it, doubled each time
 _PAUSED_HERE = "this node is paused; `shoal status` says why, and what lets it host again"
@@ -81,6 +85,7 @@ class RoutePlanner:
         self._trials: dict[str, float] = {}  # peers that a session uses for the first time -> until when
         self._vain_trials = 0  # first uses that failed, less those that did not
         self._wary_until = float("-inf")
+        self._without_adapter: dict[tuple[AdapterRef, str], float] = {}  # until when; the latest last
         self._searching = trio.Lock()  # one search at a time: the next one sees whom this one tries for the first time
 
     def not_accused(self) -> frozenset[str]:
@@ -318,18 +323,35 @@ class RoutePlanner:
     def failed(self, peer: str, why: Reason) -> None:
         """Note in the trust book that a peer failed, and be wary of others that never worked if it never did."""
         self.book.note(peer, "failed", f"failed: {why.text}")
-        self._tried_in_vain(peer)
+        self.tried_in_vain(peer)
 
     def refused(self, peer: str, tokens: int, why: Reason) -> None:
         """Note that a peer had no room for a session of so many tokens; be wary of strangers if it had announced it."""
         contradicts = any(m.peer == peer and m.serves and m.kv_free_tokens >= tokens for m in self.members())
         if self.full_hops.refused(peer, tokens, why, trio.current_time(), contradicts=contradicts):
-            self._tried_in_vain(peer)
+            self.tried_in_vain(peer)
 
-    def _tried_in_vain(self, peer: str) -> None:
+    def tried_in_vain(self, peer: str) -> None:
+        """Be wary of peers that never worked, if this one never did."""
         if peer not in self._worked:
             self._vain_trials += 1
             self._wary_until = trio.current_time() + backoff_s(WARY_S, self._vain_trials, WARIEST_S)
+
+    def lacks_adapter(self, adapter: AdapterRef, peer: str) -> None:
+        """Note that an adapter did not get to a peer."""
+        self._without_adapter.pop((adapter, peer), None)
+        self._without_adapter[adapter, peer] = trio.current_time() + WITHOUT_ADAPTER_S
+        if len(self._without_adapter) > _REMEMBERED_WITHOUT:
+            del self._without_adapter[next(iter(self._without_adapter))]
+
+    def has_adapter(self, adapter: AdapterRef, peer: str) -> None:
+        """Note that a peer computes with an adapter."""
+        self._without_adapter.pop((adapter, peer), None)
+
+    def without_adapter(self, adapter: AdapterRef) -> set[str]:
+        """Return the peers to which an adapter did not get lately."""
+        now = trio.current_time()
+        return {peer for (one, peer), until in self._without_adapter.items() if one == adapter and now < until}
 
     async def better(self, standing: RunningRoute, request: RouteRequest, refusing: Refusing = dict) -> Route | None:
         """Return a route that is worth moving a running session to, or None; without `refusing` peers."""
@@ -337,17 +359,31 @@ class RoutePlanner:
             self.record_token_time(standing.route, standing.token_s, request)
             return await in_pieces(self._search_better(standing, request, refusing))
 
-    def _search_better(self, standing: RunningRoute, request: RouteRequest, refusing: Refusing) -> Pieces[Route | None]:
+    async def would_use(self, hop: Hop, request: RouteRequest, avoid: Collection[str]) -> bool:
+        """Return True if a new session would use this hop, be it that there is no other."""
+        async with self._searching:
+            try:
+                _, best = await in_pieces(self._search_beside((hop,), request, avoid))
+            except NoRoute:
+                return True
+        return any(one.peer == hop.peer for one in best)
+
+    def _search_beside(
+        self, current: Route, request: RouteRequest, avoid: Collection[str]
+    ) -> Pieces[tuple[RouteComparison, Route]]:
+        """Search for the best route while `current` is in use; returns also what it was compared by."""
         members = self.members()
         scores = yield from self._standings(members)
-        avoided = self._avoided(scores)
         known = yield from self._known(members, scores)
-        # The prompt has been processed, so only single tokens count.
-        link_s = yield from self._link_s(members)
-        ahead = RouteComparison(members, replace(request, prompt_tokens=0), link_s, known)
+        comparison = RouteComparison(members, request, (yield from self._link_s(members)), known)
+        search, avoided = partial(self._search_new, comparison), {*avoid, *self._avoided(scores)}
+        return comparison, (yield from self._without_trials(search, members, avoided, current))
+
+    def _search_better(self, standing: RunningRoute, request: RouteRequest, refusing: Refusing) -> Pieces[Route | None]:
         try:
-            search = partial(self._search_new, ahead)
-            new = yield from self._without_trials(search, members, {*avoided, *refusing()}, standing.route)
+            # The prompt has been processed, so only single tokens count.
+            wanted = replace(request, prompt_tokens=0)
+            ahead, new = yield from self._search_beside(standing.route, wanted, refusing())
         except NoRoute:
             return None
         if not is_worth_moving(standing, new, replace(ahead, request=request)):
@@ -403,14 +439,16 @@ class _Refused:
 class SessionRoutes:
     """Routes for one session of an asker; passes its failures and successes to the planner."""
 
-    def __init__(self, planner: RoutePlanner, request: RouteRequest) -> None:
-        self._planner, self._request = planner, request
+    def __init__(self, planner: RoutePlanner, request: RouteRequest, adapter: AdapterRef | None = None) -> None:
+        self._planner, self._request, self._adapter = planner, request, adapter
         self._formats: dict[str, str] = {}  # of all members met so far: a hop that died is announced no longer
         self._proposed: dict[str, Span] = {}  # the latest route
         self._computed: dict[int, str] = {}  # block -> number format in which the session used it last
         self._able: set[str] = set()  # members met so far that understand rows of int8
         self._refused: dict[str, _Refused] = {}
         self._asks: set[str] = set()  # hops of the latest route that have no session yet, as far as is known
+        self._claims: dict[str, Announcement] = {}  # of hops when they were first proposed: later they can say anything
+        self._paces: dict[str, ReadingPace] = {}  # of hops, as the session was told
         self.notices: list[str] = []  # for the user
 
     async def route(self, current: Route, avoid: Sequence[str]) -> Route:
@@ -450,7 +488,36 @@ class SessionRoutes:
 
     def _propose(self, route: Route) -> Route:
         self._proposed = {hop.peer: hop.span for hop in route}
+        serving = {member.peer: member for member in self._planner.members() if member.span is not None}
+        self._claims = {peer: serving[peer] for peer in self._proposed if peer in serving} | self._claims
         return route
+
+    def paces(self, route: Route) -> Mapping[str, ReadingPace]:
+        """Return how fast hops are believed to read, by their word when they were proposed, as far as that is known."""
+        measured_s = self._planner.measured.block_s(trio.current_time())
+        known = [(hop, self._claims[hop.peer]) for hop in route if hop.peer in self._claims]
+        self._paces |= {hop.peer: reading_pace(hop, claim, measured_s.get(hop.peer)) for hop, claim in known}
+        return {hop.peer: self._paces[hop.peer] for hop, _ in known}
+
+    def waited(self, hop: Hop, tokens: int, waited_s: float, *, given_up: bool = False) -> None:
+        """Record that a hop was waited for so long, and had not read these tokens by then; `given_up`: in vain."""
+        if given_up:
+            self._planner.tried_in_vain(hop.peer)
+        if hop.peer in self._paces:
+            self._planner.measured.note_wait(hop, self._paces[hop.peer], tokens, waited_s, trio.current_time())
+
+    async def would_use(self, hop: Hop, avoid: Sequence[str]) -> bool:
+        """Return True if a new session would use this hop: the others, if any, are believed slower."""
+        return await self._planner.would_use(hop, self._wish((hop,)), {*avoid, *self._refusing((hop,))})
+
+    def lacks_adapter(self, peer: str) -> None:
+        """Record that the session's adapter did not get to a peer."""
+        assert self._adapter is not None, "only sessions with an adapter wait for one"
+        self._planner.lacks_adapter(self._adapter, peer)
+
+    def without_adapter(self) -> Collection[str]:
+        """Return the peers to which it did not get lately."""
+        return () if self._adapter is None else self._planner.without_adapter(self._adapter)
 
     def wires(self, route: Route, before: Wires | None) -> Wires:
         """Choose the number formats of rows on a route; once chosen (`before`), they stay as far as hops allow."""
@@ -480,6 +547,8 @@ class SessionRoutes:
         self._planner.worked(peer)
         self._planner.full_hops.worked(peer, self._request.tokens)
         self._refused.pop(peer, None)
+        if self._adapter is not None:
+            self._planner.has_adapter(self._adapter, peer)
         span, now = self._proposed.get(peer), self._formats.get(peer)
         if span is None or now is None:
             return
@@ -503,8 +572,10 @@ class SessionRoutes:
 class PrefixRoutes(SessionRoutes):
     """Routes for a session whose prompt's beginning is cached at the hops of another one."""
 
-    def __init__(self, planner: RoutePlanner, request: RouteRequest, held: Route, unread: int) -> None:
-        super().__init__(planner, request)
+    def __init__(
+        self, planner: RoutePlanner, request: RouteRequest, held: Route, unread: int, adapter: AdapterRef | None = None
+    ) -> None:
+        super().__init__(planner, request, adapter)
         self._held, self._unread = held, unread
 
     async def route(self, current: Route, avoid: Sequence[str]) -> Route:
@@ -514,14 +585,16 @@ class PrefixRoutes(SessionRoutes):
         request, refusing = self._wish(self._held), partial(self._refusing, self._held)
         found = await self._planner.find_first(self._held, self._unread, request, avoid, refusing)
         self._note_asks(found, ())
-        return found
+        return self._propose(found)
 
 
 class PinnedRoute(SessionRoutes):
     """One fixed route, for audits; it is never repaired or left."""
 
-    def __init__(self, planner: RoutePlanner, request: RouteRequest, route: Route) -> None:
-        super().__init__(planner, request)
+    def __init__(
+        self, planner: RoutePlanner, request: RouteRequest, route: Route, adapter: AdapterRef | None = None
+    ) -> None:
+        super().__init__(planner, request, adapter)
         self._route = route
 
     async def route(self, current: Route, avoid: Sequence[str]) -> Route:
@@ -529,7 +602,11 @@ class PinnedRoute(SessionRoutes):
         unusable = {*avoid, *self._planner.bans.active(trio.current_time()), *self._refusing(())}
         if current or any(hop.peer in unusable for hop in self._route):
             raise NoRoute(self._route[0].span.start)
-        return self._route
+        return self._propose(self._route)
+
+    async def would_use(self, hop: Hop, avoid: Sequence[str]) -> bool:
+        """Return True: the route is fixed."""
+        return True
 
     async def better(self, standing: RunningRoute) -> Route | None:
         """Return None: the route is fixed."""

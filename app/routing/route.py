@@ -25,6 +25,23 @@ Route = tuple[Hop, ...]
 Visit = tuple[str, int]  # a peer and the first block that it runs, before a peer's visits are merged into one hop
 
 
+class ReadingPace(NamedTuple):
+    """How fast a hop reads a prompt, as was believed when it was chosen."""
+
+    step_s: float = 0.0  # seconds for a step of any size, and
+    token_s: float = 0.0  # for each token besides, by its own word
+    times: float = 1.0  # as long as that, as it was measured
+    block_s: float = 0.0  # measured seconds of a single token in one block
+
+    def claimed_s(self, tokens: int) -> float:
+        """Seconds for so many tokens, by the hop's own word."""
+        return self.step_s + tokens * self.token_s
+
+    def expected_s(self, tokens: int) -> float:
+        """Seconds for so many tokens, as it was measured."""
+        return self.times * self.claimed_s(tokens)
+
+
 class NoRoute(AppError):
     """Some block has no usable peer that serves it; `who` and `why` say which peers were considered."""
 

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from app.api import response_store, server
-from app.asker import route_session
+from app.asker import recovery, route_session
 from app.config.settings import Settings
 from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
@@ -18,6 +18,8 @@ from app.membership.table import TableLimits
 from app.rounds import checkpoint, decisions, grid, island, record, statements, traces, train_jobs
 from app.rounds import log as round_log
 from app.routing import capacity
+from app.routing.estimates import BELIEVED_S
+from app.routing.planner import WITHOUT_ADAPTER_S
 from app.serving import batching, block_server, handover
 from app.serving.adapters import AdapterLimits
 from app.serving.admission import TURN_S, AdmissionLimits
@@ -54,7 +56,7 @@ from p2p.nat.relay_server import RelayLimits
 from p2p.values import MAX_BODY_BYTES, WINDOW_BYTES
 
 MIB, KIB = 2**20, 2**10
-ADAPTERS = AdapterLimits()
+ADAPTERS, SESSION = AdapterLimits(), route_session.SessionSettings()
 DOORS, QUOTA, TABLE, PLACES, RELAY = ConnectionLimits(), Limits(), TableLimits(), AdmissionLimits(), RelayLimits()
 
 # For each row, the numbers that it must name, as they are in the code.
@@ -118,6 +120,15 @@ ROWS: dict[str, tuple[float, ...]] = {
         outbound.MAX_DIALS,
         outbound.DIALS_BURST,
         1 / outbound.DIALS_PER_S,
+    ),
+    "waits for a hop of a reply": (
+        SESSION.stuck_s,
+        recovery.OVERDUE_TIMES,
+        recovery.STEP_TOKENS,
+        recovery.SLOW_LINK_BYTES_PER_S,
+        BELIEVED_S,
+        SESSION.adapter_s,
+        WITHOUT_ADAPTER_S,
     ),
     "caches that move": (
         handover.MAX_GIVEN,

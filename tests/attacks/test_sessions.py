@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from app.core.network import FrameStream, Payload, Priority
 from app.core.reasons import Reason
 from app.core.span import Span
 from app.routing.reroute import RunningRoute
-from app.routing.route import Hop, Route
+from app.routing.route import Hop, ReadingPace, Route
 from app.routing.wire_choice import Wires
 from app.serving.admission import TURN_S
 from app.serving.batching import BatchQueue, QueuedTokens
@@ -491,6 +491,17 @@ class FixedRoutes:
 
     def wires(self, route: Route, before: Wires | None) -> Wires:
         return {}
+
+    def paces(self, route: Route) -> Mapping[str, ReadingPace]:
+        return {}
+
+    def waited(self, hop: Hop, tokens: int, waited_s: float, *, given_up: bool = False) -> None: ...
+    async def would_use(self, hop: Hop, avoid: Sequence[str]) -> bool:
+        return True
+
+    def lacks_adapter(self, peer: str) -> None: ...
+    def without_adapter(self) -> Sequence[str]:
+        return ()
 
 
 async def test_what_was_relayed_for_a_dead_hop_reaches_no_other(autojump_clock: MockClock) -> None:

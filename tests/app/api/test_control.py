@@ -247,7 +247,7 @@ def test_a_node_that_hangs_is_told_from_one_that_thinks(monkeypatch: pytest.Monk
             client.get("/control/status")
         for stream in (client.chat({"messages": []}), client.events()):
             with pytest.raises(NotAnswering, match="did not answer in time"):
-                next(stream)  # type: ignore[call-overload]
+                next(stream)
 
 
 async def test_a_reply_may_take_its_time_while_the_node_lives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,24 @@ async def test_a_prompt_that_is_cached_counts_as_read() -> None:
         assert first.reading == 0
 
 
+async def test_a_prompt_that_is_late_is_not_waited_for() -> None:
+    queue = FairQueue()
+    async with queue.turn("one", lambda: READING_TOKENS) as first, queue.turn("two", lambda: 1) as other:
+        async with trio.open_nursery() as nursery:
+
+            async def second() -> None:
+                async with queue.turn("one", lambda: 1):
+                    pass
+
+            nursery.start_soon(second)
+            await wait_all_tasks_blocked()
+            other.late()
+            await wait_all_tasks_blocked()
+            assert queue._waiting
+            first.late()
+        assert not queue._waiting
+
+
 async def test_places_are_kept_for_those_who_come_later() -> None:
     queue = FairQueue()
     begun: list[str] = []

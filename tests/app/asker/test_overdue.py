@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from app.asker.recovery import SLOW_LINK_BYTES_PER_S, STEP_TOKENS, HopLoss, HopProgress
 from app.asker.route_session import overdue_s
 from app.core.span import Span
-from app.routing.route import Hop
+from app.routing.route import Hop, ReadingPace
 from app.session.frame import CHUNK_ROWS, Frame
 from app.session.wire import Kind
 
@@ -20,9 +22,15 @@ def state(cached: int, received: int, epoch: int = EPOCH) -> Frame:
     return Frame(b"", epoch, cached, Kind.STATE, 0, received, 0, memoryview(b""))
 
 
+def following(unread: int, row_bytes: int = 16, pace: ReadingPace | None = None) -> HopProgress:
+    """Both hops have to read so many tokens."""
+    paces = {} if pace is None else dict.fromkeys("ab", pace)
+    return HopProgress(0.0, row_bytes, 30.0, dict.fromkeys("ab", unread), paces)
+
+
 def loss(a: Frame, b: Frame, *, quiet_s: float) -> HopLoss | None:
     """What is made of these two states when nothing has moved for so long."""
-    progress = HopProgress(0.0, row_bytes=1000, stuck_s=30.0)
+    progress = following(FED, row_bytes=1000)
     progress.loss(ROUTE, {"a": a, "b": b}, EPOCH, FED, 0.0)
     return progress.loss(ROUTE, {"a": a, "b": b}, EPOCH, FED, quiet_s)
 
@@ -60,7 +68,8 @@ def test_what_is_only_late(a: Frame, b: Frame, quiet_s: float) -> None:
 
 def test_no_prompt_is_so_long_that_hops_may_deny_it_for_minutes() -> None:
     """A slow link takes 22 minutes for all of these rows, but only 42 s for the next chunk."""
-    progress, fed, row_bytes = HopProgress(0.0, row_bytes=8192, stuck_s=30.0), 8192, 8192
+    fed, row_bytes = 8192, 8192
+    progress = following(fed, row_bytes)
     chunk_s = CHUNK_ROWS * row_bytes / SLOW_LINK_BYTES_PER_S
     states = {"a": state(fed, fed), "b": state(0, 0)}
     assert progress.loss(ROUTE, states, EPOCH, fed, 0.0) is None
@@ -71,24 +80,81 @@ def test_no_prompt_is_so_long_that_hops_may_deny_it_for_minutes() -> None:
 
 
 def test_progress_gives_more_time() -> None:
-    progress, fed = HopProgress(0.0, row_bytes=1000, stuck_s=30.0), 4 * STEP_TOKENS
+    fed = 4 * STEP_TOKENS
+    progress = following(fed)
     for steps, now in ((1, 20.0), (2, 45.0), (3, 70.0)):
         states = {"a": state(steps * STEP_TOKENS, fed), "b": state(0, 0)}
         assert progress.loss(ROUTE, states, EPOCH, fed, now) is None
     assert progress.loss(ROUTE, states, EPOCH, fed, 101.0) is not None
 
 
-@pytest.mark.parametrize(("fed", "cached", "most_s"), [(10, 9, 31), (1000, 999, 31), (1000, 0, 500), (64, 0, 61)])
+@pytest.mark.parametrize(("fed", "cached", "most_s"), [(10, 9, 32), (1000, 999, 32), (1000, 0, 1906), (64, 0, 151)])
 def test_a_hop_that_claims_one_token_at_a_time_is_waited_for_as_long_as_a_slow_one(
     fed: int, cached: int, most_s: int
 ) -> None:
-    progress = HopProgress(0.0, row_bytes=1000, stuck_s=30.0, cached=cached)
+    progress = following(fed - cached)
     given_up_at = next(
         second
         for second in range(1, 10_000)
         if progress.loss(ROUTE, {"a": state(second // 20, fed), "b": state(0, 0)}, EPOCH, fed, second) is not None
     )
     assert 30 <= given_up_at <= most_s
+
+
+PACE = ReadingPace(step_s=0.1, token_s=0.01, times=1.0, block_s=0.1)  # 10.1 s for 1000 tokens
+
+
+def watched(progress: HopProgress, states: Callable[[int], dict[str, Frame]], fed: int, seconds: int) -> int:
+    """The second at which a hop is late, looking every second; as many as there are if none is."""
+    for second in range(seconds):
+        assert progress.loss(ROUTE, states(second), EPOCH, fed, second) is None
+        if progress.late:
+            return second
+    return seconds
+
+
+def crawls(second: int) -> dict[str, Frame]:
+    """The first hop claims a token now and then."""
+    return {"a": state(second // 20, 1000), "b": state(0, second // 20)}
+
+
+@pytest.mark.parametrize(("times", "overdue_at"), [(1.0, 84), (3.0, 246)])
+def test_a_hop_is_late_by_its_own_word_and_overdue_by_what_was_measured(times: float, overdue_at: int) -> None:
+    progress = following(1000, pace=PACE._replace(times=times))
+    assert watched(progress, crawls, 1000, 200) == 111
+    progress = following(1000, pace=PACE._replace(times=times))
+    for second in range(overdue_at):
+        assert progress.loss(ROUTE, crawls(second), EPOCH, 1000, second) is None
+        assert not progress.overdue(ROUTE)
+    progress.loss(ROUTE, crawls(overdue_at), EPOCH, 1000, overdue_at)
+    assert [late.hop.peer for late in progress.overdue(ROUTE)] == ["a"]
+
+
+def test_a_hop_is_not_late_while_its_rows_come_as_over_a_slow_link() -> None:
+    fed, row_bytes = 1000, 8192  # 164 s
+
+    def come(second: int) -> dict[str, Frame]:
+        rows = min(int(second * SLOW_LINK_BYTES_PER_S / row_bytes), fed)
+        return {"a": state(rows, rows), "b": state(0, 0)}
+
+    progress = following(fed, row_bytes)
+    assert watched(progress, come, fed, 160) == 160
+    assert not progress.overdue(ROUTE)
+    progress = following(fed, row_bytes)
+    assert watched(progress, lambda second: come(0), fed, 60) == 60
+    (late,) = progress.overdue(ROUTE)
+    assert (late.hop.peer, late.unread) == ("a", fed)
+    assert late.waited_s == pytest.approx(60 - 45, abs=1), "a chunk takes 42 s"
+
+
+@pytest.mark.parametrize(("a", "b"), [((500, 1000), (100, 100)), ((1000, 1000), (500, 500))])
+def test_both_ends_of_a_link_share_a_wait_that_was_given_up(a: tuple[int, int], b: tuple[int, int]) -> None:
+    """Nobody knows which of them is slow, or says so."""
+    progress = following(1000, row_bytes=8192, pace=ReadingPace(0.01))
+    assert watched(progress, lambda second: {"a": state(*a), "b": state(*b)}, 1000, 31) == 31
+    assert not progress.overdue(ROUTE)
+    shares = {late.hop.peer: late.waited_s for late in progress.overdue(ROUTE, links=True)}
+    assert shares == {"a": 15.0, "b": 15.0}
 
 
 def test_a_step_is_late_after_a_second_or_eight_times_its_usual_or_ten_seconds() -> None:

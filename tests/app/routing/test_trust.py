@@ -26,7 +26,7 @@ from app.asker.evidence import (
 )
 from app.core.span import Span
 from app.routing.estimates import BELIEVED_S, MeasuredSpeeds
-from app.routing.route import Hop
+from app.routing.route import Hop, ReadingPace
 from app.routing.trust import DISTRUSTED, HOUR_S, KEPT, TrustBook, TrustEvent, added, standing
 
 DAY_S = 24 * HOUR_S
@@ -181,6 +181,29 @@ def test_who_was_slow_once_is_tried_again_later() -> None:
     measured.note(stalled, 5.0, 0.0, {}, BELIEVED_S)
     assert set(measured.block_s(2 * BELIEVED_S - 0.5)) == {"stalled"}
     assert measured.block_s(3 * BELIEVED_S + 1) == {}
+
+
+def test_a_peer_that_was_waited_for_counts_as_slower_for_a_while() -> None:
+    """Ten times as slow as was believed; nobody else, and not for what is measured of single tokens."""
+    speeds, route = MeasuredSpeeds(), (Hop("a", Span(0, 4)), Hop("b", Span(4, 8)))
+    speeds.note(route, 0.08, 0.0, {"a": 0.01, "b": 0.01}, 0.0)
+    before = speeds.block_s(0.0)
+    pace = ReadingPace(step_s=0.04, token_s=0.01, block_s=before["b"])  # 1.04 s for 100 tokens
+    speeds.note_wait(route[1], pace, 100, 10.4, 0.0)
+    assert speeds.block_s(0.0) == {"a": before["a"], "b": pytest.approx(10 * before["b"])}
+    speeds.note_wait(route[1], pace, 100, 5.2, 10.0)
+    assert speeds.block_s(10.0)["b"] == pytest.approx(10 * before["b"]), "what is shorter says nothing new"
+    speeds.note(route, 0.08, 0.0, {}, 20.0)
+    assert speeds.block_s(20.0)["a"] == pytest.approx(before["a"], rel=0.2), (
+        "the next measurement is not compared to it"
+    )
+    assert speeds.block_s(BELIEVED_S + 1)["b"] == pytest.approx(before["b"], rel=0.2)
+
+
+def test_a_wait_says_no_more_than_that_not_a_single_token_came() -> None:
+    speeds, hop = MeasuredSpeeds(), Hop("a", Span(0, 4))
+    speeds.note_wait(hop, ReadingPace(1e-9, 1e-9, 1.0, 1e-3), 1000, 40.0, 0.0)
+    assert speeds.block_s(0.0) == {"a": 10.0}
 
 
 def test_elimination_alone_convicts_nobody() -> None:

@@ -1,0 +1,230 @@
+"""Hops that hold a reply: they say that they go on with its prompt, now and then, and send nothing.
+
+The hostile hop announces five times the speed of the others, which can all read a prompt of 2000 tokens in 0.2 s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from app.asker import recovery
+from app.asker.asker import Asker
+from app.session.frame import HopError, plain
+from app.session.wire import PROTOCOL, Kind, decode, encode_hop_error
+from p2p.memory import link
+from p2p.memory.fabric import MemoryStream
+from tests.app.hash_model import HashRunner, greedy
+from tests.app.session_swarm import SessionSwarm, ask, open_swarm
+
+FAST = 500.0
+HELD_S = 45.0  # a hop may not advance for 30 s, which is its due; the rest is for what it has to read
+
+
+class Claim(NamedTuple):
+    """What a hop says of a prompt: tokens cached and received."""
+
+    cached: int
+    received: int
+
+
+Claims = Callable[[float, int], Claim]  # of the seconds since the epoch began, and the tokens of the prompt
+
+CLAIMS: dict[str, Claims] = {
+    "a token now and then": lambda since_s, tokens: Claim(int(since_s / 25), tokens),
+    "all but one at once": lambda since_s, tokens: Claim(tokens - 1, tokens),
+    "a row now and then": lambda since_s, tokens: Claim(0, int(since_s / 2.5)),
+    "one row is missing": lambda since_s, tokens: Claim(min(int(since_s / 2.5), tokens - 1), tokens - 1),
+    "nothing came": lambda since_s, tokens: Claim(0, 0),
+    "all is done": lambda since_s, tokens: Claim(tokens, tokens),
+}
+
+
+def crawling(
+    tokens: int, claims: Claims = CLAIMS["a token now and then"], *, excuse_s: float = math.inf
+) -> Callable[[MemoryStream], Awaitable[None]]:
+    """A handler of streams that answers all that it is asked, computes nothing, and has an excuse once, if ever."""
+    begun: dict[bytes, float] = {}
+    excused: set[bytes] = set()
+
+    async def attend(stream: MemoryStream) -> None:
+        while True:
+            frame = decode(await stream.receive())
+            now = trio.current_time()
+            if frame.kind == Kind.TURN:
+                begun[frame.session] = now
+                await stream.send(plain(Kind.READY, frame.session, frame.epoch, 0, 0, 7))
+            elif frame.kind == Kind.PROBE:
+                since_s = now - begun.setdefault(frame.session, now)
+                await stream.send(plain(Kind.STATE, frame.session, frame.epoch, *claims(since_s, tokens)))
+                if since_s > excuse_s and frame.session not in excused:
+                    excused.add(frame.session)
+                    await stream.send(encode_hop_error(frame.session, frame.epoch, 0, HopError("closed", "not now")))
+
+    return attend
+
+
+async def join(swarm: SessionSwarm, span: tuple[int, int], tokens: int, claims: Claims | None = None) -> None:
+    """Let the hostile hop join."""
+    await swarm.serve("liar", HashRunner(*span), speed=FAST)
+    swarm.fabric.nodes["liar"].accept(PROTOCOL, crawling(tokens, claims or CLAIMS["a token now and then"]))
+
+
+def numbered(tokens: int, number: int = 0) -> list[int]:
+    """A prompt that no other number has."""
+    return [number, *(token % 500 for token in range(1, tokens))]
+
+
+async def replies_with_patience(asker: Asker, tokens: int, patience_s: float, count: int = 10) -> int:
+    """Ask one thing after the other, and give up on each after a while; returns how many were answered."""
+    answered = 0
+    for number in range(count):
+        with trio.move_on_after(patience_s):
+            answered += len((await ask(asker, numbered(tokens, number), 2)).token_ids) == 2
+        await trio.sleep(5)
+    return answered
+
+
+@pytest.mark.parametrize("tokens", [40, 500, 2000, 4000])
+async def test_a_hop_that_claims_a_token_now_and_then_is_left_however_long_the_prompt_is(
+    autojump_clock: MockClock, tokens: int
+) -> None:
+    async with open_swarm((0, 4), (4, 8), (4, 8)) as swarm:
+        await join(swarm, (4, 8), tokens)
+        stats = await ask(await swarm.asker(), numbered(tokens), 2)
+        assert stats.token_ids == greedy(numbered(tokens), 2)
+        assert stats.ttft_s is not None
+        assert stats.ttft_s < HELD_S
+
+
+SPANS = {(4, 8): [(0, 4), (4, 8), (4, 8)], (0, 4): [(0, 4), (0, 4), (4, 8)], (3, 6): [(0, 3), (3, 6), (3, 6), (6, 8)]}
+
+
+@pytest.mark.parametrize("span", list(SPANS))
+@pytest.mark.parametrize("claim", list(CLAIMS))
+@pytest.mark.parametrize("large_rows", [False, True])
+async def test_whatever_a_hop_claims_and_wherever_it_is_others_are_asked_next(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, claim: str, span: tuple[int, int], large_rows: bool
+) -> None:
+    """Of rows of 8 KiB it can say that they are still on their way for minutes: its links may be as slow as that."""
+    if large_rows:
+        monkeypatch.setattr(recovery, "SLOW_LINK_BYTES_PER_S", recovery.SLOW_LINK_BYTES_PER_S * 16 / 8192)
+        monkeypatch.setattr(link, "fits_window", lambda outstanding, cost, priority=0: outstanding < 4096)
+    async with open_swarm(*SPANS[span]) as swarm:
+        await join(swarm, span, 500, CLAIMS[claim])
+        asker = await swarm.asker()
+        assert await replies_with_patience(asker, 500, 60.0) >= 9
+        honest = swarm.servers.keys() - {"liar"}
+        assert not honest & asker.bans.active(trio.current_time()).keys()
+        assert all(asker.planner.book.standing(peer).score == 1.0 for peer in honest)
+
+
+@pytest.mark.parametrize("patience_s", [10.0, 20.0, 60.0, 120.0])
+async def test_clients_that_give_up_do_not_meet_the_same_hop_again_and_again(
+    autojump_clock: MockClock, patience_s: float
+) -> None:
+    """It answers what they gave up on to nobody, so that it was asked first each time: it had claimed to be fast."""
+    async with open_swarm((0, 4), (4, 8), (4, 8)) as swarm:
+        await join(swarm, (4, 8), 1000)
+        asker = await swarm.asker()
+        assert await replies_with_patience(asker, 1000, patience_s) >= 9
+
+
+async def test_clients_that_give_up_do_not_meet_one_stranger_after_the_other(autojump_clock: MockClock) -> None:
+    """Names are free: each request would meet another one."""
+    async with open_swarm((0, 4), (4, 8), (4, 8)) as swarm:
+        asker = await swarm.asker()
+        for number in range(4):
+            await ask(asker, numbered(30, number), 4)
+        for number in range(20):
+            await swarm.serve(f"liar {number}", HashRunner(4, 8), speed=FAST)
+            swarm.fabric.nodes[f"liar {number}"].accept(PROTOCOL, crawling(1000))
+        assert await replies_with_patience(asker, 1000, 20.0, 20) >= 14
+
+
+async def test_a_hop_that_announces_another_speed_once_it_was_chosen_has_no_more_time(
+    autojump_clock: MockClock,
+) -> None:
+    """Not even in another epoch, for which it asks with an excuse."""
+    async with open_swarm((0, 4), (4, 8), (4, 8)) as swarm:
+        await join(swarm, (4, 8), 500)
+        swarm.fabric.nodes["liar"].accept(PROTOCOL, crawling(500, excuse_s=20.0))
+        asker = await swarm.asker()
+
+        async def slow_down() -> None:
+            await trio.sleep(0.005)
+            one = swarm.announcements["liar"]
+            swarm.announcements["liar"] = replace(one, decode_tokens_per_s=0.1, prefill_tokens_per_s=0.1, busy=1.0)
+
+        swarm.nursery.start_soon(slow_down)
+        stats = await ask(asker, numbered(500), 2)
+        assert stats.ttft_s is not None
+        assert stats.ttft_s < 2 * HELD_S
+
+
+async def test_a_hop_that_reads_short_prompts_is_not_asked_with_each_long_one(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 4), (4, 8), (4, 8)) as swarm:
+        server = await swarm.serve("liar", HashRunner(4, 8), speed=FAST)
+        honest, crawl = server.attend, crawling(1000)
+        is_hostile = False
+
+        async def attend(stream: MemoryStream) -> None:
+            await (crawl if is_hostile else honest)(stream)
+
+        swarm.fabric.nodes["liar"].accept(PROTOCOL, attend)
+        asker = await swarm.asker()
+        for number in range(5):
+            stats = await ask(asker, numbered(30, number), 4)
+            assert stats.route[-1].peer == "liar"
+        is_hostile = True
+        await trio.sleep(100)  # the stream to it is closed as idle, and opened again
+        assert await replies_with_patience(asker, 1000, 60.0) >= 9
+
+
+@pytest.mark.parametrize("tokens", [200, 2000])
+async def test_a_running_reply_is_lured_to_such_a_hop_once_at_most(autojump_clock: MockClock, tokens: int) -> None:
+    async with open_swarm((0, 4), (4, 8), (4, 8)) as swarm:
+        for device in swarm.devices.values():
+            device.seconds = 0.3
+        asker = await swarm.asker(guesser=lambda *_: None)
+        async with asker.reply(numbered(tokens), 1500, max_tokens=1500) as reply:
+            async for _ in reply:
+                if "liar" not in swarm.servers and trio.current_time() > 5:
+                    await join(swarm, (4, 8), 2**20)
+                if trio.current_time() > 600:
+                    break
+        assert (reply.stats.moves > 0, reply.stats.recoveries) == (True, 1)
+        assert reply.stats.longest_gap_s < HELD_S
+        assert reply.stats.token_ids == greedy(numbered(tokens), len(reply.stats.token_ids))
+
+
+async def test_other_replies_of_the_same_owner_do_not_wait_for_a_prompt_that_a_hop_holds(
+    autojump_clock: MockClock,
+) -> None:
+    """Nobody else can read it, so that the reply waits on; those of its owner wait behind prompts of so many tokens."""
+    async with open_swarm() as swarm, trio.open_nursery() as nursery:
+        await join(swarm, (0, 8), 3000)
+        asker = await swarm.asker()
+        for number in range(3):
+            nursery.start_soon(ask, asker, numbered(3000, number), 2)
+        await trio.sleep(20)
+        assert len(asker._replies) == 1
+        await trio.sleep(HELD_S)
+        assert len(asker._replies) == 2
+        await trio.sleep(HELD_S)
+        assert len(asker._replies) == 3
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_hops_beside_one_that_crawls_stay_as_fast_as_they_were_believed(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 3), (3, 6), (3, 6), (6, 8)) as swarm:
+        await join(swarm, (3, 6), 500)
+        asker = await swarm.asker()
+        await replies_with_patience(asker, 500, 20.0, 1)
+        assert set(asker.planner.measured.block_s(trio.current_time())) == {"liar"}
