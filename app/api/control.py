@@ -131,7 +131,10 @@ class Control(Protocol):
         """Take part in a training job of the active swarm, by its name or hash, with a text of one's own if it asks."""
 
     async def leave_training(self, job: str) -> dict[str, Any]:
-        """Take no more part in a training job."""
+        """Take no more part in a training job of any swarm."""
+
+    async def remove_training(self, job: str) -> dict[str, Any]:
+        """Remove a training job in which this node takes no part, with its files."""
 
     def config(self) -> Config:
         """Return the settings in force."""

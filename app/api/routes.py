@@ -484,6 +484,11 @@ def _command_routes(control: Control) -> APIRouter:
         """Take no more part in a training job; steps that were not merged yet are lost."""
         return await control.leave_training(request.job)
 
+    @router.post("/train/remove")
+    async def remove_training(request: TrainAction) -> dict[str, Any]:
+        """Remove a training job in which this node takes no part, with its files."""
+        return await control.remove_training(request.job)
+
     @router.post("/chat", response_class=Response)
     async def chat(request: ChatRequest) -> Response:
         """A reply of the swarm, as JSON lines."""

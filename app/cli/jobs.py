@@ -1,4 +1,4 @@
-"""`shoal jobs`: lists fine-tuning and training jobs, shows one, and pauses, resumes or stops one of fine-tuning."""
+"""`shoal jobs`: lists fine-tuning and training jobs, shows one, stops one, and pauses or resumes one of fine-tuning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ ACTIONS = ("list", "show", "pause", "resume", "stop")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the action and the job."""
-    words = "what to do with the job; without it, list all. stop ends it for good and removes what it has learned"
+    words = (
+        "what to do with the job; without it, list all. stop ends it for good and removes what it has learned, or the "
+        "files of a training job that is over or was left"
+    )
     parser.add_argument("action", nargs="?", choices=ACTIONS, help=words)
     parser.add_argument("job", nargs="?", metavar="ID", help="the job's id, its beginning, or a training job's name")
     parser.add_argument("--yes", action="store_true", help="with stop: remove what the job has learned")
@@ -45,6 +48,8 @@ def run_jobs(arguments: argparse.Namespace) -> int:
     for facts in _trainings(home, arguments.job):
         if arguments.action == "show":
             return _show_training(facts, as_json=arguments.json)
+        if arguments.action == "stop":
+            return _remove_training(home, facts, sure=arguments.yes, as_json=arguments.json)
         name = facts["name"]
         raise UsageError(f"{name} is a training job: `shoal train leave {name}` ends taking part, `join` begins it")
     job = jobs.find(arguments.job)
@@ -111,6 +116,8 @@ def _show_training(facts: dict[str, Any], *, as_json: bool) -> int:
         return 0
     print(f"job         {facts['name']} ({facts['hash']})")
     print(f"status      {facts['status']}{_because(facts['why'])}")
+    if facts["swarm"]:
+        print(f"swarm       {facts['swarm']}")
     alone = ", alone" if facts["status"] == "running" and len(facts["islands"]) < 2 else ""
     print(f"round       {facts['round']}, step {facts['step']} of {facts['steps']}{alone}")
     for name in ("loss", "validation_loss", "tokens", "tokens_per_s", "bytes_per_round", "utilisation"):
@@ -132,6 +139,36 @@ def _show_training(facts: dict[str, Any], *, as_json: bool) -> int:
     return 0
 
 
+def _remove_training(home: Home, facts: dict[str, Any], *, sure: bool, as_json: bool) -> int:
+    """Remove a training job that is over or was left, by the running node or without one."""
+    from app.api.client import running_client
+    from app.config.home import hold
+    from app.rounds.train_store import TrainStore
+
+    name, rounds = facts["name"], facts["round"]
+    if facts["status"] in ("running", "paused"):
+        raise UsageError(
+            f"this node takes part in {name}: `shoal train leave {name}` ends that, then it can be stopped"
+        )
+    if not sure:
+        raise UsageError(
+            f"to stop {name} is to remove its files, with what was learned in {rounds} "
+            f"{'round' if rounds == 1 else 'rounds'}: `shoal train export {name} FOLDER` writes the model before, "
+            f"`shoal jobs stop {name} --yes` removes them"
+        )
+    client = running_client(home.folder)
+    if client is not None:
+        client.post("/control/train/remove", {"job": facts["hash"]})
+    else:
+        with hold(home):  # no node may begin it meanwhile
+            TrainStore(home).remove(facts["hash"])
+    if as_json:
+        print_json({"job": facts["job"], "removed": True})
+    else:
+        print(f"The training job {name} is removed with its files.")
+    return 0
+
+
 def _list(jobs: JobStore, trainings: list[dict[str, Any]], joinable: Sequence[JoinableView], *, as_json: bool) -> int:
     found = jobs.all()
     if as_json:
@@ -139,7 +176,8 @@ def _list(jobs: JobStore, trainings: list[dict[str, Any]], joinable: Sequence[Jo
         return 0
     for facts in trainings:
         words = f"{facts['status']}, round {facts['round']}, step {facts['step']}"
-        print(one_line(f"{facts['job']}  {facts['name']}: {words}{_because(facts['why'])}"))
+        why = facts["waiting"] if facts["status"] == "paused" else facts["why"]
+        print(one_line(f"{facts['job']}  {facts['name']}: {words}{_because(why)}"))
     for job in found:
         loss = f", loss {job.progress.losses[-1]:.3f}" if job.progress.losses else ""
         record, progress = job.record, job.progress

@@ -67,7 +67,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         return _export(rest[0], Path(rest[1]).expanduser(), arguments)
     if action == "log":
         return _log(rest[0], arguments)
-    return _take_part(action, rest[0], arguments)
+    return (_join if action == "join" else _leave)(rest[0], arguments)
 
 
 def _found(name: str, arguments: argparse.Namespace) -> int:
@@ -103,20 +103,32 @@ def _found(name: str, arguments: argparse.Namespace) -> int:
     return _show(facts, words, arguments)
 
 
-def _take_part(action: str, name: str, arguments: argparse.Namespace) -> int:
+def _join(name: str, arguments: argparse.Namespace) -> int:
     from app.api.client import client_of
 
-    request: dict[str, Any] = {"job": name}
-    if action == "join":
-        request |= {"data": _files(arguments.data or []), "licence": arguments.licence}
-    facts = client_of(arguments.home).post(f"/control/train/{action}", request)
-    if action == "join":
-        words = f"This node takes part in {facts['name']} from its next round on: see `shoal jobs show {name}`."
-        if facts["status"] == "paused":
-            words = f"This node {facts['waiting']}; then it takes part in {facts['name']}."
+    request: dict[str, Any] = {"job": name, "data": _files(arguments.data or []), "licence": arguments.licence}
+    facts = client_of(arguments.home).post("/control/train/join", request)
+    words = f"This node takes part in {facts['name']} from its next round on: see `shoal jobs show {name}`."
+    if facts["status"] == "paused":
+        words = f"This node {facts['waiting']}; then it takes part in {facts['name']}."
+    return _show(facts, words, arguments)
+
+
+def _leave(name: str, arguments: argparse.Namespace) -> int:
+    """Take no more part in a job, by the running node or without one."""
+    from app.api.client import running_client
+    from app.config.home import Home, hold
+    from app.rounds.train_store import TrainStore
+
+    home = Home.open(arguments.home)
+    client = running_client(home.folder)
+    if client is not None:
+        facts = client.post("/control/train/leave", {"job": name})
     else:
-        words = f"This node takes no more part in {facts['name']} after round {facts['round']}; "
-        words += f"`shoal train join {facts['name']}` goes on with it."
+        with hold(home):  # no node may begin it meanwhile
+            facts = TrainStore(home).leave(name)
+    words = f"This node takes no more part in {facts['name']} after round {facts['round']}; "
+    words += f"`shoal train join {facts['name']}` goes on with it, `shoal jobs stop {facts['name']}` removes its files."
     return _show(facts, words, arguments)
 
 

@@ -395,6 +395,7 @@ class ActiveSwarm:
             look=self._look_at_machine,
             trust=self._context.trust,
             pause=self._context.pause_control,
+            swarm_name=str(self.swarm),
             helpers=Helpers(network, self._others, partial(self._room_here, network.peer_id), self._train_self),
         )
 

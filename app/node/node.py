@@ -553,30 +553,30 @@ class Node:
             raise AppError(NO_SWARM_TEXT, code="no_swarm")
         return active_swarm.jobs
 
-    def _trainings(self) -> TrainJobs:
+    @property
+    def _trainings_here(self) -> TrainJobs | None:
+        """The training jobs of the active swarm, once this node has joined it."""
         active_swarm = self._network_owner.active_swarm
-        if active_swarm is None or active_swarm.trainings is None:
+        return None if active_swarm is None else active_swarm.trainings
+
+    def _trainings(self) -> TrainJobs:
+        if (trainings := self._trainings_here) is None:
             raise AppError(NO_SWARM_TEXT, code="no_swarm")
-        return active_swarm.trainings
+        return trainings
 
     async def trainings(self) -> list[dict[str, Any]]:
         """List the training jobs of this home, the newest first."""
-        active_swarm = self._network_owner.active_swarm
-        if active_swarm is not None and active_swarm.trainings is not None:
-            return await active_swarm.trainings.facts()
-        home = self._home
-        if not home.trainings_folder.is_dir():
+        if (trainings := self._trainings_here) is not None:
+            return await trainings.facts()
+        if not self._home.trainings_folder.is_dir():
             return []
         from app.rounds.train_store import TrainStore
 
-        return await trio.to_thread.run_sync(TrainStore(home).all_idle_facts)
+        return await trio.to_thread.run_sync(TrainStore(self._home).all_idle_facts)
 
     async def joinable_trainings(self) -> list[JoinableView]:
         """List the training jobs of other members of the active swarm that this node could join."""
-        active_swarm = self._network_owner.active_swarm
-        if active_swarm is None or active_swarm.trainings is None:
-            return []
-        return await active_swarm.trainings.joinable()
+        return [] if (trainings := self._trainings_here) is None else await trainings.joinable()
 
     async def found_training(self, wish: TrainWish) -> dict[str, Any]:
         """Found a training job in the active swarm and take part in it."""
@@ -588,11 +588,29 @@ class Node:
 
     async def join_training(self, job: str, data: Sequence[str] = (), licence: str = "") -> dict[str, Any]:
         """Take part in a training job of the active swarm, by its name or hash, with a text of one's own if it asks."""
+        if self._trainings_here is None:
+            from app.rounds.train_store import TrainStore
+
+            await trio.to_thread.run_sync(TrainStore(self._home).require_not_elsewhere, job, "")
         return await self._trainings().join(job, data, licence)
 
     async def leave_training(self, job: str) -> dict[str, Any]:
-        """Take no more part in a training job."""
+        """Take no more part in a training job of any swarm."""
+        if self._trainings_here is None:
+            from app.rounds.train_store import TrainStore
+
+            left = await trio.to_thread.run_sync(TrainStore(self._home).leave, job)
+            if self._trainings_here is None:  # else the job may have begun meanwhile
+                return left
         return await self._trainings().leave(job)
+
+    async def remove_training(self, job: str) -> dict[str, Any]:
+        """Remove a training job in which this node takes no part, with its files."""
+        if (trainings := self._trainings_here) is not None:
+            return await trainings.remove(job)
+        from app.rounds.train_store import TrainStore
+
+        return await trio.to_thread.run_sync(TrainStore(self._home).remove, job)
 
     async def jobs(self) -> list[JobView]:
         """List the fine-tuning jobs of this home, the newest first."""

@@ -47,6 +47,7 @@ from app.rounds.train_store import (
     one_of,
     require_record,
     short_id,
+    takes_part,
 )
 from app.routing.cost import ASSUMED_BYTES_PER_S
 from app.snapshot.views import JoinableView
@@ -96,6 +97,7 @@ class TrainPlace:
     memory_limit: Callable[[], int | None]  # the user's
     look: Callable[[], MachineSpec]  # measures this machine, which takes a moment the first time
     pause: PauseControl  # of the node
+    swarm_name: str = ""  # by which people know it
     helpers: Helpers | None = None  # for islands of several machines
     trust: TrustNotes | None = None  # where it is noted who was left out
 
@@ -136,6 +138,7 @@ class TrainJobs:
         self._starting = trio.Lock()
         self._waiting: dict[bytes, _Waiting] = {}
         self._again_s: dict[bytes, float] = {}  # how long jobs that had no room wait, until they have made a round
+        self._late: dict[bytes, trio.CancelScope] = {}  # finished jobs that are kept for islands that are late
         self.running: dict[bytes, RunningTraining] = {}
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -195,6 +198,7 @@ class TrainJobs:
                 if target in (record.name, record.id.hex()) or (len(target) >= 8 and record.id.hex().startswith(target))
             ]
             if not known:
+                await trio.to_thread.run_sync(self._store.require_not_elsewhere, target, self._place.swarm)
                 raise AppError(
                     f"no member of this swarm trains a job named {target}: `shoal jobs` lists those that can be joined"
                 )
@@ -229,11 +233,19 @@ class TrainJobs:
             else:
                 break
             took_part = True
-        if not took_part:
-            raise AppError(f"this node takes no part in {job.record.name} now")
-        if self._store.facts(job)["status"] == RUNNING:
-            await self._write(job, None, LEFT)
-        return self._store.facts(job)
+        if not took_part or self._store.facts(job)["status"] == RUNNING:
+            return await trio.to_thread.run_sync(self._store.leave, job.record.id.hex())
+        return self._store.idle_facts(job)
+
+    async def remove(self, target: str) -> dict[str, Any]:
+        """Remove a job in which this node takes no part, with its files; raises `AppError`."""
+        async with self._starting:
+            job = await trio.to_thread.run_sync(self._store.find, target)
+            if job.record.id in self.running or job.record.id in self._waiting:
+                raise takes_part(job.record.name)
+            if (late := self._late.get(job.record.id)) is not None:  # its log is among the files
+                late.cancel()
+            return await trio.to_thread.run_sync(self._store.remove, job.record.id.hex())
 
     async def facts(self) -> list[dict[str, Any]]:
         """Return the figures of all training jobs of this home, the newest first."""
@@ -532,15 +544,21 @@ class TrainJobs:
                 self._nursery.start_soon(self._serve_the_late, island)
 
     async def _serve_the_late(self, island: Island) -> None:
-        """Keep a finished island until nobody who is late was heard for a while, or the node is paused."""
+        """Keep a finished island until nobody late was heard for a while, the node is paused or the job is removed."""
         ended_s = last_s = trio.current_time()
-        while (until_s := min(last_s + KEPT_FINISHED_S, ended_s + KEPT_FINISHED_MOST_S)) > trio.current_time():
-            with trio.move_on_at(until_s):
-                await self._paused()
-                break
-            members = {peer for entry in island.log[-LAST_ROUNDS:] for peer in entry.list.members}
-            late = [one for peer, one in island.heard.items() if peer in members and one.round < island.standing.round]
-            last_s = max([last_s, *(one.at for one in late)])
+        with trio.CancelScope() as scope:
+            self._late[island.record.id] = scope
+            while (until_s := min(last_s + KEPT_FINISHED_S, ended_s + KEPT_FINISHED_MOST_S)) > trio.current_time():
+                with trio.move_on_at(until_s):
+                    await self._paused()
+                    break
+                members = {peer for entry in island.log[-LAST_ROUNDS:] for peer in entry.list.members}
+                late = [
+                    one for peer, one in island.heard.items() if peer in members and one.round < island.standing.round
+                ]
+                last_s = max([last_s, *(one.at for one in late)])
+        if self._late.get(island.record.id) is scope:
+            del self._late[island.record.id]
         await self._forget(island)
 
     async def _forget(self, island: Island) -> None:
@@ -596,18 +614,21 @@ class TrainJobs:
     def _facts(self, record: TrainingRecord, job: StoredTraining | None = None) -> dict[str, Any]:
         running = self.running.get(record.id)
         if running is not None:
-            facts = figures_of(running.island, RUNNING)
+            facts = figures_of(running.island, RUNNING) | {"swarm": self._place.swarm_name}
             facts.pop("checkpoint_ms")
             return facts
         facts = self._store.idle_facts(job or self._store.find(record.id.hex()))
-        waiting = self._waiting.get(record.id)
-        return facts | {"waiting": "" if waiting is None else self._why_paused() or waiting.why}
+        if (waiting := self._waiting.get(record.id)) is not None:
+            facts["waiting"] = self._why_paused() or waiting.why
+        elif record.swarm == self._place.swarm:
+            facts["waiting"] = ""
+        return facts
 
     async def _write(
         self, job: StoredTraining, island: Island | None, status: str, why: str = "", *, begun: int = 0
     ) -> None:
         facts = self._store.stored_facts(job) if island is None else figures_of(island, status)
-        facts |= {"status": status, "why": why, "begun": begun}
+        facts |= {"status": status, "why": why, "begun": begun, "swarm": self._place.swarm_name}
         try:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(self._store.save_facts, job, facts)

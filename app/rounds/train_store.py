@@ -18,14 +18,14 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from app.config.home import Home
 from app.core.canonical_json import decode_object
-from app.core.errors import AppError, RecordError
+from app.core.errors import AppError, HomeError, RecordError
 from app.core.wall_clock import wall_ms
 from app.rounds import wire
 from app.rounds.log import RoundEntry, read_entry
@@ -38,9 +38,14 @@ RUNNING, FINISHED, LEFT, FAILED = "running", "finished", "left", "failed"
 PAUSED = "paused"  # it goes on once the node is in the job's swarm again
 OWN_DATA_FILE = "own_data.json"
 KEPT_ENTRIES = 16  # the newest of a job that stay in memory: one of a round with 64 islands takes half a megabyte
+_REMOVED_LAST = {"record": 1, "facts.json": 2}
 _ANY_TIME_MS = 2**62  # what is on disk was checked when it came, and the clock may have been set back since
 
 T = TypeVar("T")
+
+
+class NoTraining(AppError):
+    """This home has no training job of a name."""
 
 
 @dataclass(frozen=True)
@@ -225,14 +230,73 @@ class TrainStore:
         for path in job.folder.glob(".*.tmp"):
             path.unlink(missing_ok=True)
 
+    def leave(self, text: str) -> dict[str, Any]:
+        """Note that this node takes no more part in a job, which does not run now, and return its figures.
+
+        Raises `AppError` if it is over for other reasons, or cannot be written.
+        """
+        job = self.find(text)
+        facts = self.stored_facts(job)
+        if facts["status"] not in (RUNNING, LEFT):
+            raise AppError(
+                f"this node takes no part in {job.record.name}, which is {facts['status']}: "
+                f"`shoal jobs stop {job.record.name}` removes its files"
+            )
+        with _changing(job):
+            self.save_facts(job, {**facts, "status": LEFT, "why": "", "begun": 0})
+        return self.idle_facts(job)
+
+    def remove(self, text: str) -> dict[str, Any]:
+        """Remove a job in which this node takes no part with its files, and return its figures; raises `AppError`."""
+        job = self.find(text)
+        facts = self.idle_facts(job)
+        if facts["status"] == PAUSED:
+            raise takes_part(job.record.name)
+        with _changing(job):
+            # The record last, so that a job of which files are left can be removed again; but before the figures,
+            # without which it would count as running.
+            for path in sorted(job.folder.iterdir(), key=lambda path: _REMOVED_LAST.get(path.name, 0)):
+                path.unlink()
+            job.folder.rmdir()
+        self._statuses.pop(job.folder, None)
+        self._written.pop(job.folder / "log", None)
+        return facts
+
+    def require_not_elsewhere(self, text: str, swarm: str) -> None:
+        """Raise `AppError` if a stored job of this name, or whose hash begins so, is of another swarm than this one."""
+        with contextlib.suppress(NoTraining):
+            job = self.find(text)
+            if job.record.swarm != swarm:
+                raise AppError(
+                    f"{job.record.name} is a training job of {self._swarm_of(job)}: join that swarm first, with "
+                    "`shoal join`"
+                )
+
+    def _swarm_of(self, job: StoredTraining) -> str:
+        """The name of a job's swarm, if this node has run the job there."""
+        return f"the swarm {name}" if (name := self.stored_facts(job)["swarm"]) else "another swarm"
+
     def idle_facts(self, job: StoredTraining) -> dict[str, Any]:
         """Return the figures of a job that does not run in this node now."""
-        facts = self.facts(job)
-        return {**facts, "status": PAUSED, "waiting": "", "left_s": None} if facts["status"] == RUNNING else facts
+        facts = {**self.facts(job), "left_s": None}
+        if facts["status"] != RUNNING:
+            return facts
+        name, swarm = job.record.name, facts["swarm"] or "its swarm"
+        waiting = f"waits until this node is in {swarm} again; `shoal train leave {name}` gives it up"
+        return {**facts, "status": PAUSED, "waiting": waiting}
 
     def all_idle_facts(self) -> list[dict[str, Any]]:
         """Return the figures of all jobs, the newest first, while none of them runs in this node."""
         return [self.idle_facts(job) for job in self.all()]
+
+
+@contextlib.contextmanager
+def _changing(job: StoredTraining) -> Iterator[None]:
+    """Name a job's folder if it cannot be changed."""
+    try:
+        yield
+    except OSError as error:
+        raise HomeError(f"{job.folder} cannot be changed: {error.strerror or error}") from error
 
 
 def _write_states(folder: Path, states: list[bytes]) -> None:
@@ -257,7 +321,7 @@ def facts_of(record: TrainingRecord) -> dict[str, Any]:
     """Return the figures of a job of which nothing is known but its record."""
     return {
         "job": short_id(record), "hash": record.id.hex(), "name": record.name, "founder": record.founder,
-        "status": RUNNING, "why": "", "round": 0, "step": 0, "steps": record.steps, "loss": None,
+        "swarm": "", "status": RUNNING, "why": "", "round": 0, "step": 0, "steps": record.steps, "loss": None,
         "validation_loss": None, "tokens": 0, "tokens_per_s": None, "islands": [], "left_out": {},
         "bytes_per_round": 0, "utilisation": None, "waiting": "", "every": record.every, "wire": record.codecs[0],
         "losses": [], "validation": [], "doubted": {}, "resting": {}, "left_s": None,
@@ -265,10 +329,15 @@ def facts_of(record: TrainingRecord) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def takes_part(name: str) -> AppError:
+    """Return why the files of a job cannot be removed."""
+    return AppError(f"this node takes part in {name}: `shoal train leave {name}` ends that, then it can be removed")
+
+
 def one_of(found: list[tuple[TrainingRecord, T]], text: str) -> T:
     """Return the only job found; raises `AppError` that names the hashes of several."""
     if not found:
-        raise AppError(f"no training job is named {text}: `shoal jobs` lists those of this node")
+        raise NoTraining(f"no training job is named {text}: `shoal jobs` lists those of this node")
     if len({record.id for record, _ in found}) > 1:
         hashes = " and ".join(sorted(record.id.hex() for record, _ in found))
         raise AppError(f"two training jobs are named {text}: give the hash of one, {hashes}")

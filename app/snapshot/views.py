@@ -473,11 +473,7 @@ class TrainingView:
     doubted: dict[str, str] | None = None  # island -> how its change in the last round was unlike the others'
     resting: dict[str, str] | None = None  # island that failed in exchanges -> until when it is not expected
     left_s: float | None = None  # until the job is finished; None: not known, or it does not run
-
-    @property
-    def waits(self) -> bool:
-        """True if this node goes on with it by itself, once there is room or a pause is over."""
-        return self.status == "paused" and bool(self.waiting)
+    swarm: str = ""  # the name of its swarm
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,9 @@ class ScriptedNode(Client):
         if path == "/control/train/leave":
             self.trainings = [replace(job, status="left") for job in self.trainings]
             return to_json(self.trainings[0])
+        if path == "/control/train/remove":
+            removed, self.trainings = self.trainings[0], []
+            return to_json(removed)
         if path.startswith("/control/jobs/"):
             return to_json(self._act_on_job(path.rpartition("/")[2], body["job"]))
         if path == "/control/invite":

@@ -216,14 +216,16 @@ def test_a_job_that_does_not_run_here_says_what_can_be_done_with_it() -> None:
     left = trained(replace(TRAINING, status="left", waiting=""))
     assert left[:2] == [
         "next       `shoal train join poems` goes on, `shoal train export poems FOLDER`",
-        "           writes the model",
+        "           writes the model, x removes it",
     ]
     finished = replace(TRAINING, status="finished", waiting="")
-    assert trained(finished)[0] == "next       `shoal train export poems FOLDER` writes the model"
-    assert ("next", "`shoal train export poems FOLDER` writes the model") in training_facts(finished, name_of)
+    words = "`shoal train export poems FOLDER` writes the model, x removes it"
+    assert trained(finished)[0] == f"next       {words}"
+    assert ("next", words) in training_facts(finished, name_of)
     assert not any(line.startswith("next") for line in trained(TRAINING))
-    paused = replace(TRAINING, status="paused", waiting="", losses=())
-    assert trained(paused)[0] == "next       goes on by itself once this node is in its swarm again"
+    paused = replace(TRAINING, status="paused", waiting="waits until this node is in reef again", losses=())
+    assert trained(paused)[0] == "waiting    until this node is in reef again"
+    assert ("swarm", "reef#1a2b3c4d") in training_facts(replace(paused, swarm="reef#1a2b3c4d"), name_of)
     assert text_of(loss_rows(paused, 60, 8)[0]) == "No step was made here since the node started."
     waits = replace(paused, waiting="waits for the end of the pause: this machine runs on battery")
     assert trained(waits)[0] == "waiting    for the end of the pause: this machine runs on battery"
@@ -400,6 +402,29 @@ def test_jobs_are_asked_for_only_while_they_are_shown() -> None:
     driven(node, drive)
 
 
+@pytest.mark.parametrize("status", ["left", "finished", "failed"])
+def test_a_training_job_that_is_over_is_removed_by_a_key(status: str) -> None:
+    node = ScriptedNode()
+    node.trainings = [replace(TRAINING, status=status)]
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("4")
+        await until(app, pilot, lambda: "x remove job" in text_of_screen(app))
+        await pilot.press("x")
+        await until(app, pilot, lambda: "Remove poems with its files?" in text_of_screen(app))
+        await pilot.press("escape")
+        await until(app, pilot, lambda: "with its files" not in text_of_screen(app))
+        assert node.asked == []
+        await pilot.press("x")
+        await until(app, pilot, lambda: "Remove poems with its files?" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: app.said)
+        assert node.asked == [f"/control/train/remove {TRAINING.job}"]
+        await until(app, pilot, lambda: "x remove job" not in text_of_screen(app))
+
+    driven(node, drive)
+
+
 def test_a_training_job_is_left_by_a_key_and_never_paused() -> None:
     node = ScriptedNode()
     node.jobs, node.trainings = [RUNNING], [TRAINING]
@@ -418,7 +443,8 @@ def test_a_training_job_is_left_by_a_key_and_never_paused() -> None:
         await until(app, pilot, lambda: "x leave job" not in text_of_screen(app))
         assert node.asked == [f"/control/train/leave {TRAINING.job}"]
         await until(app, pilot, lambda: "next       `shoal train join poems` goes on" in text_of_screen(app))
-        node.trainings = [replace(TRAINING, status="paused")]
+        assert "x remove job" in text_of_screen(app)
+        node.trainings = [replace(TRAINING, status="paused", waiting="")]  # of another swarm, perhaps
         await until(app, pilot, lambda: "x leave job" in text_of_screen(app))
         await pilot.press("enter")
         await until(app, pilot, lambda: "12400000 in the last round" in text_of_screen(app))

@@ -13,9 +13,8 @@ from ui.draw.rows import Row, cell, fit, row, shorten, tidy, width_of, wrap
 
 _SPARK = 40  # most cells of a sparkline
 _NEXT = {  # what can be done with a job that does not run here, by its status
-    "finished": "`shoal train export {0} FOLDER` writes the model",
-    "paused": "goes on by itself once this node is in its swarm again",
-    "left": "`shoal train join {0}` goes on, `shoal train export {0} FOLDER` writes the model",
+    "finished": "`shoal train export {0} FOLDER` writes the model, x removes it",
+    "left": "`shoal train join {0}` goes on, `shoal train export {0} FOLDER` writes the model, x removes it",
 }
 
 
@@ -51,7 +50,9 @@ def training_facts(job: TrainingView, name_of: NameOf) -> list[tuple[str, str]]:
     ]
     if job.waiting:
         facts.append(("waiting", tidy(with_names(job.waiting, name_of))))
-    if job.status in _NEXT and not job.waits:
+    if job.swarm:
+        facts.append(("swarm", one_line(job.swarm)))
+    if job.status in _NEXT:
         facts.append(("next", _next(job)))
     facts += [("island", f"{name_of(one.peer)}: {_figures(one)}{_text_of(one)}") for one in job.islands]
     facts += [(label, f"{name_of(peer)}: {tidy(with_names(why, name_of))}") for label, peer, why in _suspects(job)]
@@ -67,7 +68,7 @@ def _all_rows(job: TrainingView, name_of: NameOf, width: int, most: int, height:
         rows += entry("failed", reason(job.why, name_of, room, MOST_FAILED, "error"))
     if job.waiting:
         rows += entry("waiting", reason(job.waiting.removeprefix("waits "), name_of, room, most, "warning"))
-    if job.status in _NEXT and not job.waits:
+    if job.status in _NEXT:
         rows += entry("next", wrap(_next(job), room)[:most])
     rows += entry("rounds", [_rounds(job, room)]) + entry("speed", [_speed(job)])
     rows += entry("unseen", [_validation(job, room)]) + entry("exchange", [_exchange(job)])

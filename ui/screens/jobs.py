@@ -1,7 +1,7 @@
 """The jobs tab: the fine-tuning and training jobs of this home, and what one of them is doing.
 
 Jobs are started with `shoal finetune` and `shoal train`; here they are watched. Fine-tuning is paused, resumed and
-stopped, training is left.
+stopped, training is left and removed.
 """
 
 from __future__ import annotations
@@ -204,13 +204,17 @@ class Jobs(MainScreen):
 
     TAB = "jobs"
     AUTO_FOCUS = "JobsTable"
-    HELP_TEXT = "p pauses or resumes the job under the cursor, x stops it for good or leaves it, ⏎ shows all facts."
+    HELP_TEXT = (
+        "p pauses or resumes the job under the cursor, x stops it for good, or leaves or removes one of training, "
+        "⏎ shows all facts."
+    )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "pause_job", "pause job"),
         Binding("p", "resume_job", "resume job"),
         Binding("p", "refuse", show=False),
         Binding("x", "stop_job", "stop job"),
         Binding("x", "leave_job", "leave job"),
+        Binding("x", "remove_job", "remove job"),
     ]
 
     def __init__(self, store: Store) -> None:
@@ -291,7 +295,7 @@ class Jobs(MainScreen):
         """True if a key makes sense for the chosen job; `p` never reaches the app, where it pauses hosting."""
         job = self.query_one(JobsTable).chosen if self.is_mounted else None
         status = "" if job is None else job.status
-        if action == "leave_job" or isinstance(job, TrainingView):
+        if action in ("leave_job", "remove_job") or isinstance(job, TrainingView):
             return self._check_training(action, job)
         if action == "pause_job":
             return status == "running"
@@ -305,9 +309,10 @@ class Jobs(MainScreen):
 
     @staticmethod
     def _check_training(action: str, job: AnyJob | None) -> bool:
-        """True if a key makes sense for a training job; these are left, and paused together with hosting alone."""
-        if action == "leave_job":
-            return isinstance(job, TrainingView) and (job.status == "running" or job.waits)
+        """True if a key makes sense for a training job: left, then removed, and paused together with hosting alone."""
+        if action in ("leave_job", "remove_job"):
+            takes_part = job is not None and job.status in ("running", "paused")
+            return isinstance(job, TrainingView) and takes_part == (action == "leave_job")
         return action not in ("pause_job", "resume_job", "stop_job")
 
     def action_pause_job(self) -> None:
@@ -362,6 +367,26 @@ class Jobs(MainScreen):
         rest = "nobody else trains it, so it rests until you join again" if alone else "the other islands go on"
         words = f"Leave {name}? Steps that are not merged yet are lost; {rest}."
         self.app.push_screen(Question(words, "Leave it"), answered)
+
+    def action_remove_job(self) -> None:
+        """Remove the chosen training job with its files, after confirmation."""
+        from ui.widgets.dialogs import Question
+
+        job = self.query_one(JobsTable).chosen
+        if job is None:
+            return
+        job_id, name = job.job, name_of_job(job)
+
+        def removed(answer: Any) -> None:
+            self.dashboard.say(f"the training job {name} is removed with its files")
+            self._poll()
+
+        def answered(sure: bool | None) -> None:
+            if sure:
+                self.dashboard.ask(lambda client: client.post("/control/train/remove", {"job": job_id}), removed)
+
+        words = f"Remove {name} with its files? `shoal train export {name} FOLDER` writes the model before."
+        self.app.push_screen(Question(words, "Remove it"), answered)
 
     @staticmethod
     def _stopped(job: JobView) -> str:

@@ -185,6 +185,10 @@ class DoubleNode:
         self.asked.append(("leave_training", job))
         return TRAINING
 
+    async def remove_training(self, job: str) -> dict[str, Any]:
+        self.asked.append(("remove_training", job))
+        return TRAINING
+
     async def jobs(self) -> list[JobView]:
         return [JOB]
 

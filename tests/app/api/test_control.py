@@ -184,7 +184,7 @@ async def test_training_jobs() -> None:
         wish = {"name": "fish", "data": ["/text"], "shape": "/shape.json", "every": 7, "optimizer": "muon"}
         assert (await threaded(client.post, "/control/train", wish))["round"] == 3
         assert (await threaded(client.post, "/control/train/forecast", wish))["rounds"] == 20
-        for action in ("join", "leave"):
+        for action in ("join", "leave", "remove"):
             assert (await threaded(client.post, f"/control/train/{action}", {"job": "fish"}))["name"] == "fish"
         assert [job["name"] for job in await threaded(client.get, "/control/train")] == ["fish"]
         assert [job["name"] for job in await threaded(client.get, "/control/train/joinable")] == ["birds"]
@@ -199,7 +199,8 @@ async def test_training_jobs() -> None:
             with pytest.raises(UsageError):
                 await threaded(client.post, "/control/train", wish | values)
     founded = TrainWish("fish", ("/text",), shape="/shape.json", every=7, optimizer="muon")
-    assert node.asked == [("found_training", founded), ("join_training", "fish"), ("leave_training", "fish")]
+    asked = [(f"{action}_training", "fish") for action in ("join", "leave", "remove")]
+    assert node.asked == [("found_training", founded), *asked]
 
 
 @pytest.mark.parametrize(

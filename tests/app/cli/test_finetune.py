@@ -269,11 +269,59 @@ def test_jobs_shows_a_training_job(home: Path, capsys: pytest.CaptureFixture[str
     assert main(["jobs", "show", "fish"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "status      paused" in lines  # no node runs, so that it does not either
+    assert "waiting     waits until this node is in its swarm again; `shoal train leave fish` gives it up" in lines
     assert "round       0, step 0 of 40" in lines
-    assert lines[-3:] == ["left out    a: it lied", "resting     b: it failed", "doubted     c: it is unlike"]
+    assert lines[-4:-1] == ["left out    a: it lied", "resting     b: it failed", "doubted     c: it is unlike"]
     assert main(["jobs", "show", job.id, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["resting"], facts["islands"]) == ({"b": "it failed"}, [island])
+
+
+def test_a_training_job_of_another_swarm_is_left_and_then_removed(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each command named another one, in a circle."""
+    store = TrainStore(Home.open(home))
+    job = store.create(sign_training(PEOPLE[0], replace(RECORD, created_ms=wall_ms())), {"tokens": b"1"})
+    store.save_facts(job, {**store.facts(job), "status": "running", "round": 3, "swarm": "reef#1a2b3c4d"})
+    assert main(["jobs"]) == 0
+    assert "fish: paused, round 3, step 0: waits until this node is in reef#1a2b3c4d again" in capsys.readouterr().out
+    assert main(["jobs", "stop", "fish", "--yes"]) == 2
+    assert "`shoal train leave fish` ends that" in capsys.readouterr().err
+    assert main(["train", "leave", "fish"]) == 0
+    assert "`shoal jobs stop fish` removes its files" in capsys.readouterr().out
+    assert main(["jobs", "stop", "fish"]) == 2
+    error = capsys.readouterr().err
+    assert "with what was learned in 3 rounds: `shoal train export fish FOLDER` writes the model before" in error
+    assert (job.folder / "tokens").exists()
+    assert main(["jobs", "stop", "fish", "--yes"]) == 0
+    assert capsys.readouterr().out == "The training job fish is removed with its files.\n"
+    assert not job.folder.exists()
+    assert main(["jobs", "stop", "fish", "--yes"]) == 1
+
+
+def test_a_training_job_is_left_and_removed_by_the_node_that_runs(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = TrainStore(Home.open(home))
+    job = store.create(sign_training(PEOPLE[0], replace(RECORD, created_ms=wall_ms())), {})
+    store.save_facts(job, {**store.facts(job), "status": "finished"})
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    class Node:
+        def get(self, path: str, timeout_s: float | None = None) -> list[dict[str, Any]]:
+            return store.all_idle_facts()
+
+        def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+            asked.append((path, body))
+            return store.all_idle_facts()[0]
+
+    monkeypatch.setattr("app.api.client.running_client", lambda folder: Node())
+    assert main(["jobs", "stop", job.id, "--yes"]) == 0
+    assert main(["train", "leave", "fish"]) == 0
+    assert asked == [
+        ("/control/train/remove", {"job": job.record.id.hex()}), ("/control/train/leave", {"job": "fish"})
+    ]  # fmt: skip
 
 
 def test_a_running_node_says_which_training_jobs_run(

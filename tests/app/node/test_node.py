@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -31,7 +32,7 @@ from app.config.file import load_config, set_value
 from app.config.home import Home, find_node, hold
 from app.config.keys import add_key
 from app.config.settings import Value
-from app.core.errors import NameConflict, UnknownSwarm, UsageError
+from app.core.errors import AppError, NameConflict, UnknownSwarm, UsageError
 from app.core.wall_clock import wall_ms
 from app.joining.create import Progress, SwarmSpec, create_swarm
 from app.joining.name_lookup import NoMember
@@ -39,6 +40,7 @@ from app.joining.wrong_secret import SecretCheck
 from app.manifest.importing import hash_source
 from app.node.node import Node
 from app.rounds.record import sign_training
+from app.rounds.train_jobs import TrainJobs
 from app.rounds.train_store import TrainStore
 from app.snapshot.codec import snapshot_from, status_facts, to_json, trainings_from
 from app.snapshot.views import StepView
@@ -490,6 +492,60 @@ async def test_training_jobs_are_listed_without_a_swarm(tmp_path: Path, cache: P
     store.save_facts(job, {**store.facts(job), "status": "running", "left_s": 9.0})
     (found,) = trainings_from(await node.trainings())
     assert (found.status, found.left_s) == ("paused", None)  # nobody runs it
+
+
+async def test_training_jobs_are_left_and_removed_without_a_swarm(tmp_path: Path) -> None:
+    home = Home.open(tmp_path / "a")
+    node = Node(home, load_config(home.config_file, {}).with_flags(QUIET), tmp_path)
+    store = TrainStore(home)
+    job = store.create(sign_training(PEOPLE[0], replace(RECORD, created_ms=wall_ms())), {})
+    store.save_facts(job, {**store.facts(job), "status": "running", "swarm": "reef#1a2b3c4d"})
+    (found,) = trainings_from(await node.trainings())
+    assert (found.swarm, found.waiting.split(";")[0]) == (
+        "reef#1a2b3c4d", "waits until this node is in reef#1a2b3c4d again"
+    )  # fmt: skip
+    with pytest.raises(AppError, match="fish is a training job of the swarm reef#1a2b3c4d"):
+        await node.join_training("fish")
+    with pytest.raises(AppError, match="has not joined a swarm"):
+        await node.join_training("cod")
+    with pytest.raises(AppError, match="takes part in fish"):
+        await node.remove_training("fish")
+    assert (await node.leave_training("fish"))["status"] == "left"
+    await node.remove_training("fish")
+    assert await node.trainings() == []
+
+
+async def test_a_job_that_is_left_as_its_swarm_is_joined_does_not_go_on(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node has read which jobs run just before that is written."""
+    swarm = found_swarm(tmp_path, cache, "home")
+    store = TrainStore(Home.open(tmp_path))
+    record = replace(RECORD, created_ms=wall_ms(), swarm=swarm.id)
+    store.save_facts(store.create(sign_training(PEOPLE[0], record), {}), {"status": "running"})
+    leave, begun, may_leave = TrainStore.leave, trio.Event(), threading.Event()
+
+    async def begin(*args: Any) -> None:
+        begun.set()
+        await trio.sleep_forever()
+
+    def late(self: TrainStore, text: str) -> Any:
+        assert may_leave.wait(30)
+        return leave(self, text)
+
+    monkeypatch.setattr(TrainJobs, "_begin", begin)
+    monkeypatch.setattr(TrainStore, "leave", late)
+    with monkeypatch.context() as patched:
+        patched.setattr(Node, "_trainings_here", None)
+        async with living(tmp_path, cache, max_vram=0) as node, trio.open_nursery() as nursery:
+            nursery.start_soon(node.leave_training, "fish")
+            await begun.wait()
+            patched.undo()
+            assert node._trainings()._waiting
+            may_leave.set()
+            await until(node, lambda: not node._trainings()._waiting)
+            (found,) = await node.trainings()
+            assert found["status"] == "left"
 
 
 async def test_a_node_listens_to_other_machines_only_with_keys_and_tls(tmp_path: Path, cache: Path) -> None:

@@ -77,6 +77,12 @@ def test_figures_are_flushed_to_disk_whenever_a_job_begins_or_ends(
     assert flushed == [True, False, False, True, True, False, True, True]
 
 
+@pytest.mark.parametrize("status", ["running", "left", "failed", "finished"])
+def test_a_job_that_does_not_run_has_no_time_to_go(store: TrainStore, job: StoredTraining, status: str) -> None:
+    store.save_facts(job, {"status": status, "left_s": 9.0})
+    assert store.idle_facts(job)["left_s"] is None
+
+
 def test_rounds_are_appended(
     store: TrainStore, job: StoredTraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
