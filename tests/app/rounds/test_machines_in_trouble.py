@@ -18,7 +18,6 @@ import trio.testing
 from trio.testing import MockClock
 
 from app.rounds.founding import ROWS, block_needs
-from app.rounds.machines import ASK_AGAIN_S
 from app.rounds.train_jobs import RunningTraining
 from app.training import hop, states
 from app.training.blame import REST_S
@@ -32,7 +31,7 @@ from p2p.memory.fabric import MemoryFabric, open_fabric
 from tests.app.rounds.test_machines import SHAPE, JobNode, wish_in
 
 CONFIG = parse_config(dict(SHAPE), "the test", {})
-SOON_S = 2 * ASK_AGAIN_S
+SOON_S = 120.0  # hops forget a silent job after 180 s
 part = block_needs(CONFIG, 32)  # (blocks, micro-batches under way) -> bytes
 
 

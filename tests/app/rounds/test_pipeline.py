@@ -253,7 +253,7 @@ class SlowLoading(InlineDevice):
 
 
 async def test_a_hop_that_takes_long_to_load_its_states_is_used(tmp_path: Path, patient_clock: MockClock) -> None:
-    async with open_pipeline(tmp_path, (0, 2), steps=10) as (swarm, machines):
+    async with open_pipeline(tmp_path, (0, 2), steps=5) as (swarm, machines):
         await machines.add("hop1", 2, 4, device=SlowLoading())
         await swarm.finished(0)
         node = swarm.nodes[0]
