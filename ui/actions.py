@@ -290,6 +290,8 @@ def why(app: NodeApp) -> None:
         if known.why is not None:
             facts += [("who", ", ".join(store.peer_name(peer) for peer in known.why.peers))] if known.why.peers else []
             facts += [("you can", next_step(known.why.code, known.why.next_step))] if known.why.next_step else []
+        for warning in known.warnings:
+            facts += [("warning", one_line(warning.text)), ("you can", one_line(warning.next_step))]
         for rule in known.courtesy.rules:
             label = RULES.get(rule.code, one_line(rule.label))
             facts.append((f"pause: {label}", _rule(rule.enabled, rule.available, rule.text)))

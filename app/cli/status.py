@@ -154,8 +154,7 @@ def status_lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
     if status.get("why") is not None:
         lines += [("about", ", ".join(status["why"]["peers"]))] if status["why"]["peers"] else []
         lines.append(("", f"→ {status['why']['next_step']}"))
-    warning = status.get("warning")
-    if warning is not None:
+    for warning in status.get("warnings", ()):
         lines += [("warning", warning["text"]), ("", f"→ {warning['next_step']}")]
     lines.append(("peer", status["peer_id"]))
     if status["swarm"] is not None:

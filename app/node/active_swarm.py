@@ -70,7 +70,6 @@ from p2p.network import Libp2pNetwork
 LOOK_AGAIN_S = 0.5  # between two searches for the swarm
 ADMIT_AGAIN_S = 3.0  # between two requests to be admitted
 ADMIT_PATIENCE_S = 5.0  # for the issuer of a second invite
-_EXPELLED_TEXT = "this node was removed from"
 JOIN_AGAIN_S = 10.0  # after a file of this node could not be written
 
 log = logging.getLogger("shoal.node")
@@ -193,12 +192,15 @@ class ActiveSwarm:
         """Record that a dialled peer has another secret; it counts only for peers named in the invite or settings."""
         self._secret_check.hear(error)
 
-    def warning(self, network: Network) -> Reason | None:
-        """Return what is wrong though this node takes part: a peer named in the invite or settings rejects it."""
+    def warnings(self, network: Network) -> tuple[Reason, ...]:
+        """Return what is wrong though this node takes part, the worst first."""
+        found: list[Reason] = []
         if self._guard is not None and self._guard.expelled:
-            return because("revoked", f"{_EXPELLED_TEXT} {self.swarm.name}", self._guard.authority.creator)
-        error = self._secret_check.refusal(network)
-        return None if error is None else reason_of(error)
+            words = f"this node was removed from {self.swarm.name}"
+            found.append(because("revoked", words, self._guard.authority.creator))
+        elif (error := self._secret_check.refusal(network)) is not None:
+            found.append(reason_of(error))
+        return tuple(found)
 
     def watch_routes(self) -> None:
         """Have the failure detector probe the members on this node's routes most often."""
@@ -259,11 +261,6 @@ class ActiveSwarm:
         self.failure = error
         self.settle("joining", reason_of(error))
         await trio.sleep_forever()
-
-    def follow_revocations(self) -> None:
-        """Say that this node was removed from the swarm, if a revocation list does."""
-        if self._guard is not None and self._guard.expelled:
-            self._context.note("problem", f"{_EXPELLED_TEXT} {self.swarm.name}")
 
     async def _find(self, network: Network) -> tuple[SwarmRecord, Manifest, tuple[str, ...]]:
         """Return the swarm's record, the model's manifest and the peers to join through.

@@ -151,8 +151,7 @@ class NetworkOwner:
 
         def on_list(envelope: Envelope) -> None:
             news.notify()
-            if self.active_swarm is not None:
-                self.active_swarm.follow_revocations()
+            context.changed()  # it may be this node that was removed
 
         guard.listeners.append(on_list)
         nursery.start_soon(save_news)

@@ -89,6 +89,7 @@ READY = ("serving", "client", "paused")
 MEET_S = 5.0  # to reach a member that an invite names, before its swarm is described without it
 MEET_AGAIN_S = 0.3
 TICK_S = 2.0  # between two updates of figures that change without an event
+WARN_AGAIN_S = 600.0
 RECENT_APART_S = 5.0  # between two snapshots that are kept for a bug report
 RECENT_S = 600.0
 RECENT_BYTES = 4 * 2**20
@@ -144,6 +145,7 @@ class Node:
         self._stop_asked, self._network_closed = trio.Event(), trio.Event()
         self._written_addresses: tuple[str, ...] = ()
         self._is_reachable = self._was_ready = False
+        self._warned_at: dict[str, float] = {}  # code of a warning -> when it was last true
 
     def _context(self) -> NodeContext:
         return NodeContext(
@@ -252,6 +254,7 @@ class Node:
             await self._views.look(self._network_owner.active_swarm, self._network_owner.network)
             if self._network_owner.active_swarm is not None:
                 self._network_owner.active_swarm.watch_routes()
+            self._log_warnings()
             self.event_log.touch()
             await self._write_node_file()
 
@@ -320,7 +323,7 @@ class Node:
             state=state,
             reason=why.text,
             why=why,
-            warning=active_swarm.warning(network) if active_swarm is not None and network is not None else None,
+            warnings=self._warnings(),
             courtesy=upkeep.courtesy,
             today=upkeep.today,
             ever=upkeep.ever,
@@ -363,6 +366,20 @@ class Node:
             requests=self._admissions.requests(),
             preparing=self._swarms.preparation.view,
         )
+
+    def _warnings(self) -> tuple[Reason, ...]:
+        active_swarm, network = self._network_owner.active_swarm, self._network_owner.network
+        return () if active_swarm is None or network is None else active_swarm.warnings(network)
+
+    def _log_warnings(self) -> None:
+        """Log each warning once, and again only if it comes back after it was gone for `WARN_AGAIN_S`."""
+        now = trio.current_time()
+        self._warned_at = {code: at for code, at in self._warned_at.items() if now - at < WARN_AGAIN_S}
+        for warning in self._warnings():
+            if warning.code not in self._warned_at:
+                log.warning("%s: %s", warning.text, warning.next_step)
+                self.event_log.note("problem", warning.text)
+            self._warned_at[warning.code] = now
 
     async def prospects(self) -> ProspectsView:
         """List the swarms and models that this node could join or start, and how much of each fits here."""

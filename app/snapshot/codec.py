@@ -51,10 +51,10 @@ def to_json(value: Any) -> dict[str, Any]:
 
 def status_facts(snapshot: Snapshot) -> dict[str, Any]:
     """Return what `shoal status` prints: the snapshot without the lists that have their own commands."""
-    reasons = {name: value and to_json(value) for name, value in (("why", snapshot.why), ("warning", snapshot.warning))}
     devices = [to_json(device) for device in snapshot.devices]
     given = {
-        **reasons,
+        "why": snapshot.why and to_json(snapshot.why),
+        "warnings": [to_json(warning) for warning in snapshot.warnings],
         "devices": devices,
         "weights": "none" if snapshot.hardware is None else snapshot.hardware.quantisation,
         "cache": "own" if snapshot.hardware is None else snapshot.hardware.cache,

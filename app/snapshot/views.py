@@ -541,7 +541,7 @@ class Snapshot:
     model: str = ""  # the model's name
     context_length: int | None = None  # most tokens of a conversation
     why: Reason | None = None  # reason for the state; `reason` is its text
-    warning: Reason | None = None  # something that is wrong, whatever the state
+    warnings: tuple[Reason, ...] = ()  # what is wrong, whatever the state; the worst first
     hardware: DeviceView | None = None  # the first of the devices
     devices: tuple[DeviceView, ...] = ()  # all of them, if there are several
     active_sessions: tuple[SessionView, ...] = ()

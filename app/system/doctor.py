@@ -193,8 +193,9 @@ def examine_machine(
 
 
 MAX_PEERS = 50  # most members that get a line of their own
-# Reason codes of a node state that deserve a warning; the others are normal.
-TROUBLED = frozenset({"wrong_secret", "probe_blocks", "probe_api", "cannot_host", "no_room", "looking"})
+# Reasons that need nothing to be done about a node that hosts nothing or is not in its swarm; all others do.
+NORMAL = frozenset({"limit_zero", "looking_around"})
+TROUBLED = frozenset({"probe_blocks", "probe_api"})  # reasons of other states that deserve a warning
 WORRYING = frozenset({"peer_suspect", "peer_dead", "distrusted"})
 CLOCK_TOLERANCE_S = 60.0
 CLOCK_LIMIT_S = 600.0  # beyond this, other members refuse this node's signed records
@@ -366,9 +367,12 @@ def check_lan(api_host: str, keys: int, url: str = "", fingerprint: str = "") ->
 
 def check_state(snapshot: Snapshot) -> Check:
     """Report the node's state and its reason, as in `shoal status`."""
-    mend = "" if snapshot.why is None else snapshot.why.next_step
-    troubled = snapshot.why is not None and snapshot.why.code in TROUBLED
-    return Check("state", "warn" if troubled else "ok", f"{snapshot.state}: {snapshot.reason}", mend)
+    why = snapshot.why
+    status: Status = "ok"
+    if why is not None:
+        is_idle = snapshot.state in ("client", "joining") and why.code not in NORMAL
+        status = "warn" if is_idle or why.code in TROUBLED else "ok"
+    return Check("state", status, f"{snapshot.state}: {snapshot.reason}", "" if why is None else why.next_step)
 
 
 def running_checks(snapshot: Snapshot, *, now_ms: int, last_said_ms: int, heard_ms: Sequence[int]) -> Iterator[Check]:
@@ -376,8 +380,8 @@ def running_checks(snapshot: Snapshot, *, now_ms: int, last_said_ms: int, heard_
     network = snapshot.network
     relayed = any("/p2p-circuit" in address for address in network.advertised)
     yield check_state(snapshot)
-    if snapshot.warning is not None:
-        yield Check("warning", "warn", snapshot.warning.text, snapshot.warning.next_step)
+    for warning in snapshot.warnings:
+        yield Check("warning", "warn", warning.text, warning.next_step)
     yield check_listening(snapshot.listen_addrs)
     yield check_addresses(network.advertised, network.verified, network.reach)
     yield check_nat(network.reach, relayed=relayed, relaying=network.relaying)

@@ -54,7 +54,6 @@ def test_an_invite_is_used_once_approved_and_revoked(tmp_path: Path) -> None:
         assert places[0].shoal("revoke", "guest").status == 0
         assert creator.get("/control/revoked") == {"revoked": [guest_id]}
         wait_until(lambda: guest_id not in members(creator) | members(other), "the guest is out")
-        wait_until(lambda: guest.snapshot().warning is not None, "the guest knows it")
-        warning = guest.snapshot().warning
-        assert warning is not None
+        wait_until(lambda: guest.snapshot().warnings != (), "the guest knows it")
+        [warning] = guest.snapshot().warnings
         assert (warning.code, warning.text) == ("revoked", "this node was removed from den")

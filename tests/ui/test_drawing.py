@@ -255,7 +255,7 @@ def test_the_state_is_never_without_its_reason() -> None:
 
 def test_a_warning_is_shown_whatever_the_state() -> None:
     wrong = because("wrong_secret", "mallory has another\x1b[2J swarm secret", "mallory")
-    line = text_of(state_row(ConnectionState("live"), replace(HEALTHY, warning=wrong), 0.0, wide=False))
+    line = text_of(state_row(ConnectionState("live"), replace(HEALTHY, warnings=(wrong,)), 0.0, wide=False))
     assert "▲ mallory has another[2J swarm secret" in line
     assert "▲" not in text_of(state_row(ConnectionState("live"), HEALTHY, 0.0, wide=False))
 
@@ -263,7 +263,7 @@ def test_a_warning_is_shown_whatever_the_state() -> None:
 def test_a_warning_names_a_peer_instead_of_its_id() -> None:
     """In a window of 80 columns the id took the place of what is wrong."""
     wrong = because("wrong_secret", f"{ALPHA} has another swarm secret", ALPHA)
-    known = replace(HEALTHY, warning=wrong)
+    known = replace(HEALTHY, warnings=(wrong,))
     line = text_of(state_row(ConnectionState("live"), known, 0.0, wide=False, name_of={ALPHA: "alpha"}.__getitem__))
     assert "▲ alpha has another swarm secret" in line
 
@@ -443,7 +443,7 @@ def test_a_pause_by_hand_is_not_denied_below_and_a_rule_without_a_sensor_is_name
 
 def test_a_pause_by_hand_names_the_dashboards_key() -> None:
     why = because("pause_by_hand", "paused by hand")
-    paused = replace(HEALTHY, state="paused", why=why, warning=None)
+    paused = replace(HEALTHY, state="paused", why=why, warnings=())
     words = text_of(state_row(ConnectionState("live"), paused, 0.0, wide=False))
     assert words.strip() == "‖ paused  by hand · p on the overview hosts again"
     draining = replace(paused, state="draining")

@@ -107,6 +107,11 @@ def _is_without_swarm(snapshot: Snapshot) -> bool:
     return snapshot.swarm is None and snapshot.why is not None and snapshot.why.code == "no_swarm"
 
 
+def _needs_something(snapshot: Snapshot) -> bool:
+    """True if the next step of the state's reason is shown: for a choice of blocks and without a swarm it is not."""
+    return snapshot.why is not None and snapshot.why.code not in _CHOSEN and not _is_without_swarm(snapshot)
+
+
 def _lack(snapshot: Snapshot) -> str:
     """The blocks that nobody hosts while this node serves others: no reply can be made; empty if there are none."""
     cover = coverage_of(snapshot) if snapshot.state == "serving" else None
@@ -122,9 +127,9 @@ def state_row(
     wide: bool,
     name_of: Callable[[str], str] = short_peer,
 ) -> Row:
-    """The whole line: state, reason, who asks to join, a warning or else the next step, and more if `wide`.
+    """The whole line: state, warnings, reason, who asks to join, the next step if there is no warning, more if `wide`.
 
-    That is sessions and the next pause; `name_of` gives the name of a peer that a warning names by its id.
+    More is sessions and the next pause; `name_of` gives the name of a peer that a warning names by its id.
     """
     words, style = pill(link, snapshot, now)
     lack = _lack(snapshot) if snapshot is not None and link.kind == "live" else ""
@@ -132,7 +137,11 @@ def state_row(
     because = reason(link, snapshot)
     if snapshot is not None and snapshot.state == "paused":
         because = because.removeprefix("paused ")  # the state says so
-    line = row(" ", (f" {words} ", f"b background on {style}"), "  " if wide else " ", because)
+    line = row(" ", (f" {words} ", f"b background on {style}"), "  " if wide else " ")
+    warnings = snapshot.warnings if snapshot is not None and link.kind == "live" else ()
+    for warning in warnings:  # first, as a narrow terminal shows little of the line
+        line.append((f"▲ {one_line(with_names(warning.text, name_of))} · ", "warning"))
+    line.append((because, ""))
     if link.next_step:
         line.append((f" · {link.next_step}", "secondary"))
     if snapshot is None or link.kind != "live":
@@ -140,11 +149,9 @@ def state_row(
     why = snapshot.why
     if snapshot.requests:
         line.append((f" · ? {guest_name(snapshot.requests[0])} asks to join: {DECIDES}", "warning"))
-    if snapshot.warning is not None:
-        line.append((f" · ▲ {one_line(with_names(snapshot.warning.text, name_of))}", "warning"))
-    elif lack:
+    if lack and not warnings:
         line.append((f" · ▲ {lack}", "warning"))
-    elif why is not None and why.next_step and why.code not in _CHOSEN and not _is_without_swarm(snapshot):
+    elif not warnings and why is not None and why.next_step and _needs_something(snapshot):
         line.append((f" · {next_step(why.code, why.next_step)}", "secondary"))
     extra = []
     if snapshot.swarm is not None and snapshot.preparing is not None:

@@ -302,17 +302,16 @@ async def test_a_node_in_a_swarm_of_its_own_says_that_a_named_peer_has_another_s
     async with living(tmp_path / "a", cache) as a:
         await until(a, lambda: a.snapshot().listen_addrs != ())
         async with living(tmp_path / "b", cache, peers=a.snapshot().listen_addrs[:1]) as b:
-            await until(b, lambda: b.snapshot().state == "client" and b.snapshot().warning is not None)
-            warning = b.snapshot().warning
-            assert warning is not None
+            await until(b, lambda: b.snapshot().state == "client" and b.snapshot().warnings != ())
+            [warning] = b.snapshot().warnings
             assert (warning.code, warning.peers) == ("wrong_secret", (a.snapshot().peer_id,))
-            assert snapshot_from(to_json(b.snapshot())).warning == warning
+            assert snapshot_from(to_json(b.snapshot())).warnings == (warning,)
             lines = status_lines(status_facts(b.snapshot()))
             assert ("warning", warning.text) in lines
             assert ("", f"→ {warning.next_step}") in lines[lines.index(("warning", warning.text)) :]
             check = next(check for check in b.network_checks() if check.name == "warning")
             assert (check.status, check.detail, check.mend) == ("warn", warning.text, warning.next_step)
-            assert a.snapshot().warning is None, "anybody can knock at a node's door"
+            assert a.snapshot().warnings == (), "anybody can knock at a node's door"
             await until(a, lambda: any(note.kind == "knock" for note in a.event_log.notes_after(0)))
             (told,) = [note.text for note in a.event_log.notes_after(0) if note.kind == "knock"]
             assert told == "turned away a node outside the swarm: it has used no invite yet"

@@ -11,13 +11,14 @@ import pytest
 from app.cli.doctor import examine_network
 from app.config.home import Home, write_sequence
 from app.core.reasons import because
-from app.snapshot.views import NetworkView, PeerView, PublicView, Snapshot
+from app.snapshot.views import NetworkView, PeerView, PublicView, Snapshot, State
 from app.system.doctor import (
     check_addresses,
     check_clock,
     check_nat,
     check_peer,
     check_peers,
+    check_state,
     is_free,
     network_checks,
     running_checks,
@@ -97,6 +98,37 @@ def test_a_running_node_has_every_line() -> None:
         "peer a",
     ]
     assert {check.name for check in checks if check.status != "ok"} == {"nat", "port mapping"}  # not known yet, and off
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "status"),
+    [
+        ("client", "limit_zero", "ok"),
+        ("client", "disk_full", "warn"),
+        ("client", "device_full", "warn"),
+        ("client", "no_room", "warn"),
+        ("joining", "looking_around", "ok"),
+        ("joining", "looking", "warn"),
+        ("joining", "bad_home", "warn"),
+        ("loading", "probe_api", "warn"),
+        ("serving", "worst_served", "ok"),
+        ("paused", "pause_battery", "ok"),
+    ],
+)
+def test_a_node_that_does_not_do_what_it_should_deserves_a_warning(state: State, code: str, status: str) -> None:
+    check = check_state(Snapshot("12D3", state, "why", "", why=because(code, "why")))
+    assert (check.status, check.mend != "") == (status, True)
+
+
+def test_each_warning_has_a_line() -> None:
+    both = (because("revoked", "it was removed"), because("wrong_secret", "it has another secret"))
+    checks = list(
+        running_checks(Snapshot("12D3", "client", "", "", warnings=both), now_ms=NOW_MS, last_said_ms=0, heard_ms=[])
+    )
+    assert [(check.status, check.detail) for check in checks if check.name == "warning"] == [
+        ("warn", "it was removed"),
+        ("warn", "it has another secret"),
+    ]
 
 
 HOME = NetworkView(reach="unverified")
