@@ -30,7 +30,7 @@ from app.core.span import Span
 from app.membership import Membership
 from app.planning.replies import PastReply, past_reply, replies_of_members
 from app.routing.planner import PrivacyPreferences, RoutePlanner
-from app.routing.route import Hop, RouteRequest
+from app.routing.route import Hop, NoRoute, RouteRequest
 from app.routing.trust import TrustBook
 from app.swarm.coverage import coverage_of
 from app.swarm.records import Announcement
@@ -129,7 +129,9 @@ class ReplyService:
         keep_sessions: Callable[[], int] = lambda: 0,
         adapters: AdapterOffers | None = None,
         loading: Callable[[], int] = lambda: 0,
+        trouble: Callable[[], Reason | None] = lambda: None,
     ) -> None:
+        self._trouble = trouble  # that explains a lack of weights or of members better than that lack itself
         self._options = AskerOptions(
             preferences=preferences,
             book=book or TrustBook(),
@@ -307,8 +309,17 @@ class ReplyService:
                     raise reply.problem
             # Behind the context: a reader that leaves with the last event must not cost the session its rest.
             yield ReplyDone("".join(pieces), reply.stats)
+        except NoRoute as error:
+            raise self._explained(error) from None
         finally:
             self._count(len(pieces), list(peers))
+
+    def _explained(self, error: NoRoute) -> NoRoute:
+        """Return the error of a block that nobody serves with what is wrong at this node, if something is."""
+        trouble = self._trouble() if error.is_hole else None
+        if trouble is None:
+            return error
+        return NoRoute(error.block, f": {trouble.text}; {trouble.next_step}", code=trouble.code)
 
     async def _of_text(self, function: Callable[..., T], *args: Any) -> T:
         """Call what the model's chat template and tokenizer do, in a thread; raises `SourceError` after `TEXT_S`.
@@ -388,14 +399,15 @@ class ReplyService:
             self._draft, self._draft_label = draft, found.label
 
     async def _ready(self) -> tuple[SwarmEnds, Asker]:
-        if self._source is None:  # waited for outside the lock: all who ask have the same time
-            with trio.move_on_after(WAIT_FOR_ENDS_S):
+        if self._source is None and self._trouble() is None:
+            with trio.move_on_after(WAIT_FOR_ENDS_S):  # outside the lock: all who ask have the same time
                 await self._arrived.wait()
         if self._source is None:
-            raise NoModelHere(
-                f"the tokenizer, embedding and head of {self._membership.record} are not on this machine yet: "
-                f"{self._problem or self._describe() or 'they are being looked for'}; ask again in a while"
-            )
+            what = f"the tokenizer, embedding and head of {self._membership.record} are not on this machine"
+            if (trouble := self._trouble()) is not None:
+                raise NoModelHere(f"{what}: {trouble.text}; {trouble.next_step}", code=trouble.code)
+            how = self._problem or self._describe() or "they are being looked for"
+            raise NoModelHere(f"{what} yet: {how}; ask again in a while")
         async with self._lock:
             if self._ends is None or self._asker is None:
                 asker = Asker(

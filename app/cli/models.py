@@ -37,6 +37,7 @@ class ModelFacts:
     licence: str | None = None
     blocks: int | None = None
     error: str | None = None
+    gone: bool = False  # the files that it was imported from are not where they were
     parts_held: int | None = None  # of a model that was downloaded from peers
     parts_total: int | None = None
 
@@ -55,7 +56,7 @@ def run_models(arguments: argparse.Namespace) -> int:
     """List the models on this machine, or verify them."""
     if arguments.action == "verify":
         return _verify(arguments)
-    facts = [*(model for model, _ in cached_models()), *models_from_peers()]
+    facts = [*(model for model, _ in cached_models()), *models_of_swarms()]
     if arguments.json:
         print_json([dataclasses.asdict(model) for model in facts])
         return 0
@@ -75,10 +76,14 @@ def _verify(arguments: argparse.Namespace) -> int:
             print(describe(model) if model.error is None else f"{model.name}: {model.error}")
         if not found:
             print("No model is on this machine, so there is nothing to verify.")
-    damaged = [model.name for model in found if model.error is not None]
-    if damaged:
-        print(f"shoal: damaged: {', '.join(damaged)}", file=sys.stderr)
-    return 1 if damaged else 0
+    wrong = [model for model in found if model.error is not None]
+    for what, names in (
+        ("damaged", [model.name for model in wrong if not model.gone]),
+        ("gone", [model.name for model in wrong if model.gone]),
+    ):
+        if names:
+            print(f"shoal: {what}: {', '.join(names)}", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 def verified_models() -> list[ModelFacts]:
@@ -110,25 +115,30 @@ def verified_models() -> list[ModelFacts]:
     return found
 
 
-def models_from_peers() -> list[ModelFacts]:
-    """Return the models whose parts were downloaded from peers."""
+def models_of_swarms() -> list[ModelFacts]:
+    """Return the models whose parts were downloaded from peers, and those whose own files are gone."""
     from app.config.home import cache_folder
     from app.weights.verify import models_by_manifest
 
     cache = cache_folder()
-    return [_from_manifest(model, str(cache / "parts")) for model in models_by_manifest(cache) if model.source is None]
+    found = [model for model in models_by_manifest(cache) if model.source is None or model.gone]
+    return [_from_manifest(model, str(cache / "parts")) for model in found]
 
 
 def _from_manifest(model: VerifiedPart, folder: str) -> ModelFacts:
     wrong = f"{', '.join(model.wrong[:4])}{', …' if len(model.wrong) > 4 else ''}"
     fix = "a node downloads them again" if model.source is None else f"check {model.source}, or pull it again"
+    error = f"{len(model.wrong)} of {model.parts_total} parts are damaged ({wrong}): {fix}" if wrong else None
+    if model.gone:
+        error = f"{model.gone} is gone: put it back, or a node downloads its parts from members that have them"
     return ModelFacts(
         name=model.manifest[:8],
         path=model.source or folder,
         size_bytes=model.bytes_held,
         licence=model.licence,
         blocks=model.blocks,
-        error=f"{len(model.wrong)} of {model.parts_total} parts are damaged ({wrong}): {fix}" if wrong else None,
+        error=error,
+        gone=bool(model.gone),
         parts_held=model.parts_held,
         parts_total=model.parts_total,
     )
@@ -177,7 +187,7 @@ def cached_models() -> list[tuple[ModelFacts, ModelSource | None]]:
 def describe(model: ModelFacts) -> str:
     """Return a model as one line."""
     if model.error is not None:
-        return f"{model.name}: damaged: {model.error}"
+        return f"{model.name}: {'' if model.gone else 'damaged: '}{model.error}"
     licence = without_controls(model.licence or "licence unknown")
     parts = "" if model.parts_total is None else f"{model.parts_held} of {model.parts_total} parts, "
     return f"{model.name}: {model.blocks} blocks, {parts}{format_size(model.size_bytes)}, {licence}, {model.path}"

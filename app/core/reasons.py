@@ -104,6 +104,8 @@ NEXT_STEPS: dict[str, str] = {
     "adapter_not_found": "`shoal adapters` lists those of this home and their models",
     "no_adapter_route": "wait until members that can load the adapter serve the block, or ask without --adapter",
     "model_not_here": "wait until it is downloaded from the members: `shoal status` shows the progress",
+    "model_gone": "put it back, or wait for a member that has the weights: either way it goes on by itself",
+    "weights_wanted": "wait for a member that gives them: it goes on by itself",
     "weights_missing": "wait for a member that has them, or download the model with `shoal pull`",
     "already_member": "leave it first with `shoal leave NAME`, or choose another name",
     "other_secret": "if this invite is the right one, leave the old swarm first with `shoal leave NAME`",

@@ -262,6 +262,4 @@ def fetching_text(weights: ModelWeights, names: Iterable[str]) -> str:
     progress = weights.progress(names)
     if progress is None:
         return ""
-    if progress.wanted:
-        return f"no reachable member has {progress.wanted}"
     return f"{format_size(progress.bytes_done)} of {format_size(progress.bytes_total)}"

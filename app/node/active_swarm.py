@@ -200,7 +200,12 @@ class ActiveSwarm:
             found.append(because("revoked", words, self._guard.authority.creator))
         elif (error := self._secret_check.refusal(network)) is not None:
             found.append(reason_of(error))
+        found += [trouble for trouble in (self._trouble(),) if trouble is not None]
         return tuple(found)
+
+    def _trouble(self) -> Reason | None:
+        """Return what keeps weights from this node."""
+        return None if self.weights is None else self.weights.trouble()
 
     def watch_routes(self) -> None:
         """Have the failure detector probe the members on this node's routes most often."""
@@ -343,6 +348,7 @@ class ActiveSwarm:
                 keep_sessions=lambda: context.config().settings.keep_sessions,
                 adapters=adapters,
                 loading=lambda: self.steps.advances,
+                trouble=self._trouble,
             )
             await nursery.start(self.replies.run)
             folder = states_folder.with_suffix(".activations")  # a killed node may have left many files in it

@@ -196,6 +196,7 @@ MAX_PEERS = 50  # most members that get a line of their own
 # Reasons that need nothing to be done about a node that hosts nothing or is not in its swarm; all others do.
 NORMAL = frozenset({"limit_zero", "looking_around"})
 TROUBLED = frozenset({"probe_blocks", "probe_api"})  # reasons of other states that deserve a warning
+FAILED = frozenset({"model_gone"})  # the node cannot do its work until somebody does something
 WORRYING = frozenset({"peer_suspect", "peer_dead", "distrusted"})
 CLOCK_TOLERANCE_S = 60.0
 CLOCK_LIMIT_S = 600.0  # beyond this, other members refuse this node's signed records
@@ -371,7 +372,7 @@ def check_state(snapshot: Snapshot) -> Check:
     status: Status = "ok"
     if why is not None:
         is_idle = snapshot.state in ("client", "joining") and why.code not in NORMAL
-        status = "warn" if is_idle or why.code in TROUBLED else "ok"
+        status = "fail" if why.code in FAILED else "warn" if is_idle or why.code in TROUBLED else "ok"
     return Check("state", status, f"{snapshot.state}: {snapshot.reason}", "" if why is None else why.next_step)
 
 
@@ -381,7 +382,7 @@ def running_checks(snapshot: Snapshot, *, now_ms: int, last_said_ms: int, heard_
     relayed = any("/p2p-circuit" in address for address in network.advertised)
     yield check_state(snapshot)
     for warning in snapshot.warnings:
-        yield Check("warning", "warn", warning.text, warning.next_step)
+        yield Check("warning", "fail" if warning.code in FAILED else "warn", warning.text, warning.next_step)
     yield check_listening(snapshot.listen_addrs)
     yield check_addresses(network.advertised, network.verified, network.reach)
     yield check_nat(network.reach, relayed=relayed, relaying=network.relaying)

@@ -34,6 +34,7 @@ LATE_S = 10.0  # an open request older than this may be repeated to a second pee
 LOOK_AGAIN_S = 1.0  # between two looks for peers while nothing happens
 CHOOSE_S = 0.05  # shortest time between two choices of peers
 NEXT_ASKED_S = 1.0  # wait for a part's leaves before asking a further peer in parallel
+WAITS_S = 10.0  # with nobody to ask, after which the download is said to wait
 
 
 class PartsAbsent(WeightsError):
@@ -49,7 +50,8 @@ class DownloadProgress:
     parts_total: int = 0
     parts_done: int = 0
     from_peers: dict[str, int] = field(default_factory=dict)  # peer -> bytes received
-    wanted: str = ""  # a part that no reachable member has; empty if there is none
+    wanted: tuple[str, ...] = ()  # parts that nobody gives, while nothing comes; empty as long as something may
+    is_refused: bool = False  # some members say that they have one of these
 
 
 class Download:
@@ -82,6 +84,7 @@ class Download:
         self._chosen: dict[str, set[str]] = {}  # peer -> parts to request from it
         self._chosen_at = 0.0
         self._failure: WeightsError | None = None
+        self._waits_since: float | None = None  # nobody was left to ask
         self._news = Signal()
         self._nursery: trio.Nursery
         self._asking: ChunkClient
@@ -137,13 +140,32 @@ class Download:
                 if not await self._start_part():
                     break
             self._start_workers()
+            self._note_wait()
             if not self._waits:
                 self._require_holders()
             with trio.move_on_after(LOOK_AGAIN_S):
                 await self._news.wait_beyond(seen)
 
+    def _unfinished(self) -> list[Part]:
+        return [*self._pending, *(new.part for new in self._open.values())]
+
+    def _note_wait(self) -> None:
+        """Name the parts that nobody can be asked for, once it has been so for `WAITS_S` and nothing is under way."""
+        now, is_idle = trio.current_time(), not any(self._busy.values())
+        holders = {part.name: self._holders(part.name) for part in self._unfinished()} if is_idle else {}
+        wanted = tuple(
+            name for name, peers in holders.items() if not any(self._performance.is_usable(peer, now) for peer in peers)
+        )
+        if not wanted:
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since = now
+        is_waiting = self._waits_since is not None and now - self._waits_since >= WAITS_S
+        self.progress.wanted = wanted if is_waiting else ()
+        self.progress.is_refused = any(holders[name] for name in self.progress.wanted)
+
     def _require_holders(self) -> None:
-        for part in [*self._pending, *(new.part for new in self._open.values())]:
+        for part in self._unfinished():
             if self._asking.lacking.get(part.name, set()).issuperset(self._holders(part.name)):
                 raise PartsAbsent(f"nobody has {part.name} any more")
 
@@ -151,7 +173,7 @@ class Download:
 
     async def _count_those_here(self) -> None:
         """Count parts that came here in another way while no peer sends any, as from a disk that was mounted late."""
-        parts = [*self._pending, *(new.part for new in self._open.values())]
+        parts = self._unfinished()
         missing = set(await trio.to_thread.run_sync(self._parts.missing, [part.name for part in parts]))
         for part in parts:
             if part.name in missing:
@@ -164,17 +186,14 @@ class Download:
                 self._parts.abandon(new)
             self._count_part(part, part.size_bytes if new is None else _size_of(part, new.missing()))
             self._on_part(part.name)
-        self.progress.wanted = self.progress.wanted if self.progress.wanted in missing else ""
 
     async def _start_part(self) -> bool:
         """Start the first pending part whose leaves can be had; False if there is none."""
         for part in self._pending:
             leaves = await trio.to_thread.run_sync(self._parts.leaves, part) or await self._ask_leaves(part)
             if leaves is None:
-                self.progress.wanted = part.name
                 continue
             self._pending.remove(part)
-            self.progress.wanted = ""
             new = await trio.to_thread.run_sync(self._parts.open_new, part, leaves)
             self._open[part.name] = new
             missing = new.missing()

@@ -45,6 +45,7 @@ class Library(PartSet):
         self._store = ManifestStore(cache)
         self._index = self._store.index(manifest.hash).only(part.name for part in manifest.parts)
         self._source_leaves: Mapping[str, tuple[bytes, ...]] | None = None
+        self._gone: Mapping[Path, Path] = {}  # files of the model that were not there at the last look -> what is gone
 
     # --- what is here -------------------------------------------------------------------------------------------------
 
@@ -66,9 +67,22 @@ class Library(PartSet):
         in_source = self._in_source()
         return [name for name in names if name not in in_source and not self._in_cache(name, again, on_bytes)]
 
+    def gone(self, names: Iterable[str]) -> str:
+        """Name the file or folder of the model that is gone, with some of these parts; empty if none is.
+
+        It was looked for when the parts were last counted, so that this does not touch the disk.
+        """
+        files = (extent.file for name in names for extent in self._index.extents.get(name, ()))
+        file = next((file for file in files if file in self._gone), None)
+        if file is None:
+            return ""
+        place = self._gone[file]
+        return f"the model's {'file' if place == file else 'folder'} {place}"
+
     def _in_source(self) -> frozenset[str]:
         index = self._index
         changed = index.changed_files()
+        self._gone = {file: _gone_with(file) for file in changed if Stamp.of(file) is None}
         return frozenset(
             name
             for name, pieces in index.extents.items()
@@ -167,6 +181,12 @@ class Library(PartSet):
                 )
             )  # fmt: skip
         return tuple(entries)
+
+
+def _gone_with(file: Path) -> Path:
+    """Return the highest folder that is gone with a file, or the file if its folder is there."""
+    missing = [path for path in (file, *file.parents) if not path.exists()]
+    return missing[-1] if missing else file
 
 
 def remember_source(cache: Path, manifest: Manifest, source: ModelSource, tokenizer: bytes) -> None:

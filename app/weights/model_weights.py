@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from app.core.network import Network
+from app.core.reasons import Reason, because
 from app.core.signal import Signal
 from app.core.span import Span
 from app.manifest.manifest import Manifest
@@ -105,6 +106,19 @@ class ModelWeights:
         wanted = set(names)
         found = [fetch.progress for fetch, parts in self._fetches.items() if not parts.isdisjoint(wanted)]
         return found[-1] if found else None
+
+    def trouble(self) -> Reason | None:
+        """Return why running downloads do not go on: nobody gives these parts; None if they do, or none runs."""
+        waiting = [fetch.progress for fetch in self._fetches if fetch.progress.wanted]
+        if not waiting:
+            return None
+        names = {name for progress in waiting for name in progress.wanted}
+        wanted = [part.name for part in self.manifest.parts if part.name in names]
+        who = f"no member that is here has {part_words(wanted)}"
+        if any(progress.is_refused for progress in waiting):
+            who = f"the members that have {part_words(wanted)} do not send them"
+        gone = self.library.gone(wanted)
+        return because("model_gone", f"{gone} is gone, and {who}") if gone else because("weights_wanted", who)
 
     def view(self) -> WeightsView:
         """Return the figures for the snapshot; those of the disk are from the last scan, up to `LOOK_S` old."""
@@ -197,6 +211,16 @@ def runs(blocks: Sequence[int]) -> tuple[Span, ...]:
         else:
             spans.append(Span(block, block + 1))
     return tuple(sorted(spans, key=lambda span: (-len(span), span.start)))
+
+
+def part_words(names: Sequence[str]) -> str:
+    """Name parts for the user, blocks by their spans: "blocks 0:8, the embedding and the head"."""
+    blocks = sorted(index for name in names if (index := block_index(name)) is not None)
+    spans = sorted(runs(blocks), key=lambda span: span.start)
+    shown = ", ".join(map(str, spans[:MAX_SPANS])) + ", …" * (len(spans) > MAX_SPANS)
+    words = [f"blocks {shown}"] if spans else []
+    words += [f"the {name}" for name in names if block_index(name) is None]
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def _within(block: int, spans: Collection[Span]) -> bool:

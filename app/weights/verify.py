@@ -26,12 +26,13 @@ class VerifiedPart:
     parts_held: int
     bytes_held: int
     wrong: tuple[str, ...] = ()  # names of parts that do not match the manifest or cannot be read
+    gone: str = ""  # what is not there of the files that it was imported from
 
 
 def models_by_manifest(cache: Path) -> list[VerifiedPart]:
-    """List the models of which at least one part is here, without reading their parts."""
+    """List the models of which at least one part is here, or was, without reading their parts."""
     found = [_summary(library, ()) for library in _libraries(cache)]
-    return [model for model in found if model.parts_held]
+    return [model for model in found if model.parts_held or model.gone]
 
 
 def bytes_to_read(cache: Path) -> int:
@@ -69,4 +70,5 @@ def _summary(library: Library, wrong: tuple[str, ...]) -> VerifiedPart:
         len(held),
         sum(part.size_bytes for part in manifest.parts if part.name in held),
         wrong,
+        library.gone(part.name for part in manifest.parts),
     )

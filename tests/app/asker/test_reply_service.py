@@ -14,6 +14,8 @@ from trio.testing import MockClock
 from app.asker import reply_service
 from app.asker.asker import ReplyTooLong
 from app.asker.reply import ReplyDone
+from app.core.reasons import Reason, because
+from app.routing.route import NoRoute
 from tests.app.hash_model import HashEnds, HashReply, HashRunner, InlineDevice, greedy
 from tests.app.session_swarm import open_swarm
 
@@ -99,3 +101,37 @@ async def test_a_reply_without_a_limit_of_its_user_ends_where_the_caches_end(mon
         assert (done.stats.token_ids, done.stats.finish_reason) == (greedy(prompt, 20), "length")
         with pytest.raises(ReplyTooLong, match="lower max_tokens to 20"):
             [event async for event in service.reply(replace(request, may_end_sooner=False))]
+
+
+async def test_what_is_wrong_at_this_node_takes_the_place_of_what_it_lacks(autojump_clock: MockClock) -> None:
+    """Nobody who asks waits for what cannot come."""
+
+    async def never() -> Any:
+        await trio.sleep_forever()
+
+    nobody: Any = SimpleNamespace(n_blocks=2, record="home")
+    why = because("model_gone", "the model's folder /m is gone")
+    service = reply_service.ReplyService(nobody, nobody, never, lambda: "0 B of 1 MB", trouble=lambda: why)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(service.run)
+        began = trio.current_time()
+        with pytest.raises(
+            reply_service.NoModelHere, match=r"the model's folder /m is gone; put it back, or wait"
+        ) as no:
+            await service.training_ends()
+        assert (no.value.code, trio.current_time()) == ("model_gone", began)
+        nursery.cancel_scope.cancel()
+
+
+def test_a_hole_is_explained_by_what_is_wrong_at_this_node() -> None:
+    nobody: Any = SimpleNamespace(n_blocks=2, record="home")
+    why: Reason | None = because("model_gone", "the model's folder /m is gone")
+    service = reply_service.ReplyService(nobody, nobody, nobody, lambda: "", trouble=lambda: why)
+    told = service._explained(NoRoute(0, " now: raise this node's memory limit"))
+    assert str(told).startswith("no route: nobody serves block 0: the model's folder /m is gone; put it back")
+    assert told.code == "model_gone"
+    busy = NoRoute(0, busy=True)
+    assert service._explained(busy) is busy
+    why = None
+    hole = NoRoute(0)
+    assert service._explained(hole) is hole

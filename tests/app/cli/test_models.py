@@ -160,6 +160,26 @@ def test_verify_reads_everything_again_and_names_what_is_wrong(
     assert heard.err.endswith(f"shoal: damaged: {name}\n")
 
 
+def test_a_model_whose_folder_is_gone_is_not_called_damaged(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was not listed at all, and `verify` said that its parts are damaged."""
+    studied = import_model(tmp_path / "model", cache)
+    name = studied.manifest.hash[:8]
+    (tmp_path / "model").rename(tmp_path / "away")
+    line = f"{name}: the model's folder {tmp_path / 'model'} is gone: put it back, or a node downloads its parts"
+    assert app.cli.main(["models"]) == 0
+    assert capsys.readouterr().out.startswith(line)
+    assert app.cli.main(["models", "verify"]) == 1
+    heard = capsys.readouterr()
+    assert heard.out.startswith(line)
+    assert heard.err.endswith(f"shoal: gone: {name}\n")
+    (tmp_path / "away").rename(tmp_path / "model")
+    assert app.cli.main(["models", "verify"]) == 0
+    assert app.cli.main(["models"]) == 0
+    assert "No model is cached" in capsys.readouterr().out
+
+
 def test_a_model_that_came_from_peers_is_listed_and_verified(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,7 @@ from app.session.wire import REFUSALS, decode, encode_hop_error, hop_error_reaso
 from app.snapshot.codec import snapshot_from, to_json
 from app.snapshot.views import PeerView
 from app.swarm.records import Announcement
-from app.system.doctor import NORMAL, TROUBLED, WORRYING, check_peer
+from app.system.doctor import FAILED, NORMAL, TROUBLED, WORRYING, check_peer
 from engine.errors import EngineError
 from p2p.errors import P2PError, StreamReset, WrongSecret
 from p2p.memory.fabric import open_fabric
@@ -78,7 +78,7 @@ def test_no_reason_is_made_without_its_code_being_in_the_table() -> None:
         assert "Reason" not in {name for name, _ in _calls(path)}, path
     with pytest.raises(KeyError):
         because("no_such_code", "")
-    assert NORMAL | TROUBLED | WORRYING | REFUSALS <= set(NEXT_STEPS)
+    assert FAILED | NORMAL | TROUBLED | WORRYING | REFUSALS <= set(NEXT_STEPS)
 
 
 # --- from those who decide to those who read -------------------------------------------------------------------------

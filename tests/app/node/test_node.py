@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import ssl
 import threading
@@ -25,8 +26,10 @@ import app.node.node
 import app.node.self_check
 import app.node.swarm_switcher
 import app.swarm.saved
+import app.weights.download
 import p2p.discovery.known_peers
 from app.api.server import NoKeys
+from app.asker.reply_service import NoModelHere, ReplyRequest
 from app.cli.status import status_lines
 from app.config.file import load_config, set_value
 from app.config.home import Home, find_node, hold
@@ -53,6 +56,7 @@ from p2p.errors import WrongSecret
 from p2p.identity import Identity
 from p2p.memory.fabric import open_fabric
 from tests.app.rounds.statements import PEOPLE, RECORD
+from tests.engine.models import VARIANT, write_folder
 
 QUIET: dict[str, Value] = {"listen": ("/ip4/127.0.0.1/tcp/0",), "api_port": 0, "discovery": ("invite",), "max_vram": 0}
 
@@ -455,6 +459,41 @@ async def test_jobs_leave_as_much_of_the_disk_free_as_the_setting_says(tmp_path:
             assert place.activations.reserve(1) is has_room
             with contextlib.nullcontext() if has_room else pytest.raises(WeightsError, match="lower disk_floor"):
                 await place.states.require_room(1)
+
+
+async def test_a_models_folder_that_is_gone_is_the_reason_everywhere_until_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(app.weights.download, "WAITS_S", 0.2)
+    monkeypatch.setattr(app.node.node, "TICK_S", 0.1)
+    folder, away = tmp_path / "mymodel", tmp_path / "away"
+    write_folder(folder, VARIANT["llama"])
+    home = Home.open(tmp_path / "a")
+    spec = SwarmSpec("pond", str(folder), False)
+    swarm = create_swarm(home, tmp_path / "cache", spec, lambda done, total: None, lambda done, total: None)
+    update(home, lambda known: known.joined(swarm))
+    folder.rename(away)
+    async with living(tmp_path / "a", tmp_path / "cache", max_vram=10**9, device="cpu") as a:
+        await until(a, lambda: any("blocks" in warning.text for warning in a.snapshot().warnings))
+        [warning] = a.snapshot().warnings
+        assert (warning.code, a.snapshot().state) == ("model_gone", "fetching")
+        assert warning.text.startswith(f"the model's folder {folder} is gone, and no member that is here has blocks 0:")
+        assert "put it back, or wait for a member that has the weights" in warning.next_step
+        lines = dict(status_lines(json.loads(json.dumps(status_facts(a.snapshot())))))
+        assert lines["warning"] == warning.text
+        checks = [check for check in a.network_checks() if check.status == "fail"]
+        assert [(check.detail, check.mend) for check in checks] == [(warning.text, warning.next_step)]
+        with pytest.raises(NoModelHere, match=f"the model's folder {folder} is gone.*put it back") as refused:
+            await anext(a.reply(ReplyRequest(({"role": "user", "content": "hello"},))))
+        assert refused.value.code == "model_gone"
+        version = a.event_log.version
+        await until(a, lambda: a.event_log.version > version + 5)
+        [told] = [record.getMessage() for record in caplog.records if str(folder) in record.getMessage()]
+        assert (told.startswith(f"the model's folder {folder} is gone"), "put it back" in told) == (True, True)
+        assert len([note for note in a.event_log.notes_after(0) if note.kind == "problem"]) == 1
+        away.rename(folder)
+        await until(a, lambda: a.snapshot().state == "serving")
+        assert a.snapshot().warnings == ()
 
 
 async def test_a_disk_that_takes_nothing_costs_the_memory_of_a_swarm_alone(

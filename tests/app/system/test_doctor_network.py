@@ -121,12 +121,12 @@ def test_a_node_that_does_not_do_what_it_should_deserves_a_warning(state: State,
 
 
 def test_each_warning_has_a_line() -> None:
-    both = (because("revoked", "it was removed"), because("wrong_secret", "it has another secret"))
+    both = (because("model_gone", "the model's folder is gone"), because("wrong_secret", "it has another secret"))
     checks = list(
         running_checks(Snapshot("12D3", "client", "", "", warnings=both), now_ms=NOW_MS, last_said_ms=0, heard_ms=[])
     )
     assert [(check.status, check.detail) for check in checks if check.name == "warning"] == [
-        ("warn", "it was removed"),
+        ("fail", "the model's folder is gone"),
         ("warn", "it has another secret"),
     ]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from app.core.network import Payload
 from app.manifest.importing import HashedSource
@@ -303,18 +304,41 @@ async def test_of_a_long_answer_only_what_is_right_is_kept(tmp_path: Path) -> No
         assert "bad" not in peer.fetching.progress.from_peers
 
 
-async def test_a_part_that_nobody_has_is_waited_for_and_named(tmp_path: Path) -> None:
+async def test_a_part_that_nobody_has_is_waited_for_and_named(tmp_path: Path, patient_clock: MockClock) -> None:
     async with world(tmp_path) as here:
         here.holders["seed"].remove("block.3")
         peer = here.peer("newcomer")
         came = trio.Event()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(peer.fetching.fetch, ["block.3", "block.0"], lambda name: came.set())
-            with trio.fail_after(30):
-                await came.wait()
-                assert peer.fetching.progress.wanted == "block.3"
-                here.holders["seed"].add("block.3")
+            await came.wait()
+            begun = trio.current_time()
+            while not peer.fetching.progress.wanted:  # noqa: ASYNC110 - the download tells nobody
+                await trio.sleep(0.1)
+            assert list(peer.fetching.progress.wanted) == ["block.3"]
+            assert trio.current_time() - begun == pytest.approx(fetching.WAITS_S, abs=2)
+            assert not peer.fetching.progress.is_refused
+            here.holders["seed"].add("block.3")
         assert peer.library.held() == {"block.0", "block.3"}
+        assert peer.fetching.progress.wanted == ()
+
+
+async def test_a_holder_that_only_refuses_is_no_holder(tmp_path: Path, patient_clock: MockClock) -> None:
+    async with world(tmp_path) as here:
+        here.holders["seed"].clear()
+
+        def refuse(peer: str, body: bytes) -> Payload:
+            raise RemoteError("never", code="internal")
+
+        here.liar("liar", refuse)
+        peer = here.peer("newcomer")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(peer.fetching.fetch, ["block.3"])
+            while not peer.fetching.progress.wanted:  # noqa: ASYNC110
+                await trio.sleep(0.1)
+            assert peer.fetching.progress.is_refused
+            here.holders["seed"].add("block.3")
+        assert peer.library.held() == {"block.3"}
 
 
 async def test_a_part_that_nobody_has_is_taken_from_a_disk_that_is_mounted_late(tmp_path: Path) -> None:
