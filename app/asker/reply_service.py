@@ -53,6 +53,7 @@ log = logging.getLogger("shoal.replies")
 T = TypeVar("T")
 
 WAIT_FOR_ENDS_S = 30.0  # for tokenizer, embedding and head to arrive, before a request fails
+WAIT_IN_TROUBLE_S = 2.0  # the same where they will hardly come, but may be on this disk
 TRY_AGAIN_S = 15.0
 TEXT_S = 60.0  # for the model's chat template and tokenizer to make tokens of a text
 TEXTS_AT_ONCE = 4
@@ -399,8 +400,8 @@ class ReplyService:
             self._draft, self._draft_label = draft, found.label
 
     async def _ready(self) -> tuple[SwarmEnds, Asker]:
-        if self._source is None and self._trouble() is None:
-            with trio.move_on_after(WAIT_FOR_ENDS_S):  # outside the lock: all who ask have the same time
+        if self._source is None:  # waited for outside the lock: all who ask have the same time
+            with trio.move_on_after(WAIT_FOR_ENDS_S if self._trouble() is None else WAIT_IN_TROUBLE_S):
                 await self._arrived.wait()
         if self._source is None:
             what = f"the tokenizer, embedding and head of {self._membership.record} are not on this machine"

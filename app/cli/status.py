@@ -11,6 +11,7 @@ from app.cli.command import Command, print_json
 from app.core.terminal_text import without_controls
 
 _DAYS, _PEERS = 7, 10  # number of days and peers in `status --json`
+NO_MEMBERS = "No other members are here now. `shoal invite` prints an invite for others."
 NO_SWARM = "This node is in no swarm: join one with `shoal join NAME|INVITE` or create one with `shoal create`."
 
 
@@ -51,10 +52,11 @@ def run_peers(arguments: argparse.Namespace) -> int:
         return 0
     for peer in peers:
         print(describe_peer(peer))
-    if not peers and client.snapshot().swarm is None:
-        print(NO_SWARM)
-    elif not peers:
-        print("No other members are here now. `shoal invite` prints an invite for others.")
+    if not peers:
+        snapshot = client.snapshot()
+        print(NO_SWARM if snapshot.swarm is None else NO_MEMBERS)
+        for warning in snapshot.warnings:
+            print(f"{warning.text}: {warning.next_step}")
     return 0
 
 

@@ -24,6 +24,7 @@ NEXT_STEPS: dict[str, str] = {
     "looking_around": "wait a moment: the node is about to choose its blocks",
     "leaving": "wait: sessions move to other members, which takes at most half a minute",
     "left": "`shoal serve` starts it again",
+    "clock_off": "set the clock, best by turning on the system's time service",
     "wrong_secret": "ask a member for a new invite (`shoal invite`)",
     "probe_blocks": "nothing: hosting restarts by itself; if this happens again, look at the node's log",
     "probe_api": "nothing: the API restarts by itself; if this happens again, look at the node's log",
@@ -63,6 +64,7 @@ NEXT_STEPS: dict[str, str] = {
     "peer_client": "nothing: it only asks and does not host",
     "peer_full": "wait until sessions there end, or let more members join",
     "peer_private": "if you know it, add it with `shoal config set trusted`; or lower private_blocks",
+    "peer_clock": "tell its owner to set its clock, best by turning on the system's time service",
     "distrusted": "nothing: past failures count less with time; `shoal config set trusted` overrides this",
     # --- reported by a hop about itself
     "sessions_full": _OTHERS_USED,

@@ -33,6 +33,14 @@ def parse_size(text: str) -> int:
     return int(number) * factor if number.isdigit() else int(float(number) * factor)
 
 
+def format_duration(seconds: float) -> str:
+    """Format a duration like "90 s", "12 min", "3.0 h" or "2.5 days"."""
+    for unit, length, least in (("days", 86400.0, 2.0), ("h", 3600.0, 2.0), ("min", 60.0, 2.0)):
+        if seconds >= least * length:
+            return f"{seconds / length:.{0 if unit == 'min' else 1}f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def format_size(size_bytes: int) -> str:
     """Format a size with one decimal in powers of ten, like "1.5 GB"."""
     if size_bytes < 1000:

@@ -9,6 +9,7 @@ table.py             the members, bounded in number and hard to flood
 guard.py             serves and calls only peers with a certificate, in guarded swarms
 gossip_queue.py      statements waiting to be sent to other members
 wire.py              bodies of the calls, and their specification
+clocks.py            how far this machine's clock is from its peers'
 exchange.py          makes and answers the calls; parses, verifies and processes received statements
 failure_detector.py  decides which member to probe, and when
 gossip.py            pushes urgent statements
@@ -20,6 +21,7 @@ swarm_search.py      asks others which swarm a name means, and for its manifest
 
 from __future__ import annotations
 
+from app.membership.clocks import PeerClocks
 from app.membership.failure_detector import Timing
 from app.membership.guard import GuardedNetwork
 from app.membership.member import Change, ChangeKind, Listener, Member, State
@@ -37,6 +39,7 @@ __all__ = [
     "Member",
     "Membership",
     "MembershipSetup",
+    "PeerClocks",
     "QueryService",
     "State",
     "Timing",

@@ -17,6 +17,7 @@ import trio
 from app.core.network import Network
 from app.core.signal import Signal
 from app.membership import wire
+from app.membership.clocks import PeerClocks
 from app.membership.gossip_queue import GossipQueue
 from app.membership.guard import GuardedNetwork
 from app.membership.member import Change
@@ -101,8 +102,9 @@ class MembershipExchange:
         own: Callable[[], Announcement],
         now_ms: Callable[[], int],
         guard: GuardedNetwork | None = None,
+        clocks: PeerClocks | None = None,
     ) -> None:
-        self._guard = guard
+        self._guard, self._clocks = guard, clocks or PeerClocks()
         self.network, self.table, self.gossip_queue = network, table, GossipQueue()
         self._terms, self._events, self._own, self._now_ms = terms, events, own, now_ms
         self._id = bytes.fromhex(terms.swarm)
@@ -273,12 +275,14 @@ class MembershipExchange:
 
         This is the only place that feeds the table: it parses and verifies the bytes of members. Invalid statements are
         dropped; a peer that sends too many of them misbehaves. Those that are not of this time do not count: they were
-        good where the peer has them from, by another clock or a moment ago.
+        good where the peer has them from, by another clock or a moment ago. Its own one tells how its clock goes.
         """
         now = trio.current_time()
         try:
             envelope = parse(raw)
             if envelope.domain == ANNOUNCEMENT_DOMAIN:
+                if envelope.peer == sender:
+                    self._clocks.heard(sender, envelope.sequence, self._now_ms() / 1000, now)
                 self._receive_announcement(envelope, sender, now, asked)
             elif envelope.domain == SUSPICION_DOMAIN:
                 if self._suspicion_limit.take(sender, now):

@@ -20,6 +20,7 @@ from app.core.network import Network
 from app.core.signal import Signal
 from app.core.span import Span
 from app.membership.bootstrap import Bootstrap
+from app.membership.clocks import PeerClocks
 from app.membership.exchange import MembershipExchange, ProbeOutcome
 from app.membership.failure_detector import FailureDetector, Timing
 from app.membership.gossip import Gossip
@@ -90,6 +91,7 @@ class MembershipSetup:
     wall_clock: Callable[[], float] = time.time
     rng: random.Random = field(default_factory=random.Random)
     timing: Timing = field(default_factory=Timing)
+    clocks: PeerClocks = field(default_factory=PeerClocks)
 
 
 class Membership:
@@ -110,7 +112,7 @@ class Membership:
         self.table = Table(network.peer_id)
         self._guard = network if isinstance(network, GuardedNetwork) else None
         self._exchange = MembershipExchange(
-            network, terms, self.table, self, lambda: self._own, self._now_ms, self._guard
+            network, terms, self.table, self, lambda: self._own, self._now_ms, self._guard, self._setup.clocks
         )
         timing, rng = self._setup.timing, self._setup.rng
         self._detector = FailureDetector(self._exchange, timing, rng, self._sign_suspicion)

@@ -21,10 +21,12 @@ from app.core.network import Network
 from app.core.signal import Signal
 from app.manifest.manifest import MAX_MANIFEST_BYTES, Manifest
 from app.membership import wire
+from app.membership.clocks import PeerClocks
 from app.swarm.name_resolution import resolve
 from app.swarm.names import SwarmName
-from app.swarm.records import SwarmRecord, read_record, read_record_or_announcement
+from app.swarm.records import ANNOUNCEMENT_DOMAIN, SwarmRecord, read_record, read_record_or_announcement
 from app.swarm.rendezvous import ASK_AT_ONCE, keys_to_ask, record_key
+from p2p.envelope import Envelope, parse
 from p2p.errors import EnvelopeError, P2PError
 
 log = logging.getLogger("shoal.membership")
@@ -63,6 +65,7 @@ class _Search:
     secret: bytes | None
     wall_clock: Callable[[], float]
     look_up_s: float = ASK_TIMEOUT_S  # for providers of one key
+    clocks: PeerClocks = field(default_factory=PeerClocks)
     records: dict[str, list[SwarmRecord]] = field(default_factory=dict)  # by the peer that sent them
     members: dict[str, dict[str, None]] = field(default_factory=dict)  # swarm id -> peers
     asked: set[str] = field(default_factory=set)
@@ -137,6 +140,7 @@ class _Search:
             if count % _STATEMENTS_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()  # checking signatures takes CPU time
             try:
+                self._read_clock(peer, parse(raw))
                 said = read_record_or_announcement(raw, now_ms=self.now_ms)
                 if not isinstance(said, SwarmRecord):
                     self.network.learn(said.peer, said.addresses)
@@ -149,6 +153,11 @@ class _Search:
             except EnvelopeError as error:
                 log.debug("%s sent an invalid statement: %s", peer, error)
 
+    def _read_clock(self, peer: str, envelope: Envelope) -> None:
+        """Note the number of a member's own announcement: a record from the future may be one of this morning."""
+        if envelope.domain == ANNOUNCEMENT_DOMAIN and envelope.peer == peer:
+            self.clocks.heard(peer, envelope.sequence, self.wall_clock(), trio.current_time())
+
 
 async def resolve_swarm(
     network: Network,
@@ -158,13 +167,14 @@ async def resolve_swarm(
     secret: bytes | None = None,
     wall_clock: Callable[[], float] = time.time,
     timeout_s: float = FIND_TIMEOUT_S,
+    clocks: PeerClocks | None = None,
 ) -> FoundSwarm:
     """Return the swarm that a name means, by asking linked peers, `via` and the DHT for at most `timeout_s`.
 
     Raises `NameConflict` if several swarms match and `UnknownSwarm` if nobody knows one.
     """
     look_up_s = max(ASK_TIMEOUT_S, timeout_s - FIND_TIMEOUT_S)
-    search, via = _Search(network, wanted, secret, wall_clock, look_up_s), tuple(via)
+    search, via = _Search(network, wanted, secret, wall_clock, look_up_s, clocks or PeerClocks()), tuple(via)
     with trio.move_on_after(timeout_s):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_ask_around, search, nursery, via)

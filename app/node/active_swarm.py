@@ -8,6 +8,7 @@ replies and hosting run until the swarm is left. `app.node.swarm_switcher` decid
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,6 +35,7 @@ from app.membership import (
     Member,
     Membership,
     MembershipSetup,
+    PeerClocks,
     QueryService,
     fetch_manifest,
     resolve_swarm,
@@ -41,7 +43,7 @@ from app.membership import (
 from app.membership.member import describe
 from app.node.context import NodeContext
 from app.node.hosting_loop import HostingLoop
-from app.node.peer_views import peer_views
+from app.node.peer_views import by_clocks, clock_words, peer_views
 from app.planning.machines import MachineSpec
 from app.rounds.machines import Helpers
 from app.rounds.train_jobs import TrainJobs, TrainPlace
@@ -64,9 +66,11 @@ from app.weights.draft_models import find_draft
 from app.weights.extents import WeightsError
 from app.weights.manifest_store import model_name
 from app.weights.model_weights import ENDS, ModelWeights
+from p2p.envelope import CLOCK_TOLERANCE_MS
 from p2p.errors import P2PError, WrongSecret
 from p2p.network import Libp2pNetwork
 
+CLOCK_LIMIT_S = CLOCK_TOLERANCE_MS / 1000  # beyond which members refuse each other's statements
 LOOK_AGAIN_S = 0.5  # between two searches for the swarm
 ADMIT_AGAIN_S = 3.0  # between two requests to be admitted
 ADMIT_PATIENCE_S = 5.0  # for the issuer of a second invite
@@ -100,6 +104,8 @@ class ActiveSwarm:
         self.steps = StartupSteps(context.changed)
         self.steps.done("identity", context.identity.peer_id)
         self._secret_check = SecretCheck(self._named_peers)
+        self._clocks = PeerClocks()
+        self._network: Network | None = None  # on which it runs
         self._guard: GuardedNetwork | None = None
 
     # --- state for the snapshot ---------------------------------------------------------------------------------------
@@ -132,6 +138,9 @@ class ActiveSwarm:
     def peers(self, network: Network) -> tuple[PeerView, ...]:
         """Return the other members for the snapshot."""
         unused = {} if self.replies is None else self.replies.unused()
+        if not self.clock_ahead_s(CLOCK_LIMIT_S):
+            now = self._now()
+            unused = by_clocks(unused, lambda peer: self._clocks.ahead_s({peer: peer}, *now, CLOCK_LIMIT_S))
         return peer_views(self.members(), network.links(), self._context.trust, unused)
 
     def hosted(self) -> HostedView:
@@ -163,7 +172,7 @@ class ActiveSwarm:
             await trio.sleep(JOIN_AGAIN_S)
 
     async def _run_once(self, network: Libp2pNetwork, service: QueryService, guard: GuardedNetwork | None) -> None:
-        self._guard = guard
+        self._guard, self._network = guard, network
         for peer, addresses in self._named_peers.items():
             network.learn(peer, addresses)
             for address in addresses:
@@ -194,18 +203,35 @@ class ActiveSwarm:
 
     def warnings(self, network: Network) -> tuple[Reason, ...]:
         """Return what is wrong though this node takes part, the worst first."""
-        found: list[Reason] = []
+        clock = self._clock_trouble()
+        found: list[Reason] = [] if clock is None else [clock]
         if self._guard is not None and self._guard.expelled:
             words = f"this node was removed from {self.swarm.name}"
             found.append(because("revoked", words, self._guard.authority.creator))
         elif (error := self._secret_check.refusal(network)) is not None:
             found.append(reason_of(error))
-        found += [trouble for trouble in (self._trouble(),) if trouble is not None]
+        if self.weights is not None and (trouble := self.weights.trouble()) is not None:
+            found.append(trouble)
         return tuple(found)
 
     def _trouble(self) -> Reason | None:
-        """Return what keeps weights from this node."""
-        return None if self.weights is None else self.weights.trouble()
+        """Return what keeps members or weights from this node."""
+        clock = self._clock_trouble()
+        return clock if clock is not None or self.weights is None else self.weights.trouble()
+
+    def _clock_trouble(self) -> Reason | None:
+        ahead_s = self.clock_ahead_s(CLOCK_LIMIT_S)
+        return because("clock_off", f"this machine's clock is {clock_words(ahead_s)} its peers'") if ahead_s else None
+
+    def clock_ahead_s(self, tolerance_s: float) -> float | None:
+        """Return the seconds by which this machine's clock is ahead of its peers', as `PeerClocks.ahead_s` does."""
+        if self._network is None:
+            return None
+        sources = {link.peer: self._network.source(link.peer) for link in self._network.links()}
+        return self._clocks.ahead_s(sources, *self._now(), tolerance_s)
+
+    def _now(self) -> tuple[float, float]:
+        return time.time(), trio.current_time()
 
     def watch_routes(self) -> None:
         """Have the failure detector probe the members on this node's routes most often."""
@@ -280,7 +306,9 @@ class ActiveSwarm:
         wanted = SwarmName(self.swarm.name, model_hash)
         while record is None or manifest is None:
             try:
-                found = await resolve_swarm(network, wanted, via=self._named_peers, secret=self.swarm.secret)
+                found = await resolve_swarm(
+                    network, wanted, via=self._named_peers, secret=self.swarm.secret, clocks=self._clocks
+                )
                 record, peers = record or found.record, (*self._named_peers, *found.peers)
                 if manifest is None:
                     self.steps.done("peers")
@@ -309,7 +337,7 @@ class ActiveSwarm:
         peers: tuple[str, ...],
     ) -> None:
         context = self._context
-        setup = MembershipSetup(secret=self.swarm.secret, sequence=context.sequence)
+        setup = MembershipSetup(secret=self.swarm.secret, sequence=context.sequence, clocks=self._clocks)
         membership = Membership(network, context.identity, record, manifest.config.n_blocks, setup)
         settings = context.config().settings
         # `joining` tells other newcomers that this node will choose blocks too, so that they choose in turn

@@ -68,7 +68,7 @@ from app.snapshot.views import (
 from app.swarm.invitations import InviteLimits
 from app.swarm.names import SwarmName
 from app.swarm.saved import SavedSwarm
-from app.system.doctor import Check, running_checks
+from app.system.doctor import CLOCK_TOLERANCE_S, Check, running_checks
 from app.weights.manifest_store import ManifestStore
 from p2p import envelope
 from p2p.identity import load_or_create
@@ -461,15 +461,9 @@ class Node:
     def network_checks(self) -> Sequence[Check]:
         """Return the checks of `shoal doctor` that only a running node can make."""
         active_swarm = self._network_owner.active_swarm
-        members = active_swarm.members() if active_swarm is not None else ()
-        return list(
-            running_checks(
-                self.snapshot(),
-                now_ms=wall_ms(),
-                last_said_ms=self._last_sequence_ms,
-                heard_ms=[member.announcement.sequence for member in members],
-            )
-        )
+        ahead_s = None if active_swarm is None else active_swarm.clock_ahead_s(CLOCK_TOLERANCE_S)
+        last_said_ms = self._last_sequence_ms
+        return list(running_checks(self.snapshot(), now_ms=wall_ms(), last_said_ms=last_said_ms, ahead_s=ahead_s))
 
     # --- commands of the API ------------------------------------------------------------------------------------------
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from app.core.network import Link
-from app.core.reasons import Reason
+from app.core.reasons import Reason, because
+from app.core.units import format_duration
 from app.membership import Member
 from app.routing.trust import TrustBook
 from app.snapshot.views import PeerView
@@ -53,3 +54,22 @@ def fetched_share(announced: Announcement) -> float | None:
         return None
     held = {block for span in announced.held for block in span.blocks() if block in wanted}
     return len(held) / len(wanted)
+
+
+def clock_words(ahead_s: float) -> str:
+    """Say how far a clock is from another one."""
+    return f"about {format_duration(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'}"
+
+
+def by_clocks(unused: Mapping[str, Reason], here_ahead_s: Callable[[str], float | None]) -> dict[str, Reason]:
+    """Return the reasons for not using peers, with the clock of a peer in place of others if it is wrong.
+
+    What such a peer says of itself is refused, so what it said last is no news. `here_ahead_s` is how far this
+    machine's clock is ahead of a peer's; 0 or None if that is little or not known.
+    """
+    off = {peer: -ahead_s for peer in unused if (ahead_s := here_ahead_s(peer))}
+    words = "what it says of itself is refused"
+    return {**unused} | {
+        peer: because("peer_clock", f"its clock is {clock_words(ahead_s)} this machine's: {words}", peer)
+        for peer, ahead_s in off.items()
+    }

@@ -12,13 +12,12 @@ import ipaddress
 import os
 import shutil
 import socket
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from app.core.units import format_size
+from app.core.units import format_duration, format_size
 from app.snapshot.views import NetworkView, PeerView, RuleView, Snapshot
 from engine.budget import BlockBudget, CacheFormat
 from p2p.addresses import Scope, parse_known
@@ -196,10 +195,10 @@ MAX_PEERS = 50  # most members that get a line of their own
 # Reasons that need nothing to be done about a node that hosts nothing or is not in its swarm; all others do.
 NORMAL = frozenset({"limit_zero", "looking_around"})
 TROUBLED = frozenset({"probe_blocks", "probe_api"})  # reasons of other states that deserve a warning
-FAILED = frozenset({"model_gone"})  # the node cannot do its work until somebody does something
-WORRYING = frozenset({"peer_suspect", "peer_dead", "distrusted"})
+FAILED = frozenset({"clock_off", "model_gone"})  # the node cannot do its work until somebody does something
+WORRYING = frozenset({"peer_suspect", "peer_dead", "peer_clock", "distrusted"})
 CLOCK_TOLERANCE_S = 60.0
-CLOCK_LIMIT_S = 600.0  # beyond this, other members refuse this node's signed records
+CLOCK_LIMIT_S = 600.0  # beyond this, members refuse each other's signed records
 # 2025-01-01: a correct clock cannot show a time before Shoal existed.
 _BEGINNING_MS = 1_735_689_600_000
 
@@ -305,26 +304,28 @@ def network_checks(snapshot: Snapshot) -> Iterator[Check]:
     yield check_peers(network.links, len(snapshot.peers), snapshot.swarm, network.discovery)
 
 
-def check_clock(now_ms: int, last_said_ms: int, heard_ms: Sequence[int]) -> Check:
-    """Compare the clock with those of other members and with the last run of this node.
+def check_clock(now_ms: int, last_said_ms: int, ahead_s: float | None) -> Check:
+    """Compare the clock with those of connected peers and with the last run of this node.
 
-    `heard_ms` are the times in the members' latest records; `last_said_ms` is the stored sequence number of this node.
+    `ahead_s` is the clock's lead over the peers', negative if it is behind, 0 if they agree and None if there are none;
+    `last_said_ms` is the stored sequence number of this node.
     """
     mend = "set the clock, best by turning on the system's time service"
     if now_ms < _BEGINNING_MS:
         return Check("clock", "fail", "the clock shows a time before 2025", mend)
-    behind_s = (statistics.median(heard_ms) - now_ms) / 1000 if heard_ms else 0.0
     set_back_s = (last_said_ms - now_ms) / 1000
-    if behind_s > CLOCK_LIMIT_S:
-        return Check("clock", "fail", f"{behind_s:.0f} s behind the other members: they refuse its records", mend)
-    if behind_s > CLOCK_TOLERANCE_S:
-        return Check("clock", "warn", f"{behind_s:.0f} s behind the other members", mend)
+    if ahead_s:
+        detail = f"about {format_duration(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} the other members"
+        if abs(ahead_s) > CLOCK_LIMIT_S:
+            refusal = "they refuse what it says" if ahead_s > 0 else "it refuses what they say"
+            return Check("clock", "fail", f"{detail}: {refusal}", mend)
+        return Check("clock", "warn", detail, mend)
     if set_back_s > CLOCK_TOLERANCE_S:
         return Check("clock", "warn", f"it was set back by {set_back_s:.0f} s since this node last ran", mend)
     return Check(
         "clock",
         "ok",
-        "agrees with the other members" if heard_ms else "plausible; no member to compare with",
+        "plausible; no member to compare with" if ahead_s is None else "agrees with the other members",
     )
 
 
@@ -376,19 +377,19 @@ def check_state(snapshot: Snapshot) -> Check:
     return Check("state", status, f"{snapshot.state}: {snapshot.reason}", "" if why is None else why.next_step)
 
 
-def running_checks(snapshot: Snapshot, *, now_ms: int, last_said_ms: int, heard_ms: Sequence[int]) -> Iterator[Check]:
-    """Yield the checks of a running node."""
+def running_checks(snapshot: Snapshot, *, now_ms: int, last_said_ms: int, ahead_s: float | None) -> Iterator[Check]:
+    """Yield the checks of a running node; its clock is one of them, and no warning besides."""
     network = snapshot.network
     relayed = any("/p2p-circuit" in address for address in network.advertised)
     yield check_state(snapshot)
-    for warning in snapshot.warnings:
+    for warning in (one for one in snapshot.warnings if one.code != "clock_off"):
         yield Check("warning", "fail" if warning.code in FAILED else "warn", warning.text, warning.next_step)
     yield check_listening(snapshot.listen_addrs)
     yield check_addresses(network.advertised, network.verified, network.reach)
     yield check_nat(network.reach, relayed=relayed, relaying=network.relaying)
     yield check_mapping(network)
     yield check_lan("127.0.0.1", 0, snapshot.lan_url, snapshot.lan_fingerprint)
-    yield check_clock(now_ms, last_said_ms, heard_ms)
+    yield check_clock(now_ms, last_said_ms, ahead_s)
     yield check_peers(network.links, len(snapshot.peers), snapshot.swarm, network.discovery)
     yield from (check_peer(peer) for peer in snapshot.peers[:MAX_PEERS])
 
@@ -399,7 +400,7 @@ def resting_checks(listen_ports: Sequence[int], api_port: int, *, now_ms: int, l
         yield check_port("listen", port, free=is_free("0.0.0.0", port))
     if api_port:
         yield check_port("api", api_port, free=is_free("127.0.0.1", api_port))
-    yield check_clock(now_ms, last_said_ms, ())
+    yield check_clock(now_ms, last_said_ms, None)
     yield Check("peers", "skip", "no node runs here: start one with `shoal serve` to check the network")
 
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import ssl
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -41,10 +42,12 @@ from app.joining.create import Progress, SwarmSpec, create_swarm
 from app.joining.name_lookup import NoMember
 from app.joining.wrong_secret import SecretCheck
 from app.manifest.importing import hash_source
+from app.membership import PeerClocks
 from app.node.node import Node
 from app.rounds.record import sign_training
 from app.rounds.train_jobs import TrainJobs
 from app.rounds.train_store import TrainStore
+from app.routing.route import NoRoute
 from app.snapshot.codec import snapshot_from, status_facts, to_json, trainings_from
 from app.snapshot.views import StepView
 from app.swarm.invite import Invite, new_secret
@@ -494,6 +497,35 @@ async def test_a_models_folder_that_is_gone_is_the_reason_everywhere_until_it_is
         away.rename(folder)
         await until(a, lambda: a.snapshot().state == "serving")
         assert a.snapshot().warnings == ()
+
+
+async def test_a_clock_that_is_ahead_is_named_everywhere(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = PeerClocks.heard
+
+    def three_hours_behind(clocks: PeerClocks, peer: str, sequence: int, now_s: float, at: float) -> None:
+        """As a node hears its peers whose own clock is three hours ahead."""
+        heard(clocks, peer, sequence - 3 * 3_600_000, now_s, at)
+
+    found_swarm(tmp_path / "a", cache, "home")
+    async with living(tmp_path / "a", cache) as a, living(tmp_path / "b", cache, str(await a.invite(None))) as b:
+        await until(b, lambda: sees(b, a))
+        assert b.snapshot().warnings == ()
+        monkeypatch.setattr(PeerClocks, "heard", three_hours_behind)
+        swarm = b._network_owner.active_swarm
+        assert swarm is not None
+        swarm._clocks._readings.clear()
+        await until(b, lambda: b.snapshot().warnings != ())
+        [warning] = b.snapshot().warnings
+        assert warning.code == "clock_off"
+        assert re.fullmatch(r"this machine's clock is about (2\.9|3\.0) h ahead of its peers'", warning.text)
+        [check] = [check for check in b.network_checks() if check.status == "fail"]
+        assert (check.name, "ahead of the other members: they refuse what it says" in check.detail) == ("clock", True)
+        with pytest.raises(NoRoute, match=r"nobody serves block 0: this machine's clock is .*; set the clock"):
+            async for _ in b.reply(ReplyRequest(prompt=(1, 2, 3), max_tokens=3)):
+                pass
+        monkeypatch.undo()
 
 
 async def test_a_disk_that_takes_nothing_costs_the_memory_of_a_swarm_alone(

@@ -8,6 +8,8 @@ import pytest
 
 from app.asker.stats import AskedSession, AskerStats, HopStats
 from app.cli.bench import explained_share, node_facts, node_lines, unexplained_s
+from app.core.reasons import because
+from app.node.peer_views import by_clocks
 from app.node.rates import WINDOW_S, Counters, RateMeter, RateReading
 from app.node.views import NodeViews, reading_of, route_view
 from app.serving.stats import ServerStats, SessionStats
@@ -160,3 +162,14 @@ def test_a_step_beside_the_others_leaves_them_as_they_are() -> None:
     assert [(view.done, view.total) for view in steps.views() if view.key == "ends"] == [(1, 4)]
     steps.leave_out("ends")
     assert "ends" not in states(steps)
+
+
+def test_a_peer_whose_clock_is_wrong_is_not_said_to_serve_in_a_moment() -> None:
+    loading, full = because("peer_loading", "joining"), because("peer_full", "full")
+    ahead_s = {"a": -10_800.0, "b": 0.0, "c": 5400.0, "d": None, "serving": -10_800.0}
+    told = by_clocks({"a": loading, "b": full, "c": loading, "d": loading}, ahead_s.get)
+    assert told["a"].code == told["c"].code == "peer_clock"
+    assert told["a"].text == "its clock is about 3.0 h ahead of this machine's: what it says of itself is refused"
+    assert told["c"].text.startswith("its clock is about 90 min behind this machine's")
+    assert (told["a"].peers, "set its clock" in told["a"].next_step) == (("a",), True)
+    assert (told["b"], told["d"], "serving" in told) == (full, loading, False)
