@@ -1,15 +1,21 @@
 """Whose jobs run where: what this node gives to the jobs of others, and the routes of its own jobs.
 
 A hop sees the hidden states of the training data, so the limits on who may run the first and last blocks hold for jobs
-as they do for replies. A member that announces that it does not train is never asked.
+as they do for replies. A member that announces that it does not train is never asked. One that trains for peers whom
+its user trusts says only when it is asked whether this node is one of them.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 
+import trio
+
 from app.config.settings import Settings
+from app.core.canonical_json import decode_object
+from app.core.errors import AppError, RecordError
 from app.core.network import Network
 from app.core.span import Span
 from app.routing.estimates import link_rates
@@ -20,11 +26,17 @@ from app.routing.wire_choice import SLOW_BYTES_PER_S, crossings
 from app.session.frame import CHANGES, INT8
 from app.swarm.records import Announcement
 from app.training.hop import TrainingTerms
-from app.training.trainer import Replicas, RouteFinder
+from app.training.trainer import Replicas, RouteFinder, TrainingStopped
 from app.training.ways import stretches
+from app.training.wire import ROOM
+from p2p.errors import P2PError
+
+log = logging.getLogger("shoal.training")
 
 NEVER, TRUSTED = "never", "trusted"
 CHANGES_BYTES_PER_S = 1.25e6  # 10 Mbit/s
+CONSENT_S = 10.0  # for all members that are asked before a job
+_MOST_ANSWER_BYTES = 4096
 
 
 def terms_of(settings: Settings, own_peer: str, is_member: Callable[[str], bool]) -> TrainingTerms:
@@ -78,6 +90,46 @@ def job_routes(
             raise
 
     return find
+
+
+async def consenting(network: Network, find: RouteFinder) -> Route:
+    """Return a route whose hops do not refuse this node's jobs; raises `TrainingStopped` as the job would.
+
+    Who does not answer within `CONSENT_S`, in which all are asked, is not taken to refuse.
+    """
+    refusals: dict[str, str] = {}
+    until = trio.current_time() + CONSENT_S
+    while True:
+        try:
+            route = await find(frozenset(refusals))
+        except AppError as error:
+            if not refusals:
+                raise
+            raise TrainingStopped(f"{error}{''.join(f'; {peer}: {why}' for peer, why in refusals.items())}") from error
+        refusing = await _refusals(network, [hop.peer for hop in route if hop.peer != network.peer_id], until)
+        if not refusing:
+            return route
+        refusals |= refusing
+
+
+async def _refusals(network: Network, peers: Sequence[str], until: float) -> dict[str, str]:
+    """Ask members for consent; return those that refuse, and why."""
+    found: dict[str, str] = {}
+
+    async def ask(peer: str) -> None:
+        try:
+            answer = await network.call(peer, ROOM, b"", timeout_s=max(0.0, until - trio.current_time()))
+            why = decode_object(answer, "room", max_bytes=_MOST_ANSWER_BYTES).optional_text("refuses", 400)
+        except (P2PError, RecordError) as error:  # it is gone, or of an older version
+            log.debug("%s does not say whether it trains for this node: %s", peer, error)
+        else:
+            if why:
+                found[peer] = "".join(one if one.isprintable() else " " for one in why)
+
+    async with trio.open_nursery() as nursery:
+        for peer in peers:
+            nursery.start_soon(ask, peer)
+    return found
 
 
 def job_replicas(

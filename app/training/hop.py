@@ -531,7 +531,8 @@ class TrainingServer:
                 log.exception("the memory of a training job could not be returned")
 
     async def _on_room(self, peer: str, body: bytes) -> bytes:
-        return canonical({"bytes": await self.room_for(peer)})
+        refuses = {"refuses": why} if (why := self._terms().refuses(peer)) else {}
+        return canonical({"bytes": await self.room_for(peer), **refuses})
 
     # --- a job --------------------------------------------------------------------------------------------------------
 

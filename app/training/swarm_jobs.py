@@ -26,6 +26,7 @@ from app.core.wall_clock import wall_ms
 from app.planning.history import PastForecast, correction, past_forecasts, remember
 from app.routing.route import Route
 from app.training.activations import ActivationDisk
+from app.training.consent import consenting
 from app.training.forecasts import SwarmForecaster, usual_step
 from app.training.job_store import ENDED, MAX_LEFT_OUT, Job, JobStore, Progress, require_unfinished
 from app.training.states import StateStore
@@ -180,7 +181,8 @@ class SwarmJobs:
 
         material = await self._material(wish)
         record = new_record(wish, material)
-        route = await self._place.routes(material.source.config.n_blocks, wish.source.wire)(frozenset())
+        routes = self._place.routes(material.source.config.n_blocks, wish.source.wire)
+        route = await consenting(self._place.network, routes)
         trained = material.trained
         wire = await self._wire(wish, route)
         step_s, factor = await self._expected(record, material, route, wire)

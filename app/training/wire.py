@@ -62,7 +62,8 @@ earlier version if one of them died in between. Unknown kinds are an error, unkn
 `app.training.ledger` decides which frames count.
 
 The call `train.room` (an empty body) asks a node how many bytes of memory it would give to a job of the asker that
-trains all weights, whose states its disk must hold too; the answer is a JSON object: `bytes`.
+trains all weights, whose states its disk must hold too; the answer is a JSON object: `bytes`, and `refuses` with the
+reason in words if it trains nothing for the asker, adapters neither.
 
 Sums go through the owner and not from holder to holder. A holder sends and receives them once, which is no more than in
 a butterfly of two holders and less than in one of three; the owner bears the rest. It sees every holder's sums whole,

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import trio
+from trio.testing import MockClock
 
+from app.config.home import Home
 from app.config.settings import Settings
 from app.core.span import Span
 from app.routing.planner import PrivacyPreferences
-from app.routing.route import Hop, NoRoute
+from app.routing.route import Hop, NoRoute, Route
 from app.routing.trust import TrustBook
 from app.swarm.records import Announcement, read_announcement, sign_announcement, tail
-from app.training.consent import job_replicas, job_routes, slow_wire, terms_of
-from app.training.trainer import RouteFinder
+from app.training.consent import CONSENT_S, consenting, job_replicas, job_routes, slow_wire, terms_of
+from app.training.hop import TrainingTerms
+from app.training.swarm_jobs import SwarmJobs
+from app.training.trainer import RouteFinder, TrainingStopped
+from app.training.wire import ROOM
+from engine.sources.base import ModelSource
+from engine.sources.tiny import open_tiny
 from p2p.identity import Identity
 from p2p.memory.fabric import MemoryFabric, open_fabric
+from tests.app.training.job_swarm import Losses, batches_of, open_job_swarm
 
 
 @pytest.mark.parametrize(
@@ -153,3 +166,101 @@ async def test_a_job_is_rounded_where_a_link_is_slow_and_all_hops_understand_it(
         assert (asked_for(*newer), asked_for(*newer, epochs=2)) == ("int8", "changes")
         faster = replace(newer[0], rates=((tail("me"), 10e6),))
         assert asked_for(faster, newer[1], epochs=2) == "int8"
+
+
+# --- before a job begins ----------------------------------------------------------------------------------------------
+
+REFUSES = TrainingTerms(refuses=lambda owner: "it trains only for peers that its user trusts")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    return open_tiny(tmp_path_factory.mktemp("model"))
+
+
+async def test_a_dry_run_fails_in_the_words_in_which_the_job_would(source: ModelSource, tmp_path: Path) -> None:
+    """It promised a route that was refused as soon as the job began."""
+    async with open_job_swarm(source, tmp_path) as swarm:
+        await swarm.train("a", 0, 8, REFUSES)
+        owner = swarm.owner()
+        with pytest.raises(TrainingStopped) as begun:
+            await owner.run(1, batches_of, Losses())
+        with pytest.raises(TrainingStopped, match="a: it trains only for peers that its user trusts") as foreseen:
+            await consenting(swarm.fabric.nodes["owner"], swarm.route)
+        assert str(foreseen.value) == str(begun.value)
+
+
+async def test_a_dry_run_names_the_members_that_consent(source: ModelSource, tmp_path: Path) -> None:
+    async with open_job_swarm(source, tmp_path) as swarm:
+        await swarm.train("a", 0, 8, REFUSES)
+        await swarm.train("b", 0, 4)
+        await swarm.train("c", 4, 8)
+        me = swarm.fabric.node("me")
+        assert [hop.peer for hop in await consenting(me, swarm.route)] == ["b", "c"]
+        own = swarm.fabric.nodes["a"]
+        assert [hop.peer for hop in await consenting(own, swarm.route)] == ["a"]  # a node does not ask itself
+
+
+async def test_members_that_do_not_answer_or_say_nothing_of_it_hold_up_no_dry_run(autojump_clock: MockClock) -> None:
+    """Older versions do not say it; whoever delays its answer to refuse at last costs some seconds, with all others."""
+    begun = trio.current_time()
+    async with open_fabric() as fabric:
+
+        async def late(peer: str, body: bytes) -> bytes:
+            await trio.sleep(CONSENT_S - 1)
+            return b'{"bytes":0,"refuses":"no"}'
+
+        async def silent(peer: str, body: bytes) -> bytes:
+            await trio.sleep_forever()
+            return b""
+
+        answers: dict[str, Any] = {"late": late, "later": late, "silent": silent}
+        for number, text in enumerate((b'{"bytes":5}', b"nonsense", b'{"bytes":0,"refuses":7}')):
+            answers[f"old{number}"] = partial(_answer, text)
+        members = []
+        for name, answer in answers.items():
+            fabric.node(name).serve(ROOM, answer)
+            members.append(member(name, 0, 4, "members"))
+        asked = list[frozenset[str]]()
+
+        async def find(avoid: frozenset[str]) -> Route:
+            asked.append(avoid)
+            return tuple(Hop(one.peer, Span(0, 4)) for one in members if one.peer not in avoid)[:1]
+
+        assert [hop.peer for hop in await consenting(fabric.node("me"), find)] == ["later"]
+        assert asked == [frozenset(), frozenset({"late"})]
+        assert trio.current_time() - begun <= CONSENT_S + 0.1
+        del members[:2]
+        for name in ("silent", "old0", "old1", "old2"):
+            assert [hop.peer for hop in await consenting(fabric.nodes["me"], find)] == [name]
+            del members[0]
+
+
+async def _answer(text: bytes, peer: str, body: bytes) -> bytes:
+    return text
+
+
+async def test_the_forecast_of_a_job_is_of_a_route_that_consents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_fabric() as fabric:
+        me = fabric.node("me")
+        fabric.node("a").serve(ROOM, partial(_answer, b'{"bytes":0,"refuses":"it trains for nobody"}'))
+
+        async def find(avoid: frozenset[str]) -> Route:
+            if "a" in avoid:
+                raise NoRoute(0)
+            return (Hop("a", Span(0, 4)),)
+
+        place: Any = SimpleNamespace(network=me, routes=lambda blocks, wire: find)
+        jobs = SwarmJobs(Home(tmp_path), place)
+        config: Any = SimpleNamespace(source=SimpleNamespace(config=SimpleNamespace(n_blocks=4)))
+
+        async def material(wish: Any) -> Any:
+            return config
+
+        monkeypatch.setattr(jobs, "_material", material)
+        monkeypatch.setattr("app.training.material.new_record", lambda wish, material: None)
+        wish: Any = SimpleNamespace(source=SimpleNamespace(wire="f32"))
+        with pytest.raises(TrainingStopped, match="; a: it trains for nobody"):
+            await jobs.forecast(wish)
