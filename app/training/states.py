@@ -46,13 +46,14 @@ class StateStore:
         network: Network,
         folder: Path,
         is_member: Callable[[str], bool],
-        in_thread: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
+        in_thread: Callable[..., Awaitable[Any]] | None = None,
         *,
         floor_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         """`floor_bytes` of the disk are left to others: the setting `disk_floor`."""
         shutil.rmtree(folder, ignore_errors=True)  # what a killed node has left
-        self._network, self._in_thread, self._folder, self._floor_bytes = network, in_thread, folder, floor_bytes
+        self._network, self._folder, self._floor_bytes = network, folder, floor_bytes
+        self._in_thread = in_thread or trio.to_thread.run_sync
         self._parts = PartSet(folder, (), "a training job")
         self._server = ChunkServer(self._parts, is_member, methods=METHODS)
         self._runs: dict[bytes, set[bytes]] = {}  # root -> runs that need it

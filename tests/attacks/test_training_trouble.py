@@ -799,8 +799,6 @@ async def test_hops_do_not_forget_a_job_while_their_states_come_over_a_slow_link
     async with open_job_swarm(source, tmp_path, ALL) as swarm:
         owner = swarm.owner(patience=Patience(), settings=settings, terms={"copies": False})
         swarm.fabric.set_link("owner", "n0", LinkProfile(delay_s=0.02, bytes_per_s=0.5e6))
-        for store in (owner._states, swarm.nodes["n0"].states):
-            store._in_thread = trio.to_thread.run_sync  # for which the clock waits
         begun = trio.current_time()
         with trio.fail_after(600):
             await owner.run(1, few, lambda step: None)
@@ -822,8 +820,6 @@ async def test_a_job_goes_on_if_no_hop_can_copy_its_snapshots_in_time(
         swarm.fabric.set_link("owner", "n0", LinkProfile(delay_s=0.02))
         for node in swarm.nodes.values():
             monkeypatch.setattr(node.states, "obtain", obtain_without_end)
-        for store in (owner._states, *(node.states for node in swarm.nodes.values())):
-            store._in_thread = trio.to_thread.run_sync  # for which the clock waits
         losses: list[float] = []
         with trio.fail_after(400):
             await owner.run(3, few, lambda step: losses.append(step.loss))

@@ -24,7 +24,7 @@ from p2p.memory.fabric import LinkProfile, open_fabric
 
 def store(network: Network, folder: Path) -> StateStore:
     """A store whose threads a patient clock waits for."""
-    return StateStore(network, folder, lambda peer: True, trio.to_thread.run_sync)
+    return StateStore(network, folder, lambda peer: True)
 
 
 @pytest.mark.parametrize("size_bytes", [1000, 10_000_000])
