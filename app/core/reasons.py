@@ -25,6 +25,7 @@ NEXT_STEPS: dict[str, str] = {
     "leaving": "wait: sessions move to other members, which takes at most half a minute",
     "left": "`shoal serve` starts it again",
     "clock_off": "set the clock, best by turning on the system's time service",
+    "twin": "stop one of the two; in a copied home, move identity.key away first: the node makes a new one",
     "wrong_secret": "ask a member for a new invite (`shoal invite`)",
     "probe_blocks": "nothing: hosting restarts by itself; if this happens again, look at the node's log",
     "probe_api": "nothing: the API restarts by itself; if this happens again, look at the node's log",

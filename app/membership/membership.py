@@ -28,6 +28,7 @@ from app.membership.guard import GuardedNetwork
 from app.membership.link_probe import LinkProbe
 from app.membership.member import Change, Listener, Member, kind_of_news
 from app.membership.table import PRESENT, Table
+from app.membership.twins import TwinWatch
 from app.swarm.records import (
     Announcement,
     SwarmRecord,
@@ -122,6 +123,7 @@ class Membership:
         self._listeners: list[Listener] = []
         self._nursery: trio.Nursery | None = None
         self._refutations = PeerRateLimit(burst=2, per_s=0.2)
+        self._twins = TwinWatch()
         self._disconnecting: set[str] = set()
         self._member_died = Signal()
         self._own = Announcement(network.peer_id, 0, 1, record.id, "joining")
@@ -142,6 +144,11 @@ class Membership:
         # Contacted but not probed yet: use the round-trip time of the link's heartbeat, if there is one.
         rtt_of = {link.peer: link.rtt_s for link in self._network.links()}
         return tuple(m if m.rtt_s is not None else replace(m, rtt_s=rtt_of.get(m.peer)) for m in members)
+
+    @property
+    def has_twin(self) -> bool:
+        """True if another node signs with this node's key."""
+        return self._twins.is_seen(trio.current_time())
 
     def announcements(self) -> tuple[Announcement, ...]:
         """Return the announcements of the other members that are alive or draining."""
@@ -230,6 +237,7 @@ class Membership:
 
     def refute(self, number: int) -> None:
         """Re-announce with a sequence number above `number`, to refute a suspicion of this node; rate-limited."""
+        self._twins.heard(number, self._setup.sequence.last, trio.current_time())  # only its key signs a higher one
         # Any peer can claim a number: one too far ahead would make members whose clocks lag reject this node.
         if self._own.sequence <= number < self._now_ms() + CLOCK_TOLERANCE_MS // 2 and self._may_refute():
             self._setup.sequence.last = max(self._setup.sequence.last, number)

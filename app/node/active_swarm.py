@@ -210,6 +210,9 @@ class ActiveSwarm:
             found.append(because("revoked", words, self._guard.authority.creator))
         elif (error := self._secret_check.refusal(network)) is not None:
             found.append(reason_of(error))
+        if self.membership is not None and self.membership.has_twin:
+            words = "another node uses this node's identity: each undoes what the other announces"
+            found.append(because("twin", words))
         if self.weights is not None and (trouble := self.weights.trouble()) is not None:
             found.append(trouble)
         return tuple(found)

@@ -195,7 +195,7 @@ MAX_PEERS = 50  # most members that get a line of their own
 # Reasons that need nothing to be done about a node that hosts nothing or is not in its swarm; all others do.
 NORMAL = frozenset({"limit_zero", "looking_around"})
 TROUBLED = frozenset({"probe_blocks", "probe_api"})  # reasons of other states that deserve a warning
-FAILED = frozenset({"clock_off", "model_gone"})  # the node cannot do its work until somebody does something
+FAILED = frozenset({"clock_off", "model_gone", "twin"})  # the node cannot do its work until somebody does something
 WORRYING = frozenset({"peer_suspect", "peer_dead", "peer_clock", "distrusted"})
 CLOCK_TOLERANCE_S = 60.0
 CLOCK_LIMIT_S = 600.0  # beyond this, members refuse each other's signed records
