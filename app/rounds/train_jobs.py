@@ -274,12 +274,20 @@ class TrainJobs:
             raise AppError(f"the members of {record.name} name the licence of their texts: give yours with --licence")
 
     async def _texts(self, record: TrainingRecord, folder: Path | None, holders: Sequence[str]) -> dict[str, bytes]:
-        """Return the texts that all members have, from the job's folder as far as they are there, else from holders."""
+        """Return the texts that all members have, from the job's folder as far as they are there, else from holders.
+
+        Raises `AppError`.
+        """
         states, run = self._place.states, record.id[:16]
         for path in [] if folder is None else [folder / name for name in record.texts]:
             with suppress(FileNotFoundError):
                 await states.keep(run, await trio.to_thread.run_sync(path.read_bytes))
-        return dict(zip(record.texts, await states.fetch(run, record.parts, holders), strict=True))
+        try:
+            return dict(zip(record.texts, await states.fetch(run, record.parts, holders), strict=True))
+        except trio.TooSlowError:
+            name = record.name
+            text = f"the text of {name} comes too slowly from the members that have it"
+            raise AppError(f"{text}: try again with `shoal train join {name}`") from None
 
     async def _own_texts(
         self, record: TrainingRecord, data: Sequence[str], licence: str, texts: dict[str, bytes]
