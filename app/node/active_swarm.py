@@ -399,6 +399,7 @@ class ActiveSwarm:
                 own_server=self._train_self,
                 slow_wire=partial(slow_wire, network, usable),
                 forecaster=SwarmForecaster(network, usable, self._look_at_machine, self.replies.past_reply),
+                pause=context.pause_control,
             )
             if not context.is_visit:
                 self.jobs = SwarmJobs(context.home, place)
