@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -92,11 +93,12 @@ T = TypeVar("T")
 
 MAX_REJECTED = 3  # frames of one hop that must not be computed with, in one epoch
 MAX_QUEUED_BYTES = 2**26  # of one hop's frames that wait here; then its stream is not read
-MAX_FAILURES = 12  # epochs in a row without a step
+MAX_FAILURES = 12  # epochs in a row without a step; those that ended because a hop was away are counted apart
 PROBE_EVERY_S = 60.0  # at least, however long pauses usually are: hops forget an owner that is silent for minutes
 CLOSE_S = 1.0  # for telling hops that an epoch is over
 OVERDUE = 4.0  # times as long as all that is under way at a hop takes on the fastest way: then it is late
 MOST_PATIENCE = 16  # times the usual quiet time, before what did not come is taken for lost
+_NO_ROOM = "it trains as many jobs as it may: raise `train_jobs` there for more"
 
 
 class BatchLoss(Protocol):
@@ -180,7 +182,7 @@ class Patience:
     probe_s: float = 3.0  # for the answer
     stuck_s: float = 600.0  # for a hop that answers, and brings the job no further, besides the time to fetch states
     copy_s: float = 300.0  # for a copy of a snapshot; if that is too short, no more are made
-    route_s: float = 10.0  # for a route
+    route_s: float = 10.0  # for a route, and for hops that train other jobs
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ class TrainingStopped(AppError):
 
 
 class HopsAway(TrainingStopped):
-    """A job cannot go on while nobody trains some block; it stays at its last snapshot, and may be run again."""
+    """A job cannot go on while nobody trains some block for it; it stays at its last snapshot, and may be run again."""
 
 
 class HopLost(Exception):
@@ -239,6 +241,28 @@ class HopLost(Exception):
     ) -> None:
         super().__init__(f"{peer}: {why}")
         self.peer, self.refused, self.welcome, self.away = peer, refused, welcome, away
+
+
+class HopBusy(HopLost):
+    """A hop has no room for the job now."""
+
+    def __init__(self, peer: str, why: str) -> None:
+        super().__init__(peer, why, away=True)
+
+
+@dataclass
+class _Failures:
+    """Epochs in a row without a step."""
+
+    count: int = 0
+    away: int = 0  # of these, that ended because a hop was not there, or busy
+    busy_since: float = math.inf  # when a hop was busy first
+
+    def add(self, lost: HopLost, now: float) -> None:
+        """Count one more."""
+        self.count, self.away = self.count + 1, self.away + lost.away
+        if isinstance(lost, HopBusy):
+            self.busy_since = min(self.busy_since, now)
 
 
 RouteFinder = Callable[[frozenset[str]], Awaitable[Route]]  # peers not to use -> a route; raises `NoRoute`
@@ -314,7 +338,7 @@ class SwarmTrainer:
         self._refusals: dict[str, str] = {}  # why
         self._blame = Blame(self._patience.probe_s * 10)
         self._hooks = JobHooks()
-        self._failures = 0  # epochs in a row without a step
+        self._failures = _Failures()
         self._snapshot_every = terms.snapshot_every  # steps; fewer after an epoch was lost
         self._makes_copies = terms.copies
         self._snapshot_at = 0.0
@@ -341,11 +365,10 @@ class SwarmTrainer:
             try:
                 await self._run_epoch(steps, batches, on_step)
             except HopLost as lost:
-                self._failures = 0 if self.version > begun else self._failures + 1
                 if steps_lost := self.version - self.snapshot.version:
                     # If hops stop the job again and again after some steps, it must come to a snapshot before.
                     self._snapshot_every = max(1, min(self._snapshot_every, steps_lost // 2))
-                await self._note_lost_hop(lost)
+                await self._note_lost_hop(lost, made_step=self.version > begun)
 
     async def resume(self, version: int, states: Sequence[bytes]) -> None:
         """Go on from the states of all blocks at this version, which an earlier run has saved."""
@@ -354,7 +377,7 @@ class SwarmTrainer:
 
     def begin_at(self, snapshot: Snapshot) -> None:
         """Go on from a snapshot whose states are kept here."""
-        self.snapshot, self.version, self._failures = snapshot, snapshot.version, 0
+        self.snapshot, self.version, self._failures = snapshot, snapshot.version, _Failures()
 
     def leave_out(self, hops: Iterable[tuple[str, str]]) -> None:
         """Do without hops that an earlier run left out, for these reasons."""
@@ -375,17 +398,26 @@ class SwarmTrainer:
         """Return the states of all blocks in the last snapshot."""
         return await self._states.fetch(self.states_run, self.snapshot.states, self.snapshot.holders)
 
-    async def _note_lost_hop(self, lost: HopLost) -> None:
+    async def _note_lost_hop(self, lost: HopLost, *, made_step: bool) -> None:
+        """Wait until the next epoch may begin; raises `TrainingStopped` if there should be none, or none for now."""
         log.warning("training goes back to step %d: %s", self.snapshot.version, lost)
         self._remember(lost)
+        if made_step:
+            self._failures = _Failures()
+        else:
+            self._failures.add(lost, trio.current_time())
         failures = self._failures
-        if failures > MAX_FAILURES:
-            text = f"no step could be made in {failures} attempts; the last failed with {lost}"
-            if lost.away:
-                raise HopsAway(text)
+        text = f"no step could be made in {failures.count} attempts; the last failed with {lost}"
+        if failures.count - failures.away > MAX_FAILURES:
             hint = "; if the loss grew before, start again with a smaller rate" if self.figures.rejected else ""
             raise TrainingStopped(f"{text}{hint}")
-        await trio.sleep(min(0.05 * 2**failures, 5.0) if failures > 1 else 0)
+        if isinstance(lost, HopBusy) and trio.current_time() >= failures.busy_since + self._patience.route_s:
+            raise HopsAway(str(lost))
+        if lost.away and failures.count > MAX_FAILURES:
+            raise HopsAway(text)
+        # Two jobs that keep each other from their hops must not try again at the same time.
+        pause_s = random.uniform(0.5, 1.0) * 0.05 * 2 ** min(failures.count, 7)
+        await trio.sleep(pause_s if failures.count > 1 else 0)
 
     def _remember(self, lost: HopLost) -> None:
         self.figures.lost.append(str(lost))
@@ -839,8 +871,10 @@ class _HopGroup:
             return [way]
         if trouble.code == "link":
             return self._ways_over(peer, trouble.why)
+        if trouble.code == "busy":
+            raise HopBusy(peer, _NO_ROOM if trouble.why == "train_jobs" else trouble.text or trouble.code)
         code = trouble.code
-        raise HopLost(peer, trouble.text or code, refused=code == "refused", away=code in ("busy", "draining"))
+        raise HopLost(peer, trouble.text or code, refused=code == "refused", away=code == "draining")
 
     def _ways_over(self, peer: str, neighbour: str) -> list[int]:
         """Return the ways that lead from one hop to another, in either direction; those through it if none does."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -28,7 +29,7 @@ from app.training.job_view import job_view
 from app.training.material import TrainingWish
 from app.training.states import StateStore
 from app.training.swarm_jobs import JobPlace, SwarmJobs
-from app.training.trainer import Replicas
+from app.training.trainer import HopLost, Replicas, _HopGroup
 from engine.model.ends import load_ends
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
@@ -81,23 +82,27 @@ class Owner:
     async def route(self, avoid: frozenset[str]) -> Route:
         return await self.swarm.route(avoid)
 
-    @property
-    def job(self) -> Any:
-        """The only job, as people see it."""
-        [job] = JobStore(self.home).all()
+    def job_of(self, out: str) -> Any:
+        """The job that makes this adapter, as people see it."""
+        [job] = [job for job in JobStore(self.home).all() if job.record.out == out]
         return job_view(job, self.jobs.running.get(job.record.id))
 
-    async def until(self, holds: Callable[[Any], object], within_s: float = 600.0) -> None:
-        """Wait until something holds for the only job."""
+    @property
+    def job(self) -> Any:
+        """The first job."""
+        return self.job_of("sevens")
+
+    async def until(self, holds: Callable[[Any], object], within_s: float = 600.0, out: str = "sevens") -> None:
+        """Wait until something holds for a job."""
         until = trio.current_time() + within_s
-        while not holds(self.job):
-            assert trio.current_time() < until, f"not within {within_s} s: {self.job}"
+        while not holds(self.job_of(out)):
+            assert trio.current_time() < until, f"not within {within_s} s: {self.job_of(out)}"
             await trio.sleep(0.25)
 
     def end(self, wish: Literal["pause", "stop"]) -> None:
-        """Ask what `shoal jobs` asks."""
+        """Ask of the first job what `shoal jobs` asks."""
         store = JobStore(self.home)
-        store.end(store.all()[0], wish)
+        store.end(store.all()[-1], wish)
 
 
 @asynccontextmanager
@@ -110,11 +115,11 @@ async def started(swarm: JobSwarm, folder: Path) -> AsyncIterator[Owner]:
         nursery.cancel_scope.cancel()
 
 
-def wish_in(folder: Path) -> TrainingWish:
+def wish_in(folder: Path, out: str = "sevens") -> TrainingWish:
     data = folder / "data.jsonl"
     data.write_text("\n".join(map(json.dumps, RECORDS)))
     files, adapter = JobSource("", str(data)), AdapterSettings(4, 8.0)
-    return TrainingWish("sevens", files, adapter, epochs=3, batch=2, length=64, rate=1e-3, validation=0.0)
+    return TrainingWish(out, files, adapter, epochs=3, batch=2, length=64, rate=1e-3, validation=0.0)
 
 
 async def losses_of_one_undisturbed(source: ModelSource, folder: Path) -> tuple[float, ...]:
@@ -178,6 +183,54 @@ async def test_a_job_waits_for_a_holder_that_is_known_and_does_not_answer(
             assert len(opened) <= 1
         swarm.fabric.resume("n1")
         await owner.until(goes_on(owner), within_s=120)
+
+
+@pytest.mark.parametrize("first_is", ["finished", "paused"])
+async def test_a_second_job_waits_for_hops_that_train_another_and_begins_after_it(
+    source: ModelSource, tmp_path: Path, patient_clock: MockClock, first_is: str
+) -> None:
+    wanted = await losses_of_one_undisturbed(source, tmp_path)
+    async with open_job_swarm(source, tmp_path, *SPLITS, delay_s=0.3) as swarm, started(swarm, tmp_path) as owner:
+        first = await owner.jobs.start(wish_in(tmp_path))
+        await owner.until(lambda job: job.step >= 1)
+        await owner.jobs.start(wish_in(tmp_path, "eights"))
+        await owner.until(lambda job: job.waiting, within_s=20, out="eights")
+        text = r"waits for members: n[01]: it trains as many jobs as it may: raise `train_jobs` there for more"
+        assert re.fullmatch(text, owner.job_of("eights").waiting)
+        step = owner.job.step
+        await owner.until(lambda job: job.step >= step + 4)
+        assert owner.job_of("eights").status == "running"
+        assert re.fullmatch(text, owner.job_of("eights").waiting)
+        assert owner.jobs.running[first.record.id].trainer.figures.epochs == 1, "it was not disturbed"
+        if first_is == "paused":
+            owner.end("pause")
+        await owner.until(lambda job: job.status == first_is)
+        await owner.until(lambda job: job.step >= 1, within_s=120, out="eights")
+        await owner.until(lambda job: job.status == "finished", out="eights")
+        assert owner.job_of("eights").losses == wanted
+
+
+async def test_a_job_that_waited_for_long_is_not_ended_by_one_fault(
+    source: ModelSource, tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_job_swarm(source, tmp_path, *SPLITS, delay_s=0.01) as swarm, started(swarm, tmp_path) as owner:
+        await owner.jobs.start(wish_in(tmp_path))
+        await owner.until(lambda job: job.step >= 3)
+        swarm.fabric.freeze("n1")
+        await owner.until(lambda job: job.waiting, within_s=HOURS)
+        begin, faults = _HopGroup.open, 0
+
+        async def faulty(group: _HopGroup, route: Route) -> None:
+            nonlocal faults
+            if faults < 3:
+                faults += 1
+                raise HopLost("n1", "it lost what it had")
+            await begin(group, route)
+
+        monkeypatch.setattr(_HopGroup, "open", faulty)
+        swarm.fabric.resume("n1")
+        await owner.until(goes_on(owner), within_s=300)
+        assert faults == 3
 
 
 @pytest.mark.parametrize("wish", ["pause", "stop"])
