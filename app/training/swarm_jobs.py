@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("shoal.training")
 
 SNAPSHOT_EVERY = 5  # steps, at least
+SNAPSHOT_AFTER_S = 120.0  # after which fewer steps are enough
 SNAPSHOT_SHARE = 0.03  # of the time between two; with the first and the last one it is more in short jobs
 TOLD_EVERY_S = 2.0  # how often the progress is written
 LOOK_S = 1.0  # how often it is looked whether a job is to be paused or stopped that makes no steps
@@ -323,7 +324,11 @@ class SwarmJobs:
         version_at = partial(version_of, settings=adapter_settings(record), config=config)
         optimiser = AdamW(weight_decay=order.weight_decay)
         sample_of = partial(StateSample, settings=adapter_settings(record), config=config, optimiser=optimiser)
-        terms = JobTerms(order, schedule.at, record.clip, SNAPSHOT_EVERY, SNAPSHOT_SHARE, sums, version_at, sample_of)
+        terms = JobTerms(
+            order, schedule.at, record.clip,
+            snapshot_every=SNAPSHOT_EVERY, snapshot_after_s=SNAPSHOT_AFTER_S, snapshot_share=SNAPSHOT_SHARE,
+            sums_bytes=sums, version_of=version_at, sample_of=sample_of,
+        )  # fmt: skip
         trainer = SwarmTrainer(
             place.network, owner_ends(ends), place.device, place.states, place.routes(config.n_blocks, wire), terms,
             own_server=place.own_server, replicas=place.replicas(config.n_blocks, wire), activations=place.activations,

@@ -150,6 +150,7 @@ class JobTerms:
     rate_of: Callable[[int], float]
     clip: float | None = 1.0
     snapshot_every: int = 10  # steps, at least
+    snapshot_after_s: float = math.inf  # after which fewer steps are enough
     snapshot_share: float = 1.0  # of the time that snapshots may take
     sums_bytes: int = 0  # of a block's summed gradients
     version_of: Callable[[bytes], int] | None = None  # of a block's state; raises `EngineError` for what is none
@@ -493,11 +494,11 @@ class SwarmTrainer:
 
     @property
     def _snapshot_is_due(self) -> bool:
-        if self.version - self.snapshot.version < self._snapshot_every:
-            return False
-        is_early = self._snapshot_every < self._terms.snapshot_every
-        since_s = trio.current_time() - self._snapshot_at
-        return is_early or self._snapshot_s <= self._terms.snapshot_share * since_s
+        terms, since_s = self._terms, trio.current_time() - self._snapshot_at
+        has_steps = self.version - self.snapshot.version >= self._snapshot_every
+        if has_steps and self._snapshot_every < terms.snapshot_every:
+            return True  # an epoch was lost
+        return (has_steps or since_s >= terms.snapshot_after_s) and self._snapshot_s <= terms.snapshot_share * since_s
 
     async def _take_snapshot(self, epoch: _HopGroup) -> None:
         begun = trio.current_time()
