@@ -356,7 +356,7 @@ async def test_a_job_waits_for_memory_and_for_room_on_the_disk(
         assert str(error) in owner.job.waiting
         assert not owner.jobs.running
         for _ in range(3):
-            await trio.sleep(HOURS)
+            await trio.sleep(HOURS / 6)
             assert (owner.job.status, owner.job.why) == ("running", "")
         is_full = False
         await owner.until(lambda job: job.status == "finished")
