@@ -258,7 +258,7 @@ async def test_blocks_that_a_job_trains_are_not_unused(tmp_path: Path, cache: Pa
     async with living(tmp_path / "a", cache, **hosting) as a:
         await until(a, lambda: a.snapshot().state == "serving")
         async with living(tmp_path / "b", cache, str(await a.invite(None))) as b:
-            await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["serving"])
+            await until(b, lambda: has_joined(b) and [peer.state for peer in b.snapshot().peers] == ["serving"])
             wish: dict[str, Any] = {
                 "out": "endless", "data": str(data), "validation_file": None, "validation": 0.0, "rank": 4,
                 "alpha": 8.0, "targets": ("q",), "dropout": 0.0, "epochs": 10**4, "batch": 1, "length": 32,
@@ -277,6 +277,12 @@ async def test_blocks_that_a_job_trains_are_not_unused(tmp_path: Path, cache: Pa
                 assert used(node)
                 await node.end_job(job.job, "stop")
                 await until(a, lambda: not used(a))
+
+
+def has_joined(node: Node) -> bool:
+    """True if a node's jobs can run."""
+    active_swarm = node._network_owner.active_swarm
+    return active_swarm is not None and active_swarm.jobs is not None
 
 
 def used(node: Node) -> bool:
