@@ -17,6 +17,7 @@ from app.cli.models import progress_on_stderr
 from app.cli.parser import MODELS, number_argument
 from app.cli.progress import LiveLine
 from app.core.errors import AppError, UsageError
+from app.core.terminal_text import one_line
 from app.core.units import format_size
 from p2p.platform import stop_signals
 
@@ -184,6 +185,7 @@ def _follow(client: Client, facts: dict[str, Any], arguments: argparse.Namespace
             if facts["step"] != shown and facts["losses"]:
                 shown = facts["step"]
                 view.show(_progress_of(facts))
+            view.wait(facts["step"], facts["waiting"])
     if arguments.json:
         print_json(facts)
     elif facts["status"] == "finished":
@@ -348,6 +350,7 @@ class _StepView:
         self._steps, self._begun = steps, (step, tokens, seconds)
         self._line = LiveLine(sys.stderr)
         self._drawn_at, self._line_due = float("-inf"), 0
+        self._waiting = ""
 
     def __enter__(self) -> _StepView:
         if self._begun[0] < self._steps:
@@ -374,6 +377,16 @@ class _StepView:
             self._line.draw(words)
         else:
             print(words, file=sys.stderr, flush=True)
+
+    def wait(self, step: int, why: str) -> None:
+        """Show what the job waits for before its next step; nothing if it does not wait."""
+        if why and why != self._waiting:
+            words = one_line(f"step {step} of {self._steps}, {why}")
+            if self._line.is_terminal:
+                self._line.draw(words)
+            else:
+                print(words, file=sys.stderr, flush=True)
+        self._waiting = why
 
 
 def _duration(seconds: float) -> str:

@@ -182,7 +182,7 @@ def _list(jobs: JobStore, trainings: list[dict[str, Any]], joinable: Sequence[Jo
         loss = f", loss {job.progress.losses[-1]:.3f}" if job.progress.losses else ""
         record, progress = job.record, job.progress
         words = f"{progress.status}, step {progress.step} of {record.steps}{loss}"
-        print(one_line(f"{record.id}  {record.out}: {words}{_because(progress.why)}"))
+        print(one_line(f"{record.id}  {record.out}: {words}{_because(progress.why or progress.waiting)}"))
     for other in joinable:
         words = f"a training job of other members, {other.steps} steps; {other.join_command} takes part"
         print(one_line(f"{other.name}: {words}"))
@@ -212,6 +212,8 @@ def _show(job: Job, *, as_json: bool) -> int:
         print(f"validation  {loss:.3f} after step {step}")
     for peer, why in progress.left_out:
         print(f"left out    {peer}: {why}")
+    if progress.waiting:
+        print(one_line(f"waiting     {progress.waiting}"))
     return 0
 
 

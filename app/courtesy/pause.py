@@ -77,6 +77,12 @@ class PauseControl:
         pause = self.current
         return None if pause is not None and pause.why.code == UNUSED else pause
 
+    @property
+    def training_waits(self) -> str:
+        """What jobs wait for while this node is paused for them, in words; nothing if it is not."""
+        pause = self.of_training
+        return "" if pause is None else f"waits for the end of the pause: {pause.why.text}"
+
     def view(self, rules: tuple[RuleView, ...] = (), next_text: str = "") -> CourtesyView:
         """Return the pause and the rules for the snapshot."""
         pause = self.current

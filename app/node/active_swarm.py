@@ -149,9 +149,17 @@ class ActiveSwarm:
 
     @property
     def is_used(self) -> bool:
-        """True while a session of any member uses blocks of this node, or a reply is written for its user."""
-        served = 0 if self.block_host is None else self.block_host.server.sessions
-        return bool(served or (self.replies is not None and self.replies.active))
+        """True while a session or a job of any member uses blocks of this node, or its user has a reply written.
+
+        Also while the user fine-tunes: a job that waits for members may need these blocks.
+        """
+        served = trained = False
+        if self.hosting_loop is not None and self.hosting_loop.block_host is not None:
+            training = self.hosting_loop.training
+            served = bool(self.hosting_loop.block_host.server.sessions)
+            trained = training is not None and bool(training.jobs)
+        own = (self.jobs is not None and self.jobs.has_jobs) or (self.replies is not None and bool(self.replies.active))
+        return served or trained or own
 
     # --- joining and leaving ------------------------------------------------------------------------------------------
 
@@ -402,6 +410,7 @@ class ActiveSwarm:
                 own_server=self._train_self,
                 slow_wire=partial(slow_wire, network, usable),
                 forecaster=SwarmForecaster(network, usable, self._look_at_machine, self.replies.past_reply),
+                pause=context.pause_control,
             )
             if not context.is_visit:
                 self.jobs = SwarmJobs(context.home, place)

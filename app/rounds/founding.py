@@ -41,8 +41,7 @@ from engine.budget import (
 from engine.config import ModelConfig
 from engine.device.dtypes import pick_dtype
 from engine.device.kinds import kind_named
-from engine.device.probe import Device, find_device, is_memory_full, probe_devices
-from engine.errors import DeviceFull
+from engine.device.probe import Device, find_device, probe_devices
 from engine.hosting import release
 from engine.island import TRACED_WEIGHT_BYTES, IslandModel, IslandTerms, PipelineModel, first_states, unpacked
 from engine.model.block import WeightOptions
@@ -113,11 +112,6 @@ class DoesNotFit(AppError):
     def __init__(self, text: str, config: ModelConfig, length: int) -> None:
         super().__init__(text)
         self.config, self.length = config, length
-
-
-def lacks_memory(error: BaseException) -> bool:
-    """True if there was too little memory for a job, of which there may be more later."""
-    return isinstance(error, DoesNotFit | DeviceFull) or is_memory_full(error)
 
 
 def prepare(

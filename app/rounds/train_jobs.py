@@ -21,7 +21,7 @@ import trio
 from app.core.canonical_json import canonical
 from app.core.compute import Device
 from app.core.device_thread import DeviceThread
-from app.core.errors import AppError, RecordError, failure_text, first_error
+from app.core.errors import AppError, RecordError
 from app.core.network import Network
 from app.core.wall_clock import wall_ms
 from app.courtesy.pause import PauseControl
@@ -54,7 +54,7 @@ from app.snapshot.views import JoinableView
 from app.training.forecasts import step_here_s
 from app.training.states import StateStore
 from app.training.trainer import RouteFinder, TrustNotes
-from engine.errors import EngineError, is_disk_full
+from app.training.waiting import EXPECTED, what_it_waits_for, why_ended
 from p2p.errors import P2PError
 from p2p.identity import Identity
 
@@ -78,8 +78,6 @@ LAST_ROUNDS = 16  # whose members may be late
 KEPT_VALIDATION = 200  # losses after the latest rounds, among the figures
 MEMORY_AGAIN_S, MEMORY_AGAIN_MOST_S = 10.0, 300.0  # until a job for which memory or disk are full is tried again
 KILLED_OFTEN = 2  # times in a row that a node was killed with a job, after which it does not begin it again at once
-
-_EXPECTED = (AppError, EngineError, P2PError, OSError)  # they say themselves what is wrong
 
 
 @dataclass(frozen=True)
@@ -274,12 +272,20 @@ class TrainJobs:
             raise AppError(f"the members of {record.name} name the licence of their texts: give yours with --licence")
 
     async def _texts(self, record: TrainingRecord, folder: Path | None, holders: Sequence[str]) -> dict[str, bytes]:
-        """Return the texts that all members have, from the job's folder as far as they are there, else from holders."""
+        """Return the texts that all members have, from the job's folder as far as they are there, else from holders.
+
+        Raises `AppError`.
+        """
         states, run = self._place.states, record.id[:16]
         for path in [] if folder is None else [folder / name for name in record.texts]:
             with suppress(FileNotFoundError):
                 await states.keep(run, await trio.to_thread.run_sync(path.read_bytes))
-        return dict(zip(record.texts, await states.fetch(run, record.parts, holders), strict=True))
+        try:
+            return dict(zip(record.texts, await states.fetch(run, record.parts, holders), strict=True))
+        except trio.TooSlowError:
+            name = record.name
+            text = f"the text of {name} comes too slowly from the members that have it"
+            raise AppError(f"{text}: try again with `shoal train join {name}`") from None
 
     async def _own_texts(
         self, record: TrainingRecord, data: Sequence[str], licence: str, texts: dict[str, bytes]
@@ -378,11 +384,11 @@ class TrainJobs:
                             await self._begin(job)
                     break
                 except Exception as error:  # of torch, for one; it must not end the node's other work
-                    waiting.why = _lacks_room(error)
+                    waiting.why = _waits_for(error)
                     if not waiting.why:
-                        with_trace = not isinstance(error, _EXPECTED)
+                        with_trace = not isinstance(error, EXPECTED)
                         log.warning("training %s does not go on: %s", name, error, exc_info=with_trace)
-                        await self._write(job, None, FAILED, _why(error))
+                        await self._write(job, None, FAILED, why_ended(error))
                         break
         if self._waiting.get(key) is waiting:
             del self._waiting[key]
@@ -416,8 +422,7 @@ class TrainJobs:
 
     def _why_paused(self) -> str:
         """Say why jobs wait for the end of a pause; nothing if they need not."""
-        pause = self._place.pause.of_training
-        return "" if pause is None else f"waits for the end of the pause: {pause.why.text}"
+        return self._place.pause.training_waits
 
     async def _start(self, job: StoredTraining, vectors: Any = None) -> None:
         """Begin a job that was founded or joined; what keeps it from that is raised, and written down.
@@ -433,7 +438,7 @@ class TrainJobs:
             await self._begin(job, vectors)
         except Exception as error:
             if job.record.id not in self._waiting:  # else it is tried again
-                await self._write(job, None, FAILED, _why(error))
+                await self._write(job, None, FAILED, why_ended(error))
             raise
         self._stop_waiting(job)
 
@@ -525,10 +530,10 @@ class TrainJobs:
             if not running.is_paused or island.is_finished:
                 status = FINISHED if island.is_finished else LEFT
         except Exception as error:  # torch raises errors of every kind; they must not end the node's other work
-            no_room = _lacks_room(error)
+            no_room = _waits_for(error)
             if not no_room:
-                log.warning("training %s failed: %s", job.record.name, error, exc_info=not isinstance(error, _EXPECTED))
-                status, why = FAILED, _why(error)
+                log.warning("training %s failed: %s", job.record.name, error, exc_info=not isinstance(error, EXPECTED))
+                status, why = FAILED, why_ended(error)
         finally:
             await self._write(job, island, status, why)
             with trio.CancelScope(shield=True):
@@ -644,24 +649,11 @@ async def _apart(function: Callable[..., T], *args: Any) -> T:
     return await DeviceThread().run_apart(function, *args)
 
 
-def _why(error: BaseException) -> str:
-    """Say in one short text why a job does not go on."""
-    error = first_error(error)
-    return str(error)[:1000] if isinstance(error, _EXPECTED) else failure_text(error)
+def _waits_for(error: BaseException) -> str:
+    """Say what a job waits for whose error may pass; nothing for any other error."""
+    from app.rounds.founding import DoesNotFit
 
-
-def _lacks_room(error: BaseException) -> str:
-    """Say what a job waits for if memory or disk are full, which may pass; nothing for any other error."""
-    from app.rounds.founding import lacks_memory
-
-    if isinstance(error, BaseExceptionGroup):
-        each = [_lacks_room(one) for one in error.exceptions]
-        return each[0] if all(each) else ""
-    if lacks_memory(error):
-        return f"waits for memory: {_why(error)}"
-    if is_disk_full(error) or (isinstance(error, AppError) and error.code == "disk_full"):
-        return f"waits for room on the disk: {_why(error)}"
-    return ""
+    return what_it_waits_for(error, DoesNotFit)
 
 
 def _begun(facts: Mapping[str, Any]) -> int:

@@ -429,6 +429,7 @@ class JobView:
     snapshots_s: float = 0.0  # that snapshots of the job took, besides `seconds`
     wire: str = ""  # number format between the hops
     bytes_per_link: tuple[JobLinkView, ...] = ()
+    waiting: str = ""  # what keeps a running job from its next step; it goes on by itself
 
 
 @dataclass(frozen=True)

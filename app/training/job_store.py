@@ -46,6 +46,7 @@ class Progress:
     losses: tuple[float, ...] = ()  # of each step, the last `MAX_LOSSES`
     validation: tuple[tuple[int, float], ...] = ()  # the last (step, loss on data not trained on)
     why: str = ""  # the error of a failed job
+    waiting: str = ""  # what keeps a running job from its next step; it goes on by itself
     left_out: tuple[tuple[str, str], ...] = ()  # (hop that trained wrongly, or may have; how that was found)
     links: tuple[tuple[str, str, int], ...] = ()  # (sender, receiver, bytes of hidden states and gradients)
     snapshots_s: float = 0.0  # that snapshots took besides `seconds`, over all runs
@@ -158,7 +159,7 @@ class JobStore:
         return ""
 
     def end(self, job: Job, wish: Literal["pause", "stop"]) -> bool:
-        """Ask the process that runs a job to pause or stop it; without one, a job is stopped here. True if it runs.
+        """Ask the process that runs a job to pause or stop it; without one, that is done here. True if it runs.
 
         Raises `AppError` if the job has ended.
         """
@@ -171,6 +172,8 @@ class JobStore:
             if wish == "stop":
                 self.save_progress(job_id, replace(job.progress, status="stopped"))
                 self.remove_state(job_id)
+            elif job.progress.status == "paused":  # else a node would take it up, if its process was killed
+                self.save_progress(job_id, job.progress)
         return False
 
     def interrupted(self, swarm: str) -> list[Job]:
@@ -226,7 +229,7 @@ class JobStore:
         except OSError as error:
             raise RecordError(f"the job in {folder} cannot be read: {error.strerror or error}") from error
         if progress.status == "running" and not self.is_running(record.id):
-            progress = replace(progress, status="paused")  # its process was killed
+            progress = replace(progress, status="paused", waiting="")  # its process was killed
         source = JobSource(
             fields.text("model", 4096),
             fields.text("data", 4096),
@@ -271,6 +274,7 @@ def _progress(fields: Fields) -> Progress:
         losses=tuple(losses),
         validation=tuple((int(step), float(loss)) for step, loss in validation),
         why=fields.text("why", 4096),
+        waiting=fields.text("waiting", 4096, ""),
         left_out=tuple((peer, why) for peer, why in left_out),
         links=tuple(_link(fields, item) for item in fields.items("links", MAX_LINKS, [])),
         snapshots_s=fields.number("snapshots_s", 0, 1e12, 0.0),

@@ -54,6 +54,7 @@ def job_view(job: Job, running: RunningJob | None = None) -> JobView:
         losses=progress.losses[-SHOWN_LOSSES:],
         validation=progress.validation,
         why=progress.why,
+        waiting=progress.waiting,
         left_out=dict(progress.left_out),
         rank=record.rank,
         alpha=record.alpha,

@@ -1,12 +1,15 @@
 """The fine-tuning jobs that this node owns in its swarm: begins them, runs each in a task, and takes them up again.
 
 A job outlives the node: its record, progress and state are in the home folder (`app.training.job_store`), and the state
-is as old as the last snapshot. Jobs that ran when the node ended go on when it joins the same swarm again.
+is as old as the last snapshot. Jobs that ran when the node ended go on when it joins the same swarm again. While the
+node is paused, while members that it needs are away, and while memory or disk are full, a job waits, and goes on by
+itself. It is locked all the time, so that it can be paused and stopped like one that makes steps.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,11 +21,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
 
-from app.asker.reply_service import NoModelHere
 from app.core.compute import Device
-from app.core.errors import AppError, failure_text
+from app.core.errors import AppError
 from app.core.network import Network
 from app.core.wall_clock import wall_ms
+from app.courtesy.pause import PauseControl
 from app.planning.history import PastForecast, correction, past_forecasts, remember
 from app.routing.route import Route
 from app.training.activations import ActivationDisk
@@ -31,6 +34,7 @@ from app.training.forecasts import SwarmForecaster, usual_step
 from app.training.job_store import ENDED, MAX_LEFT_OUT, Job, JobStore, Progress, require_unfinished
 from app.training.states import StateStore
 from app.training.trainer import (
+    HopsAway,
     JobHooks,
     JobTerms,
     OwnServer,
@@ -40,8 +44,7 @@ from app.training.trainer import (
     StepDone,
     SwarmTrainer,
 )
-from engine.errors import EngineError
-from p2p.errors import P2PError
+from app.training.waiting import AGAIN_MOST_S, AGAIN_S, EXPECTED, what_it_waits_for, why_ended
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -57,9 +60,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("shoal.training")
 
 SNAPSHOT_EVERY = 5  # steps, at least
+SNAPSHOT_AFTER_S = 120.0  # after which fewer steps are enough
 SNAPSHOT_SHARE = 0.03  # of the time between two; with the first and the last one it is more in short jobs
 TOLD_EVERY_S = 2.0  # how often the progress is written
-TAKE_UP_AGAIN_S = 5.0
+LOOK_S = 1.0  # how often it is looked whether a job is to be paused or stopped that makes no steps
 AUTO = "auto"
 FINETUNE = "finetune"  # these jobs among past forecasts
 
@@ -88,6 +92,7 @@ class JobPlace:
     own_server: OwnServer
     slow_wire: Callable[[Route, int], str | None]  # the number format if a link is slow, for so many epochs
     forecaster: SwarmForecaster
+    pause: PauseControl  # of the node
 
 
 @dataclass(frozen=True)
@@ -112,12 +117,13 @@ class JobForecast:
 
 @dataclass
 class RunningJob:
-    """A job that runs now."""
+    """A job that is in memory, to make steps or to wait for members."""
 
     job: Job
     progress: Progress
     trainer: SwarmTrainer
     material: Material
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # of its steps
     step_s: list[float] = field(default_factory=list)  # of the latest steps
     expected_step_s: float | None = None  # as forecast when it began, before any correction
     correction: float | None = None  # of the forecast's speed, from past forecasts
@@ -136,6 +142,26 @@ class RunningJob:
         return None if self.expected_step_s is None else self.expected_step_s / (self.correction or 1.0) * left
 
 
+@dataclass
+class _LockedJob:
+    """A job that runs here, or waits."""
+
+    job: Job  # with its progress when it was last not in memory
+    running: RunningJob | None = None
+
+    @property
+    def progress(self) -> Progress:
+        return self.job.progress if self.running is None else self.running.progress
+
+    def change(self, **changes: Any) -> None:
+        """Change some of the progress."""
+        progress = replace(self.progress, **changes)
+        if self.running is None:
+            self.job = replace(self.job, progress=progress)
+        else:
+            self.running.progress = progress
+
+
 class SwarmJobs:
     """Begins, runs and ends this node's jobs in one swarm; `run` until cancelled."""
 
@@ -143,37 +169,38 @@ class SwarmJobs:
         self._place, self._jobs, self._home = place, JobStore(home), home
         self._nursery: trio.Nursery | None = None
         self._starting = trio.Lock()
-        self.running: dict[str, RunningJob] = {}
+        self._locked: dict[str, _LockedJob] = {}
+
+    @property
+    def running(self) -> dict[str, RunningJob]:
+        """The jobs that are in memory, by their ids."""
+        return {job_id: one.running for job_id, one in self._locked.items() if one.running is not None}
+
+    @property
+    def has_jobs(self) -> bool:
+        """True if a job runs here, or waits."""
+        return bool(self._locked)
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Go on with the jobs that ran when the node ended, then run those that are begun."""
         async with trio.open_nursery() as self._nursery:
             self._place.states.serve()
+            self._nursery.start_soon(self._follow_wishes)
             task_status.started()
             for job in await trio.to_thread.run_sync(self._jobs.interrupted, self._place.swarm):
-                self._nursery.start_soon(self._take_up, job)
+                self._nursery.start_soon(self._take_up, job.record.id)
             await trio.sleep_forever()
 
-    async def _take_up(self, job: Job) -> None:
-        """Go on with a job that ran when the node ended, once the model's ends are here."""
+    async def _follow_wishes(self) -> None:
+        """Interrupt jobs while the node is paused, and those that wait for members once they are to pause or stop."""
         while True:
-            try:
-                await self.resume(job.record.id)
-                return
-            except NoModelHere:
-                await trio.sleep(TAKE_UP_AGAIN_S)
-            except (AppError, EngineError, OSError) as error:
-                log.warning("job %s does not go on: %s", job.record.id, error)
-                await self._fail(job, str(error))
-                return
-            except Exception as error:  # of torch, for one, if the card is full; it must not end the node's other work
-                log.exception("job %s does not go on", job.record.id)
-                await self._fail(job, failure_text(error))
-                return
+            self._interrupt()
+            await trio.sleep(LOOK_S)
 
-    async def _fail(self, job: Job, why: str) -> None:
-        progress = replace(job.progress, status="failed", why=why[:1000])
-        await trio.to_thread.run_sync(self._write, job.record.id, progress)
+    def _interrupt(self) -> None:
+        for job_id, running in self.running.items():  # not in a task that lasts, where the name of the last would stay
+            if self._place.pause.training_waits or (running.progress.waiting and self._jobs.wished(job_id)):
+                running.scope.cancel()
 
     async def forecast(self, wish: TrainingWish) -> JobForecast:
         """Say what a job would be, without beginning it; raises `AppError` or `EngineError`."""
@@ -216,10 +243,10 @@ class SwarmJobs:
         return job
 
     async def resume(self, job_id: str) -> Job:
-        """Go on with a job that was paused, or that failed."""
+        """Go on with a job that was paused, or that failed; one that waits goes on by itself."""
         async with self._starting:
             job = require_unfinished(self._own(self._jobs.find(job_id)))
-            if job.record.id not in self.running:
+            if job.record.id not in self._locked:
                 await self._begin(job, None)
         return job
 
@@ -261,7 +288,7 @@ class SwarmJobs:
         return await trio.to_thread.run_sync(read_material, source, self._place.model, files, terms)
 
     async def _begin(self, job: Job, material: Material | None) -> None:
-        """Run a job in a task of its own, on its own files if there is no `material`.
+        """Run a job in a task of its own, on its own files if there is no `material`; later if the node is paused.
 
         It is locked before all else: a wish to pause or stop it in the meantime waits for the run, or for its failure.
         """
@@ -270,7 +297,8 @@ class SwarmJobs:
         lock = self._jobs.hold(job_id)
         try:
             job = require_unfinished(self._jobs.find(job_id))  # a command may have stopped it until now
-            await self._nursery.start(self._run_job, await self._prepared(job, material), lock)
+            running = None if self._place.pause.training_waits else await self._prepared(job, material)
+            await self._nursery.start(self._run_job, _LockedJob(job, running), lock)
         except BaseException:
             lock.release()
             if self._jobs.wished(job_id) == "stop":
@@ -296,7 +324,11 @@ class SwarmJobs:
         version_at = partial(version_of, settings=adapter_settings(record), config=config)
         optimiser = AdamW(weight_decay=order.weight_decay)
         sample_of = partial(StateSample, settings=adapter_settings(record), config=config, optimiser=optimiser)
-        terms = JobTerms(order, schedule.at, record.clip, SNAPSHOT_EVERY, SNAPSHOT_SHARE, sums, version_at, sample_of)
+        terms = JobTerms(
+            order, schedule.at, record.clip,
+            snapshot_every=SNAPSHOT_EVERY, snapshot_after_s=SNAPSHOT_AFTER_S, snapshot_share=SNAPSHOT_SHARE,
+            sums_bytes=sums, version_of=version_at, sample_of=sample_of,
+        )  # fmt: skip
         trainer = SwarmTrainer(
             place.network, owner_ends(ends), place.device, place.states, place.routes(config.n_blocks, wire), terms,
             own_server=place.own_server, replicas=place.replicas(config.n_blocks, wire), activations=place.activations,
@@ -316,42 +348,109 @@ class SwarmJobs:
             log.info("job %s has no forecast: %s", record.id, error)
         return running
 
+    async def _take_up(self, job_id: str) -> None:
+        """Go on with a job that ran when the node ended."""
+        with suppress(AppError):  # a command has just taken it
+            lock = self._jobs.hold(job_id)
+            try:
+                job = self._jobs.find(job_id)
+                if job.progress.status == "running":
+                    await self._run_job(_LockedJob(job), lock)
+            finally:
+                lock.release()
+
     async def _run_job(
-        self, running: RunningJob, lock: FileLock, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
+        self, one: _LockedJob, lock: FileLock, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """Run a job until it is finished, paused, stopped or failed, write down which, and release its lock."""
-        record, trainer = running.job.record, running.trainer
+        job_id = one.job.record.id
         with lock:
-            self.running[record.id] = running
+            self._locked[job_id] = one
             try:
-                await trio.to_thread.run_sync(self._save, running)
+                await self._note(one, status="running", why="", waiting="")
                 task_status.started()
-                watch = _Watch(running, self._jobs)
                 try:
-                    await trainer.run(record.steps, watch.batches, watch.on_step, watch.hooks())
-                    running.progress = replace(running.progress, snapshots_s=running.snapshots_s)
-                    if running.progress.step == record.steps:
-                        await self._finish(running)
-                except (AppError, EngineError, P2PError, OSError, trio.TooSlowError) as error:
-                    log.warning("job %s failed: %s", record.id, error)
-                    self._note_failure(running, str(error))
-                except Exception as error:  # torch raises errors of every kind; they must not end the node's other work
-                    log.exception("job %s failed", record.id)
-                    self._note_failure(running, failure_text(error))
+                    await self._run_and_wait(one)
                 finally:
-                    with trio.CancelScope(shield=True):
-                        await trainer.close()
+                    await self._close(one)
                 with trio.CancelScope(shield=True):
-                    await trio.to_thread.run_sync(self._settle, running)
+                    await trio.to_thread.run_sync(self._settle, one)
             finally:
-                del self.running[record.id]
+                del self._locked[job_id]
 
-    def _note_failure(self, running: RunningJob, why: str) -> None:
-        running.progress = replace(running.progress, status="failed", why=why[:1000])
+    async def _run_and_wait(self, one: _LockedJob) -> None:
+        """Run a job, and wait for whatever keeps it from going on and may pass, until it is over.
 
-    def _settle(self, running: RunningJob) -> None:
+        While it waits for members it stays in memory; else it begins again from the disk.
+        """
+        job_id, again_s = one.job.record.id, AGAIN_S
+        while not self._jobs.wished(job_id):
+            if why := self._place.pause.training_waits:
+                await self._let_go(one)
+                await self._wait(one, why, math.inf)
+                continue
+            step, stays = one.progress.step, False
+            try:
+                if one.running is None:
+                    one.running = await self._prepared(one.job, None)
+                    step = one.progress.step
+                if await self._trained(one.running):
+                    return
+            except Exception as error:  # torch raises errors of every kind; they must not end the node's other work
+                why, stays = what_it_waits_for(error), isinstance(error, HopsAway)
+                if not why:
+                    failure, is_known = why_ended(error), isinstance(error, EXPECTED)
+                    log.warning("job %s failed: %s", job_id, failure, exc_info=None if is_known else error)
+                    one.change(status="failed", why=failure)
+                    return
+            again_s = AGAIN_S if one.progress.step != step else again_s
+            if not stays:
+                await self._let_go(one)
+            if why:
+                await self._wait(one, why, again_s)
+                again_s = min(2 * again_s, AGAIN_MOST_S)
+
+    async def _trained(self, running: RunningJob) -> bool:
+        """Make a job's steps until it is over or asked to pause or stop; False if they were interrupted."""
+        steps, watch = running.job.record.steps, _Watch(running, self._jobs)
+        with trio.CancelScope() as running.scope:
+            await running.trainer.run(steps, watch.batches, watch.on_step, watch.hooks())
+            running.progress = replace(running.progress, snapshots_s=running.snapshots_s)
+            if running.progress.step == steps:
+                await self._finish(running)
+            return True
+        return False
+
+    async def _wait(self, one: _LockedJob, why: str, seconds: float) -> None:
+        """Let a job wait, and say for what; less long if a pause begins or ends, or if it is asked to pause or stop."""
+        if one.progress.waiting != why:
+            log.warning("job %s %s", one.job.record.id, why)
+            await self._note(one, waiting=why)
+        pause = self._place.pause.training_waits
+        with trio.move_on_after(seconds):
+            while True:
+                await trio.sleep(LOOK_S)
+                if self._jobs.wished(one.job.record.id) or self._place.pause.training_waits != pause:
+                    return
+
+    async def _note(self, one: _LockedJob, **changes: Any) -> None:
+        """Change a job's progress, and write it."""
+        one.change(**changes)
+        await trio.to_thread.run_sync(self._write, one.job.record.id, one.progress)
+
+    async def _let_go(self, one: _LockedJob) -> None:
+        """Free the memory of a job; it goes on from what is on disk."""
+        await self._close(one)
+        one.job, one.running = replace(one.job, progress=one.progress), None
+
+    async def _close(self, one: _LockedJob) -> None:
+        if one.running is not None:
+            with trio.CancelScope(shield=True):
+                await one.running.trainer.close()
+
+    def _settle(self, one: _LockedJob) -> None:
         """Write how a run ended, just before its lock is released: what is wished after that finds no run."""
-        job_id, progress = running.job.record.id, running.progress
+        job_id, progress = one.job.record.id, replace(one.progress, waiting="")
         if progress.status == "running":
             progress = replace(progress, status="paused")
         self._write(job_id, progress)
@@ -360,7 +459,6 @@ class SwarmJobs:
             self._write(job_id, progress)
         if progress.status in ENDED:
             self._jobs.remove_state(job_id)
-        running.progress = progress  # last: who sees that it is stopped finds no state
 
     async def _finish(self, running: RunningJob) -> None:
         """Store the adapter of a job whose steps are done, and how its forecast compares."""
@@ -389,9 +487,6 @@ class SwarmJobs:
         ended = PastForecast(wall_ms(), FINETUNE, record.model, machines, forecast, measured)
         await trio.to_thread.run_sync(remember, self._home.forecasts_file, ended)
 
-    def _save(self, running: RunningJob) -> None:
-        self._write(running.job.record.id, running.progress)
-
     def _write(self, job_id: str, progress: Progress) -> None:
         """Write how far a job is; a full disk must not end the node's other work."""
         try:
@@ -407,7 +502,8 @@ class _Watch:
         self._running, self._material, self._jobs = running, running.material, jobs
         self._record = running.job.record
         self._told_at = self._step_at = time.monotonic()
-        self._earlier = Counter({(sender, receiver): size for sender, receiver, size in running.progress.links})
+        links = running.job.progress.links  # before the trainer counted
+        self._earlier = Counter({(sender, receiver): size for sender, receiver, size in links})
 
     def hooks(self) -> JobHooks:
         return JobHooks(self._asked, self._validation, self._on_validation, self._on_snapshot)
@@ -430,8 +526,8 @@ class _Watch:
         after = progress.after_step(done.version, done.loss, done.tokens, seconds)
         left_out = tuple(figures.left_out.items())[-MAX_LEFT_OUT:]
         after = after.with_links(self._earlier + figures.link_bytes)
-        running.progress = replace(after, left_out=left_out, snapshots_s=running.snapshots_s)
-        if now - self._told_at > TOLD_EVERY_S or done.version == self._record.steps:
+        running.progress = replace(after, left_out=left_out, snapshots_s=running.snapshots_s, waiting="")
+        if progress.waiting or now - self._told_at > TOLD_EVERY_S or done.version == self._record.steps:
             self._told_at = now
             self._save()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -92,11 +93,12 @@ T = TypeVar("T")
 
 MAX_REJECTED = 3  # frames of one hop that must not be computed with, in one epoch
 MAX_QUEUED_BYTES = 2**26  # of one hop's frames that wait here; then its stream is not read
-MAX_FAILURES = 12  # epochs in a row without a step
+MAX_FAILURES = 12  # epochs in a row without a step; those that ended because a hop was away are counted apart
 PROBE_EVERY_S = 60.0  # at least, however long pauses usually are: hops forget an owner that is silent for minutes
 CLOSE_S = 1.0  # for telling hops that an epoch is over
 OVERDUE = 4.0  # times as long as all that is under way at a hop takes on the fastest way: then it is late
 MOST_PATIENCE = 16  # times the usual quiet time, before what did not come is taken for lost
+_NO_ROOM = "it trains as many jobs as it may: raise `train_jobs` there for more"
 
 
 class BatchLoss(Protocol):
@@ -148,6 +150,7 @@ class JobTerms:
     rate_of: Callable[[int], float]
     clip: float | None = 1.0
     snapshot_every: int = 10  # steps, at least
+    snapshot_after_s: float = math.inf  # after which fewer steps are enough
     snapshot_share: float = 1.0  # of the time that snapshots may take
     sums_bytes: int = 0  # of a block's summed gradients
     version_of: Callable[[bytes], int] | None = None  # of a block's state; raises `EngineError` for what is none
@@ -180,7 +183,7 @@ class Patience:
     probe_s: float = 3.0  # for the answer
     stuck_s: float = 600.0  # for a hop that answers, and brings the job no further, besides the time to fetch states
     copy_s: float = 300.0  # for a copy of a snapshot; if that is too short, no more are made
-    route_s: float = 600.0  # for a route
+    route_s: float = 10.0  # for a route, and for hops that train other jobs
 
 
 @dataclass(frozen=True)
@@ -227,12 +230,40 @@ class TrainingStopped(AppError):
     code = "training_stopped"
 
 
-class HopLost(Exception):
-    """A hop failed or does not answer; `refused` if it should not be asked again, `welcome` if soon."""
+class HopsAway(TrainingStopped):
+    """A job cannot go on while nobody trains some block for it; it stays at its last snapshot, and may be run again."""
 
-    def __init__(self, peer: str, why: str, *, refused: bool = False, welcome: bool = False) -> None:
+
+class HopLost(Exception):
+    """A hop failed; `refused` if it should not be asked again, `welcome` if soon, `away` if it is just not there."""
+
+    def __init__(
+        self, peer: str, why: str, *, refused: bool = False, welcome: bool = False, away: bool = False
+    ) -> None:
         super().__init__(f"{peer}: {why}")
-        self.peer, self.refused, self.welcome = peer, refused, welcome
+        self.peer, self.refused, self.welcome, self.away = peer, refused, welcome, away
+
+
+class HopBusy(HopLost):
+    """A hop has no room for the job now."""
+
+    def __init__(self, peer: str, why: str) -> None:
+        super().__init__(peer, why, away=True)
+
+
+@dataclass
+class _Failures:
+    """Epochs in a row without a step."""
+
+    count: int = 0
+    away: int = 0  # of these, that ended because a hop was not there, or busy
+    busy_since: float = math.inf  # when a hop was busy first
+
+    def add(self, lost: HopLost, now: float) -> None:
+        """Count one more."""
+        self.count, self.away = self.count + 1, self.away + lost.away
+        if isinstance(lost, HopBusy):
+            self.busy_since = min(self.busy_since, now)
 
 
 RouteFinder = Callable[[frozenset[str]], Awaitable[Route]]  # peers not to use -> a route; raises `NoRoute`
@@ -308,6 +339,7 @@ class SwarmTrainer:
         self._refusals: dict[str, str] = {}  # why
         self._blame = Blame(self._patience.probe_s * 10)
         self._hooks = JobHooks()
+        self._failures = _Failures()
         self._snapshot_every = terms.snapshot_every  # steps; fewer after an epoch was lost
         self._makes_copies = terms.copies
         self._snapshot_at = 0.0
@@ -323,11 +355,10 @@ class SwarmTrainer:
         """Train until `steps` steps are committed, or `hooks` end the run; `batches` gives a step's micro-batches.
 
         `on_step` is called for each committed step, again for steps that are repeated after a hop was lost. At the end
-        the states of all blocks are in `snapshot`. Raises `TrainingStopped` or `NoRoute`, and `WeightsError` if the
-        disk is full.
+        the states of all blocks are in `snapshot`. Raises `TrainingStopped`, after a `HopsAway` it can be called again,
+        and `WeightsError` if the disk is full.
         """
         self._hooks = hooks = hooks or JobHooks()
-        failures = 0
         while self.version < steps or self.snapshot.version < steps:
             if self.version == self.snapshot.version and hooks.asked_to_leave():
                 return
@@ -335,11 +366,10 @@ class SwarmTrainer:
             try:
                 await self._run_epoch(steps, batches, on_step)
             except HopLost as lost:
-                failures = 0 if self.version > begun else failures + 1
                 if steps_lost := self.version - self.snapshot.version:
                     # If hops stop the job again and again after some steps, it must come to a snapshot before.
                     self._snapshot_every = max(1, min(self._snapshot_every, steps_lost // 2))
-                await self._note_lost_hop(lost, failures)
+                await self._note_lost_hop(lost, made_step=self.version > begun)
 
     async def resume(self, version: int, states: Sequence[bytes]) -> None:
         """Go on from the states of all blocks at this version, which an earlier run has saved."""
@@ -348,7 +378,7 @@ class SwarmTrainer:
 
     def begin_at(self, snapshot: Snapshot) -> None:
         """Go on from a snapshot whose states are kept here."""
-        self.snapshot, self.version = snapshot, snapshot.version
+        self.snapshot, self.version, self._failures = snapshot, snapshot.version, _Failures()
 
     def leave_out(self, hops: Iterable[tuple[str, str]]) -> None:
         """Do without hops that an earlier run left out, for these reasons."""
@@ -369,13 +399,26 @@ class SwarmTrainer:
         """Return the states of all blocks in the last snapshot."""
         return await self._states.fetch(self.states_run, self.snapshot.states, self.snapshot.holders)
 
-    async def _note_lost_hop(self, lost: HopLost, failures: int) -> None:
+    async def _note_lost_hop(self, lost: HopLost, *, made_step: bool) -> None:
+        """Wait until the next epoch may begin; raises `TrainingStopped` if there should be none, or none for now."""
         log.warning("training goes back to step %d: %s", self.snapshot.version, lost)
         self._remember(lost)
-        if failures > MAX_FAILURES:
+        if made_step:
+            self._failures = _Failures()
+        else:
+            self._failures.add(lost, trio.current_time())
+        failures = self._failures
+        text = f"no step could be made in {failures.count} attempts; the last failed with {lost}"
+        if failures.count - failures.away > MAX_FAILURES:
             hint = "; if the loss grew before, start again with a smaller rate" if self.figures.rejected else ""
-            raise TrainingStopped(f"no step could be made in {failures} attempts; the last failed with {lost}{hint}")
-        await trio.sleep(min(0.05 * 2**failures, 5.0) if failures > 1 else 0)
+            raise TrainingStopped(f"{text}{hint}")
+        if isinstance(lost, HopBusy) and trio.current_time() >= failures.busy_since + self._patience.route_s:
+            raise HopsAway(str(lost))
+        if lost.away and failures.count > MAX_FAILURES:
+            raise HopsAway(text)
+        # Two jobs that keep each other from their hops must not try again at the same time.
+        pause_s = random.uniform(0.5, 1.0) * 0.05 * 2 ** min(failures.count, 7)
+        await trio.sleep(pause_s if failures.count > 1 else 0)
 
     def _remember(self, lost: HopLost) -> None:
         self.figures.lost.append(str(lost))
@@ -451,11 +494,11 @@ class SwarmTrainer:
 
     @property
     def _snapshot_is_due(self) -> bool:
-        if self.version - self.snapshot.version < self._snapshot_every:
-            return False
-        is_early = self._snapshot_every < self._terms.snapshot_every
-        since_s = trio.current_time() - self._snapshot_at
-        return is_early or self._snapshot_s <= self._terms.snapshot_share * since_s
+        terms, since_s = self._terms, trio.current_time() - self._snapshot_at
+        has_steps = self.version - self.snapshot.version >= self._snapshot_every
+        if has_steps and self._snapshot_every < terms.snapshot_every:
+            return True  # an epoch was lost
+        return (has_steps or since_s >= terms.snapshot_after_s) and self._snapshot_s <= terms.snapshot_share * since_s
 
     async def _take_snapshot(self, epoch: _HopGroup) -> None:
         begun = trio.current_time()
@@ -484,7 +527,7 @@ class SwarmTrainer:
                 refused = bool(error.peers) and set(error.peers) <= self._refused
                 if refused or trio.current_time() >= deadline:
                     why = "".join(f"; {refusal}" for refusal in self._refusals.values())
-                    raise TrainingStopped(f"{error}{why}") from error
+                    raise (TrainingStopped if refused else HopsAway)(f"{error}{why}") from error
             await trio.sleep(1.0)
 
     @property
@@ -551,7 +594,7 @@ class _HopGroup:
             try:
                 stream = await self._open_stream(hop.peer)
             except P2PError as error:
-                lost = HopLost(hop.peer, f"it cannot be reached: {error}")
+                lost = HopLost(hop.peer, f"it cannot be reached: {error}", away=True)
                 if not self.can_lose(hop.peer):
                     raise lost from error
                 self._drop(lost)
@@ -696,7 +739,7 @@ class _HopGroup:
                         self._busy[index], self._sending[index] = frame.rows, frame.width
                     self._heard.notify()
                     if not frame.epoch:
-                        self._send.send_nowait((index, HopLost(peer, "it has forgotten the job")))
+                        self._send.send_nowait((index, HopLost(peer, "it has forgotten the job", away=True)))
                         return
                 elif frame.epoch == self._epoch:
                     self._queued[index] += _cost(frame)
@@ -704,7 +747,7 @@ class _HopGroup:
         except RecordError as error:
             self._send.send_nowait((index, HopLost(peer, f"it sent what is not understood: {error}", refused=True)))
         except P2PError as error:
-            self._send.send_nowait((index, HopLost(peer, f"its stream broke: {error}")))
+            self._send.send_nowait((index, HopLost(peer, f"its stream broke: {error}", away=True)))
 
     async def _next(
         self, awaited: Collection[int] = (), late: Callable[[], Collection[str]] = frozenset
@@ -804,7 +847,7 @@ class _HopGroup:
             await self._heard.wait_for(lambda: all(self._heard_at.get(i, 0.0) > asked_at for i in self._links))
         for index, link in self._links.items():
             if self._heard_at.get(index, 0.0) <= asked_at:
-                raise HopLost(link.hop.peer, f"it has not answered for {self._patience.probe_s:g} s")
+                raise HopLost(link.hop.peer, f"it has not answered for {self._patience.probe_s:g} s", away=True)
 
     async def _stay_known(self) -> None:
         """Ask the hops how they are now and then: they would forget a job that fetches its states for minutes."""
@@ -829,7 +872,10 @@ class _HopGroup:
             return [way]
         if trouble.code == "link":
             return self._ways_over(peer, trouble.why)
-        raise HopLost(peer, trouble.text or trouble.code, refused=trouble.code == "refused")
+        if trouble.code == "busy":
+            raise HopBusy(peer, _NO_ROOM if trouble.why == "train_jobs" else trouble.text or trouble.code)
+        code = trouble.code
+        raise HopLost(peer, trouble.text or code, refused=code == "refused", away=code == "draining")
 
     def _ways_over(self, peer: str, neighbour: str) -> list[int]:
         """Return the ways that lead from one hop to another, in either direction; those through it if none does."""

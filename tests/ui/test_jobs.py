@@ -92,6 +92,12 @@ def test_everything_about_a_running_job_is_told() -> None:
         (replace(RUNNING, recoveries=0, rejected={}, lost=(), micro_batches_again=0), "rejected   nothing", "again"),
         (replace(RUNNING, recoveries=1, lost=()), "recovered  once, 11 micro-batches", "from"),
         (replace(RUNNING, left_out={STRANGER: "its sums\x1b are wrong"}), "left out   ", "\x1b"),
+        (
+            replace(RUNNING, waiting=f"waits for members: {STRANGER} left\x1b"),
+            "waiting    for members: AAAAAA left",
+            "12D3",
+        ),
+        (RUNNING, "steps      ", "waiting"),
     ],
 )
 def test_only_what_is_known_of_a_job_is_told(job: JobView, said: str, unsaid: str) -> None:
@@ -178,6 +184,8 @@ def test_the_facts_of_a_job_name_its_peers() -> None:
     assert next(value for name, value in facts if name == "rejected") == "you 9 frames"
     assert ("model", "Llama-3.1-70B (1a2b3c4d)") in facts
     assert ("model", "model 1a2b3c4d") in job_facts(replace(RUNNING, model_name="model 1a2b3c4d"), name_of)
+    waits = replace(RUNNING, waiting=f"waits for members: {STRANGER}: it left")
+    assert ("waiting", "waits for members: AAAAAA: it left") in job_facts(waits, name_of)
 
 
 # --- training jobs ---------------------------------------------------------------------------------------------------

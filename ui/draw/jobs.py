@@ -177,6 +177,8 @@ def _all_rows(job: JobView, name_of: NameOf, width: int, most: int) -> list[Row]
     rows: list[Row] = []
     if job.why:
         rows += entry("failed", reason(job.why, name_of, room, MOST_FAILED, "error"))
+    if job.waiting:
+        rows += entry("waiting", reason(job.waiting.removeprefix("waits "), name_of, room, most, "warning"))
     rows += entry("next", wrap(_next(job), room)[:most]) if job.status in _NEXT else []
     rows += entry("steps", [_steps(job, room)]) + entry("speed", [_speed(job)])
     rows += entry("hops", _hops(job, name_of, room))
@@ -202,6 +204,7 @@ def job_facts(job: JobView, name_of: NameOf) -> list[tuple[str, str]]:
         ("model", _model(job)),
         ("data", job.data),
         ("status", f"{job.status}: {job.why}" if job.why else job.status),
+        *([("waiting", tidy(with_names(job.waiting, name_of)))] if job.waiting else []),
         *([("next", _next(job))] if job.status in _NEXT else []),
         ("steps", f"{job.step} of {job.steps}, {job.tokens} tokens in {duration(job.seconds)}"),
         ("hops", hops or _where(job)),

@@ -18,7 +18,7 @@ from app.config.home import Home
 from app.core.wall_clock import wall_ms
 from app.rounds.record import sign_training
 from app.rounds.train_store import TrainStore
-from app.training.job_store import JobStore
+from app.training.job_store import JobStore, Progress
 from tests.app.rounds.statements import PEOPLE, RECORD
 from tests.engine.models import VARIANT, write_folder
 
@@ -374,7 +374,15 @@ class FrozenNode:
 
     def post(self, path: str, order: dict[str, Any]) -> dict[str, Any]:
         facts = dict.fromkeys(("step", "tokens", "seconds", "cut", "dropped"), 0)
-        return {**facts, "job": "1a2b3c4d", "status": "running", "steps": 9, "losses": []}
+        return {
+            **facts,
+            "job": "1a2b3c4d",
+            "status": "running",
+            "steps": 9,
+            "waiting": "",
+            "losses": [],
+            "validation": [],
+        }
 
     def get(self, path: str) -> Any:
         raise NotAnswering("the node at http://127.0.0.1:1 did not answer in time")
@@ -388,3 +396,43 @@ def test_a_job_whose_node_hangs_is_not_said_to_be_over(
     assert main(["finetune", "--data", str(data), "--out", "sevens"]) == 1
     *_, last = capsys.readouterr().err.splitlines()
     assert last.endswith("did not answer in time; the job goes on in the node: `shoal jobs` shows it")
+
+
+class WaitingNode(FrozenNode):
+    """A node whose job waits for members, until its user pauses it."""
+
+    def __init__(self) -> None:
+        self.waits = ["", "waits for members: no route", "waits for members: no route", "waits for memory: 1 GB"]
+
+    def get(self, path: str) -> Any:
+        status, waiting = ("running", self.waits.pop(0)) if self.waits else ("paused", "")
+        return [{**self.post(path, {}), "status": status, "waiting": waiting, "step": 2, "losses": [1.0, 0.9]}]
+
+
+def test_what_a_job_waits_for_is_said_once(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = WaitingNode()
+    monkeypatch.setattr("app.api.client.client_of", lambda folder: node)
+    monkeypatch.setattr("app.cli.finetune._POLL_S", 0.0)
+    assert main(["finetune", "--data", str(data), "--out", "sevens"]) == 3
+    out, err = capsys.readouterr()
+    said = [line for line in err.splitlines() if "waits" in line]
+    assert said == ["step 2 of 9, waits for members: no route", "step 2 of 9, waits for memory: 1 GB"]
+    assert "Job 1a2b3c4d is paused after step 2 of 9." in out
+
+
+def test_jobs_says_what_a_job_waits_for(home: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert finetune(data, "--json") == 0
+    job_id = json.loads(capsys.readouterr().out)["job"]
+    store = JobStore(Home(home))
+    store.save_progress(job_id, Progress("running", step=1, waiting="waits for members: no route"))
+    with store.hold(job_id):  # as the node does that runs it
+        assert main(["jobs"]) == 0
+        assert "running, step 1 of 2: waits for members: no route" in capsys.readouterr().out
+        assert main(["jobs", "show", job_id]) == 0
+        assert "waiting     waits for members: no route" in capsys.readouterr().out.splitlines()
+        assert main(["jobs", "show", job_id, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["waiting"] == "waits for members: no route"
+    assert main(["jobs", "show", job_id]) == 0
+    assert "waits" not in capsys.readouterr().out  # no node runs, so that nothing waits either

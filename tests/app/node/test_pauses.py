@@ -6,12 +6,13 @@ import contextlib
 import weakref
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 
 from app.asker.reply import ReplyText
-from app.asker.reply_service import ReplyRequest
+from app.asker.reply_service import NoModelHere, ReplyRequest
 from app.cli.serve import say_ready
 from app.config.file import load_config
 from app.config.home import Home
@@ -23,6 +24,7 @@ from app.membership.member import Change, Member
 from app.node.node import Node
 from app.routing.route import NoRoute
 from app.swarm.records import Announcement
+from app.training.material import wish_of
 from p2p.identity import Identity
 from tests.app.node.test_node import QUIET, cache, found_swarm, living, until
 
@@ -245,3 +247,48 @@ async def test_blocks_are_needed_though_a_member_tells_of_others_that_serve_them
         table.seen(made_up, now)
         assert not upkeep.is_only_holder()
         assert not upkeep._is_needed()
+
+
+async def test_blocks_that_a_job_trains_are_not_unused(tmp_path: Path, cache: Path) -> None:
+    """Neither those of a member's job, nor while this node's own user fine-tunes."""
+    found_swarm(tmp_path / "a", cache, "home")
+    data = tmp_path / "data.txt"
+    data.write_text("The shoal swims. " * 200)
+    hosting: Any = {"max_vram": 10**9, "device": "cpu", "blocks": "0:8", "train": "members"}
+    async with living(tmp_path / "a", cache, **hosting) as a:
+        await until(a, lambda: a.snapshot().state == "serving")
+        async with living(tmp_path / "b", cache, str(await a.invite(None))) as b:
+            await until(b, lambda: has_joined(b) and [peer.state for peer in b.snapshot().peers] == ["serving"])
+            wish: dict[str, Any] = {
+                "out": "endless", "data": str(data), "validation_file": None, "validation": 0.0, "rank": 4,
+                "alpha": 8.0, "targets": ("q",), "dropout": 0.0, "epochs": 10**4, "batch": 1, "length": 32,
+                "rate": 1e-3, "seed": 0, "wire": "f32",
+            }  # fmt: skip
+            for node in (b, a):
+                assert not used(a)
+                with trio.fail_after(60):
+                    while True:  # the model's ends may still be on their way
+                        with contextlib.suppress(NoModelHere):
+                            job = await node.start_job(wish_of(wish))
+                            break
+                        await trio.sleep(0.1)
+                await until(a, lambda: bool(a.snapshot().trained))
+                assert used(a)
+                assert used(node)
+                await node.end_job(job.job, "stop")
+                await until(a, lambda: not used(a))
+
+
+def has_joined(node: Node) -> bool:
+    """True if a node's jobs can run."""
+    active_swarm = node._network_owner.active_swarm
+    return active_swarm is not None and active_swarm.jobs is not None
+
+
+def used(node: Node) -> bool:
+    """True if the blocks of a node were used just now, as the rule sees it."""
+    node._upkeep._look_at_use()
+    active_swarm = node._network_owner.active_swarm
+    assert active_swarm is not None
+    assert (node._upkeep._unused_s == 0) >= active_swarm.is_used
+    return active_swarm.is_used

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import trio
 
+from app.core.errors import AppError
 from app.rounds import founding, train_jobs
 from app.rounds.founding import TrainWish
 from app.rounds.train_jobs import TrainJobs
@@ -126,6 +127,19 @@ async def test_a_member_that_joins_again_trains_on_the_text_that_it_named_or_on_
         assert said(jobs) == ("three.txt", "MIT")
 
     await run_alone(tmp_path, join_again, number=1)
+
+
+async def test_a_text_that_comes_too_slowly_is_an_error_with_a_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def too_slow(*args: Any) -> Any:
+        raise trio.TooSlowError
+
+    async with open_nodes(tmp_path) as nodes:
+        await nodes[0].jobs.found(wish_in(tmp_path))
+        monkeypatch.setattr(nodes[1].jobs._place.states, "fetch", too_slow)
+        with pytest.raises(AppError, match=r"comes too slowly .* try again with `shoal train join fish`"):
+            await nodes[1].jobs.join("fish")
 
 
 async def test_a_job_goes_on_by_itself_once_there_is_memory_again(

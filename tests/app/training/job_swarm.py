@@ -106,7 +106,7 @@ class JobSwarm:
     ) -> Node:
         """Start a node that trains these blocks, on the in-memory network unless another is given."""
         network = network or self.fabric.node(name)
-        states = StateStore(network, self.folder / name, lambda peer: True)
+        states = StateStore(network, self.folder / name, lambda peer: True, in_thread)
         device = device or CountingDevice()
         disk = self.activations(name)
         server = TrainingServer(network, device, states, lambda: terms or TrainingTerms(), activations=disk)
@@ -222,7 +222,7 @@ class JobSwarm:
         """A node that owns a job; one of another name than the others trains nothing itself."""
         network: Network = more.pop("network", None) or self.fabric.nodes.get(name) or self.fabric.node(name)
         own = self.nodes.get(name)  # a node that trains blocks of its own job
-        states = StateStore(network, self.folder / name, lambda peer: True) if own is None else own.states
+        states = StateStore(network, self.folder / name, lambda peer: True, in_thread) if own is None else own.states
         states.serve()
         more |= {} if own is None else {"own_server": own.server.attend}
         config = self.source.config
@@ -239,6 +239,11 @@ class JobSwarm:
         patience = more.pop("patience", PATIENCE)
         more.setdefault("activations", self.activations(f"{name}-owns"))
         return SwarmTrainer(network, ends, InlineDevice(), states, routes, terms, patience=patience, **more)
+
+
+async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function in a thread, for which a patient clock waits."""
+    return await trio.to_thread.run_sync(function, *args)
 
 
 async def _open_but(opened: Any, far: str, peer: str, protocol: str, *, timeout_s: float = 10.0) -> Any:

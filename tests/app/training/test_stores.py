@@ -16,6 +16,7 @@ import trio
 import app.training.job_store
 from app.config.home import Home
 from app.core.errors import AppError, RecordError
+from app.courtesy.pause import PauseControl
 from app.training.job_store import MAX_LOSSES, Job, JobSource, JobStore, Progress, Status
 from app.training.record import JobRecord, decode_record
 from app.training.swarm_jobs import SwarmJobs, _Watch
@@ -184,8 +185,8 @@ def test_a_full_disk_does_not_end_a_job_at_its_next_step() -> None:
 
     figures: Any = SimpleNamespace(left_out={}, link_bytes=Counter())
     running: Any = SimpleNamespace(
-        job=SimpleNamespace(record=SimpleNamespace(id="a job", steps=1)), material=None, progress=Progress(), step_s=[],
-        trainer=SimpleNamespace(figures=figures), snapshots_s=0.0,
+        job=SimpleNamespace(record=SimpleNamespace(id="a job", steps=1), progress=Progress()), material=None,
+        progress=Progress(), step_s=[], trainer=SimpleNamespace(figures=figures), snapshots_s=0.0,
     )  # fmt: skip
     store: Any = SimpleNamespace(save_progress=save_progress)
     watch = _Watch(running, store)
@@ -196,20 +197,22 @@ def test_a_full_disk_does_not_end_a_job_at_its_next_step() -> None:
 async def test_a_job_that_cannot_be_taken_up_ends_no_other_work(
     jobs: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A card may be full when the node starts again, and torch raises errors of its own."""
+    """A card may have failed when the node starts again, and torch raises errors of its own."""
     jobs.create(RECORD, replace(SOURCE, swarm="s"))
     jobs.save_progress(RECORD.id, Progress("running"))
-    place: Any = SimpleNamespace(swarm="s", states=SimpleNamespace(serve=lambda: None))
+    pause = PauseControl(tmp_path / "pause.json", lambda: None)
+    place: Any = SimpleNamespace(swarm="s", states=SimpleNamespace(serve=lambda: None), pause=pause)
     owned = SwarmJobs(Home(tmp_path), place)
 
-    async def full(job: Job, material: Any) -> Any:
-        raise RuntimeError("CUDA out of memory")
+    async def failing(job: Job, material: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(owned, "_prepared", full)
+    monkeypatch.setattr(owned, "_prepared", failing)
     async with trio.open_nursery() as nursery:
         await nursery.start(owned.run)
         with trio.fail_after(60):
             while (progress := jobs.find(RECORD.id).progress).status != "failed":  # noqa: ASYNC110
                 await trio.sleep(0.01)
         nursery.cancel_scope.cancel()
-    assert (progress.status, progress.why) == ("failed", "RuntimeError while computing: CUDA out of memory")
+    assert progress.status == "failed"
+    assert progress.why == "RuntimeError while computing: CUDA error: an illegal memory access was encountered"
