@@ -93,6 +93,7 @@ from app.rounds.testing import ChangeTester, PastRound
 from app.rounds.traces import StepTraces, Trace, pack_trace, trace_seed, traced_steps
 from app.routing.route import Route
 from app.training.states import StateStore, part_of
+from app.training.waiting import what_it_waits_for
 from app.training.wire import StatePart
 from app.weights.download import PartsAbsent
 from engine.errors import EngineError
@@ -112,6 +113,7 @@ _LONGEST_DISREGARD = 7  # doublings
 _LOOKS_APART = 4  # times as long as a look at a history that was of no use took, no other is looked at
 LEAVE_S = 1.0  # in which an island that leaves tells that to the one who leads
 _BRIEFLY_S = 0.5
+_LONGEST_STATELESS = 6  # doublings of that, between the looks of an island that has no state
 _NAMED = 4  # members that a round waits for, in words
 _SAID_TRIES = 4
 _OVERHEADS = 4  # rounds whose overhead counts, among them some in which another island led
@@ -947,20 +949,25 @@ class Island:
         """Do not look at the history of a peer for a while, longer each time, because it was of no use.
 
         Nor at that of anybody else who is not of the round: new names cost nothing, and looking costs steps. Briefly
-        for one that made another round meanwhile, and while there are no steps to lose.
+        for one that made another round meanwhile; not as long while there are no steps to lose.
         """
-        times, _ = self._disregarded.get(peer, (0, 0.0))
-        self._disregarded[peer] = (times, trio.current_time() + _BRIEFLY_S) if is_brief else self._longer(times)
+        times, now = self._disregarded.get(peer, (0, 0.0))[0], trio.current_time()
+        if is_brief:
+            self._disregarded[peer] = times, now + _BRIEFLY_S
+        elif not self._has_state:
+            self._disregarded[peer] = times + 1, now + _BRIEFLY_S * 2 ** min(times, _LONGEST_STATELESS)
+        else:
+            self._disregarded[peer] = self._longer(times)
         while len(self._disregarded) > MAX_PEERS:
             del self._disregarded[next(iter(self._disregarded))]
-        if not is_brief and peer not in self.standing.members:
+        if not is_brief and self._has_state and peer not in self.standing.members:
             self._strangers = self._longer(self._strangers[0])
 
     def _longer(self, times: int) -> tuple[int, float]:
         return times + 1, trio.current_time() + self.timing.alive_s * 2 ** min(times, _LONGEST_DISREGARD)
 
     async def _catch_up(self) -> None:
-        """Take over the round that is over, or all that another island has."""
+        """Take over the round that is over, or all that another island has; raises if there is no room for it here."""
         entry, behind, made_it = self._ahead, self._behind(), list[str]()
         self._ahead = None
         try:
@@ -980,10 +987,12 @@ class Island:
                     self._strangers = (0, 0.0)
                     return
             except (RecordError, AppError, EngineError, P2PError, trio.TooSlowError) as error:
+                if what_it_waits_for(error):
+                    raise  # whoever gives the state, there is no room for it here
                 log.info("what %s has of %s could not be taken over: %s", peer, self.record.name, error)
-                is_brief = isinstance(error, WentOn) or not self._has_state
+                is_brief = isinstance(error, WentOn)
             self._disregard(peer, is_brief=is_brief)
-            if not is_brief:
+            if not is_brief and self._has_state:
                 now = trio.current_time()
                 self._look_again_at = now + _LOOKS_APART * (now - began)
         await trio.lowlevel.checkpoint()
@@ -1019,6 +1028,8 @@ class Island:
         if self._moments.are_lacking and not await self._moments.take(question, gave):
             log.info("%s goes on with fresh moments: nobody has given any", self.record.name)
         self.figures.fetched += 1
+        if not self._has_state:
+            self._disregarded.clear()  # they were counted by looks that cost no steps
         self._has_state, self._rounds_behind = True, math.inf
         await self._settle(standing, entries, states, parts)
         return True

@@ -37,7 +37,9 @@ from app.rounds.statements import (
     sign_share,
     signed,
 )
+from app.training.waiting import what_it_waits_for
 from engine.config import ModelConfig
+from engine.errors import EngineError
 from engine.island import LEAF
 from engine.training import codecs
 from engine.training.codecs import GROUP
@@ -446,6 +448,56 @@ async def test_a_log_that_is_shown_slowly_is_given_up(
         await swarm.until(lambda: island.standing.round > rounds)
         assert trio.current_time() - asked[0] < 2 * island.timing.exchange_s
         await swarm.finished(0, 1)
+
+
+def counted(swarm: IslandSwarm, asker: Node, *numbers: int) -> Counter[str]:
+    """What islands are asked by another one from now on."""
+    calls = Counter[str]()
+    for number in numbers:
+        island = swarm.nodes[number].island
+        honest = island.answer
+
+        async def answer(method: str, peer: str, rest: bytes, honest: Any = honest) -> Any:
+            calls[method] += peer == asker.name
+            return await honest(method, peer, rest)
+
+        island.answer = answer  # type: ignore[method-assign]
+    return calls
+
+
+async def test_a_newcomer_without_room_for_the_state_ends_with_the_reason(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    """It asked the members for their whole log twice a second, for ever, and said that nobody has the state."""
+    async with open_islands(tmp_path, 0, 1, steps=10**6) as swarm:
+        await swarm.until(lambda: swarm.nodes[0].island.standing.round >= 3)
+        newcomer = swarm.add(2, has_model=False)
+        calls = counted(swarm, newcomer, 0, 1)
+        newcomer.island._states._floor_bytes = lambda: 2**60
+        await newcomer.ended.wait()
+        assert what_it_waits_for(newcomer.failure).startswith("waits for room on the disk")  # type: ignore[arg-type]
+        assert calls[wire.LOG] <= 2
+
+
+async def test_a_newcomer_that_can_use_no_state_asks_ever_more_seldom(
+    tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_islands(tmp_path, 0, 1, steps=10**6, step_s=1.0) as swarm:
+        await swarm.until(lambda: swarm.nodes[0].island.standing.round >= 3)
+        newcomer = swarm.add(2, has_model=False)
+        calls, is_broken = counted(swarm, newcomer, 0, 1), True
+        load = newcomer.model.load
+
+        def load_or_fail(states: Any) -> None:
+            if is_broken:
+                raise EngineError("the device gives wrong results")
+            load(states)
+
+        monkeypatch.setattr(newcomer.model, "load", load_or_fail)
+        await trio.sleep(60)
+        assert 2 * 4 <= calls[wire.LOG] <= 2 * 12  # 118 before
+        is_broken = False
+        await swarm.until(lambda: newcomer.name in swarm.nodes[0].island.standing.members, 120)
 
 
 @pytest.mark.soak
