@@ -233,7 +233,7 @@ class Island:
         steps: StepMaker,
         timing: RoundTiming | None = None,
         settled: Callable[[list[RoundEntry], list[bytes]], Awaitable[None]] | None = None,
-        in_thread: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
+        in_thread: Callable[..., Awaitable[Any]] | None = None,
     ) -> None:
         """`found` names peers that may take part, `settled` is called with the log and the state after each round.
 
@@ -248,7 +248,8 @@ class Island:
         self._network, self._identity, self._found, self._wall_ms = network, identity, found, wall_ms
         self._model, self._text, self._device, self._states = model, text, device, states
         self._steps = steps
-        self._in_thread, self._verifying = in_thread, trio.Lock()
+        self._in_thread = in_thread = in_thread or trio.to_thread.run_sync
+        self._verifying = trio.Lock()
         self._turns: dict[str, trio.Lock] = {}  # of peers whose statements are being read
         self._exchange = Exchange(network, identity, device, model, record.id, wall_ms=wall_ms, in_thread=in_thread)
         self._moments = MomentsExchange(network, record.id, steps.whole, device, states)

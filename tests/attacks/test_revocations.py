@@ -53,7 +53,7 @@ async def test_many_lists_are_saved_by_one_thread_at_a_time(tmp_path: Path, monk
         async with open_fabric(1) as fabric, trio.open_nursery() as nursery:
             network = fabric.node(MEMBER.peer_id)
             guard = GuardedNetwork(network, HERE)
-            context = SimpleNamespace(identity=MEMBER, home=home, note=lambda kind, text: None)
+            context = SimpleNamespace(identity=MEMBER, home=home, note=lambda kind, text: None, changed=lambda: None)
             owner = NetworkOwner(cast(NodeContext, context))
             await owner._start_guard(cast(Libp2pNetwork, network), guard, nursery)
             *early, latest = lists(2, 100)
