@@ -243,8 +243,10 @@ class InviteScreen(Dialog[None]):
 
     def show(self) -> None:
         """Redraw the arrived peers from the store."""
-        self.query_one(GuestPanel).show()
-        self.query_one("#invite-keys", Static).update(self._keys())
+        for guests in self.query(GuestPanel):  # none while the app closes
+            guests.show()
+        for keys in self.query("#invite-keys").results(Static):
+            keys.update(self._keys())
 
     def action_decide(self, approve: bool) -> None:
         """Let the first peer in that asks to join, or refuse it."""

@@ -241,6 +241,8 @@ class Jobs(MainScreen):
 
     def show(self) -> None:
         """Redraw from the store; without a job only the table is shown."""
+        if not self.query(JobsTable):
+            return  # the app closes
         table = self.query_one(JobsTable)
         table.show()
         self.query_one("#job-figures").display = table.chosen is not None
