@@ -12,7 +12,7 @@ import trio
 from tests.p2p.nodes import Process, node_process
 
 KEY = "ab" * 32
-READY_S = 5.0
+READY_S = 20.0
 
 
 async def linked(node: Process, peer: str, within_s: float = READY_S) -> None:
