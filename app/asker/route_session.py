@@ -266,6 +266,7 @@ class SessionSettings:
     new_route_s: float = 60.0  # and in the middle of a reply
     repair_s: float = 60.0  # to try routes whose hops fail one after another
     attempts_without_progress: int = 64
+    urgent: bool = False  # its first tokens, if they are few, go before the prompts of others
 
 
 @dataclass(frozen=True)
@@ -1364,7 +1365,7 @@ class RouteSession:
         """
         hops, fed = self._hops, len(self._history)
         self._flowing = False
-        hops.urgent_from = fed
+        hops.urgent_from = 0 if self._settings.urgent else fed
         await hops.reach(route)
         # If every hop is new, it is known beforehand from which position each must send.
         fresh = not hops.epoch and hops.prefix is None
