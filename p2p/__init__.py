@@ -17,8 +17,8 @@ a header of 20 bytes, a name, and a chunk of a message's body:
 - `length`: bytes of this chunk, at most 256 KiB; every chunk but the last has 16 KiB or more, and exactly 256 KiB if
   the receiver's minor version is 0. On a slow link small chunks let urgent messages overtake sooner.
 - `total`: bytes of the whole body, at most 64 MiB, the same in each chunk. Chunks of messages with different ids or
-  priorities may interleave, those of one id and priority may not: higher priorities overtake at every chunk, equal
-  ones keep their order. At most 256 messages may be unfinished at a time.
+  priorities may interleave, those of one id and priority may not: higher priorities overtake at every chunk, but for
+  a share that they leave to others, and equal ones keep their order. At most 256 messages may be unfinished at a time.
 - `id`: of a call or a stream, odd from the side that opened the byte stream, even from the other, never reused.
 
 | kind | name | arg | body | meaning |

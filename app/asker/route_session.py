@@ -258,7 +258,7 @@ class SessionSettings:
 
     chunk_rows: int = CHUNK_ROWS
     open_s: float = 5.0  # to reach a hop
-    ready_s: float = 5.0  # for a hop to begin an epoch
+    ready_s: float = 5.0  # for a hop to begin an epoch, and `stuck_s` more if it answers probes and is needed
     adapter_s: float = 300.0  # for a hop that answers probes to fetch an adapter before
     probe_s: float = 1.0  # for a hop to say how far it is; longer where round trips are long
     stuck_s: float = 30.0  # for a hop that answers probes but does not advance
@@ -266,6 +266,7 @@ class SessionSettings:
     new_route_s: float = 60.0  # and in the middle of a reply
     repair_s: float = 60.0  # to try routes whose hops fail one after another
     attempts_without_progress: int = 64
+    urgent: bool = False  # its first tokens, if they are few, go before the prompts of others
 
 
 @dataclass(frozen=True)
@@ -381,6 +382,7 @@ class RouteHops:
         self.trouble: HopFailed | None = None
         self.states: dict[str, Frame] = {}
         self.leaving: set[str] = set()  # hops that are draining
+        self._late: set[str] = set()  # hops that were left because they did not begin: they are no better than others
         self.answered_at = 0.0  # when `answer` arrived
         self.paces: dict[str, HopPace] = {}
 
@@ -510,6 +512,14 @@ class RouteHops:
         self.unable[peer] = why
         self.trouble = HopFailed(peer, why, blameless=True)
         self._guide.lacks_adapter(peer)
+
+    def _leave_late(self, peer: str) -> None:
+        """Leave a hop that answers but does not begin, for another one: it counts as busy, and not as failed."""
+        if self._shape.adapter is not None:
+            self._cannot_adapt_yet(peer)
+            return
+        self._late.add(peer)
+        self.trouble = HopFailed(peer, because("hop_unopened", "it is too busy to open the session", peer), busy=True)
 
     def _cannot_adapt_yet(self, peer: str) -> None:
         """Leave a peer to which the adapter does not get, for one that may have it sooner."""
@@ -757,10 +767,9 @@ class RouteHops:
                 turn = replace(turn, prefix=self.prefix.wire)
             turn = replace(turn, cache=caches.get(hop.peer))
             await self._open[hop.peer].send(encode_turn(self.id, self.epoch, cuts[index], turn))
-        await self._wait_ready(set(caches))
+        silent = await self._wait_ready(set(caches))
         if self.trouble is not None:
             raise self.trouble
-        silent = [hop.peer for hop in self.route if hop.peer not in self._ready]
         if self._shape.adapter is not None:
             for peer in silent:
                 self._guide.lacks_adapter(peer)
@@ -768,45 +777,44 @@ class RouteHops:
         self._raise_first([HopFailed(peer, because("hop_unopened", late, peer)) for peer in silent])
         return [self._ready[hop.peer] for hop in self.route]
 
-    async def _wait_ready(self, fetching: Collection[str]) -> None:
-        """Wait until all hops are ready or one has failed; who fetches a cache or an adapter may take longer.
+    async def _wait_ready(self, fetching: Collection[str]) -> Sequence[str]:
+        """Wait until all hops are ready or one has failed, and return those that took too long.
 
-        As long as it answers, that is. An adapter may take `stuck_s` where others can take the hop's place.
+        A hop that answers probes has `stuck_s` more than `ready_s`: it may be in a step of a prompt, and begins a
+        session between two of them. It has less if others can take its place, and more if it fetches a cache or an
+        adapter.
         """
 
         def is_settled() -> bool:
             return self.trouble is not None or len(self._ready) == len(self.route)
 
-        longer_s = HANDOVER_S if fetching else 0.0
-        if self._shape.adapter is not None:
-            fetching, longer_s = {hop.peer for hop in self.route}, longer_s + self._settings.adapter_s
-        until = trio.current_time() + self._settings.ready_s + longer_s
-        look_at = trio.current_time() + self._settings.ready_s + self._settings.stuck_s
-        with trio.move_on_after(self._settings.ready_s):
+        settings, adapted = self._settings, self._shape.adapter is not None
+        longer_s = max(settings.stuck_s, HANDOVER_S if fetching else 0.0) + (settings.adapter_s if adapted else 0.0)
+        until = trio.current_time() + settings.ready_s + longer_s
+        look_at = trio.current_time() + settings.ready_s + (settings.stuck_s if adapted else 0.0)
+        with trio.move_on_after(settings.ready_s):
             await self._heard.wait_for(is_settled)
         while not is_settled() and trio.current_time() < until:
             missing = {hop.peer for hop in self.route} - set(self._ready)
-            if not missing <= set(fetching):
-                return
             self.states.clear()
             for peer in missing:
                 await self._open[peer].send(plain(Kind.PROBE, self.id, self.epoch))
             with trio.move_on_after(self.probe_s()):
                 await self._heard.wait_for(is_settled)
-            # A hop that fetches an adapter has no session yet, so its state tells no epoch.
-            adapted = self._shape.adapter is not None
-            alive = {peer for peer, state in self.states.items() if adapted or state.epoch == self.epoch}
-            if not missing <= alive | set(self._ready):
-                return
-            if adapted and not is_settled() and trio.current_time() >= look_at:
+            # A hop that has not begun the epoch tells another one, or none: that it answers is what counts.
+            if unheard := missing - set(self.states) - set(self._ready):
+                return sorted(unheard)
+            if not is_settled() and trio.current_time() >= look_at:
                 look_at = trio.current_time() + LOOK_FOR_OTHERS_S
                 for hop in self.route:
-                    if hop.peer not in self._ready and await self._is_replaceable(hop.peer):
-                        self._cannot_adapt_yet(hop.peer)
+                    may_wait = hop.peer in self._ready or (hop.peer in fetching and not adapted)
+                    if not may_wait and await self._is_replaceable(hop.peer):
+                        self._leave_late(hop.peer)
+        return [hop.peer for hop in self.route if hop.peer not in self._ready]
 
     async def _is_replaceable(self, peer: str) -> bool:
-        """True if a hop that lacks the adapter can be replaced by one to which it may get sooner."""
-        avoid = {peer, *self.leaving, *self.unable, *self._guide.without_adapter()}
+        """True if a hop that is late to begin can be replaced by one that may be sooner."""
+        avoid = {peer, *self.leaving, *self.unable, *self._late, *self._guide.without_adapter()}
         try:
             await self._guide.route(self.route, sorted(avoid))
         except NoRoute:
@@ -1364,7 +1372,7 @@ class RouteSession:
         """
         hops, fed = self._hops, len(self._history)
         self._flowing = False
-        hops.urgent_from = fed
+        hops.urgent_from = 0 if self._settings.urgent else fed
         await hops.reach(route)
         # If every hop is new, it is known beforehand from which position each must send.
         fresh = not hops.epoch and hops.prefix is None

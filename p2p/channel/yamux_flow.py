@@ -14,6 +14,8 @@ import trio
 
 from p2p.channel.yamux_wire import ACK, BASE_WINDOW_BYTES, DATA, HEADER_BYTES, PING, pack_header
 from p2p.errors import ProtocolError
+from p2p.priority_turns import PriorityTurns
+from p2p.values import PRIORITIES
 
 FIRST_WINDOW_BYTES: Final = 1 << 20  # lets 4 MiB cross a long link in three round trips
 MAX_WINDOW_BYTES: Final = 16 << 20
@@ -22,8 +24,6 @@ FRAME_BYTES: Final = 64 << 10  # largest frame body while other streams of the s
 BATCH_BYTES: Final = (256 << 10) + 1024
 MAX_CONTROL_BYTES: Final = 48 << 10
 MAX_PONGS: Final = 16
-PASSING_BATCHES: Final = 7  # of more urgent streams, after which the least urgent one that waits sends one
-PRIORITIES: Final = 4
 _SMALL_PIECE_BYTES: Final = 2048
 _LARGE_PIECE_BYTES: Final = 16 << 10
 _MIN_EPOCH_S: Final = 0.005
@@ -197,14 +197,14 @@ class SendHalf:
 class SendQueue:
     """Everything that a connection has to send: control frames first, then by priority, round-robin within one.
 
-    More urgent streams leave an eighth to the least urgent one that waits: without end they would stop it for good.
+    More urgent streams leave a share to the others (`p2p.priority_turns`).
     """
 
-    __slots__ = ("_control", "_passing_bytes", "_pongs", "_ready")
+    __slots__ = ("_control", "_pongs", "_ready", "_turns")
 
     def __init__(self) -> None:
         self._control = bytearray()
-        self._passing_bytes = 0  # of more urgent streams, since the least urgent one that waits has sent anything
+        self._turns = PriorityTurns(PRIORITIES)
         self._pongs = 0
         self._ready: tuple[deque[SendHalf], ...] = tuple(deque() for _ in range(PRIORITIES))
 
@@ -240,11 +240,11 @@ class SendQueue:
             self._pongs = 0
         room = limit
         while room > 0:
-            waiting = [queue for queue in self._ready if queue]
+            waiting = [priority for priority, queue in enumerate(self._ready) if queue]
             if not waiting:
                 break
-            is_passing = len(waiting) > 1 and self._passing_bytes < PASSING_BATCHES * limit
-            queue = waiting[0 if is_passing else -1]
+            priority = self._turns.choose(waiting, limit)
+            queue = self._ready[priority]
             half = queue.popleft()
             half.queued = False
             if not half.ready:  # its write was cancelled while it was queued
@@ -253,7 +253,7 @@ class SendQueue:
             parts += frame
             size = HEADER_BYTES + sum(len(part) for part in frame[1:])
             room -= size
-            self._passing_bytes = self._passing_bytes + size if is_passing else 0
+            self._turns.sent(priority, size, limit)
             self.offer(half)
         return parts
 

@@ -7,10 +7,11 @@ from typing import Final, Protocol
 
 import trio
 
-from p2p.channel.yamux_flow import PRIORITIES, ReceiveHalf, SendHalf
+from p2p.channel.yamux_flow import ReceiveHalf, SendHalf
 from p2p.channel.yamux_table import StreamTable
 from p2p.channel.yamux_wire import FIN, RST, WINDOW_UPDATE, pack_header
 from p2p.errors import Refused, StreamClosed, StreamReset
+from p2p.values import PRIORITIES
 
 _BURST_WRITES: Final = 16  # writes that may return without letting other tasks run
 Buffer = bytes | bytearray | memoryview

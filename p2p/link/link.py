@@ -247,21 +247,19 @@ class PeerLink:
             while True:
                 if self._move is not None:
                     await self._switch_writing(*self._move)
-                urgency = self._outbox.urgency()
+                now = trio.current_time()
+                urgency, wait_s = self._next_turn(now)
                 if urgency is None:
                     self._wake = trio.Event()
                     await self._wake.wait()
                     continue
-                now, is_bulk = trio.current_time(), urgency == BULK and not self.exempt
-                wait_s = up.wait_s(now) if urgency >= PREFILL and not self.exempt else 0.0
-                if is_bulk:
-                    wait_s = max(wait_s, spare.wait_s(now))
                 if wait_s > 0:
                     self._wake = trio.Event()
                     with trio.move_on_after(wait_s):  # a message that need not wait may be queued meanwhile
                         await self._wake.wait()
                     continue
-                parts, size = self._outbox.take()
+                parts, size = self._outbox.take(urgency)
+                is_bulk = urgency == BULK and not self.exempt
                 self._written.set()
                 self._written = trio.Event()
                 if is_bulk:
@@ -281,6 +279,23 @@ class PeerLink:
         except StreamReset as error:
             log.debug("the link to %s ended while writing: %s", self._peer, error)
             self.close()
+
+    def _next_turn(self, now: float) -> tuple[int | None, float]:
+        """Return the priority that is to be sent next, None if nothing waits, and the seconds that it must wait first.
+
+        One whose turn it is and that must wait for a limit is passed over: what is more urgent may not have to.
+        """
+        turn, first = self._outbox.next_priority(), self._outbox.urgency()
+        if turn is not None and turn != first and self._limit_s(turn, now) > 0:
+            turn = first
+        return turn, 0.0 if turn is None else self._limit_s(turn, now)
+
+    def _limit_s(self, priority: int, now: float) -> float:
+        """Seconds that the limits make a message of this priority wait."""
+        if self.exempt or priority < PREFILL:
+            return 0.0
+        wait_s = self.services.bandwidth.up.wait_s(now)
+        return wait_s if priority != BULK else max(wait_s, self.services.bandwidth.spare.wait_s(now))
 
     async def _switch_writing(self, token: str, stream: ByteStream) -> None:
         (header,), size, _ = Outgoing(Kind.SWITCH, 0, 0, name=token.encode()).next_chunk()

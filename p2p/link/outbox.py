@@ -1,7 +1,8 @@
 """Queues of the messages that one link has to send, one for each priority. Pure; the link's writer takes from it.
 
-A message of higher priority overtakes between chunks; messages of one priority keep their order. Chunks are so large
-that one takes a moment: small ones on slow links, where an urgent message would wait for seconds behind a large one.
+A message of higher priority overtakes between chunks, and leaves a share to the others (`p2p.priority_turns`); messages
+of one priority keep their order. Chunks are so large that one takes a moment: small ones on slow links, where an urgent
+message would wait for seconds behind a large one.
 A queue below its bound of `QUEUE_BYTES` accepts one more message of any size.
 """
 
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from p2p.link.frames import CHUNK_BYTES, FIRST, LAST, MAX_TEXT_BYTES, SMALLEST_CHUNK_BYTES, encode_header
+from p2p.priority_turns import PriorityTurns
 from p2p.values import MESSAGE_COST_BYTES, PRIORITIES, Buffer
 
 QUEUE_BYTES = 8 * 2**20
@@ -80,6 +82,7 @@ class Outbox:
     def __init__(self) -> None:
         self._queues: tuple[deque[Outgoing], ...] = tuple(deque() for _ in range(PRIORITIES))
         self._queued = [0] * PRIORITIES
+        self._turns = PriorityTurns(PRIORITIES)
         # Indexed by id: a peer decides how often messages are dropped, and each search would cost this node time.
         self._by_id: dict[int, dict[Outgoing, None]] = {}
         self._chunk_bytes = CHUNK_BYTES
@@ -114,19 +117,38 @@ class Outbox:
             self._chunk_bytes = min(2 * self._chunk_bytes, CHUNK_BYTES)
 
     def urgency(self) -> int | None:
-        """Return the priority of the next message, or None if nothing waits."""
+        """Return the priority of the most urgent message, or None if nothing waits."""
+        return next(iter(self._waiting()), None)
+
+    def next_priority(self) -> int | None:
+        """Return the priority whose turn it is, or None if nothing waits."""
+        waiting = self._waiting()
+        return self._turns.choose(waiting, self._chunk_bytes) if waiting else None
+
+    def _waiting(self) -> list[int]:
+        """The priorities of which messages wait, the most urgent first."""
+        waiting = []
         for priority, queue in enumerate(self._queues):
             while queue and queue[0].dropped:
                 self._forget(queue.popleft())
             if queue:
-                return priority
-        return None
+                waiting.append(priority)
+        return waiting
 
-    def take(self) -> tuple[list[Buffer], int]:
-        """Return the buffers to write next and their length: one chunk, or several small messages of one priority."""
-        priority = self.urgency()
+    def take(self, priority: int | None = None) -> tuple[list[Buffer], int]:
+        """Return the buffers to write next and their length: one chunk, or several small messages of one priority.
+
+        It is the priority whose turn it is, unless another one that waits is named.
+        """
+        if priority is None:
+            priority = self.next_priority()
         if priority is None:
             return [], 0
+        batch, size = self._take_of(priority)
+        self._turns.sent(priority, size, self._chunk_bytes)
+        return batch, size
+
+    def _take_of(self, priority: int) -> tuple[list[Buffer], int]:
         queue = self._queues[priority]
         batch, size, done = queue[0].next_chunk(self._chunk_bytes)
         if not done:

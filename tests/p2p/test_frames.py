@@ -27,7 +27,7 @@ from p2p.link.frames import (
     encode_header,
 )
 from p2p.link.outbox import Outbox, Outgoing
-from p2p.values import MAX_BODY_BYTES
+from p2p.values import BULK, DECODE, MAX_BODY_BYTES, PREFILL
 
 NAMED = (Kind.REQUEST, Kind.ERROR, Kind.OPEN, Kind.RESET, Kind.SWITCH)
 BODIES = {Kind.REQUEST: 2000, Kind.ANSWER: 2000, Kind.MESSAGE: 2000, Kind.ERROR: 1024, Kind.RESET: 1024}
@@ -177,6 +177,46 @@ def test_an_urgent_message_overtakes_at_the_next_chunk() -> None:
     outbox.put(Outgoing(Kind.MESSAGE, 2, 1, (b"now",), 3))
     (second,) = decoder.feed(b"".join(outbox.take()[0]))
     assert (first.id, second.id) == (1, 2)
+
+
+def _shares(sizes: dict[int, int], takes: int = 4000) -> dict[int, float]:
+    """What messages of each priority, of these sizes and without end, get of a link."""
+    outbox, decoder, sent = Outbox(), FrameDecoder(), dict.fromkeys(sizes, 0)
+    outbox.allow_small_chunks()
+    decoder.feed(PREFACE)
+    for _ in range(takes):
+        for priority, size in sizes.items():
+            if outbox.has_room(priority):
+                outbox.put(Outgoing(Kind.MESSAGE, 2 * priority + 1, priority, (bytes(size),), size))
+        for frame in decoder.feed(b"".join(outbox.take()[0])):
+            sent[frame.id // 2] += len(frame.body)
+    return {priority: size / sum(sent.values()) for priority, size in sent.items()}
+
+
+@pytest.mark.parametrize("size", [1000, 2**16, 2**20])
+def test_prompts_without_end_leave_an_eighth_of_a_link_to_training(size: int) -> None:
+    """The frames of training go over the same link as the rows of prompts, and came to a stop behind them."""
+    assert _shares({PREFILL: size, BULK: 5000})[BULK] == pytest.approx(1 / 8, rel=0.1)
+    assert _shares({PREFILL: 5000, BULK: size})[BULK] == pytest.approx(1 / 8, rel=0.1)
+
+
+def test_each_priority_has_its_share_of_a_link() -> None:
+    shares = _shares({DECODE: 20_000, PREFILL: 2**16, BULK: 2**16})
+    assert shares[BULK] == pytest.approx(1 / 8, rel=0.1)
+    assert shares[PREFILL] == pytest.approx(7 / 64, rel=0.1)
+
+
+def test_a_token_now_and_then_never_waits_behind_a_turn() -> None:
+    """Only what passes others while they wait counts, and a turn that was not due by then comes later."""
+    outbox, decoder = Outbox(), FrameDecoder()
+    outbox.allow_small_chunks()
+    decoder.feed(PREFACE)
+    outbox.put(Outgoing(Kind.ANSWER, 1, BULK, (bytes(2**24),), 2**24))
+    for _ in range(200):
+        decoder.feed(b"".join(outbox.take()[0]))
+        outbox.put(Outgoing(Kind.MESSAGE, 3, DECODE, (b"now",), 3))
+        (frame,) = decoder.feed(b"".join(outbox.take()[0]))
+        assert frame.id == 3
 
 
 def test_chunks_are_so_large_that_a_link_takes_a_moment_for_one() -> None:

@@ -121,6 +121,23 @@ async def test_a_decode_message_passes_while_bulk_waits_for_the_upload_limit(aut
         assert 2.4 <= trio.current_time() - started_at <= 3.3
 
 
+async def test_no_decode_message_waits_behind_the_turn_of_what_waits_for_the_upload_limit(
+    autojump_clock: MockClock,
+) -> None:
+    """Prompts have a share of a link beside tokens without end, but none that tokens would have to wait for."""
+    async with wired_world() as world:
+        a, b = await two(world)
+        prompts, stream = [await a.open(b.peer_id, PROTOCOL) for _ in range(2)]
+        a.services.bandwidth.set_limits(1e6, None)
+        await prompts.send(bytes(3_000_000), Priority.PREFILL)
+        started_at = trio.current_time()
+        for _ in range(70):
+            await stream.send(bytes(50_000))
+        for _ in range(70):
+            assert len(await stream.receive()) == 50_000
+        assert trio.current_time() - started_at < 0.1
+
+
 async def test_the_download_limit_slows_bulk_alone_and_is_lifted_live(autojump_clock: MockClock) -> None:
     async with wired_world() as world:
         a, b = await two(world)

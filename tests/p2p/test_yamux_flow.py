@@ -230,6 +230,32 @@ def test_urgent_streams_without_end_leave_an_eighth_to_the_least_urgent_one() ->
     assert sent[1] / (sent[1] + sent[3]) == pytest.approx(1 / 8, rel=0.05)
 
 
+def _shares(waiting: dict[int, int]) -> dict[int, float]:
+    """What each stream gets beside urgent ones without end; `waiting` are their priorities."""
+    outbox, sent = SendQueue(), dict.fromkeys([1, *waiting], 0)
+    for stream_id, priority in waiting.items():
+        outbox.offer(_loaded(stream_id, 1 << 27, priority=priority))
+    for _ in range(320):
+        outbox.offer(_loaded(1, BATCH_BYTES, priority=1))
+        for stream_id, size in _order(outbox):
+            sent[stream_id] += size
+    return {stream_id: size / sum(sent.values()) for stream_id, size in sent.items()}
+
+
+def test_two_streams_that_wait_behind_urgent_ones_get_an_eighth_together() -> None:
+    """They got 3 %: one frame of 64 KiB counted as their whole turn."""
+    shares = _shares({3: 3, 5: 3})
+    assert shares[3] + shares[5] == pytest.approx(1 / 8, rel=0.05)
+    assert shares[3] == pytest.approx(shares[5], rel=0.1)
+
+
+def test_a_stream_between_urgent_ones_and_bulk_gets_an_eighth_of_the_rest() -> None:
+    """It got nothing: only the least urgent one had turns."""
+    shares = _shares({3: 3, 5: 2})
+    assert shares[3] == pytest.approx(1 / 8, rel=0.05)
+    assert shares[5] == pytest.approx(7 / 64, rel=0.05)
+
+
 def test_what_waits_alone_for_long_does_not_hold_up_urgent_streams_then() -> None:
     """Only bytes that pass what waits count, so that a token does not wait behind bulk because of tokens long ago."""
     outbox = SendQueue()
