@@ -31,6 +31,8 @@ NEXT_STEPS: dict[str, str] = {
     "probe_api": "nothing: the API restarts by itself; if this happens again, look at the node's log",
     "cannot_host": "`shoal doctor` says what this machine can host",
     "disk_full": "make room as the message says, or set SHOAL_CACHE to a folder on another disk; it is tried again",
+    "disk_back": _HOSTING,
+    "weights_unstored": "see to the disk as the message says; it is tried again every ten minutes",
     "limit_zero": "to host, raise the limit: + in the dashboard, or `shoal config set max_vram SIZE`",
     "limit_changed": "wait: sessions move to other members, then hosting restarts",
     "memory_short": "nothing: the blocks come back once other programs have left the memory free for a while",

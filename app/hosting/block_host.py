@@ -47,6 +47,7 @@ from app.snapshot.startup import StartupSteps
 from app.snapshot.views import DeviceView, State
 from app.swarm.records import Announcement
 from app.weights.extents import WeightsError
+from engine.errors import DeviceFull
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -60,7 +61,7 @@ log = logging.getLogger("shoal.hosting")
 REFRESH_S = 30.0  # between two announcements of figures such as load and free cache
 NEWS_S = 0.25  # changes of members within this time lead to one decision
 HOLE_CERTAIN_S = 1.5  # shortest wait before filling a hole: by then it is clear if its holder is gone or only slow
-FETCH_AGAIN_S = 600.0  # after blocks for a move could not be stored
+FETCH_AGAIN_S = 600.0  # after blocks could not be stored
 HOLE_DRAIN_S = 1.0  # short: while a block has no holder, no session makes progress until this node has moved
 
 
@@ -106,11 +107,17 @@ class Loader(Protocol):
     async def held(self) -> tuple[Span, ...]:
         """Return the blocks whose weights are on disk, in spans with gaps between them."""
 
+    async def fitting(self, span: Span) -> Span | None:
+        """Return the longest part of a span that is on the disk or fits there; None if no block does."""
+
     async def fetch(self, span: Span) -> None:
         """Download the missing weights of these blocks, beside those of the loaded ones; raises `WeightsError`."""
 
     async def load(self, plan: HostingPlan, span: Span, on_grown: Callable[[Hosted, Span], Awaitable[None]]) -> Hosted:
-        """Load all blocks of a span; awaits `on_grown` for each part of it that can be served before the end."""
+        """Load all blocks of a span; awaits `on_grown` for each part of it that can be served before the end.
+
+        Raises `WeightsError` if the weights cannot be stored or read, `DeviceFull` if the memory does not suffice.
+        """
 
     async def memory_change(self, plan: HostingPlan, full: HostingPlan) -> MemoryChange:
         """Wait until the devices have too little memory for the plan, or enough for more of the `full` one again."""
@@ -157,6 +164,10 @@ class BlockHost:
         self._plan: HostingPlan | None = None
         self._full: HostingPlan | None = None  # the plan before blocks were given back
         self._memory_change: MemoryChange | None = None  # to be carried out
+        self._watching = trio.CancelScope()  # for changes of memory, by the present plan
+        self._whole: HostingPlan | None = None  # the plan to go back to once its blocks can be stored
+        self._disk_failed = False  # blocks could not be stored: others are downloaded before those here are given up
+        self._device_was_full = False  # while blocks were loaded beside those that were served
         self._hosted: Hosted | None = None
         self._seen: dict[str, Device] = {}  # the devices at the last reading of their sensors
         self._span: Span | None = None  # blocks that are served, a prefix of the span while it grows
@@ -348,7 +359,8 @@ class BlockHost:
             now - self._settled_at,
             held,
             {block: now - at for block, at in self._unserved_since.items()},
-            is_needed=serves is not None and any(block in serves for block in self._unserved_since),
+            is_needed=serves is not None
+            and (self._disk_failed or any(block in serves for block in self._unserved_since)),
             fetched=self._fetched,
         )
 
@@ -362,6 +374,10 @@ class BlockHost:
             await self._change_memory(plan, self._memory_change)
             return
         move = await self._decide(plan)
+        if move is None and self._whole is not None and self._span is not None and now >= self._fetch_again_at:
+            self._move_timer = None
+            await self._grow_again(self._whole, self._span)
+            return
         is_hole = move is not None and move.why.code in HOLES
         if move is not None and is_hole:
             move = replace(move, after_s=max(move.after_s, HOLE_CERTAIN_S))
@@ -377,7 +393,7 @@ class BlockHost:
         if self._span is not None:
             self._say("loading", replace(move.why, text=f"moving to {move.span}: {move.why.text}"))
             await self.drain(HOLE_DRAIN_S if is_hole else DRAIN_S)
-        await self._load(plan, move)
+        await self._load(move)
 
     async def _await_news(self, seen: int, timer: MoveTimer | None) -> None:
         """Wait for changes of members after version `seen` of the news, until the timer or `REFRESH_S` is over."""
@@ -417,16 +433,17 @@ class BlockHost:
 
     # --- hosting ------------------------------------------------------------------------------------------------------
 
-    async def _load(self, plan: HostingPlan, move: Move) -> None:
-        """Load the blocks of a move and serve them, or those of a hole that opens meanwhile."""
+    async def _load(self, move: Move) -> None:
+        """Load the blocks of a move and serve them, or those of a hole that opens meanwhile, or as many as fit."""
         next_move: Move | None = move
         while next_move is not None:
-            next_move = await self._load_unless_hole(plan, next_move)
+            next_move = await self._load_unless_hole(self._plan_now, next_move)
 
     async def _load_unless_hole(self, plan: HostingPlan, move: Move) -> Move | None:
         """Load and serve blocks; if a hole opens that this node is to fill, stop and return the move to it instead.
 
-        Also stops, with what is served by then, once some of that has to be given back.
+        Also stops, with what is served by then, once some of that has to be given back, or if the disk or the device
+        is full before the end; if nothing is served by then, returns the move to what the disk has room for.
         """
         span = move.span
         state: State = "loading" if is_within(span, await self._loader.held()) else "fetching"
@@ -438,6 +455,7 @@ class BlockHost:
         self.is_loading = True
         hosted: Hosted | None = None
         urgent: Move | None = None
+        failure: WeightsError | DeviceFull | None = None
         async with trio.open_nursery() as nursery:
 
             async def await_hole() -> None:
@@ -451,8 +469,13 @@ class BlockHost:
 
             nursery.start_soon(await_hole)
             nursery.start_soon(await_shortage)
-            hosted = await self._loader.load(plan, span, partial(self._serve_part, span, move))
+            try:
+                hosted = await self._loader.load(plan, span, partial(self._serve_part, span, move))
+            except (WeightsError, DeviceFull) as error:
+                failure = error
             nursery.cancel_scope.cancel()
+        if failure is not None and urgent is None:
+            return await self._after_failure(plan, move, failure)
         self.is_loading = False
         if hosted is None:
             if urgent is None:
@@ -461,6 +484,9 @@ class BlockHost:
                 self._steps.done("announce")
             return urgent
         self._forget_memory_change()  # it was about the blocks before
+        if self._whole is not None and plan.blocks >= self._whole.blocks:
+            self._whole = None
+        self._disk_failed, self._device_was_full = self._whole is not None, False
         self._steps.done("load", f"blocks {span}")
         self._steps.done("measure", f"{hosted.throughput.decode_tokens_per_s:.1f} tokens/s")
         self._settled_at = trio.current_time()
@@ -469,6 +495,64 @@ class BlockHost:
         self._steps.done("announce")
         self._say("serving", move.why)
         return None
+
+    async def _after_failure(self, plan: HostingPlan, move: Move, error: WeightsError | DeviceFull) -> Move | None:
+        """Keep what is served of a span that could not be loaded whole; if nothing is, return the move to what fits.
+
+        What is missing is downloaded later (`_grow_again`), or loaded once the device's memory is free again. Raises
+        the error if there is nothing to serve.
+        """
+        if isinstance(error, WeightsError):
+            self._whole = self._whole or plan
+            self._disk_failed = True
+            self._fetch_again_at = trio.current_time() + FETCH_AGAIN_S
+        kept = self._span
+        if kept is None:
+            kept = await self._fallback(plan, move.span, error) if isinstance(error, WeightsError) else None
+            if kept is None:
+                raise error
+            self._change_plan(plan.with_blocks(blocks_of(kept, kept, plan)))
+            why = _shortage(kept, move.span, error)
+            log.warning("%s", why.text)
+            return Move(kept, 0.0, why)
+        self.is_loading = False
+        self._settled_at = trio.current_time()
+        self._steps.leave_out_hosting()
+        self._steps.done("announce")
+        self._forget_memory_change()  # it was about the whole span
+        if isinstance(error, DeviceFull):
+            if self._device_was_full:
+                self._full = plan.with_blocks(blocks_of(kept, kept, plan))  # the forecast is too low for this device
+            self._device_was_full = True
+        await self._keep(plan, kept, kept, _shortage(kept, move.span, error))
+        self._change_plan(self._plan_now)
+        return None
+
+    async def _fallback(self, plan: HostingPlan, span: Span, error: WeightsError) -> Span | None:
+        """Return blocks that can be hosted in place of a span that cannot be stored; None if there are none."""
+        fits = await self._loader.fitting(span) if error.code == "disk_full" else None
+        if fits is not None and fits != span:
+            return fits
+        # The disk takes less than it says, as with a quota.
+        held = await self._loader.held()
+        here = [both for one in held if (both := _overlap(one, span)) is not None]
+        if not here and self._options.blocks is None:
+            here = [Span(one.start, min(one.stop, one.start + plan.blocks)) for one in held]
+        longest = max(here, key=len, default=None)
+        return None if longest == span else longest
+
+    async def _grow_again(self, whole: HostingPlan, served: Span) -> None:
+        """Download the blocks that could not be stored, while the others are served; load all once they are here."""
+        me = await self._candidate(whole, served)
+        span = self._options.blocks or regrown(me, self._others(), self._swarm.n_blocks)
+        if not is_within(span, me.held):
+            await self._fetch_ahead(span, self._has_no_move)
+            return
+        why = because("disk_back", "the disk has room again")
+        self._say("loading", replace(why, text=f"blocks {span}: {why.text}"))
+        self._change_plan(whole)
+        await self.drain()
+        await self._load(Move(span, 0.0, why))
 
     async def _await_hole(self, plan: HostingPlan, span: Span) -> Move:
         """Wait, while `span` is loaded, for a hole that this node is to fill instead: a download can take hours."""
@@ -499,6 +583,7 @@ class BlockHost:
             assert plan is not None, "memory is watched while blocks are hosted"
             assert full is not None, "a plan was made before"
             async with trio.open_nursery() as nursery:
+                self._watching = nursery.cancel_scope
                 nursery.start_soon(self._await_change, plan, full, nursery.cancel_scope)
                 nursery.start_soon(self._await_full_device, plan, nursery.cancel_scope)
             self._news.notify()
@@ -530,31 +615,44 @@ class BlockHost:
         if fetch is not None:
             await self._fetch_ahead(fetch, self._has_no_move)
 
+    @property
+    def _plan_now(self) -> HostingPlan:
+        assert self._plan is not None, "a plan was made before"
+        return self._plan
+
+    def _change_plan(self, plan: HostingPlan) -> None:
+        """Host by another plan, and watch the memory by it from now on."""
+        self._plan = plan
+        self._watching.cancel()
+
     def _forget_memory_change(self) -> None:
         self._memory_change = None
         self._memory_changed.notify()
 
     async def _give_back(self, plan: HostingPlan, change: MemoryChange, span: Span) -> None:
-        from engine.errors import DeviceFull
-
         others = Counter(b for a in self._others() if a.serves and a.span for b in a.span.blocks())
         kept = kept_span(span, plan, change, others)
         if kept is None:
             await self.drain(HOLE_DRAIN_S)
             await self.unload()
             raise DeviceFull("other programs need the device's memory")
-        hosted = self._hosted
-        assert hosted is not None, "a served span is loaded"
         of_span = f" of {span}" if kept != span else ""  # it is all that was loaded when memory became short
         text = f"blocks {kept}{of_span}: other programs need the device's memory"
+        self._whole = None  # more is loaded again once there is memory for it
+        await self._keep(plan, span, kept, because("memory_short", text))
+
+    async def _keep(self, plan: HostingPlan, span: Span, kept: Span, why: Reason) -> None:
+        """Serve only these blocks of a loaded span from now on, and free the memory of the others."""
+        hosted = self._hosted
+        assert hosted is not None, "a served span is loaded"
         self._span, self._plan = kept, plan.with_blocks(blocks_of(span, kept, plan))
         self._announce()  # first, so that askers look for others at once
         await self._tell_hosted(None)
         self._hosted = await self.server.shrink(kept, partial(self._loader.keep, hosted, kept))
         await self._tell_hosted(self._hosted)
-        log.warning("%s", text)
+        log.warning("%s", why.text)
         self._announce()
-        self._say("serving", because("memory_short", text))
+        self._say("serving", why)
         if self._planned is not None and self._plan.device != plan.device:
             await self._planned(self._plan)
 
@@ -569,10 +667,10 @@ class BlockHost:
         if span is None or len(span) > plan.blocks:
             span = regrown(me, self._others(), self._swarm.n_blocks)
         if me.is_needed and not is_within(span, me.held):
-            return span
+            return span if trio.current_time() >= self._fetch_again_at else None
         self._plan = plan
         await self.drain()
-        await self._load(plan, Move(span, 0.0, because("memory_back", "the device's memory is free again")))
+        await self._load(Move(span, 0.0, because("memory_back", "the device's memory is free again")))
         return None
 
     async def _has_no_move(self) -> bool:
@@ -624,3 +722,16 @@ class BlockHost:
         share = (busy_s - self._announced_busy_s) / max(now - self._announced_at, 1.0)
         self._announced_at, self._announced_busy_s = now, busy_s
         return min(max(share, 0.0), 1.0)
+
+
+def _overlap(one: Span, other: Span) -> Span | None:
+    start, stop = max(one.start, other.start), min(one.stop, other.stop)
+    return Span(start, stop) if start < stop else None
+
+
+def _shortage(kept: Span, span: Span, error: WeightsError | DeviceFull) -> Reason:
+    """Say which blocks are hosted in place of a span, and why no more."""
+    text = f"blocks {kept} {'of' if span.covers(kept) else 'instead of'} {span}: {error}"
+    if isinstance(error, DeviceFull):
+        return because("memory_short", text)
+    return because("disk_full" if error.code == "disk_full" else "weights_unstored", text)

@@ -23,6 +23,7 @@ from app.snapshot.startup import StartupSteps
 from app.weights.extents import WeightsError
 from app.weights.library import ENDS, span_parts
 from app.weights.model_weights import ModelWeights, runs
+from engine.errors import DeviceFull
 from engine.sources.layout import block_index
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ class BlockLoader:
         names = await trio.to_thread.run_sync(self._weights.library.held)
         return runs(sorted(index for name in names if (index := block_index(name)) is not None))
 
+    async def fitting(self, span: Span) -> Span | None:
+        """Return the longest part of a span whose weights are on the disk or fit there; None if no block does."""
+        return await self._weights.fitting(span)
+
     async def fetch(self, span: Span) -> None:
         """Download the missing weights of these blocks, beside those of the loaded ones; raises `WeightsError`."""
         await self._weights.need(span_parts(span.start, span.stop))
@@ -69,7 +74,8 @@ class BlockLoader:
     async def load(self, plan: HostingPlan, span: Span, on_grown: OnGrown) -> Hosted:
         """Load all blocks of a span; awaits `on_grown` for each part of it that can be served before the end.
 
-        Raises `WeightsError` if the weights cannot be downloaded, `engine.errors.EngineError` if they do not load.
+        Raises `WeightsError` if the weights cannot be downloaded, `engine.errors.EngineError` if they do not load: all
+        that could be loaded by then has been given to `on_grown`.
         """
         self._weights.host(span_parts(span.start, span.stop))
         return await SpanLoad(self._weights, self.device, plan, self._steps).load(span, on_grown)
@@ -117,7 +123,7 @@ class SpanLoad:
 
     def __init__(self, weights: ModelWeights, device: DeviceThread, plan: HostingPlan, steps: StartupSteps) -> None:
         self._weights, self._device, self._plan, self._steps = weights, device, plan, steps
-        self._failure: WeightsError | None = None
+        self._failure: WeightsError | DeviceFull | None = None
         self._held: set[str] = set()  # names of parts that are on disk
         self._changed = Signal()  # a part was stored, or the download failed
 
@@ -132,9 +138,13 @@ class SpanLoad:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._fetch, span)
             nursery.start_soon(self._report_download, span)
-            while self._failure is None:
+            while self._failure is None or (hosted is not None and hosted.runner.stop < self._ready(span)):
                 ready = self._ready(span)
-                hosted = await self._advance(hosted, span, ready)
+                try:
+                    hosted = await self._advance(hosted, span, ready)
+                except (WeightsError, DeviceFull) as error:
+                    self._failure = error
+                    break
                 loaded = span.start if hosted is None else hosted.runner.stop
                 if loaded == span.stop:
                     break
@@ -144,9 +154,9 @@ class SpanLoad:
                 else:
                     await self._wait_for_part(span, ready)
             nursery.cancel_scope.cancel()
-        if self._failure is not None:
+        if hosted is None or hosted.runner.stop < span.stop:
+            assert self._failure is not None, "a download that did not fail has all blocks"
             raise self._failure
-        assert hosted is not None, "a download that did not fail has all blocks"
         return await self._device.run(hosted.measured)
 
     async def _advance(self, hosted: Hosted | None, span: Span, ready: int) -> Hosted | None:

@@ -155,6 +155,8 @@ class ChunkQueue:
 
 SHUN_S = 60.0  # back-off after a failure, doubled with each further one; a peer that lied is never asked again
 LONGEST_SHUN_S = 1024 * SHUN_S
+RETRY_S = 180.0  # while nobody else gives a part, a peer that failed is asked again so long after it did
+RETRY_GAP_S, RETRIED_AT_ONCE = 20.0, 4  # most of them: members that claim parts and are silent must not take all time
 BUSY_S = 0.5  # back-off after a refusal, doubled with each further one up to `SHUN_S`
 JITTER = 0.5  # a back-off is longer by up to this share, so that peers that failed together do not come back together
 SLOW_S = 10.0  # a peer that takes longer than this for a chunk, or failed last time, is asked for one at a time
@@ -171,6 +173,8 @@ class PeerPerformance:
     _averages: dict[str, Ewma] = field(default_factory=dict)  # that `pace_s` has the values of
     _excluded_until: dict[str, float] = field(default_factory=dict)
     _failures: dict[str, int] = field(default_factory=dict)  # peer -> failures in a row
+    _failed_at: dict[str, float] = field(default_factory=dict)  # peer -> its last failure, or when it was let off
+    _retried_at: float = float("-inf")
     _refusals: dict[str, int] = field(default_factory=dict)  # peer -> refusals in a row
     _failed_redirects: dict[str, int] = field(default_factory=dict)  # peer -> failed redirects beyond succeeded ones
 
@@ -194,6 +198,7 @@ class PeerPerformance:
         """Record a correct answer that took `taken_s` per chunk; ends a series of failures."""
         self.pace_s[peer] = self._averages.setdefault(peer, Ewma(_SMOOTHING)).add(taken_s)
         self._failures.pop(peer, None)
+        self._failed_at.pop(peer, None)
         self._refusals.pop(peer, None)
 
     def refused_as_busy(self, peer: str, now: float) -> None:
@@ -211,8 +216,31 @@ class PeerPerformance:
             return 0.0
         failures = self._failures[peer] = self._failures.get(peer, 0) + 1
         pause_s = self._pause_s(SHUN_S, failures, LONGEST_SHUN_S)
-        self._excluded_until[peer] = now + pause_s
+        self._excluded_until[peer], self._failed_at[peer] = now + pause_s, now
         return pause_s
+
+    def has_failed(self, peer: str) -> bool:
+        """True if a peer failed the last time that it was asked."""
+        return peer in self._failures
+
+    def retry(self, holders: Iterable[Collection[str]], now: float) -> None:
+        """End the back-offs of a few peers that failed, for parts of which no other holder gives chunks fast.
+
+        `holders` are those of each part. A trouble of hours at the only holder must not cost hours more; peers that
+        lied stay excluded.
+        """
+        if now < self._retried_at + RETRY_GAP_S:
+            return
+        self._retried_at = now
+        resting = {
+            peer
+            for peers in holders
+            if not any(self.is_usable(peer, now) and not self.is_slow(peer) for peer in peers)
+            for peer in peers
+            if not self.is_usable(peer, now) and now - self._failed_at.get(peer, now) >= RETRY_S
+        }
+        for peer in sorted(resting, key=lambda peer: (self._failed_at[peer], peer))[:RETRIED_AT_ONCE]:
+            self._excluded_until[peer] = self._failed_at[peer] = now
 
     def _pause_s(self, first_s: float, failures: int, longest_s: float) -> float:
         return backoff_s(first_s, failures, longest_s) * self.rng.uniform(1.0, 1.0 + JITTER)
@@ -220,6 +248,7 @@ class PeerPerformance:
     def lied(self, peer: str) -> None:
         """Exclude a peer that sent wrong data for the rest of the download."""
         self._excluded_until[peer] = float("inf")
+        self._failed_at.pop(peer, None)
 
     def may_not_redirect(self, peer: str) -> bool:
         """True once `MISLED_AT_MOST` more redirects of a peer failed than succeeded; it must then send the data."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,17 @@ def make_room(cache: Path, wanted_bytes: int, room: DiskRoom) -> int:
         raise WeightsError(f"{format_size(wanted_bytes)} of weights do not fit in {cache}: {why}", code="disk_full")
     files.remove(going)
     return freed
+
+
+def room_beside_used(cache: Path, room: DiskRoom) -> int:
+    """Return the bytes that `make_room` can make room for: those free, and those of parts that are not in use."""
+    sizes = dict(PartFiles(cache).names())
+    used = in_use(cache) | _imported_tokenizers(cache)
+    idle = sum(size for root, size in sizes.items() if root not in used)
+    free = _disk(cache, sys.maxsize, room).free - room.floor_bytes
+    if room.limit_bytes is not None:
+        free = min(free, room.limit_bytes - sum(sizes.values()))
+    return max(0, free + idle)
 
 
 def _imported_tokenizers(cache: Path) -> set[str]:

@@ -136,6 +136,7 @@ class Download:
             seen = self._news.version
             if not any(self._busy.values()):
                 await self._count_those_here()
+            self._performance.retry((self._holders(part.name) for part in self._unfinished()), trio.current_time())
             while self._pending and self._queue.waiting < LOOK_AHEAD:
                 if not await self._start_part():
                     break
@@ -150,11 +151,17 @@ class Download:
         return [*self._pending, *(new.part for new in self._open.values())]
 
     def _note_wait(self) -> None:
-        """Name the parts that nobody can be asked for, once it has been so for `WAITS_S` and nothing is under way."""
-        now, is_idle = trio.current_time(), not any(self._busy.values())
+        """Name the parts that nobody can be asked for, once it has been so for `WAITS_S` and nothing is under way.
+
+        Holders that failed are asked again meanwhile; until they give something, that ends no wait.
+        """
+        now, failed = trio.current_time(), self._performance.has_failed
+        is_idle = not any(count for peer, count in self._busy.items() if not failed(peer))
         holders = {part.name: self._holders(part.name) for part in self._unfinished()} if is_idle else {}
         wanted = tuple(
-            name for name, peers in holders.items() if not any(self._performance.is_usable(peer, now) for peer in peers)
+            name
+            for name, peers in holders.items()
+            if not any(self._performance.is_usable(peer, now) and not failed(peer) for peer in peers)
         )
         if not wanted:
             self._waits_since = None

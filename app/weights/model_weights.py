@@ -24,7 +24,7 @@ from app.membership import Membership
 from app.membership.table import GONE
 from app.snapshot.views import WeightsView
 from app.weights.chunk_server import ChunkServer
-from app.weights.disk_space import DiskRoom, InUseMarker, claiming, make_room
+from app.weights.disk_space import DiskRoom, InUseMarker, claiming, make_room, room_beside_used
 from app.weights.download import Download, DownloadProgress
 from app.weights.extents import WeightsError
 from app.weights.library import ENDS, Library, span_parts
@@ -93,6 +93,10 @@ class ModelWeights:
             self._coming.subtract(wrong)
             self._coming += Counter()  # drops entries whose count is 0
         return await trio.to_thread.run_sync(self.library.source, names)
+
+    async def fitting(self, span: Span) -> Span | None:
+        """Return the longest part of a span whose blocks are on the disk or fit there; None if no block does."""
+        return await trio.to_thread.run_sync(self._fitting, span)
 
     def host(self, names: Iterable[str]) -> None:
         """Keep these parts from eviction, from the next `need` on, instead of those that were hosted before.
@@ -175,10 +179,20 @@ class ModelWeights:
 
     def _make_room(self, names: Iterable[str]) -> None:
         """Evict until the rest of all running downloads fits, less the bytes they have written already."""
+        make_room(self._cache, sum(self._left_to_write(names)), self._room())
+
+    def _left_to_write(self, names: Iterable[str]) -> list[int]:
+        """Return the bytes of each of these parts that downloads have not written yet."""
         on_disk = dict(self.library.files.names())
-        coming = [self.manifest.by_name[name] for name in names]
-        wanted = sum(max(0, part.size_bytes - on_disk.get(part.root.hex(), 0)) for part in coming)
-        make_room(self._cache, wanted, self._room())
+        parts = [self.manifest.by_name[name] for name in names]
+        return [max(0, part.size_bytes - on_disk.get(part.root.hex(), 0)) for part in parts]
+
+    def _fitting(self, span: Span) -> Span | None:
+        names, held = span_parts(span.start, span.stop), self.library.held()
+        others = sum(self._left_to_write(name for name in self._coming if name not in names))
+        room_bytes = max(0, room_beside_used(self._cache, self._room()) - others)
+        left = zip(names, self._left_to_write(names), strict=True)
+        return longest_run(span.start, [0 if name in held else size for name, size in left], room_bytes)
 
     def _is_member(self, peer: str) -> bool:
         state = self._swarm.table.state(peer)
@@ -211,6 +225,23 @@ def runs(blocks: Sequence[int]) -> tuple[Span, ...]:
         else:
             spans.append(Span(block, block + 1))
     return tuple(sorted(spans, key=lambda span: (-len(span), span.start)))
+
+
+def longest_run(first: int, sizes: Sequence[int], most: int) -> Span | None:
+    """Return the most consecutive blocks, of those from `first` on, whose sizes add up to `most` or less.
+
+    Of several that are as long, the smallest; None if no block fits.
+    """
+    start, total = 0, 0
+    best: tuple[int, int, Span] | None = None
+    for stop, size in enumerate(sizes, 1):
+        total += size
+        while total > most:
+            total -= sizes[start]
+            start += 1
+        if start < stop and (best is None or (stop - start, -total) > best[:2]):
+            best = (stop - start, -total, Span(first + start, first + stop))
+    return None if best is None else best[2]
 
 
 def part_words(names: Sequence[str]) -> str:

@@ -52,6 +52,9 @@ class SimLoader:
     async def fetch(self, span: Span) -> None:
         raise AssertionError("all blocks are on disk")
 
+    async def fitting(self, span: Span) -> Span | None:
+        raise AssertionError("all blocks are on disk")
+
     async def load(self, plan: HostingPlan, span: Span, on_grown: object) -> Hosted:
         await trio.sleep(self._spec.load_s)
         runner: Any = SimpleNamespace(kv_free_tokens=KV_TOKENS, kv_total_tokens=KV_TOKENS, hidden_size=64)

@@ -199,6 +199,9 @@ class FakeLoader:
     async def fetch(self, span: Span) -> None:
         raise AssertionError("all blocks are on disk")
 
+    async def fitting(self, span: Span) -> Span | None:
+        raise AssertionError("all blocks are on disk")
+
     async def load(self, plan: HostingPlan, span: Span, on_grown: Callable[[Hosted, Span], Awaitable[None]]) -> Hosted:
         await trio.sleep(1)
         self.loaded.append(span)

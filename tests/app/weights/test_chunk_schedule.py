@@ -12,6 +12,9 @@ from app.weights.chunk_schedule import (
     BUSY_S,
     JITTER,
     LONGEST_SHUN_S,
+    RETRIED_AT_ONCE,
+    RETRY_GAP_S,
+    RETRY_S,
     SHUN_S,
     SLOW_S,
     ChunkQueue,
@@ -47,6 +50,53 @@ def test_a_peers_pace_is_smoothed_and_its_failures_in_a_row_cost_ever_longer_pau
         now += LONGER * LONGEST_SHUN_S
         longest_s = performance.failed("a", now)
     assert LONGEST_SHUN_S <= longest_s <= LONGER * LONGEST_SHUN_S
+
+
+def failed_often(*peers: str) -> PeerPerformance:
+    """Peers that are not to be asked for hours, since the time 0."""
+    performance = PeerPerformance()
+    for peer in peers:
+        performance._failures[peer] = 9
+        performance.failed(peer, 0.0)
+    return performance
+
+
+def test_who_failed_is_asked_again_after_minutes_while_nobody_else_is_usable() -> None:
+    performance = failed_often("hung", "liar")
+    performance.lied("liar")
+    performance.retry([["hung", "liar"]], RETRY_S - 1)
+    assert not performance.is_usable("hung", RETRY_S - 1)
+    now = RETRY_S + RETRY_GAP_S
+    performance.retry([["hung", "liar"]], now)
+    assert (performance.is_usable("hung", now), performance.is_usable("liar", now)) == (True, False)
+    performance.failed("hung", now)
+    performance.retry([["hung", "liar"]], now + RETRY_GAP_S)
+    assert not performance.is_usable("hung", now + RETRY_GAP_S)
+
+
+def test_who_failed_is_left_alone_while_another_holder_of_the_part_gives() -> None:
+    performance = failed_often("hung")
+    performance.gave("good", 0.1)
+    performance.retry([["hung", "good"]], RETRY_S)
+    assert not performance.is_usable("hung", RETRY_S)
+    performance.retry([["hung", "good"], ["hung"]], RETRY_S + RETRY_GAP_S)
+    assert performance.is_usable("hung", RETRY_S + RETRY_GAP_S)
+
+
+def test_of_many_that_failed_a_few_at_a_time_are_asked_again() -> None:
+    """Members that claim a part and never answer take little of the time that is for the others."""
+    many = [f"silent-{number}" for number in range(40)]
+    performance, asked = failed_often(*many), list[str]()
+    for turn in range(10):
+        now = RETRY_S + turn * RETRY_GAP_S
+        for _ in range(3):
+            performance.retry([many], now)
+        usable = [peer for peer in many if performance.is_usable(peer, now)]
+        assert len(usable) == RETRIED_AT_ONCE
+        asked += usable
+        for peer in usable:
+            performance.failed(peer, now)
+    assert sorted(asked) == sorted(many), "each has its turn"
 
 
 def test_peers_that_failed_at_the_same_time_are_not_asked_again_at_the_same_time() -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.weights.disk_space import DiskRoom, claiming, in_use, make_room
+from app.weights.disk_space import DiskRoom, claiming, in_use, make_room, room_beside_used
 from app.weights.extents import WeightsError
 from app.weights.part_store import PartFiles
 
@@ -46,6 +46,18 @@ def test_nothing_goes_while_there_is_room(cache: Path) -> None:
 def test_the_longest_unused_go_first(cache: Path) -> None:
     assert make_room(cache, SIZE, DiskRoom(3 * SIZE)) == 2 * SIZE
     assert left(cache) == [name(2), name(3)]
+
+
+def test_the_room_that_can_be_made_is_that_of_all_that_nobody_uses(cache: Path) -> None:
+    with claiming(cache, "me") as claim:
+        claim.replace([bytes.fromhex(name(0))])
+        room = room_beside_used(cache, DiskRoom(3 * SIZE))
+        assert room == 2 * SIZE
+        assert room_beside_used(cache, DiskRoom(0)) == 0
+        with pytest.raises(WeightsError, match="cache_limit"):
+            make_room(cache, room + 1, DiskRoom(3 * SIZE))
+        make_room(cache, room, DiskRoom(3 * SIZE))
+        assert left(cache) == [name(0)]
 
 
 def test_what_a_node_hosts_stays(cache: Path) -> None:
