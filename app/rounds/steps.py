@@ -4,8 +4,10 @@ In a pipeline the owner drives hops as in fine-tuning (`app.training.trainer`), 
 all their weights are trained. Every step is synchronous. A round begins with the states of all blocks (the weights that
 all islands have, and the moments of the round before), which hops fetch from the owner by hash, and ends with a
 snapshot, from which the owner takes the island's weights: 12 bytes a weight each way. If a hop dies the steps of the
-round are made again from its beginning over another route, so that the island's change is what it would have been; if
-there is none, the island waits, and the others make their rounds without it.
+round are made again from its beginning over another route, so that the island's change is what it would have been. From
+then on there are snapshots within the round too, so that one in which hops are lost now and then comes to an end; but
+as the whole round may have to begin again, the owner keeps the states of its beginning until it is over. If there is no
+route, the island waits, and the others make their rounds without it.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ log = logging.getLogger("shoal.rounds")
 _FIRST_VERSION = 1  # states travel with every version but 0
 WAIT_S = 24 * 3600.0  # for machines; the island does without rounds meanwhile
 AGAIN_S = 5.0  # before a round begins again that a machine may have stopped
-_NEVER = 2**31  # steps between snapshots: only rounds end with one
+_NEVER = 2**31  # steps between snapshots: only rounds end with one, until a hop is lost
 
 
 class StepFigures(Protocol):
@@ -187,7 +189,7 @@ class PipelineSteps:
         self._stop: Callable[[int], bool] = lambda made: False
         self._routes, self.validated = place.routes, validated
         self._begun = _FIRST_VERSION, 0  # version and step of the job with which the round began
-        self._parts: tuple[StatePart, ...] = ()  # of all blocks, as hops gave them last
+        self._parts: tuple[StatePart, ...] = ()  # of all blocks when the round began, or after the last one
         self._age = 0  # steps since the moments in these were fresh
         self._peer, self._patience = network.peer_id, place.patience
         job = JobTerms(
@@ -198,6 +200,7 @@ class PipelineSteps:
             network, model.ends, device, states, self._found, job, own_server=place.own_server,
             patience=place.patience, trained=model.ends,
         )  # fmt: skip
+        self._run = b"round" + self.trainer.run_id  # keeps `_parts`: those of the trainer go with its next snapshot
         self.trainer.begin_at(Snapshot(_FIRST_VERSION))
 
     @property
@@ -242,7 +245,7 @@ class PipelineSteps:
         try:
             await self.trainer.run(first + task.count, batches, made, JobHooks(stop, validation, validated))
         except _Stopped:
-            self.trainer.begin_at(Snapshot(first, self._parts))
+            await self._go_back(first, ends)
             return False
         except TrainingStopped as error:
             others = [hop.peer for hop in self.route if hop.peer != self._peer]
@@ -250,15 +253,20 @@ class PipelineSteps:
                 raise
             log.warning("the steps of a round begin again: %s", error)
             self.trainer.suspect(others, str(error))
-            self._model.ends.kept = ends
-            self.trainer.begin_at(Snapshot(first, self._parts))
+            await self._go_back(first, ends)
             await trio.sleep(AGAIN_S)
             return False
         if await self._gather(self._age + self.trainer.version - first):
             return True
-        self._model.ends.kept = ends  # the round begins again, and with it the ends
-        self._parts = ()  # the blocks' states at its beginning are gone: they begin with fresh moments
+        self._parts = ()  # their moments may be why: begin with fresh ones
+        await self._go_back(self.trainer.version, ends)
         return False
+
+    async def _go_back(self, version: int, ends: Any) -> None:
+        """Let blocks and ends have what they had when the round began; `version` is the number of that now."""
+        self._model.ends.kept = ends
+        await self._device.run_later(self._model.ends.restore)  # as the round may be over, and another one begin
+        self.trainer.begin_at(Snapshot(version, self._parts))
 
     async def _found(self, avoid: frozenset[str]) -> Route:
         """Find a route, unless the steps that it is for are not wanted any more."""
@@ -274,6 +282,7 @@ class PipelineSteps:
     async def close(self) -> None:
         """Remove what this node keeps for the pipeline."""
         await self.trainer.close()
+        await self._states.forget(self._run)
 
     def _rate_of(self, version: int) -> float:
         first, number = self._begun
@@ -281,18 +290,20 @@ class PipelineSteps:
 
     async def _renew(self) -> None:
         """Let the round begin with the weights that all islands have, and with the moments that blocks had last."""
-        states, run, made = self._states, self.trainer.states_run, []
+        states, made = self._states, list[StatePart]()
         for block in self._terms.order.span.blocks():
             if self._parts:
-                (old,) = await states.fetch(run, [self._parts[block]], ())
+                old = await states.read(self._parts[block])
                 state = await self._device.run_later(self._model.renewed, block, old)
             else:
                 self._age = 0
                 state = await self._device.run_later(self._model.first_state, block)
-            made.append(await states.keep(run, state))
+            await states.require_room(len(state))
+            made.append(await states.keep(self._run, state))
         self._parts = tuple(made)
-        await states.forget(run, keep=made)
         self.trainer.begin_at(Snapshot(self.trainer.version, self._parts))
+        await states.forget(self._run, keep=made)
+        await states.forget(self.trainer.states_run)
 
     async def _gather(self, age: int) -> bool:
         """Take in the weights of all blocks from the last snapshot, so many steps after their moments were fresh.
@@ -309,5 +320,6 @@ class PipelineSteps:
                 log.warning("%s gave weights of block %s that cannot be used: %s", peer, block, error)
                 self.trainer.leave_out([(peer, f"its weights of block {block} cannot be used: {error}")])
                 return False
+        await self._states.obtain(self._run, found, ())
         self._parts, self._age = found, age
         return True
