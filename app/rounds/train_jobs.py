@@ -702,7 +702,7 @@ def figures_of(island: Island, status: str) -> dict[str, Any]:
         "validation_loss": figures.validation[-1][1] if figures.validation else None,
         "tokens": standing.tokens, "tokens_per_s": figures.round_tokens_per_s or None, "islands": islands,
         "left_out": dict(standing.banned), "bytes_per_round": figures.bytes_in,
-        "utilisation": figures.utilisation, "waiting": figures.waiting or island.checkpoint.trouble,
+        "utilisation": figures.utilisation, "waiting": island.waiting,
         "every": standing.every,
         "wire": standing.codec, "losses": figures.losses, "validation": figures.validation[-KEPT_VALIDATION:],
         "doubted": dict(island.log[-1].doubted) if island.log else {}, "resting": island.resting,
