@@ -620,13 +620,13 @@ class TrainJobs:
             running.ended.set()
             if status == FINISHED:
                 assert self._nursery is not None, "this task is in it"
-                self._nursery.start_soon(self._serve_the_late, island)
+                scope = self._late[job.record.id] = trio.CancelScope()  # now: the job can be removed from here on
+                self._nursery.start_soon(self._serve_the_late, island, scope)
 
-    async def _serve_the_late(self, island: Island) -> None:
+    async def _serve_the_late(self, island: Island, scope: trio.CancelScope) -> None:
         """Keep a finished island until nobody late was heard for a while, the node is paused or the job is removed."""
         ended_s = last_s = trio.current_time()
-        with trio.CancelScope() as scope:
-            self._late[island.record.id] = scope
+        with scope:
             while (until_s := min(last_s + KEPT_FINISHED_S, ended_s + KEPT_FINISHED_MOST_S)) > trio.current_time():
                 with trio.move_on_at(until_s):
                     await self._paused()

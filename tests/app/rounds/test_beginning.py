@@ -159,3 +159,27 @@ async def test_a_join_ends_when_nobody_that_has_the_text_is_a_member_any_more(
         with trio.fail_after(10):
             await slow.ended.wait()
         assert slow.error.startswith("no member that has the text of fish is in the swarm any more: try again with")
+
+
+async def test_a_job_that_is_removed_as_it_finishes_is_not_kept_for_late_members(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its end and the task that answers late members."""
+
+    async def train(jobs: TrainJobs) -> None:
+        await jobs.found(replace(wish_in(tmp_path), steps=4))
+        [running] = jobs.running.values()
+        serve, removed = jobs._serve_the_late, trio.Event()
+
+        async def serve_later(*args: Any) -> None:
+            await removed.wait()
+            await serve(*args)
+
+        monkeypatch.setattr(jobs, "_serve_the_late", serve_later)
+        with trio.fail_after(60):
+            await running.ended.wait()
+            await jobs.remove("fish")
+        removed.set()
+        await until(lambda: not jobs._server.islands)
+
+    await run_alone(tmp_path, train)
