@@ -391,10 +391,13 @@ def full_blocks_bytes(config: ModelConfig, precision: Precision, blocks: int, ro
 
 
 def full_ends_bytes(config: ModelConfig, precision: Precision, rows: int) -> int:
-    """Bytes of embedding and head whose weights are all trained, with the state to go back to, and of a loss."""
+    """Bytes of embedding and head whose weights are all trained, and of a loss.
+
+    With two states to go back to: that of the last snapshot, and that with which the round began.
+    """
     weights = ends_bytes(config, unquantised(1), embedding=True, head=True)
     copy = 0 if precision.weight_bytes >= 4 else int(weights * precision.weight_bytes)
-    kept = 3 * 4 * weights
+    kept = 2 * 3 * 4 * weights
     return FULL_WEIGHT_BYTES * weights + copy + kept + 20 * weights + loss_bytes(config, precision, rows)
 
 

@@ -323,6 +323,11 @@ class Island:
         """The machines of this island with their blocks, if it has several."""
         return self._steps.route
 
+    @property
+    def waiting(self) -> str:
+        """What keeps this island from its next step, or its newest state from the disk, in words."""
+        return self.figures.waiting or self._steps.waiting or self.checkpoint.trouble
+
     async def close(self) -> None:
         """Remove what is kept for this island's steps."""
         await self._steps.close()

@@ -4,13 +4,16 @@ In a pipeline the owner drives hops as in fine-tuning (`app.training.trainer`), 
 all their weights are trained. Every step is synchronous. A round begins with the states of all blocks (the weights that
 all islands have, and the moments of the round before), which hops fetch from the owner by hash, and ends with a
 snapshot, from which the owner takes the island's weights: 12 bytes a weight each way. If a hop dies the steps of the
-round are made again from its beginning over another route, so that the island's change is what it would have been; if
-there is none, the island waits, and the others make their rounds without it.
+round are made again from its beginning over another route, so that the island's change is what it would have been. From
+then on there are snapshots within the round too, so that one in which hops are lost now and then comes to an end; but
+as the whole round may have to begin again, the owner keeps the states of its beginning until it is over. If there is no
+route, the island waits for one without end, and the others make their rounds without it.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -27,6 +30,7 @@ from app.rounds.traces import StepTraces
 from app.routing.route import Route
 from app.training.states import StateStore
 from app.training.trainer import (
+    HopsAway,
     JobHooks,
     JobTerms,
     OwnServer,
@@ -43,9 +47,9 @@ from engine.errors import EngineError
 log = logging.getLogger("shoal.rounds")
 
 _FIRST_VERSION = 1  # states travel with every version but 0
-WAIT_S = 24 * 3600.0  # for machines; the island does without rounds meanwhile
+MOST_IN_VAIN = 1000  # attempts in a row to make a round, through machines that are there and make no step
 AGAIN_S = 5.0  # before a round begins again that a machine may have stopped
-_NEVER = 2**31  # steps between snapshots: only rounds end with one
+_NEVER = 2**31  # steps between snapshots: only rounds end with one, until a hop is lost
 
 
 class StepFigures(Protocol):
@@ -94,6 +98,10 @@ class StepMaker(Protocol):
     def route(self) -> Route:
         """The machines of the latest steps, with their blocks; empty if it is this one alone."""
 
+    @property
+    def waiting(self) -> str:
+        """What keeps steps from being made now, in words; empty if nothing does."""
+
     async def close(self) -> None:
         """Remove what is kept for the steps."""
 
@@ -102,6 +110,7 @@ class LocalSteps:
     """Makes steps on this machine."""
 
     route: Route = ()
+    waiting = ""
 
     def __init__(self, model: WholeModel, device: Device) -> None:
         self.whole, self._device = model, device
@@ -159,7 +168,7 @@ class PipelinePlace:
 
     routes: RouteFinder
     own_server: OwnServer | None = None  # for blocks at the owner itself
-    patience: Patience = field(default_factory=lambda: Patience(route_s=WAIT_S))
+    patience: Patience = field(default_factory=lambda: Patience(route_s=math.inf))
 
 
 class _Stopped(Exception):
@@ -187,9 +196,11 @@ class PipelineSteps:
         self._stop: Callable[[int], bool] = lambda made: False
         self._routes, self.validated = place.routes, validated
         self._begun = _FIRST_VERSION, 0  # version and step of the job with which the round began
-        self._parts: tuple[StatePart, ...] = ()  # of all blocks, as hops gave them last
+        self._parts: tuple[StatePart, ...] = ()  # of all blocks when the round began, or after the last one
         self._age = 0  # steps since the moments in these were fresh
-        self._peer, self._patience = network.peer_id, place.patience
+        self._peer = network.peer_id
+        self._in_vain = 0  # attempts since a step was made
+        self._no_route = self._trouble = ""  # what to wait for, and why a round begins again
         job = JobTerms(
             terms.order, self._rate_of, terms.clip, snapshot_every=_NEVER, sums_bytes=terms.sums_bytes, replicas=1,
             copies=False,
@@ -198,6 +209,7 @@ class PipelineSteps:
             network, model.ends, device, states, self._found, job, own_server=place.own_server,
             patience=place.patience, trained=model.ends,
         )  # fmt: skip
+        self._run = b"round" + self.trainer.run_id  # keeps `_parts`: those of the trainer go with its next snapshot
         self.trainer.begin_at(Snapshot(_FIRST_VERSION))
 
     @property
@@ -205,14 +217,20 @@ class PipelineSteps:
         """The machines of the latest steps, with their blocks."""
         return self.trainer.route
 
+    @property
+    def waiting(self) -> str:
+        """What keeps steps from being made now, in words; empty if nothing does."""
+        return self._no_route or self._trouble
+
     async def make(self, task: RoundTask) -> bool:
         """Make steps until all are made or `stop` says so; raises `TrainingStopped` or `WeightsError`.
 
         They do not count if a hop gave weights that cannot be used, which is not used again, if `stop` says so while
         there are no machines, or if no step can be made: any machine can bring that about, so one of them after the
-        other is not used for a while.
+        other is not used for a while. Only after very many such attempts, or if this node alone is to blame,
+        `TrainingStopped` is raised; and never because machines are away.
         """
-        first, began = self.trainer.version, trio.current_time()
+        first = self.trainer.version
         self._begun, self._stop = (first, task.number), task.stop
         await self._renew()
         ends = self._model.ends.kept
@@ -225,6 +243,7 @@ class PipelineSteps:
 
         def made(done: StepDone) -> None:
             nonlocal told
+            self._in_vain, self._trouble = 0, ""
             if done.version > told:  # steps are made again after a hop was lost
                 told = done.version
                 task.made(done)
@@ -242,29 +261,47 @@ class PipelineSteps:
         try:
             await self.trainer.run(first + task.count, batches, made, JobHooks(stop, validation, validated))
         except _Stopped:
-            self.trainer.begin_at(Snapshot(first, self._parts))
+            self._no_route = self._trouble = ""  # another round is to be made
+            await self._go_back(first, ends)
             return False
         except TrainingStopped as error:
             others = [hop.peer for hop in self.route if hop.peer != self._peer]
-            if not others or trio.current_time() - began >= self._patience.route_s:
+            self._in_vain += 1
+            if isinstance(error, HopsAway):
+                self._in_vain, self._trouble = 0, f"waits for machines: {error}"
+            elif not others or self._in_vain > MOST_IN_VAIN:
                 raise
+            else:
+                self._trouble = f"makes this round again: {error}"
             log.warning("the steps of a round begin again: %s", error)
-            self.trainer.suspect(others, str(error))
-            self._model.ends.kept = ends
-            self.trainer.begin_at(Snapshot(first, self._parts))
+            if others:
+                self.trainer.suspect(others, str(error))
+            await self._go_back(first, ends)
             await trio.sleep(AGAIN_S)
             return False
         if await self._gather(self._age + self.trainer.version - first):
             return True
-        self._model.ends.kept = ends  # the round begins again, and with it the ends
-        self._parts = ()  # the blocks' states at its beginning are gone: they begin with fresh moments
+        self._parts = ()  # their moments may be why: begin with fresh ones
+        await self._go_back(self.trainer.version, ends)
         return False
+
+    async def _go_back(self, version: int, ends: Any) -> None:
+        """Let blocks and ends have what they had when the round began; `version` is the number of that now."""
+        self._model.ends.kept = ends
+        await self._device.run_later(self._model.ends.restore)  # as the round may be over, and another one begin
+        self.trainer.begin_at(Snapshot(version, self._parts))
 
     async def _found(self, avoid: frozenset[str]) -> Route:
         """Find a route, unless the steps that it is for are not wanted any more."""
         if self._stop(0):
             raise _Stopped
-        return await self._routes(avoid)
+        try:
+            route = await self._routes(avoid)
+        except AppError as error:
+            self._no_route = f"waits for machines: {error}"
+            raise
+        self._no_route = ""
+        return route
 
     async def loss(self, held: Sequence[Sequence[int]]) -> float | None:
         """Have the next round begin with this text; None."""
@@ -274,6 +311,7 @@ class PipelineSteps:
     async def close(self) -> None:
         """Remove what this node keeps for the pipeline."""
         await self.trainer.close()
+        await self._states.forget(self._run)
 
     def _rate_of(self, version: int) -> float:
         first, number = self._begun
@@ -281,18 +319,20 @@ class PipelineSteps:
 
     async def _renew(self) -> None:
         """Let the round begin with the weights that all islands have, and with the moments that blocks had last."""
-        states, run, made = self._states, self.trainer.states_run, []
+        states, made = self._states, list[StatePart]()
         for block in self._terms.order.span.blocks():
             if self._parts:
-                (old,) = await states.fetch(run, [self._parts[block]], ())
+                old = await states.read(self._parts[block])
                 state = await self._device.run_later(self._model.renewed, block, old)
             else:
                 self._age = 0
                 state = await self._device.run_later(self._model.first_state, block)
-            made.append(await states.keep(run, state))
+            await states.require_room(len(state))
+            made.append(await states.keep(self._run, state))
         self._parts = tuple(made)
-        await states.forget(run, keep=made)
         self.trainer.begin_at(Snapshot(self.trainer.version, self._parts))
+        await states.forget(self._run, keep=made)
+        await states.forget(self.trainer.states_run)
 
     async def _gather(self, age: int) -> bool:
         """Take in the weights of all blocks from the last snapshot, so many steps after their moments were fresh.
@@ -309,5 +349,6 @@ class PipelineSteps:
                 log.warning("%s gave weights of block %s that cannot be used: %s", peer, block, error)
                 self.trainer.leave_out([(peer, f"its weights of block {block} cannot be used: {error}")])
                 return False
+        await self._states.obtain(self._run, found, ())
         self._parts, self._age = found, age
         return True

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ from app.rounds.train_store import (
     LEFT,
     OWN_DATA_FILE,
     RUNNING,
+    NoTraining,
     StoredTraining,
     TrainStore,
     facts_of,
@@ -126,6 +128,15 @@ class _Waiting:
     ended: trio.Event = field(default_factory=trio.Event)
 
 
+@dataclass(frozen=True, eq=False)
+class _Beginning:
+    """A job that is being founded or joined."""
+
+    record: TrainingRecord
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    ended: trio.Event = field(default_factory=trio.Event)
+
+
 class TrainJobs:
     """Founds, joins, runs and leaves training jobs in one swarm; `run` until cancelled."""
 
@@ -133,7 +144,10 @@ class TrainJobs:
         self._place, self._store, self._home = place, TrainStore(home), home
         self._server = RoundServer(place.network, place.is_member)
         self._nursery: trio.Nursery | None = None
-        self._starting = trio.Lock()
+        self._founding = trio.Lock()  # names are compared
+        self._locks: defaultdict[bytes, trio.Lock] = defaultdict(trio.Lock)  # of each job: who begins or removes it
+        self._starting = trio.Lock()  # held briefly: each looks for memory, and then takes it
+        self._beginnings: list[_Beginning] = []
         self._waiting: dict[bytes, _Waiting] = {}
         self._again_s: dict[bytes, float] = {}  # how long jobs that had no room wait, until they have made a round
         self._late: dict[bytes, trio.CancelScope] = {}  # finished jobs that are kept for islands that are late
@@ -170,8 +184,9 @@ class TrainJobs:
 
     async def found(self, wish: TrainWish) -> dict[str, Any]:
         """Found a job and take part in it; raises `AppError` or `EngineError` if it cannot be."""
-        async with self._starting:
-            founded = await self._prepared(wish)
+        async with self._founding:
+            async with self._starting:
+                founded = await self._prepared(wish)
             others = [record for record, _, _ in await self._known() if record.name == wish.name]
             if others:
                 hashes = f"{others[0].id.hex()} and the new one, {founded.record.id.hex()}"
@@ -179,8 +194,9 @@ class TrainJobs:
                     f"two training jobs would be named {wish.name}: {hashes}; choose another name, or join it"
                 )
             raw = sign_training(self._place.identity, founded.record)
-            job = await trio.to_thread.run_sync(lambda: self._store.create(raw, founded.texts, founded.states()))
-            await self._start(job, founded.vectors)
+            async with self._beginning(founded.record):
+                job = await trio.to_thread.run_sync(lambda: self._store.create(raw, founded.texts, founded.states()))
+                await self._start(job, founded.vectors)
         return self._facts(job.record)
 
     async def join(self, target: str, data: Sequence[str] = (), licence: str = "") -> dict[str, Any]:
@@ -189,18 +205,18 @@ class TrainJobs:
         `data` are files to train on in a job whose members have texts of their own, under this licence; not needed
         again for a job that is stored here.
         """
-        async with self._starting:
-            known = [
-                (record, (record, raw, peer))
-                for record, raw, peer in await self._known()
-                if target in (record.name, record.id.hex()) or (len(target) >= 8 and record.id.hex().startswith(target))
-            ]
-            if not known:
-                await trio.to_thread.run_sync(self._store.require_not_elsewhere, target, self._place.swarm)
-                raise AppError(
-                    f"no member of this swarm trains a job named {target}: `shoal jobs` lists those that can be joined"
-                )
-            record, raw, _ = one_of(known, target)
+        known = [
+            (record, (record, raw, peer))
+            for record, raw, peer in await self._known()
+            if target in (record.name, record.id.hex()) or (len(target) >= 8 and record.id.hex().startswith(target))
+        ]
+        if not known:
+            await trio.to_thread.run_sync(self._store.require_not_elsewhere, target, self._place.swarm)
+            raise AppError(
+                f"no member of this swarm trains a job named {target}: `shoal jobs` lists those that can be joined"
+            )
+        record, raw, _ = one_of(known, target)
+        async with self._beginning(record):
             stored = [job for job in await trio.to_thread.run_sync(self._store.all) if job.record.id == record.id]
             if stored and self._store.facts(stored[0])["status"] == FINISHED:
                 raise AppError(f"{record.name} is finished: `shoal train export {record.name} FOLDER` writes its model")
@@ -217,30 +233,39 @@ class TrainJobs:
 
     async def leave(self, target: str) -> dict[str, Any]:
         """Take no more part in a job; steps that were not yet merged are lost. Raises `AppError`."""
-        job = await trio.to_thread.run_sync(self._store.find, target)
+        record = await self._find(target)
         took_part = False
         # one that is being left may lack room just then, and one that waits for room may just have begun
         while True:
-            running, waiting = self.running.get(job.record.id), self._stop_waiting(job)
+            running, waiting = self.running.get(record.id), self._stop_waiting(record.id)
             if running is not None:
                 running.is_paused = False
                 running.island.leave()
                 await running.ended.wait()
             elif waiting is not None:
                 await waiting.ended.wait()
+            elif beginnings := self._beginnings_of(record.id):
+                for beginning in beginnings:
+                    beginning.scope.cancel()
+                for beginning in beginnings:
+                    await beginning.ended.wait()
             else:
                 break
             took_part = True
+        try:
+            job = await trio.to_thread.run_sync(self._store.find, record.id.hex())
+        except NoTraining:  # its text was still being fetched
+            return {**facts_of(record), "status": LEFT, "swarm": self._place.swarm_name, "checkpoint_age_s": None}
         if not took_part or self._store.facts(job)["status"] == RUNNING:
             return await trio.to_thread.run_sync(self._store.leave, job.record.id.hex())
         return self._store.idle_facts(job)
 
     async def remove(self, target: str) -> dict[str, Any]:
         """Remove a job in which this node takes no part, with its files; raises `AppError`."""
-        async with self._starting:
-            job = await trio.to_thread.run_sync(self._store.find, target)
-            if job.record.id in self.running or job.record.id in self._waiting:
-                raise takes_part(job.record.name)
+        job = await trio.to_thread.run_sync(self._store.find, target)
+        self._require_no_part(job.record)
+        async with self._locks[job.record.id]:
+            self._require_no_part(job.record)
             if (late := self._late.get(job.record.id)) is not None:  # its log is among the files
                 late.cancel()
             return await trio.to_thread.run_sync(self._store.remove, job.record.id.hex())
@@ -261,6 +286,36 @@ class TrainJobs:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    @asynccontextmanager
+    async def _beginning(self, record: TrainingRecord) -> AsyncIterator[None]:
+        """Found or join a job, while nobody else begins or removes it; raises `AppError` if it is left meanwhile."""
+        beginning = _Beginning(record)
+        self._beginnings.append(beginning)
+        try:
+            with beginning.scope:
+                async with self._locks[record.id]:
+                    yield
+        finally:
+            self._beginnings.remove(beginning)
+            beginning.ended.set()
+        if beginning.scope.cancelled_caught:
+            raise AppError(f"{record.name} was left before it began: `shoal train join {record.name}` begins again")
+
+    def _beginnings_of(self, job: bytes) -> list[_Beginning]:
+        return [one for one in self._beginnings if one.record.id == job]
+
+    async def _find(self, target: str) -> TrainingRecord:
+        """Return the record of a job that is stored here, or that begins; raises `AppError` if none or several are."""
+        stored = [job.record for job in await trio.to_thread.run_sync(self._store.all)]
+        known = {record.id: record for record in (*stored, *(one.record for one in self._beginnings))}
+        named = [one for one in known.values() if one.name == target or one.id.hex().startswith(target)]
+        return one_of([(record, record) for record in named], target)
+
+    def _require_no_part(self, record: TrainingRecord) -> None:
+        """Raise `AppError` if this node takes part in a job, or is about to."""
+        if record.id in self.running or record.id in self._waiting or self._beginnings_of(record.id):
+            raise takes_part(record.name)
+
     def _check_data(self, record: TrainingRecord, data: Sequence[str], licence: str, *, has_text: bool) -> None:
         if data and not record.own_data:
             raise AppError(f"{record.name} has one text for all members: leave out --data")
@@ -280,12 +335,30 @@ class TrainJobs:
         for path in [] if folder is None else [folder / name for name in record.texts]:
             with suppress(FileNotFoundError):
                 await states.keep(run, await trio.to_thread.run_sync(path.read_bytes))
-        try:
-            return dict(zip(record.texts, await states.fetch(run, record.parts, holders), strict=True))
-        except trio.TooSlowError:
-            name = record.name
-            text = f"the text of {name} comes too slowly from the members that have it"
-            raise AppError(f"{text}: try again with `shoal train join {name}`") from None
+        fetched: list[bytes] | None = None
+        failure: Exception | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._follow_holders, record, holders, nursery.cancel_scope)
+            try:
+                fetched = await states.fetch(run, record.parts, holders)
+            except Exception as error:
+                failure = error  # raised below, outside of the nursery, which would wrap it
+            nursery.cancel_scope.cancel()
+        again = f"try again with `shoal train join {record.name}`"
+        if isinstance(failure, trio.TooSlowError):
+            raise AppError(f"the text of {record.name} comes too slowly from the members that have it: {again}")
+        if failure is not None:
+            raise failure
+        if fetched is None:
+            raise AppError(f"no member that has the text of {record.name} is in the swarm any more: {again}")
+        return dict(zip(record.texts, fetched, strict=True))
+
+    async def _follow_holders(self, record: TrainingRecord, holders: Sequence[str], fetch: trio.CancelScope) -> None:
+        """End the fetch of a job's texts once none of their holders is a member any more."""
+        others = [peer for peer in holders if peer != self._place.network.peer_id]
+        while any(map(self._place.is_member, others)) or not self._place.states.absent_bytes(record.parts):  # noqa: ASYNC110
+            await trio.sleep(ASK_S)
+        fetch.cancel()
 
     async def _own_texts(
         self, record: TrainingRecord, data: Sequence[str], licence: str, texts: dict[str, bytes]
@@ -379,7 +452,7 @@ class TrainJobs:
                     await trio.to_thread.run_sync(give_memory_back)
                 await self._pause_over(name)
                 try:
-                    async with self._starting:
+                    async with self._locks[key], self._starting:
                         if key not in self.running:  # as it is if somebody has joined it by now
                             await self._begin(job)
                     break
@@ -435,17 +508,18 @@ class TrainJobs:
                 self._wait_for_room(job, "")
             return
         try:
-            await self._begin(job, vectors)
+            async with self._starting:
+                await self._begin(job, vectors)
         except Exception as error:
             if job.record.id not in self._waiting:  # else it is tried again
                 await self._write(job, None, FAILED, why_ended(error))
             raise
-        self._stop_waiting(job)
+        self._stop_waiting(job.record.id)
 
-    def _stop_waiting(self, job: StoredTraining) -> _Waiting | None:
+    def _stop_waiting(self, job: bytes) -> _Waiting | None:
         """Do not try again to go on with a job; None if that was not to be."""
-        waiting = self._waiting.pop(job.record.id, None)
-        self._again_s.pop(job.record.id, None)
+        waiting = self._waiting.pop(job, None)
+        self._again_s.pop(job, None)
         if waiting is not None:
             waiting.scope.cancel()
         return waiting
@@ -546,13 +620,13 @@ class TrainJobs:
             running.ended.set()
             if status == FINISHED:
                 assert self._nursery is not None, "this task is in it"
-                self._nursery.start_soon(self._serve_the_late, island)
+                scope = self._late[job.record.id] = trio.CancelScope()  # now: the job can be removed from here on
+                self._nursery.start_soon(self._serve_the_late, island, scope)
 
-    async def _serve_the_late(self, island: Island) -> None:
+    async def _serve_the_late(self, island: Island, scope: trio.CancelScope) -> None:
         """Keep a finished island until nobody late was heard for a while, the node is paused or the job is removed."""
         ended_s = last_s = trio.current_time()
-        with trio.CancelScope() as scope:
-            self._late[island.record.id] = scope
+        with scope:
             while (until_s := min(last_s + KEPT_FINISHED_S, ended_s + KEPT_FINISHED_MOST_S)) > trio.current_time():
                 with trio.move_on_at(until_s):
                     await self._paused()
@@ -702,7 +776,7 @@ def figures_of(island: Island, status: str) -> dict[str, Any]:
         "validation_loss": figures.validation[-1][1] if figures.validation else None,
         "tokens": standing.tokens, "tokens_per_s": figures.round_tokens_per_s or None, "islands": islands,
         "left_out": dict(standing.banned), "bytes_per_round": figures.bytes_in,
-        "utilisation": figures.utilisation, "waiting": figures.waiting or island.checkpoint.trouble,
+        "utilisation": figures.utilisation, "waiting": island.waiting,
         "every": standing.every,
         "wire": standing.codec, "losses": figures.losses, "validation": figures.validation[-KEPT_VALIDATION:],
         "doubted": dict(island.log[-1].doubted) if island.log else {}, "resting": island.resting,
