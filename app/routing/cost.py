@@ -21,6 +21,7 @@ BELIEVED_TIMES = 8.0  # an unmeasured claim counts for at most this multiple of 
 ASSUMED_BYTES_PER_S = 12.5e6  # of a connection that nobody measured: 100 Mbit/s
 MOST_BELIEVED_BYTES_PER_S = 125e6  # a claim counts for at most this: faster links make no difference to a route
 BUSIEST = 0.95  # cap on the announced busy share, so that the waiting time stays finite
+BUSIEST_READING = 0.875  # the same for prompts, whose rows go along in the steps of others: 8 times as long at most
 
 
 def route_seconds(
@@ -60,9 +61,13 @@ def entry_seconds(members: Sequence[Announcement], known: KnownCosts, request: R
     }
 
 
-def block_seconds(member: Announcement, prompt_tokens: int = 0, reply_tokens: int = 1) -> float:
-    """Seconds that one token of a reply takes in one block of this member, including its share of the prompt."""
-    return member.decode_block_s + prompt_tokens / max(reply_tokens, 1) * member.prefill_block_s
+def prompt_block_seconds(member: Announcement) -> float:
+    """Seconds that one token of a prompt takes in one block of this member, beside what keeps its device busy.
+
+    Those who choose it count as many as those who wait for it: else to call itself busy would cost a peer nothing, and
+    win it time.
+    """
+    return member.prefill_block_s / (1 - min(member.busy, BUSIEST_READING))
 
 
 def wait_seconds(member: Announcement) -> float:
@@ -82,7 +87,7 @@ def believed_in_pieces(
     """Compute `believed_seconds` in pieces."""
     prompt = request.prompt_tokens / max(request.tokens - request.prompt_tokens, 1)  # for each token of the reply
     claimed = yield from by_chunks(
-        lambda some: {m.peer: m.decode_block_s + prompt * m.prefill_block_s for m in some}, members
+        lambda some: {m.peer: m.decode_block_s + prompt * prompt_block_seconds(m) for m in some}, members
     )
     least_s = _least_seconds(claimed)
     yield
@@ -92,7 +97,7 @@ def believed_in_pieces(
             measured_s = known.block_s.get(member.peer)
             if measured_s is not None:
                 # Only decode steps are measured; the prompt's share is scaled by the same factor.
-                believed[member.peer] = measured_s * claimed[member.peer] / block_seconds(member)
+                believed[member.peer] = measured_s * claimed[member.peer] / member.decode_block_s
     return believed
 
 
@@ -102,9 +107,9 @@ def reading_pace(hop: Hop, member: Announcement, measured_s: float | None) -> Re
     `measured_s` are seconds per token and block.
     """
     block_s = max(member.decode_block_s, measured_s or 0.0)
-    blocks = len(hop.span) / (1 - min(member.busy, BUSIEST))
-    times = block_s / member.decode_block_s
-    return ReadingPace(blocks * member.decode_block_s, blocks * member.prefill_block_s, times, block_s)
+    step_s = member.decode_block_s / (1 - min(member.busy, BUSIEST_READING))
+    times, blocks = block_s / member.decode_block_s, len(hop.span)
+    return ReadingPace(blocks * step_s, blocks * prompt_block_seconds(member), times, block_s)
 
 
 def believed_prompt_seconds(members: Sequence[Announcement]) -> dict[str, float]:

@@ -11,8 +11,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from app.core.span import Span
-from app.routing.cost import believed_seconds, compute_seconds, entry_seconds, links_seconds, overhead_seconds
-from app.routing.route import Hop, KnownCosts, LinkSeconds, Route, RouteRequest
+from app.routing.cost import (
+    believed_seconds,
+    compute_seconds,
+    entry_seconds,
+    links_seconds,
+    overhead_seconds,
+    prompt_block_seconds,
+)
+from app.routing.route import KnownCosts, LinkSeconds, Route, RouteRequest
 from app.swarm.records import Announcement
 from p2p.rate_limit import backoff_s
 
@@ -66,7 +73,7 @@ class RouteComparison:
         """Seconds until the new hops have cached all tokens so far."""
         by_peer = {member.peer: member for member in self.members}
         fresh = [hop for hop in new if hop not in current]
-        reading_s = sum(fed * _share(hop, by_peer[hop.peer]) for hop in fresh)
+        reading_s = sum(fed * len(hop.span) * prompt_block_seconds(by_peer[hop.peer]) for hop in fresh)
         return reading_s + 2 * _SET_UP_TRIPS * max((self.link_s("", hop.peer) for hop in fresh), default=0.0)
 
 
@@ -108,10 +115,3 @@ class RerouteTimer:
 
 def _covers(span: Span | None, part: Span) -> bool:
     return span is not None and span.covers(part)
-
-
-def _share(hop: Hop, member: Announcement) -> float:
-    """Seconds that a hop takes for one token of a prompt."""
-    assert member.span is not None
-    tokens_per_s = max(member.prefill_tokens_per_s, member.decode_tokens_per_s, 1e-3)
-    return len(hop.span) / len(member.span) / tokens_per_s

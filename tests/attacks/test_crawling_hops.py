@@ -103,6 +103,23 @@ async def test_a_hop_that_claims_a_token_now_and_then_is_left_however_long_the_p
         assert stats.ttft_s < HELD_S
 
 
+@pytest.mark.parametrize("speed", [1100.0, 5000.0])
+@pytest.mark.parametrize("busy", [0.5, 0.9, 1.0])
+async def test_a_hop_that_calls_itself_busy_is_not_waited_for_longer_than_others_need(
+    autojump_clock: MockClock, busy: float, speed: float
+) -> None:
+    """Others take 4 s by their word; to be busy may win it time only as far as it costs it askers."""
+    tokens = 4000
+    async with open_swarm((0, 4), (4, 8), (4, 8)) as swarm:
+        await join(swarm, (4, 8), tokens)
+        liar = swarm.announcements["liar"]
+        swarm.announcements["liar"] = replace(liar, prefill_tokens_per_s=speed, busy=busy)
+        stats = await ask(await swarm.asker(), numbered(tokens), 2)
+        assert stats.token_ids == greedy(numbered(tokens), 2)
+        assert stats.ttft_s is not None
+        assert stats.ttft_s < 30 + recovery.OVERDUE_TIMES * 4 + 10
+
+
 SPANS = {(4, 8): [(0, 4), (4, 8), (4, 8)], (0, 4): [(0, 4), (0, 4), (4, 8)], (3, 6): [(0, 3), (3, 6), (3, 6), (6, 8)]}
 
 

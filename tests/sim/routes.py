@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import mean
 
 from app.core.span import Span
-from app.routing.cost import HOP_S, block_seconds
+from app.routing.cost import HOP_S
 from app.routing.estimates import link_seconds, route_neighbours
 from app.routing.route import LinkSeconds, NoRoute, Route, RouteRequest
 from app.routing.search import find_route
@@ -88,4 +88,4 @@ def _cost_s(model: Model, route: Route, link_s: LinkSeconds) -> float:
     """Seconds that a token takes through a route and back."""
     stops = ["", *(hop.peer for hop in route), ""]
     links_s = sum(link_s(a, b) for a, b in pairwise(stops))
-    return links_s + sum(HOP_S + len(hop.span) * block_seconds(model.nodes[hop.peer].said) for hop in route)
+    return links_s + sum(HOP_S + len(hop.span) * model.nodes[hop.peer].said.decode_block_s for hop in route)

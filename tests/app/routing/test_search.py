@@ -17,7 +17,7 @@ from app.core.reasons import because
 from app.core.span import Span
 from app.routing import vector_search
 from app.routing.bans import FADE_S, FAILING, Bans
-from app.routing.cost import HOP_S, believed_seconds, block_seconds, entry_seconds, route_seconds, wait_seconds
+from app.routing.cost import HOP_S, believed_seconds, entry_seconds, route_seconds, wait_seconds
 from app.routing.estimates import LinkEstimates, link_seconds
 from app.routing.route import Hop, KnownCosts, LinkSeconds, NoRoute, Privacy, Route, RouteRequest, Visit
 from app.routing.search import _try_each_pair, find_route, repair_route, why_unused
@@ -236,7 +236,7 @@ def test_what_was_measured_counts_and_what_is_claimed_is_doubted() -> None:
     believed = believed_seconds([braggart, honest, member("other", 0, 6, 10)], WHOLE, KnownCosts())
     assert believed["braggart"] == pytest.approx(believed["honest"] / 8)
     # A peer measured to be slow is avoided, whatever it claims.
-    slow = KnownCosts({"braggart": 2 * block_seconds(honest)})
+    slow = KnownCosts({"braggart": 2 * honest.decode_block_s})
     assert shape(find_route([braggart, honest], WHOLE, near)) == [("braggart", 0, 6)]
     assert shape(find_route([braggart, honest], WHOLE, near, known=slow)) == [("honest", 0, 6)]
     # A peer measured to be fast is used, although it claims little.
