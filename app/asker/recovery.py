@@ -69,19 +69,21 @@ class _Crossing:
 class _Wait:
     """Seconds for which a hop was the first that did not have all tokens."""
 
-    in_all_s: float = 0.0
     hop_s: float = 0.0  # that nothing but the hop explains
-    lost_s: float = 0.0  # that no slow link explains, but the hop before it may
     link_s: float = 0.0  # its part of those at a link to the hop before or after it, of which each end has half
+    # Of this epoch alone:
+    in_all_s: float = 0.0
+    lost_s: float = 0.0  # that no slow link explains, but the hop before it may
     receiving: _Crossing | None = None
     sending: _Crossing | None = None
 
 
 class HopProgress:
-    """Follows the hops' progress while an answer is late, from their STATE frames.
+    """Follows the hops' progress while an answer is late, from their STATE frames, until it comes.
 
     A hop's claim counts up to the tokens that were fed. The first hop that does not have them all is the one that is
-    waited for. One that claims a little now and then is not waited for without end:
+    waited for. One that claims a little now and then is not waited for without end; nor is one that has an excuse for
+    another epoch now and then, since what a hop was waited for counts in later ones too:
 
     - It is `late` after `stuck_s` and `OVERDUE_TIMES` the seconds that it takes for what it has to read, by its own
       word. Seconds that a slow link explains do not count.
@@ -90,27 +92,33 @@ class HopProgress:
     - Whatever its word is, it counts as stuck after `stuck_s` for every `STEP_TOKENS`, and once more.
     """
 
-    def __init__(
-        self,
-        now: float,
-        row_bytes: int,
-        stuck_s: float,
-        unread: Mapping[str, int],
-        paces: Mapping[str, ReadingPace] = MappingProxyType({}),
-    ) -> None:
-        """`unread` are the tokens that each hop has to read until the answer comes."""
-        self._row_bytes, self._stuck_s, self._unread, self._paces = row_bytes, stuck_s, unread, paces
+    def __init__(self, row_bytes: int, stuck_s: float) -> None:
+        self._row_bytes, self._stuck_s = row_bytes, stuck_s
         self._longest_quiet_s = longest_quiet_s(row_bytes, stuck_s)
-        self._advanced_at, self._sum = now, -1
-        self._looked_at = now
+        self.epoch = 0
+        self._hops: dict[str, Hop] = {}  # of all epochs
+        self._unread: dict[str, int] = {}
+        self._paces: dict[str, ReadingPace] = {}
         self._waits = defaultdict[str, _Wait](_Wait)
+        self._advanced_at, self._sum, self._looked_at = 0.0, -1, 0.0
         self.late = ""  # the hop that is waited for, if it is late
+
+    def begin(
+        self, epoch: int, route: Route, unread: Mapping[str, int], paces: Mapping[str, ReadingPace], now: float
+    ) -> None:
+        """Follow another epoch; `unread` are the tokens that each hop has to read until the answer comes."""
+        self.epoch, self.late = epoch, ""
+        self._advanced_at, self._sum, self._looked_at = now, -1, now
+        self._hops |= {hop.peer: hop for hop in route}
+        self._unread |= {peer: max(tokens, self._unread.get(peer, 0)) for peer, tokens in unread.items()}
+        self._paces = {**paces, **self._paces}  # of before: waits of this answer are not excused by themselves
+        for peer, wait in self._waits.items():
+            self._waits[peer] = _Wait(wait.hop_s, wait.link_s)
 
     def loss(
         self,
         route: Route,
         states: Mapping[str, Frame],
-        epoch: int,
         fed: int,
         now: float,
         took_at: Mapping[str, float] = MappingProxyType({}),
@@ -128,7 +136,7 @@ class HopProgress:
         before = ""
         for index, hop in enumerate(route):
             peer, state = hop.peer, states[hop.peer]  # `rows` it has received, and cached up to `position`
-            if state.epoch != epoch:
+            if state.epoch != self.epoch:
                 why = because("hop_forgot", "it has forgotten the session", peer)
                 return HopLoss(HopFailed(peer, why, blameless=True))
             if state.rows < fed:
@@ -159,16 +167,16 @@ class HopProgress:
         """Count from then on."""
         self._looked_at = now
 
-    def overdue(self, route: Route, *, links: bool = False) -> list[LateHop]:
+    def overdue(self, *, links: bool = False) -> list[LateHop]:
         """Return the hops that took much longer than was believed: what they have to read takes that long at least.
 
         With `links`, waits at links count too: half for each hop at an end.
         """
         found = []
-        for hop in route:
-            wait, unread = self._waits[hop.peer], self._unread[hop.peer]
+        for peer, hop in self._hops.items():
+            wait, unread = self._waits[peer], self._unread[peer]
             waited_s = wait.hop_s + (wait.link_s if links else 0.0)
-            if waited_s > CROWDED_S + OVERDUE_TIMES * self._pace(hop.peer).expected_s(unread):
+            if waited_s > CROWDED_S + OVERDUE_TIMES * self._pace(peer).expected_s(unread):
                 found.append(LateHop(hop, unread, waited_s))
         return found
 

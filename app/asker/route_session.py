@@ -306,6 +306,9 @@ class RouteSource(Protocol):
     def failed(self, peer: str, why: Reason, *, busy: bool) -> None:
         """Record that a hop failed, or was too busy."""
 
+    def leaves(self, peer: str, why: Reason) -> None:
+        """Record that a hop says that it is about to leave."""
+
     def worked(self, peer: str) -> None:
         """Record that a hop did its part."""
 
@@ -472,8 +475,8 @@ class RouteHops:
 
     def _on_late_frame(self, peer: str, frame: Frame) -> None:
         """Heed of other epochs and former hops only that a hop is leaving: that is true of any route."""
-        if frame.kind == Kind.TROUBLE and decode_hop_error(frame).code == "draining":
-            self.leaving.add(peer)
+        if frame.kind == Kind.TROUBLE and (error := decode_hop_error(frame)).code == "draining":
+            self._note_leaving(peer, hop_error_reason(peer, error))
 
     def on_stream_end(self, peer: str) -> None:
         """Note that the stream to a hop broke."""
@@ -499,13 +502,17 @@ class RouteHops:
         if error.code == "draining":
             if peer in self.leaving and peer in self._ready:
                 return  # it says so in each epoch, and carries the session on for want of another hop
-            self.leaving.add(peer)
+            self._note_leaving(peer, why)
         elif error.code == "link":
             self._note_bad_link(peer)
         elif error.code in ("input", "gap") and not self._suspect_link_to(peer):
             self.trouble = HopFailed(peer, why)
             return
         self.trouble = self.trouble or HopFailed(peer, why, blameless=True)
+
+    def _note_leaving(self, peer: str, why: Reason) -> None:
+        self.leaving.add(peer)
+        self._guide.leaves(peer, why)
 
     def _cannot_adapt(self, peer: str, why: Reason) -> None:
         """Use a peer no more in this session: it cannot compute with the adapter. Other sessions are not concerned."""
@@ -1175,14 +1182,16 @@ class RouteSession:
         What they were waited for before counts too; not the time in which this asker was busy with sending.
         """
         begin = trio.current_time() if begin is None else begin
+        hops, tokens = self._hops, len(self._history)
         if self._progress is None:
-            hops, tokens = self._hops, len(self._history)
+            self._progress = HopProgress(self._row_bytes, self._settings.stuck_s)
+        if self._progress.epoch != hops.epoch:
             if self._answered_in == hops.epoch:
                 cached = dict.fromkeys(self._cached, self.answered)
             else:
                 cached = self._cached
             unread = {hop.peer: max(tokens - cached.get(hop.peer, 0), 1) for hop in hops.route}
-            self._progress = HopProgress(begin, self._row_bytes, self._settings.stuck_s, unread, self._believed)
+            self._progress.begin(hops.epoch, hops.route, unread, self._believed, begin)
         self._progress.resume(begin)
         return self._progress
 
@@ -1191,7 +1200,7 @@ class RouteSession:
         hops, now = self._hops, trio.current_time()
         if hops.answer is not None or hops.trouble is not None:
             return
-        loss = progress.loss(hops.route, hops.states, hops.epoch, fed, now, hops.took_at())
+        loss = progress.loss(hops.route, hops.states, fed, now, hops.took_at())
         if loss is not None:
             hops.trouble = hops.blame_for(loss)
         elif progress.late:
@@ -1210,7 +1219,7 @@ class RouteSession:
 
     def _note_wait_for(self, peer: str) -> Hop | None:
         """Report a hop, and return it, if the present answer was waited for it much longer than was believed."""
-        overdue = [] if self._progress is None else self._progress.overdue(self.route)
+        overdue = [] if self._progress is None else self._progress.overdue()
         for late in overdue:
             if late.hop.peer == peer:
                 self._guide.waited(late.hop, late.unread, late.waited_s)
@@ -1219,7 +1228,7 @@ class RouteSession:
 
     def _note_given_up(self) -> None:
         """Report all such hops: nobody will find out which of them is at fault, but the next reply can avoid them."""
-        for late in [] if self._progress is None else self._progress.overdue(self.route, links=True):
+        for late in [] if self._progress is None else self._progress.overdue(links=True):
             self._guide.waited(late.hop, late.unread, late.waited_s, given_up=True)
 
     def _note_first_answer(self) -> None:
@@ -1239,9 +1248,8 @@ class RouteSession:
         begin = trio.current_time() if self._settled else self._begun_at
         wait_s = self._settings.new_route_s if self._settled else self._settings.first_route_s
         tried_at: float | None = None  # the first route
-        if hops.trouble is not None and not hops.trouble.blameless:
+        if hops.trouble is not None:
             self._note_wait_for(hops.trouble.peer)
-        self._progress = None
         self.recoveries += bool(self._settled) and hops.trouble is not None
         self._better = ()
         while True:
@@ -1402,7 +1410,7 @@ class RouteSession:
             self.reused, self.prompt_fed_at = min(plan.lengths), trio.current_time()
         self._flowing, self._cut_to, self._settled = True, KEEP, route
         self._cached = {hop.peer: length for hop, length in zip(route, plan.lengths, strict=True)}
-        self._believed, self._progress = self._guide.paces(route), None
+        self._believed = self._guide.paces(route)
         if route not in self.routes:
             self.routes.append(route)
         await self._feed(plan.feed_from)

@@ -62,6 +62,8 @@ class _OwnBlocks:
     def failed(self, peer: str, why: Reason, *, busy: bool) -> None:
         self.why, self.has_no_room = why, busy
 
+    def leaves(self, peer: str, why: Reason) -> None: ...
+
     def worked(self, peer: str) -> None:
         self.why = None
 

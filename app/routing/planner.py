@@ -327,9 +327,13 @@ class RoutePlanner:
 
     def refused(self, peer: str, tokens: int, why: Reason) -> None:
         """Note that a peer had no room for a session of so many tokens; be wary of strangers if it had announced it."""
-        contradicts = any(m.peer == peer and m.serves and m.kv_free_tokens >= tokens for m in self.members())
+        contradicts = self.announces_room(peer, tokens)
         if self.full_hops.refused(peer, tokens, why, trio.current_time(), contradicts=contradicts):
             self.tried_in_vain(peer)
+
+    def announces_room(self, peer: str, tokens: int) -> bool:
+        """True if a peer announces that it serves, and has room for a session of so many tokens."""
+        return any(m.peer == peer and m.serves and m.kv_free_tokens >= tokens for m in self.members())
 
     def tried_in_vain(self, peer: str) -> None:
         """Be wary of peers that never worked, if this one never did."""
@@ -541,6 +545,11 @@ class SessionRoutes:
             self._planner.refused(peer, self._request.tokens, why)
         elif self._planner.bans.ban(peer, trio.current_time(), why):
             self._planner.failed(peer, why)
+
+    def leaves(self, peer: str, why: Reason) -> None:
+        """Doubt a hop that is about to leave, and announces that it serves, like one that has no room after all."""
+        if self._planner.announces_room(peer, self._request.tokens):
+            self._planner.refused(peer, self._request.tokens, why)
 
     def worked(self, peer: str) -> None:
         """Lift a hop's ban; note if its blocks were computed in another number format before."""

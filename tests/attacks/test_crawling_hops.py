@@ -47,11 +47,19 @@ CLAIMS: dict[str, Claims] = {
 
 
 def crawling(
-    tokens: int, claims: Claims = CLAIMS["a token now and then"], *, excuse_s: float = math.inf
+    tokens: int,
+    claims: Claims = CLAIMS["a token now and then"],
+    *,
+    excuse_s: float = math.inf,
+    excuses: int = 1,
+    code: str = "closed",
 ) -> Callable[[MemoryStream], Awaitable[None]]:
-    """A handler of streams that answers all that it is asked, computes nothing, and has an excuse once, if ever."""
+    """A handler of streams that answers all that it is asked and computes nothing.
+
+    It has an excuse after a while, so often in each session.
+    """
     begun: dict[bytes, float] = {}
-    excused: set[bytes] = set()
+    excused: dict[bytes, int] = {}
 
     async def attend(stream: MemoryStream) -> None:
         while True:
@@ -63,9 +71,9 @@ def crawling(
             elif frame.kind == Kind.PROBE:
                 since_s = now - begun.setdefault(frame.session, now)
                 await stream.send(plain(Kind.STATE, frame.session, frame.epoch, *claims(since_s, tokens)))
-                if since_s > excuse_s and frame.session not in excused:
-                    excused.add(frame.session)
-                    await stream.send(encode_hop_error(frame.session, frame.epoch, 0, HopError("closed", "not now")))
+                if since_s > excuse_s and excused.get(frame.session, 0) < excuses:
+                    excused[frame.session] = excused.get(frame.session, 0) + 1
+                    await stream.send(encode_hop_error(frame.session, frame.epoch, 0, HopError(code, "not now")))
 
     return attend
 
@@ -183,6 +191,42 @@ async def test_a_hop_that_announces_another_speed_once_it_was_chosen_has_no_more
         stats = await ask(asker, numbered(500), 2)
         assert stats.ttft_s is not None
         assert stats.ttft_s < 2 * HELD_S
+
+
+EXCUSES = ("closed", "gap", "input", "draining", "link")
+
+
+@pytest.mark.parametrize("code", EXCUSES)
+@pytest.mark.parametrize("excuse_s", [9.0, 25.0])
+async def test_a_hop_with_an_excuse_now_and_then_has_no_more_time_than_others(
+    autojump_clock: MockClock, code: str, excuse_s: float
+) -> None:
+    """An excuse begins another epoch; what the hop was waited for before it counts in that one, too."""
+    async with open_swarm((0, 4), (4, 8), (4, 8)) as swarm:
+        await join(swarm, (4, 8), 1000)
+        crawl = crawling(1000, excuse_s=excuse_s, excuses=100, code=code)
+        swarm.fabric.nodes["liar"].accept(PROTOCOL, crawl)
+        asker, begin = await swarm.asker(), trio.current_time()
+        for number in range(10):
+            stats = await ask(asker, numbered(1000, number), 2)
+            assert stats.token_ids == greedy(numbered(1000, number), 2)
+            assert stats.ttft_s is not None
+            assert stats.ttft_s < HELD_S
+        assert trio.current_time() - begin < 2 * HELD_S, "it was asked again and again"
+        honest = swarm.servers.keys() - {"liar"}
+        assert not honest & asker.bans.active(trio.current_time()).keys()
+        assert all(asker.planner.book.standing(peer).score == 1.0 for peer in honest)
+
+
+@pytest.mark.parametrize("code", EXCUSES)
+async def test_clients_that_give_up_after_an_excuse_do_not_meet_the_same_hop_again_and_again(
+    autojump_clock: MockClock, code: str
+) -> None:
+    async with open_swarm((0, 4), (4, 8), (4, 8)) as swarm:
+        await join(swarm, (4, 8), 1000)
+        crawl = crawling(1000, excuse_s=7.0, excuses=100, code=code)
+        swarm.fabric.nodes["liar"].accept(PROTOCOL, crawl)
+        assert await replies_with_patience(await swarm.asker(), 1000, 20.0) >= 8
 
 
 async def test_a_hop_that_reads_short_prompts_is_not_asked_with_each_long_one(autojump_clock: MockClock) -> None:

@@ -21,6 +21,7 @@ from tests.app.session_swarm import PROMPT, SessionSwarm, ask, open_swarm
 FULL = HopError("busy", "no room", "cache_full")
 NO_PLACE = HopError("busy", "no place for you", "asker_sessions_full")
 TOO_LARGE = HopError("refused", "that is too much", CACHE_EXCEEDED)
+LEAVES = HopError("draining", "this node is about to leave")
 
 
 @dataclass
@@ -50,7 +51,7 @@ def add(swarm: SessionSwarm, refuser: Refuser, name: str = "hostile", speed: flo
     swarm.announcements[name] = Announcement(name, 1, 0, "", "serving", Span(4, 8), speed, 10 * speed, room)
 
 
-@pytest.mark.parametrize("error", [FULL, NO_PLACE, TOO_LARGE], ids=lambda error: error.why)
+@pytest.mark.parametrize("error", [FULL, NO_PLACE, TOO_LARGE, LEAVES], ids=lambda error: error.why or error.code)
 @pytest.mark.parametrize("opens", [False, True])
 async def test_a_hop_that_refuses_everything_is_tried_seldom(
     error: HopError, opens: bool, autojump_clock: MockClock
@@ -68,16 +69,17 @@ async def test_a_hop_that_refuses_everything_is_tried_seldom(
         assert 0 < refuser.asked <= 8 + 2 * minutes
 
 
-async def test_a_hop_that_takes_long_to_refuse_holds_up_few_replies(autojump_clock: MockClock) -> None:
+@pytest.mark.parametrize("error", [FULL, LEAVES], ids=lambda error: error.code)
+async def test_a_hop_that_takes_long_to_refuse_holds_up_few_replies(error: HopError, autojump_clock: MockClock) -> None:
     async with open_swarm((0, 4), (4, 8), delay_s=0.02) as swarm:
-        add(swarm, Refuser(FULL, after_s=4.5))
+        add(swarm, Refuser(error, after_s=4.5))
         asker = await swarm.asker()
         late = 0
         for _ in range(200):
             stats = await ask(asker, PROMPT, 4)
             assert stats.token_ids == greedy(PROMPT, 4)
             assert stats.ttft_s is not None
-            assert stats.ttft_s < 6
+            assert stats.ttft_s < 7  # 5 s to begin, and one in which it answers no probe
             late += stats.ttft_s > 1
         assert late <= 8
 
@@ -95,7 +97,7 @@ async def test_a_crowd_that_says_it_has_room_and_refuses_costs_an_asker_little_t
         assert trio.current_time() - begin < 60
 
 
-@pytest.mark.parametrize("error", [FULL, NO_PLACE, TOO_LARGE], ids=lambda error: error.why)
+@pytest.mark.parametrize("error", [FULL, NO_PLACE, TOO_LARGE, LEAVES], ids=lambda error: error.why or error.code)
 @pytest.mark.parametrize(("opens", "after_s"), [(False, 0.0), (False, 4.5), (True, 0.0), (True, 20.0)])
 async def test_a_reply_over_the_only_holder_that_refuses_comes_to_an_end(
     error: HopError, opens: bool, after_s: float, autojump_clock: MockClock
@@ -109,7 +111,7 @@ async def test_a_reply_over_the_only_holder_that_refuses_comes_to_an_end(
             await ask(asker, PROMPT, 4)
         assert not patience.cancelled_caught
         if not opens:
-            assert trio.current_time() <= limits.first_route_s
+            assert trio.current_time() <= limits.first_route_s + after_s + 0.1  # the last attempt may begin at its end
         elif not after_s:
             assert trio.current_time() <= 3 * limits.new_route_s
         assert refuser.asked <= 12

@@ -25,14 +25,16 @@ def state(cached: int, received: int, epoch: int = EPOCH) -> Frame:
 def following(unread: int, row_bytes: int = 16, pace: ReadingPace | None = None) -> HopProgress:
     """Both hops have to read so many tokens."""
     paces = {} if pace is None else dict.fromkeys("ab", pace)
-    return HopProgress(0.0, row_bytes, 30.0, dict.fromkeys("ab", unread), paces)
+    progress = HopProgress(row_bytes, 30.0)
+    progress.begin(EPOCH, ROUTE, dict.fromkeys("ab", unread), paces, 0.0)
+    return progress
 
 
 def loss(a: Frame, b: Frame, *, quiet_s: float) -> HopLoss | None:
     """What is made of these two states when nothing has moved for so long."""
     progress = following(FED, row_bytes=1000)
-    progress.loss(ROUTE, {"a": a, "b": b}, EPOCH, FED, 0.0)
-    return progress.loss(ROUTE, {"a": a, "b": b}, EPOCH, FED, quiet_s)
+    progress.loss(ROUTE, {"a": a, "b": b}, FED, 0.0)
+    return progress.loss(ROUTE, {"a": a, "b": b}, FED, quiet_s)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +74,9 @@ def test_no_prompt_is_so_long_that_hops_may_deny_it_for_minutes() -> None:
     progress = following(fed, row_bytes)
     chunk_s = CHUNK_ROWS * row_bytes / SLOW_LINK_BYTES_PER_S
     states = {"a": state(fed, fed), "b": state(0, 0)}
-    assert progress.loss(ROUTE, states, EPOCH, fed, 0.0) is None
-    assert progress.loss(ROUTE, states, EPOCH, fed, chunk_s + 29.0) is None
-    lost = progress.loss(ROUTE, states, EPOCH, fed, chunk_s + 31.0)
+    assert progress.loss(ROUTE, states, fed, 0.0) is None
+    assert progress.loss(ROUTE, states, fed, chunk_s + 29.0) is None
+    lost = progress.loss(ROUTE, states, fed, chunk_s + 31.0)
     assert lost is not None
     assert (lost.sender, lost.stop) == ("a", fed)
 
@@ -84,8 +86,8 @@ def test_progress_gives_more_time() -> None:
     progress = following(fed)
     for steps, now in ((1, 20.0), (2, 45.0), (3, 70.0)):
         states = {"a": state(steps * STEP_TOKENS, fed), "b": state(0, 0)}
-        assert progress.loss(ROUTE, states, EPOCH, fed, now) is None
-    assert progress.loss(ROUTE, states, EPOCH, fed, 101.0) is not None
+        assert progress.loss(ROUTE, states, fed, now) is None
+    assert progress.loss(ROUTE, states, fed, 101.0) is not None
 
 
 @pytest.mark.parametrize(("fed", "cached", "most_s"), [(10, 9, 32), (1000, 999, 32), (1000, 0, 1906), (64, 0, 151)])
@@ -96,7 +98,7 @@ def test_a_hop_that_claims_one_token_at_a_time_is_waited_for_as_long_as_a_slow_o
     given_up_at = next(
         second
         for second in range(1, 10_000)
-        if progress.loss(ROUTE, {"a": state(second // 20, fed), "b": state(0, 0)}, EPOCH, fed, second) is not None
+        if progress.loss(ROUTE, {"a": state(second // 20, fed), "b": state(0, 0)}, fed, second) is not None
     )
     assert 30 <= given_up_at <= most_s
 
@@ -107,7 +109,7 @@ PACE = ReadingPace(step_s=0.1, token_s=0.01, times=1.0, block_s=0.1)  # 10.1 s f
 def watched(progress: HopProgress, states: Callable[[int], dict[str, Frame]], fed: int, seconds: int) -> int:
     """The second at which a hop is late, looking every second; as many as there are if none is."""
     for second in range(seconds):
-        assert progress.loss(ROUTE, states(second), EPOCH, fed, second) is None
+        assert progress.loss(ROUTE, states(second), fed, second) is None
         if progress.late:
             return second
     return seconds
@@ -124,10 +126,10 @@ def test_a_hop_is_late_by_its_own_word_and_overdue_by_what_was_measured(times: f
     assert watched(progress, crawls, 1000, 200) == 111
     progress = following(1000, pace=PACE._replace(times=times))
     for second in range(overdue_at):
-        assert progress.loss(ROUTE, crawls(second), EPOCH, 1000, second) is None
-        assert not progress.overdue(ROUTE)
-    progress.loss(ROUTE, crawls(overdue_at), EPOCH, 1000, overdue_at)
-    assert [late.hop.peer for late in progress.overdue(ROUTE)] == ["a"]
+        assert progress.loss(ROUTE, crawls(second), 1000, second) is None
+        assert not progress.overdue()
+    progress.loss(ROUTE, crawls(overdue_at), 1000, overdue_at)
+    assert [late.hop.peer for late in progress.overdue()] == ["a"]
 
 
 def test_a_hop_is_not_late_while_its_rows_come_as_over_a_slow_link() -> None:
@@ -139,10 +141,10 @@ def test_a_hop_is_not_late_while_its_rows_come_as_over_a_slow_link() -> None:
 
     progress = following(fed, row_bytes)
     assert watched(progress, come, fed, 160) == 160
-    assert not progress.overdue(ROUTE)
+    assert not progress.overdue()
     progress = following(fed, row_bytes)
     assert watched(progress, lambda second: come(0), fed, 60) == 60
-    (late,) = progress.overdue(ROUTE)
+    (late,) = progress.overdue()
     assert (late.hop.peer, late.unread) == ("a", fed)
     assert late.waited_s == pytest.approx(60 - 45, abs=1), "a chunk takes 42 s"
 
@@ -152,8 +154,8 @@ def test_both_ends_of_a_link_share_a_wait_that_was_given_up(a: tuple[int, int], 
     """Nobody knows which of them is slow, or says so."""
     progress = following(1000, row_bytes=8192, pace=ReadingPace(0.01))
     assert watched(progress, lambda second: {"a": state(*a), "b": state(*b)}, 1000, 31) == 31
-    assert not progress.overdue(ROUTE)
-    shares = {late.hop.peer: late.waited_s for late in progress.overdue(ROUTE, links=True)}
+    assert not progress.overdue()
+    shares = {late.hop.peer: late.waited_s for late in progress.overdue(links=True)}
     assert shares == {"a": 15.0, "b": 15.0}
 
 
