@@ -121,7 +121,7 @@ async def test_states_larger_than_the_blocks_are_not_even_fetched(tmp_path: Path
 
 
 async def test_an_owner_that_leaves_while_its_states_are_fetched_frees_the_memory(
-    tmp_path: Path, autojump_clock: MockClock
+    tmp_path: Path, patient_clock: MockClock
 ) -> None:
     async with open_helper(tmp_path) as (fabric, helper):
         fabric.node("silent")

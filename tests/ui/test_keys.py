@@ -580,7 +580,7 @@ def test_the_first_run_is_over_when_another_terminal_has_joined_a_swarm() -> Non
         assert app.screen is not first
         assert first.is_attached  # a name that is being typed is not taken away
         await pilot.press("escape")
-        await until(app, pilot, lambda: app.screen is first)
+        await until(app, pilot, lambda: not isinstance(app.screen, TextDialog))
         app.show_now()
         await until(app, pilot, lambda: not first.is_attached)
 
