@@ -392,9 +392,8 @@ class TrainingServer:
             while True:
                 with trio.fail_after(2 * IDLE_S):
                     message = await stream.receive()
-                if not self._is_open:
-                    break
-                await self._on_frame(decode(message), stream.peer, answers)
+                if self._is_open:  # else jobs are about to tell their owners on this stream that they end
+                    await self._on_frame(decode(message), stream.peer, answers)
         except RecordError as error:
             log.info("%s sent a frame that is not understood: %s", stream.peer, error)
             self.dropped += 1
