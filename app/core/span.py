@@ -48,6 +48,11 @@ class Span:
         """True if all blocks of `part` are among these."""
         return self.start <= part.start and part.stop <= self.stop
 
+    def overlap(self, other: Span) -> Span | None:
+        """Return the blocks of both; None if there are none."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return Span(start, stop) if start < stop else None
+
     def blocks(self) -> range:
         """The numbers of its blocks."""
         return range(self.start, self.stop)

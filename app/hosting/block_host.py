@@ -479,9 +479,7 @@ class BlockHost:
         self.is_loading = False
         if hosted is None:
             if urgent is None:
-                self._settled_at = trio.current_time()
-                self._steps.leave_out_hosting()
-                self._steps.done("announce")
+                self._end_early()
             return urgent
         self._forget_memory_change()  # it was about the blocks before
         if self._whole is not None and plan.blocks >= self._whole.blocks:
@@ -516,9 +514,7 @@ class BlockHost:
             log.warning("%s", why.text)
             return Move(kept, 0.0, why)
         self.is_loading = False
-        self._settled_at = trio.current_time()
-        self._steps.leave_out_hosting()
-        self._steps.done("announce")
+        self._end_early()
         self._forget_memory_change()  # it was about the whole span
         if isinstance(error, DeviceFull):
             if self._device_was_full:
@@ -528,6 +524,12 @@ class BlockHost:
         self._change_plan(self._plan_now)
         return None
 
+    def _end_early(self) -> None:
+        """Note that no more blocks are loaded for now than those that are served."""
+        self._settled_at = trio.current_time()
+        self._steps.leave_out_hosting()
+        self._steps.done("announce")
+
     async def _fallback(self, plan: HostingPlan, span: Span, error: WeightsError) -> Span | None:
         """Return blocks that can be hosted in place of a span that cannot be stored; None if there are none."""
         fits = await self._loader.fitting(span) if error.code == "disk_full" else None
@@ -535,7 +537,7 @@ class BlockHost:
             return fits
         # The disk takes less than it says, as with a quota.
         held = await self._loader.held()
-        here = [both for one in held if (both := _overlap(one, span)) is not None]
+        here = [both for one in held if (both := one.overlap(span)) is not None]
         if not here and self._options.blocks is None:
             here = [Span(one.start, min(one.stop, one.start + plan.blocks)) for one in held]
         longest = max(here, key=len, default=None)
@@ -722,11 +724,6 @@ class BlockHost:
         share = (busy_s - self._announced_busy_s) / max(now - self._announced_at, 1.0)
         self._announced_at, self._announced_busy_s = now, busy_s
         return min(max(share, 0.0), 1.0)
-
-
-def _overlap(one: Span, other: Span) -> Span | None:
-    start, stop = max(one.start, other.start), min(one.stop, other.stop)
-    return Span(start, stop) if start < stop else None
 
 
 def _shortage(kept: Span, span: Span, error: WeightsError | DeviceFull) -> Reason:

@@ -39,8 +39,8 @@ def _route_through(here: str, comparison: RouteComparison, avoid: Collection[str
     own = next((member for member in comparison.members if member.peer == here), None)
     if own is None or own.span is None or here in avoid or why_unused(own, request) is not None:
         return None
-    part = Span(max(own.span.start, wanted.start), min(own.span.stop, wanted.stop))
-    if part.start >= part.stop:
+    part = own.span.overlap(wanted)
+    if part is None:
         return None
     route: list[Hop] = []
     try:
