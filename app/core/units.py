@@ -41,6 +41,11 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def format_lead(ahead_s: float) -> str:
+    """Say how far a clock is ahead of another one, like "about 12 min ahead of", or behind it if that is negative."""
+    return f"about {format_duration(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'}"
+
+
 def format_size(size_bytes: int) -> str:
     """Format a size with one decimal in powers of ten, like "1.5 GB"."""
     if size_bytes < 1000:

@@ -21,6 +21,7 @@ from app.core.compute import NextStep
 from app.core.errors import AppError, HomeError, UnknownSwarm, first_error, reason_of
 from app.core.network import FrameStream, Network
 from app.core.reasons import Reason, because
+from app.core.units import format_lead
 from app.hosting.block_host import BlockHost, HostedView
 from app.hosting.loader import fetching_text, obtain_ends
 from app.joining.admission import NotAdmitted, ask_admission
@@ -43,7 +44,7 @@ from app.membership import (
 from app.membership.member import describe
 from app.node.context import NodeContext
 from app.node.hosting_loop import HostingLoop
-from app.node.peer_views import by_clocks, clock_words, peer_views
+from app.node.peer_views import by_clocks, peer_views
 from app.planning.machines import MachineSpec
 from app.rounds.machines import Helpers
 from app.rounds.train_jobs import TrainJobs, TrainPlace
@@ -55,6 +56,7 @@ from app.snapshot.views import PeerView, State
 from app.swarm.names import SwarmName
 from app.swarm.records import Announcement, SwarmRecord
 from app.swarm.saved import SavedSwarm, record_of
+from app.system.doctor import CLOCK_LIMIT_S
 from app.training.activations import ActivationDisk
 from app.training.consent import job_replicas, job_routes, slow_wire
 from app.training.forecasts import SwarmForecaster
@@ -66,11 +68,9 @@ from app.weights.draft_models import find_draft
 from app.weights.extents import WeightsError
 from app.weights.manifest_store import model_name
 from app.weights.model_weights import ENDS, ModelWeights
-from p2p.envelope import CLOCK_TOLERANCE_MS
 from p2p.errors import P2PError, WrongSecret
 from p2p.network import Libp2pNetwork
 
-CLOCK_LIMIT_S = CLOCK_TOLERANCE_MS / 1000  # beyond which members refuse each other's statements
 LOOK_AGAIN_S = 0.5  # between two searches for the swarm
 ADMIT_AGAIN_S = 3.0  # between two requests to be admitted
 ADMIT_PATIENCE_S = 5.0  # for the issuer of a second invite
@@ -232,7 +232,7 @@ class ActiveSwarm:
 
     def _clock_trouble(self) -> Reason | None:
         ahead_s = self.clock_ahead_s(CLOCK_LIMIT_S)
-        return because("clock_off", f"this machine's clock is {clock_words(ahead_s)} its peers'") if ahead_s else None
+        return because("clock_off", f"this machine's clock is {format_lead(ahead_s)} its peers'") if ahead_s else None
 
     def clock_ahead_s(self, tolerance_s: float) -> float | None:
         """Return the seconds by which this machine's clock is ahead of its peers', as `PeerClocks.ahead_s` does."""

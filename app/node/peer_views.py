@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from app.core.network import Link
 from app.core.reasons import Reason, because
-from app.core.units import format_duration
+from app.core.units import format_lead
 from app.membership import Member
 from app.routing.trust import TrustBook
 from app.snapshot.views import PeerView
@@ -56,11 +56,6 @@ def fetched_share(announced: Announcement) -> float | None:
     return len(held) / len(wanted)
 
 
-def clock_words(ahead_s: float) -> str:
-    """Say how far a clock is from another one."""
-    return f"about {format_duration(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'}"
-
-
 def by_clocks(unused: Mapping[str, Reason], here_ahead_s: Callable[[str], float | None]) -> dict[str, Reason]:
     """Return the reasons for not using peers, with the clock of a peer in place of others if it is wrong.
 
@@ -70,6 +65,6 @@ def by_clocks(unused: Mapping[str, Reason], here_ahead_s: Callable[[str], float 
     off = {peer: -ahead_s for peer in unused if (ahead_s := here_ahead_s(peer))}
     words = "what it says of itself is refused"
     return {**unused} | {
-        peer: because("peer_clock", f"its clock is {clock_words(ahead_s)} this machine's: {words}", peer)
+        peer: because("peer_clock", f"its clock is {format_lead(ahead_s)} this machine's: {words}", peer)
         for peer, ahead_s in off.items()
     }

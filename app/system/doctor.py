@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from app.core.units import format_duration, format_size
+from app.core.reasons import NEXT_STEPS
+from app.core.units import format_lead, format_size
 from app.snapshot.views import NetworkView, PeerView, RuleView, Snapshot
 from engine.budget import BlockBudget, CacheFormat
 from p2p.addresses import Scope, parse_known
+from p2p.envelope import CLOCK_TOLERANCE_MS
 
 if TYPE_CHECKING:  # importing it loads torch, which may be broken
     from engine.device.probe import Device
@@ -198,7 +200,7 @@ TROUBLED = frozenset({"probe_blocks", "probe_api"})  # reasons of other states t
 FAILED = frozenset({"clock_off", "model_gone", "twin"})  # the node cannot do its work until somebody does something
 WORRYING = frozenset({"peer_suspect", "peer_dead", "peer_clock", "distrusted"})
 CLOCK_TOLERANCE_S = 60.0
-CLOCK_LIMIT_S = 600.0  # beyond this, members refuse each other's signed records
+CLOCK_LIMIT_S = CLOCK_TOLERANCE_MS / 1000  # beyond this, members refuse each other's signed records
 # 2025-01-01: a correct clock cannot show a time before Shoal existed.
 _BEGINNING_MS = 1_735_689_600_000
 
@@ -310,12 +312,12 @@ def check_clock(now_ms: int, last_said_ms: int, ahead_s: float | None) -> Check:
     `ahead_s` is the clock's lead over the peers', negative if it is behind, 0 if they agree and None if there are none;
     `last_said_ms` is the stored sequence number of this node.
     """
-    mend = "set the clock, best by turning on the system's time service"
+    mend = NEXT_STEPS["clock_off"]
     if now_ms < _BEGINNING_MS:
         return Check("clock", "fail", "the clock shows a time before 2025", mend)
     set_back_s = (last_said_ms - now_ms) / 1000
     if ahead_s:
-        detail = f"about {format_duration(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} the other members"
+        detail = f"{format_lead(ahead_s)} the other members"
         if abs(ahead_s) > CLOCK_LIMIT_S:
             refusal = "they refuse what it says" if ahead_s > 0 else "it refuses what they say"
             return Check("clock", "fail", f"{detail}: {refusal}", mend)

@@ -20,17 +20,23 @@ def ahead_s(sim: Sim, node: SimNode, tolerance_s: float = LIMIT_S) -> float | No
     return node.swarm._setup.clocks.ahead_s(sources, now_s, trio.current_time(), tolerance_s)
 
 
+async def swarm_and_newcomer(sim: Sim, skew_s: float, *, found_within_s: float) -> tuple[list[SimNode], SimNode]:
+    """Let a node whose clock is off join a swarm, and see it find by how much."""
+    nodes = await sim.grow(4)
+    await trio.sleep(900)
+    wrong = sim.add(9, [node.peer for node in nodes], skew_s=skew_s)
+    await sim.until(lambda: bool(ahead_s(sim, wrong)), found_within_s)
+    assert ahead_s(sim, wrong) == pytest.approx(skew_s, abs=AGE_S / 2)
+    return nodes, wrong
+
+
 @pytest.mark.parametrize("skew_s", [3 * HOUR_S, -3 * HOUR_S, 100 * 24 * HOUR_S, -100 * 24 * HOUR_S])
 async def test_a_node_whose_clock_is_far_off_learns_so_from_the_first_answers(
     skew_s: float, autojump_clock: MockClock
 ) -> None:
     """It refuses what others say, or they what it says, so it sees no members."""
     async with open_sim() as sim:
-        nodes = await sim.grow(4)
-        await trio.sleep(900)
-        wrong = sim.add(9, [node.peer for node in nodes], skew_s=skew_s)
-        await sim.until(lambda: bool(ahead_s(sim, wrong)), 30)
-        assert ahead_s(sim, wrong) == pytest.approx(skew_s, abs=AGE_S / 2)
+        nodes, wrong = await swarm_and_newcomer(sim, skew_s, found_within_s=30)
         assert wrong.knows() == set()
         assert all(ahead_s(sim, node) == 0 for node in nodes)
 
@@ -40,11 +46,7 @@ async def test_a_clock_that_is_off_by_little_more_than_is_allowed_is_found_when_
     skew_s: float, autojump_clock: MockClock
 ) -> None:
     async with open_sim() as sim:
-        nodes = await sim.grow(4)
-        await trio.sleep(900)
-        wrong = sim.add(9, [node.peer for node in nodes], skew_s=skew_s)
-        await sim.until(lambda: bool(ahead_s(sim, wrong)), AGE_S)
-        assert ahead_s(sim, wrong) == pytest.approx(skew_s, abs=AGE_S / 2)
+        await swarm_and_newcomer(sim, skew_s, found_within_s=AGE_S)
 
 
 async def test_right_clocks_give_no_alarm(autojump_clock: MockClock) -> None:
