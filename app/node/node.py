@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import trio
 
@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from app.joining.offers import Machine
     from app.rounds.founding import TrainWish
     from app.rounds.train_jobs import TrainJobs
+    from app.rounds.train_store import TrainStore
     from app.training.job_store import Job
     from app.training.material import TrainingWish
     from app.training.swarm_jobs import JobForecast, SwarmJobs
@@ -97,6 +98,8 @@ NO_SWARM = because("no_swarm", "not in a swarm")
 
 NO_SWARM_TEXT = "this node has not joined a swarm yet: join one with `shoal join`, or wait until it has joined"
 log = logging.getLogger("shoal.node")
+
+T = TypeVar("T")
 
 
 def leaving_words(open_sessions: int) -> str:
@@ -575,15 +578,19 @@ class Node:
             raise AppError(NO_SWARM_TEXT, code="no_swarm")
         return trainings
 
+    async def _in_train_store(self, function: Callable[[TrainStore], T]) -> T:
+        """Return what a function finds or changes among the training jobs on disk, outside of any swarm."""
+        from app.rounds.train_store import TrainStore
+
+        return await trio.to_thread.run_sync(function, TrainStore(self._home))
+
     async def trainings(self) -> list[dict[str, Any]]:
         """List the training jobs of this home, the newest first."""
         if (trainings := self._trainings_here) is not None:
             return await trainings.facts()
         if not self._home.trainings_folder.is_dir():
             return []
-        from app.rounds.train_store import TrainStore
-
-        return await trio.to_thread.run_sync(TrainStore(self._home).all_idle_facts)
+        return await self._in_train_store(lambda store: store.all_idle_facts())
 
     async def joinable_trainings(self) -> list[JoinableView]:
         """List the training jobs of other members of the active swarm that this node could join."""
@@ -600,17 +607,13 @@ class Node:
     async def join_training(self, job: str, data: Sequence[str] = (), licence: str = "") -> dict[str, Any]:
         """Take part in a training job of the active swarm, by its name or hash, with a text of one's own if it asks."""
         if self._trainings_here is None:
-            from app.rounds.train_store import TrainStore
-
-            await trio.to_thread.run_sync(TrainStore(self._home).require_not_elsewhere, job, "")
+            await self._in_train_store(lambda store: store.require_not_elsewhere(job, ""))
         return await self._trainings().join(job, data, licence)
 
     async def leave_training(self, job: str) -> dict[str, Any]:
         """Take no more part in a training job of any swarm."""
         if self._trainings_here is None:
-            from app.rounds.train_store import TrainStore
-
-            left = await trio.to_thread.run_sync(TrainStore(self._home).leave, job)
+            left = await self._in_train_store(lambda store: store.leave(job))
             if self._trainings_here is None:  # else the job may have begun meanwhile
                 return left
         return await self._trainings().leave(job)
@@ -619,9 +622,7 @@ class Node:
         """Remove a training job in which this node takes no part, with its files."""
         if (trainings := self._trainings_here) is not None:
             return await trainings.remove(job)
-        from app.rounds.train_store import TrainStore
-
-        return await trio.to_thread.run_sync(TrainStore(self._home).remove, job)
+        return await self._in_train_store(lambda store: store.remove(job))
 
     async def jobs(self) -> list[JobView]:
         """List the fine-tuning jobs of this home, the newest first."""

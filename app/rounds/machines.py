@@ -15,14 +15,13 @@ from typing import NamedTuple
 
 import trio
 
-from app.core.canonical_json import decode_object
 from app.core.errors import AppError, RecordError
 from app.core.network import Network
 from app.core.span import Span
 from app.core.units import format_size
 from app.routing.route import Hop, Route
+from app.training.consent import ask_room
 from app.training.trainer import OwnServer, RouteFinder
-from app.training.wire import ROOM
 from p2p.errors import P2PError
 
 log = logging.getLogger("shoal.rounds")
@@ -31,7 +30,6 @@ ASK_S = 5.0
 ASK_AGAIN_S = 5.0
 MOST_ASKED = 64  # members
 NEAR_S = 0.005  # round trips of machines that are equally near
-_MOST_ANSWER_BYTES = 4096
 _MOST_ROOM_BYTES = 2**60
 
 Needs = Callable[[int, int], int]  # (blocks, micro-batches under way) -> bytes
@@ -131,9 +129,8 @@ async def ask_rooms(helpers: Helpers, avoid: frozenset[str], known: dict[str, Ro
     async def ask(peer: str) -> None:
         room_bytes = 0  # if it is gone, or of an older version
         try:
-            answer = await network.call(peer, ROOM, b"", timeout_s=ASK_S)
-            fields = decode_object(answer, "room", max_bytes=_MOST_ANSWER_BYTES)
-            room_bytes = fields.integer("bytes", 0, _MOST_ROOM_BYTES)
+            answer = await ask_room(network, peer, timeout_s=ASK_S)
+            room_bytes = answer.integer("bytes", 0, _MOST_ROOM_BYTES)
         except (P2PError, RecordError) as error:
             log.debug("%s offers no room: %s", peer, error)
         known[peer] = Room(peer, room_bytes, rtts.get(peer) or ASK_S)

@@ -487,22 +487,18 @@ class TrainJobs:
         """Wait while the node is paused."""
         from app.rounds.founding import give_memory_back
 
-        if why := self._why_paused():
+        if why := self._place.pause.training_waits:
             log.info("training %s %s", name, why)
             await trio.to_thread.run_sync(give_memory_back)
             while self._place.pause.of_training is not None:
                 await self._place.pause.wait_change()
-
-    def _why_paused(self) -> str:
-        """Say why jobs wait for the end of a pause; nothing if they need not."""
-        return self._place.pause.training_waits
 
     async def _start(self, job: StoredTraining, vectors: Any = None) -> None:
         """Begin a job that was founded or joined; what keeps it from that is raised, and written down.
 
         While the node is paused, it waits.
         """
-        if self._why_paused():
+        if self._place.pause.training_waits:
             await self._write(job, None, RUNNING)
             if job.record.id not in self._waiting:
                 self._wait_for_room(job, "")
@@ -540,7 +536,7 @@ class TrainJobs:
         self._server.islands[record.id] = island
         self._server.records[record.id] = job.raw
         running = self.running[record.id] = RunningTraining(job, island, machine, begun)
-        if self._why_paused():  # since a moment ago
+        if self._place.pause.training_waits:  # since a moment ago
             running.pause()
         self._nursery.start_soon(self._run_job, running)
 
@@ -698,7 +694,7 @@ class TrainJobs:
             return facts
         facts = self._store.idle_facts(job or self._store.find(record.id.hex()))
         if (waiting := self._waiting.get(record.id)) is not None:
-            facts["waiting"] = self._why_paused() or waiting.why
+            facts["waiting"] = self._place.pause.training_waits or waiting.why
         elif record.swarm == self._place.swarm:
             facts["waiting"] = ""
         return facts

@@ -327,11 +327,18 @@ class RoutePlanner:
 
     def refused(self, peer: str, tokens: int, why: Reason) -> None:
         """Note that a peer had no room for a session of so many tokens; be wary of strangers if it had announced it."""
-        contradicts = self.announces_room(peer, tokens)
+        self._note_refusal(peer, tokens, why, contradicts=self._announces_room(peer, tokens))
+
+    def leaves(self, peer: str, tokens: int, why: Reason) -> None:
+        """Doubt a peer that is about to leave, and announces that it serves, like one that has no room after all."""
+        if self._announces_room(peer, tokens):
+            self._note_refusal(peer, tokens, why, contradicts=True)
+
+    def _note_refusal(self, peer: str, tokens: int, why: Reason, *, contradicts: bool) -> None:
         if self.full_hops.refused(peer, tokens, why, trio.current_time(), contradicts=contradicts):
             self.tried_in_vain(peer)
 
-    def announces_room(self, peer: str, tokens: int) -> bool:
+    def _announces_room(self, peer: str, tokens: int) -> bool:
         """True if a peer announces that it serves, and has room for a session of so many tokens."""
         return any(m.peer == peer and m.serves and m.kv_free_tokens >= tokens for m in self.members())
 
@@ -547,9 +554,8 @@ class SessionRoutes:
             self._planner.failed(peer, why)
 
     def leaves(self, peer: str, why: Reason) -> None:
-        """Doubt a hop that is about to leave, and announces that it serves, like one that has no room after all."""
-        if self._planner.announces_room(peer, self._request.tokens):
-            self._planner.refused(peer, self._request.tokens, why)
+        """Record that a hop says that it is about to leave."""
+        self._planner.leaves(peer, self._request.tokens, why)
 
     def worked(self, peer: str) -> None:
         """Lift a hop's ban; note if its blocks were computed in another number format before."""

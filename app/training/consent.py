@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import trio
 
 from app.config.settings import Settings
-from app.core.canonical_json import decode_object
+from app.core.canonical_json import Fields, decode_object
 from app.core.errors import AppError, RecordError
 from app.core.network import Network
 from app.core.span import Span
@@ -112,14 +112,20 @@ async def consenting(network: Network, find: RouteFinder) -> Route:
         refusals |= refusing
 
 
+async def ask_room(network: Network, peer: str, *, timeout_s: float) -> Fields:
+    """Ask a member what it would give to a job of this node; raises `P2PError` or `RecordError`."""
+    answer = await network.call(peer, ROOM, b"", timeout_s=timeout_s)
+    return decode_object(answer, "room", max_bytes=_MOST_ANSWER_BYTES)
+
+
 async def _refusals(network: Network, peers: Sequence[str], until: float) -> dict[str, str]:
     """Ask members for consent; return those that refuse, and why."""
     found: dict[str, str] = {}
 
     async def ask(peer: str) -> None:
         try:
-            answer = await network.call(peer, ROOM, b"", timeout_s=max(0.0, until - trio.current_time()))
-            why = decode_object(answer, "room", max_bytes=_MOST_ANSWER_BYTES).optional_text("refuses", 400)
+            answer = await ask_room(network, peer, timeout_s=max(0.0, until - trio.current_time()))
+            why = answer.optional_text("refuses", 400)
         except (P2PError, RecordError) as error:  # it is gone, or of an older version
             log.debug("%s does not say whether it trains for this node: %s", peer, error)
         else:
