@@ -36,6 +36,8 @@ _DETACHED_PROCESS, _CREATE_NEW_PROCESS_GROUP = 0x0008, 0x0200  # of Windows; `su
 
 _RETRY_S = 0.02
 _LONGEST_RETRY_S = 0.2
+_LOOK_S = 0.001  # about as long as somebody looks whether a file is locked
+_LOOKS, _LOOKS_ON_WINDOWS = 1000, 5
 _REPLACE_TRIES = 9  # with the pauses above, about a second
 
 
@@ -141,17 +143,16 @@ class FileLock:
 
     @classmethod
     def try_acquire(cls, path: Path) -> FileLock | None:
-        """Acquire the lock without waiting; None if another process holds it."""
+        """Acquire the lock; None if another process holds it. Only those who just look at it are waited for."""
         file = open(path, "ab")  # stays open: closing it would release the lock
         try:
-            _lock(file)
-        except (BlockingIOError, PermissionError):
-            file.close()
-            return None
+            if _lock_soon(file, shared=False):
+                return cls(file)
         except BaseException:
             file.close()
             raise
-        return cls(file)
+        file.close()
+        return None
 
     @classmethod
     def acquire(cls, path: Path, *, timeout_s: float) -> FileLock:
@@ -176,24 +177,42 @@ class FileLock:
         self.release()
 
 
-def _lock(file: IO[bytes]) -> None:
-    if _fcntl is not None:
-        _fcntl.flock(file.fileno(), _fcntl.LOCK_EX | _fcntl.LOCK_NB)
-    elif _msvcrt is not None:
-        # One byte far beyond the end, so that the file stays readable. A held lock raises PermissionError.
-        file.seek(2**30)
-        _msvcrt.locking(file.fileno(), _msvcrt.LK_NBLCK, 1)
-
-
 def is_locked(path: Path) -> bool:
-    """True if a process holds the lock on `path` at this moment."""
+    """True if a process holds the lock on `path`; others that look at it at this moment do not count."""
     if not path.exists():
         return False
-    lock = FileLock.try_acquire(path)
-    if lock is None:
-        return True
-    lock.release()
+    with open(path, "ab") as file:
+        return not _lock_soon(file, shared=True)
+
+
+def _lock_soon(file: IO[bytes], *, shared: bool) -> bool:
+    """Lock a file, shared in order to look at it only; False if somebody holds it.
+
+    Who looks at it has a lock too, for a moment: that is waited for. On Windows, which knows no shared locks, the two
+    cannot be told apart.
+    """
+    for _ in range(_LOOKS if _fcntl else _LOOKS_ON_WINDOWS):
+        if _lock(file, shared=shared):
+            return True
+        if _fcntl is not None:
+            if not _lock(file, shared=True):
+                return False
+            _fcntl.flock(file.fileno(), _fcntl.LOCK_UN)
+        time.sleep(_LOOK_S)
     return False
+
+
+def _lock(file: IO[bytes], *, shared: bool) -> bool:
+    try:
+        if _fcntl is not None:
+            _fcntl.flock(file.fileno(), (_fcntl.LOCK_SH if shared else _fcntl.LOCK_EX) | _fcntl.LOCK_NB)
+        elif _msvcrt is not None:
+            # One byte far beyond the end, so that the file stays readable. A held lock raises PermissionError.
+            file.seek(2**30)
+            _msvcrt.locking(file.fileno(), _msvcrt.LK_NBLCK, 1)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
 
 
 # --- memory and open files -------------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from p2p.platform import FileLock, write_private
 
 HOLDER = """
 import sys
+import threading
 from pathlib import Path
 from p2p.platform import FileLock
 lock = FileLock.try_acquire(Path(sys.argv[1]))
@@ -113,6 +116,27 @@ def test_a_lock_excludes_other_processes_and_ends_with_them(tmp_path: Path) -> N
     # Killed without a chance to tidy up: the kernel has given the lock back.
     with FileLock.acquire(path, timeout_s=5):
         assert platform.is_locked(path)
+    assert not platform.is_locked(path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no shared locks")
+def test_who_looks_at_a_lock_is_no_holder_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with open(path, "ab") as looker:
+        fcntl = importlib.import_module("fcntl")
+        fcntl.flock(looker.fileno(), fcntl.LOCK_SH)
+        assert not platform.is_locked(path)
+        taken: list[FileLock | None] = []
+        acquiring = threading.Thread(target=lambda: taken.append(FileLock.try_acquire(path)))
+        acquiring.start()
+        assert not platform.is_locked(path)
+        fcntl.flock(looker.fileno(), fcntl.LOCK_UN)
+        acquiring.join()
+    [lock] = taken
+    assert lock is not None
+    assert platform.is_locked(path)
+    assert FileLock.try_acquire(path) is None
+    lock.release()
     assert not platform.is_locked(path)
 
 
