@@ -144,7 +144,7 @@ class FileLock:
     @classmethod
     def try_acquire(cls, path: Path) -> FileLock | None:
         """Acquire the lock; None if another process holds it. Only those who just look at it are waited for."""
-        file = open(path, "ab")  # stays open: closing it would release the lock
+        file = open(path, "a+b")  # stays open: closing it would release the lock
         try:
             if _lock_soon(file, shared=False):
                 return cls(file)
@@ -181,7 +181,7 @@ def is_locked(path: Path) -> bool:
     """True if a process holds the lock on `path`; others that look at it at this moment do not count."""
     if not path.exists():
         return False
-    with open(path, "ab") as file:
+    with open(path, "a+b") as file:
         return not _lock_soon(file, shared=True)
 
 
@@ -203,6 +203,7 @@ def _lock_soon(file: IO[bytes], *, shared: bool) -> bool:
 
 
 def _lock(file: IO[bytes], *, shared: bool) -> bool:
+    """Lock a file that is open for reading, which NFS wants for shared locks, and for writing, for the others."""
     try:
         if _fcntl is not None:
             _fcntl.flock(file.fileno(), (_fcntl.LOCK_SH if shared else _fcntl.LOCK_EX) | _fcntl.LOCK_NB)
