@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from app.core.canonical_json import canonical, check_version, decode_object
@@ -48,7 +49,7 @@ class JobRecord:
         """The record's bytes."""
         return canonical({"version": VERSION, **asdict(self), "targets": list(self.targets)})
 
-    @property
+    @cached_property
     def id(self) -> str:
         """The beginning of the record's hash, which names the job."""
         return hashlib.sha256(self.encoded()).hexdigest()[:ID_DIGITS]

@@ -5,6 +5,7 @@ Block b's output at position p is a hash of b, p and every input of the block up
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -67,13 +68,18 @@ class LaunchedChoice(NamedTuple):
     next_rows: list[bytes]
 
 
-FINITE = int.from_bytes(b"\xff\xff\xff\xbf" * WIDTH, "little")
+FINITE = bytes(byte & 0xBF for byte in range(256))  # without the bit that all numbers that are NaN or infinite have
 
 
 def digest(*parts: bytes | int) -> bytes:
     """16 bytes that depend on all parts: four numbers, of which none is NaN or infinity."""
-    made = hashlib.blake2b(b"|".join(p if isinstance(p, bytes) else b"%d" % p for p in parts), digest_size=16).digest()
-    return (int.from_bytes(made, "little") & FINITE).to_bytes(ROW_BYTES, "little")
+    made = hashlib.blake2b(b"|".join(p if isinstance(p, bytes) else b"%d" % p for p in parts), digest_size=ROW_BYTES)
+    return made.digest().translate(FINITE)
+
+
+@functools.cache
+def _embedding(token: int) -> bytes:
+    return digest(b"embed", token)
 
 
 class HashRunner:
@@ -244,9 +250,13 @@ def _on_wire(row: bytes, wire: str) -> bytes:
 def through(block: int, cache: list[bytes], rows: Sequence[bytes], adapter: bytes = b"") -> list[bytes]:
     """Run rows through one block, growing its cache."""
     outputs = []
-    for row in rows:
-        cache.append(digest(cache[-1] if cache else b"", row, *((adapter,) if adapter else ())))
-        outputs.append(digest(block, len(cache), cache[-1]))
+    last, name = cache[-1] if cache else b"", b"%d|%b" % (block, adapter)
+    for position, row in enumerate(rows, len(cache)):
+        # One hash for both, with nothing else: whole prompts of many streams come through here.
+        made = hashlib.blake2s(b"%b|%b|%d|%b" % (last, row, position, name)).digest().translate(FINITE)
+        last = made[:ROW_BYTES]
+        cache.append(last)
+        outputs.append(made[ROW_BYTES:])
     return outputs
 
 
@@ -261,7 +271,7 @@ class HashEnds:
     launches: int = 0  # looks until a launched choice is done; 0: choices cannot be launched
 
     def embed(self, token_ids: Sequence[int], wire: str = "") -> bytes:
-        return b"".join(_on_wire(digest(b"embed", token), wire) for token in token_ids)
+        return b"".join(_on_wire(_embedding(token), wire) for token in token_ids)
 
     def begin(self, prompt_ids: Sequence[int], settings: Any) -> HashReply:
         return HashReply(int(settings))
