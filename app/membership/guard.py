@@ -53,14 +53,16 @@ LISTS_AT_ONCE, LISTS_PER_S = 64, 1.0  # revocation lists of one peer that are lo
 class GuardedNetwork:
     """The calls and streams of a guarded swarm; satisfies `app.core.network.Network`.
 
-    `certificate` is this node's own, None for the creator and for a newcomer. The listeners are called with every
+    `certificate` is this node's own, None for the creator and for a newcomer; one that is of another identity, as after
+    `shoal id import`, is none. The listeners are called with every
     revocation list that is new here, so that it can be saved and passed on.
     """
 
     def __init__(
         self, network: Network, authority: Authority, certificate: bytes | None = None, lists: Iterable[bytes] = ()
     ) -> None:
-        self.authority, self.certificate = authority, certificate
+        self.authority = authority
+        self.certificate = None if certificate is None else _own(certificate, authority, network.peer_id)
         self.book = RevocationBook(authority)
         self.listeners: list[Callable[[Envelope], None]] = []
         self._network = network
@@ -318,3 +320,13 @@ class GuardedNetwork:
     async def disconnect(self, peer: str, *, misbehaved: bool = False) -> None:
         """Close the link to a peer."""
         await self._network.disconnect(peer, misbehaved=misbehaved)
+
+
+def _own(certificate: bytes, authority: Authority, peer: str) -> bytes | None:
+    """Return a saved certificate if it is this peer's."""
+    try:
+        named = read_certificate(certificate, authority).peer
+    except EnvelopeError as error:
+        log.warning("the saved certificate is not valid: %s", error)
+        return None
+    return certificate if named == peer else None

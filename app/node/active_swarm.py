@@ -285,7 +285,7 @@ class ActiveSwarm:
                 why = reason_of(error)
                 if not isinstance(error, NotAdmitted):
                     why = because("looking", f"{no_issuer_text(self.swarm)}; still trying", entry.issuer)
-                if self.swarm.certificate is not None and (is_final or trio.current_time() >= give_up_at):
+                if guard.certificate is not None and (is_final or trio.current_time() >= give_up_at):
                     self.swarm = replace(self.swarm, entry=None)
                     return
                 if why != self.why:
@@ -295,8 +295,9 @@ class ActiveSwarm:
                 if isinstance(error, NotAdmitted):
                     self.settled.set()  # approval may take days: `shoal join` need not wait for it
             await trio.sleep(ADMIT_AGAIN_S)
-        if self.swarm.certificate is None and network.peer_id != guard.authority.creator:
-            await self._fail(NotAdmitted(f"{self.swarm.name}: this node has no certificate", code="invite_unknown"))
+        if guard.certificate is None and network.peer_id != guard.authority.creator:
+            has = "no certificate" if self.swarm.certificate is None else "only the certificate of another identity"
+            await self._fail(NotAdmitted(f"{self.swarm.name}: this node has {has}", code="invite_unknown"))
 
     async def _fail(self, error: AppError | P2PError) -> NoReturn:
         """Report that joining has failed for good, and wait to be cancelled."""

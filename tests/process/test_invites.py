@@ -8,6 +8,7 @@ import pytest
 
 from app.api.client import Client, client_of
 from app.cli.swarms import STILL_TRYING
+from app.config.home import Home
 from app.core.errors import AppError
 from tests.process.node_process import Place, Serving, wait_until
 
@@ -57,3 +58,13 @@ def test_an_invite_is_used_once_approved_and_revoked(tmp_path: Path) -> None:
         wait_until(lambda: guest.snapshot().warnings != (), "the guest knows it")
         [warning] = guest.snapshot().warnings
         assert (warning.code, warning.text) == ("revoked", "this node was removed from den")
+        assert second.end() == 0
+    # Under another identity its certificate is worth nothing, which is said.
+    Home(places[1].home).key_file.unlink()
+    with Serving(places[1], ALONE) as again:
+        again.up()
+        guest = client_of(places[1].home)
+        wait_until(lambda: "only the certificate of another identity" in guest.snapshot().reason, "it says why")
+        why = guest.snapshot().why
+        assert why is not None
+        assert why.next_step == "ask for a new invite (`shoal invite`)"

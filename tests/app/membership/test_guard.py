@@ -12,7 +12,7 @@ from trio.testing import MockClock
 
 from app.core.errors import AppError
 from app.joining.admission import NotAdmitted
-from app.membership import wire
+from app.membership import GuardedNetwork, wire
 from app.membership.guard import GRACE_S, SWEEP_S
 from app.swarm.certificates import MAX_REVOKED, Authority, sign_certificate, sign_revocations
 from app.swarm.invite import Pass
@@ -53,6 +53,20 @@ async def test_an_invite_admits_one_node_and_then_nobody(autojump_clock: MockClo
         first = guest.swarm.certificate
         await guest.enter(invite)  # the answer may have been lost: the same peer gets the same certificate
         assert guest.swarm.certificate == first
+
+
+async def test_a_certificate_of_another_identity_or_a_damaged_one_is_none(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    assert HERE is not None
+    async with open_guarded(tmp_path) as sim:
+        creator, guest, other = (sim.add(number) for number in range(3))
+        await guest.enter(creator.invite())
+        saved = guest.swarm.certificate
+        assert saved is not None
+        assert GuardedNetwork(guest.raw, HERE, saved).certificate == saved
+        assert GuardedNetwork(other.raw, HERE, saved).certificate is None
+        assert GuardedNetwork(guest.raw, HERE, saved[:-1]).certificate is None
 
 
 async def test_the_secret_alone_opens_nothing(autojump_clock: MockClock, tmp_path: Path) -> None:
