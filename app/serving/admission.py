@@ -39,6 +39,7 @@ class AdmissionLimits:
     frames_burst: float = 4000.0
     frames_per_s: float = 1000.0
     copied_bytes: int = 128 * 1024  # of kept outputs: to send so many again costs as much as a control frame
+    order_s: float = 0.0001  # of work on the cache: costs as much as a control frame too
 
 
 TURN_S = 600.0  # for which an asker may hold more than its share of the cache while others find no room

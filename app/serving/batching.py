@@ -27,7 +27,7 @@ A session that is alone never waits but for the last.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
 from app.core.smoothing import Ewma, LinearTrend
@@ -185,16 +185,21 @@ class BatchQueue:
             self._returning[work.session] = _ReturningSession(work.peer, now, due_at, work.first, work.shares_device)
 
     def take(
-        self, now: float, is_behind: Callable[[QueuedTokens], bool] = lambda work: False
+        self,
+        now: float,
+        is_behind: Callable[[QueuedTokens], bool] = lambda work: False,
+        held: Container[bytes] = (),
     ) -> list[QueuedTokens] | float | None:
         """Return the next step's work, or the time to ask again, or None if nothing waits.
 
-        Bulk whose link `is_behind` waits: it takes long to send what was computed before.
+        Bulk whose link `is_behind` waits: it takes long to send what was computed before. So do tokens of the sessions
+        `held`.
         """
-        if not self._queues:
+        heads = [queue[0] for session, queue in self._queues.items() if session not in held]
+        if not heads:
             return None
-        urgent = [queue[0] for queue in self._queues.values() if queue[0].urgent]
-        bulk = [queue[0] for queue in self._queues.values() if not queue[0].urgent and not is_behind(queue[0])]
+        urgent = [work for work in heads if work.urgent]
+        bulk = [work for work in heads if not work.urgent and not is_behind(work)]
         if not urgent and not bulk:
             return now + BEHIND_S
         some_bulk = bool(bulk)

@@ -3,8 +3,9 @@
 A token's way through this hop, all of it in this file: a stream's reader judges a DATA frame and queues its rows
 (`_on_data`), the step loop takes a batch from the queue, runs it on the device and sends each session's outputs on
 (`_step_forever`, `_step`, `_deliver`, `HopSender.send`). TURN and CLOSE frames change the cache, so they are carried
-out between two steps, in the order in which they arrived. Outputs for a successor that cannot be reached go through the
-asker.
+out between two steps: those of an asker in the order in which they arrived, those of several in turns, and after some
+milliseconds comes a step (`app.serving.orders`). Their askers pay for the time that they take (`_charged`). Outputs for
+a successor that cannot be reached go through the asker.
 
 A session that its asker has finished with may rest (`_on_close`): its cache stays for a new session of the same asker
 that begins with the same tokens (`_lease`). Resting sessions make way at once for whoever needs their room, and neither
@@ -56,6 +57,7 @@ from app.serving.hop_session import (
     resting_to_end,
     session_key,
 )
+from app.serving.orders import ORDERS_S, Order, OrderQueue, timed
 from app.serving.stats import ServerStats, SessionStats
 from app.serving.step_ahead import StepAhead, may_go_ahead
 from app.session.adapter_index import AdapterRef
@@ -296,7 +298,6 @@ _PROMPT_ROWS = 64  # shorter steps do not tell how fast a prompt is read
 _LEAVES = "this node is about to leave; move to another one"
 _GIVES_BACK = "this node gives some of these blocks back; move to another one"
 
-Action = Callable[[], Awaitable[None]]
 Turn = Callable[..., Awaitable[None]]  # carries an order out, with `adapter`
 T = TypeVar("T")
 
@@ -430,15 +431,16 @@ class BlockServer:
         self._by_id: dict[bytes, HopSession] = {}  # the id that DATA frames carry; it belongs to one asker alone
         self._cache_turns = CacheTurns()
         self._closed: OrderedDict[bytes, int] = OrderedDict()  # key of an ended session -> its last epoch
-        self._between_steps: deque[Action] = deque()  # wait for the end of the step under way
-        self._transfers: deque[Action] = deque()  # parts of caches that move: one of them between two steps
-        self._to_truncate: set[bytes] = set()  # keys of sessions whose `_truncate` is among these
+        self._orders = OrderQueue()  # wait for the end of the step under way; this node's own are those of ""
+        self._transfers: deque[Order] = deque()  # parts of caches that move: one of them between two steps
+        self._to_truncate: set[bytes] = set()  # sessions whose `_truncate` is an order; no step takes their rows
+        self._last_step_s = 0.0
         self._unprepared = False  # a step ran since the runner last had nothing left to prepare
         self._preparing = False  # `_prepare_when_quiet` runs
         self._stepped_at = 0.0
         self._awake_until = 0.0
         self._awake = False  # `_stay_awake` runs
-        self._work = Signal()  # the queue, `_between_steps`, `_transfers` or `_aheads` has something new
+        self._work = Signal()  # the queue, `_orders`, `_transfers` or `_aheads` has something new
         self._occupied = False  # the step loop runs a step or carries out an action
         self._aheads: list[StepAhead] = []  # in order; under way, or with outputs that were not asked for yet
         self._latest_ahead: StepAhead | None = None  # the device still has its output
@@ -513,7 +515,7 @@ class BlockServer:
     async def drain(self, within_s: float = DRAIN_S) -> bool:
         """Admit no new session and ask the askers to move theirs; True if all have left within `within_s`."""
         self.draining = True
-        self._do_between_steps(self._end_resting)
+        self._order(self._end_resting)
         for session in list(self._sessions.values()):
             await self._sender.report_error(session, "draining", _LEAVES)
         with trio.move_on_after(within_s):
@@ -526,7 +528,7 @@ class BlockServer:
         if self._nursery is None:
             await self._change_runner(runner)
         else:
-            await self._between_steps_result(partial(self._change_runner, runner))
+            await self._result_of(self._order, partial(self._change_runner, runner))
 
     async def shrink(self, span: Span, shrink: Callable[[], Awaitable[T]]) -> T:
         """Have the sessions that use blocks outside of `span` move, and await `shrink` between two steps.
@@ -543,7 +545,7 @@ class BlockServer:
             await self._end_outside(span)
             return await shrink()
 
-        return await self._between_steps_result(change)
+        return await self._result_of(self._order, change)
 
     def _outside(self, span: Span | None) -> list[HopSession]:
         """The sessions that use other blocks than these."""
@@ -589,7 +591,7 @@ class BlockServer:
             pass  # the stream ended
         finally:
             answers.broken = True
-            self._do_between_steps(partial(self._end_sessions_of, answers))
+            self._order(partial(self._end_sessions_of, answers), stream.peer)
 
     async def _take(self, attended: _InboundStream, message: bytes) -> None:
         frame, peer = decode(message), attended.stream.peer
@@ -599,6 +601,7 @@ class BlockServer:
             action, at_cost_of = await self._on_data(frame, peer)
         else:
             await self._on_control(frame, peer, attended.answers)
+            await self._orders.wait_for_room(peer)
         delay_s = self._frame_limit.delay_s(at_cost_of, now, frame_cost(frame.kind, action))
         if delay_s and at_cost_of == peer:  # nothing is lost: what it sends meanwhile waits in the stream's window
             await trio.sleep(delay_s)
@@ -611,6 +614,17 @@ class BlockServer:
         if asker != self._network.peer_id:
             cost = size / self._settings.admission.copied_bytes
             self._frame_limit.delay_s(asker, trio.current_time(), cost)
+
+    def _spent(self, asker: str, seconds: float) -> None:
+        """Count the time that work on the cache took for an asker's order as frames, as `_copied` does."""
+        if asker != self._network.peer_id:
+            self._frame_limit.delay_s(asker, trio.current_time(), seconds / self._settings.admission.order_s)
+
+    def _charged(self, asker: str, function: Callable[..., T], *args: object) -> T:
+        """Call a function at the cost of an asker."""
+        seconds, result = timed(function, *args)
+        self._spent(asker, seconds)
+        return result.unwrap()
 
     async def _on_data(self, frame: Frame, peer: str) -> tuple[FrameAction, str]:
         """Queue hidden states, answer them from kept outputs, or refuse them; frames that fit no session are dropped.
@@ -666,7 +680,7 @@ class BlockServer:
         """End a session whose rows take too much memory while they wait: its asker sent them faster than it should."""
         self._queue.drop_rows(session.key)
         session.is_over = True
-        self._do_between_steps(partial(self._end_over, session))
+        self._order(partial(self._end_over, session), session.asker)
         await self._sender.report_error(session, "busy", "more of its rows wait here than this node has memory for")
 
     async def _end_over(self, session: HopSession) -> None:
@@ -684,15 +698,24 @@ class BlockServer:
         session.begin_revision(frame.revision, frame.position)
         if session.key not in self._to_truncate:  # once, however often it is cut during a step
             self._to_truncate.add(session.key)
-            self._do_between_steps(partial(self._truncate, session))
+            self._order(partial(self._truncate, session), session.asker)
 
     async def _truncate(self, session: HopSession) -> None:
-        """Cut a session's cache to its length; a step that was under way may have added rows to it."""
-        self._to_truncate.discard(session.key)
-        if self._sessions.get(session.key) is not session or self._runner is None:
+        """Cut a session's cache to its length; a step that was under way may have added rows to it.
+
+        The rows that replace the dropped ones cost more than that, unless there are shared pages to copy: its asker
+        pays for those.
+        """
+        runner = self._runner
+        if self._sessions.get(session.key) is not session or runner is None:
             return
+        self._to_truncate.discard(session.key)
+        free = runner.kv_free_tokens
         try:
-            self._runner.truncate(session.key, session.length)
+            seconds, cut = timed(runner.truncate, session.key, session.length)
+            if runner.kv_free_tokens < free:
+                self._spent(session.asker, seconds)
+            cut.unwrap()
         except EngineError as error:
             await self._sender.report_error(session, "closed", str(error))
             self._end(session, session.epoch)
@@ -704,12 +727,12 @@ class BlockServer:
             if not belongs_to(frame.session, peer):
                 raise RecordError("the session's id is not one that this peer may use")
             if turn.adapter is None or self._nursery is None:
-                self._do_between_steps(partial(self._on_turn, frame, turn, peer, answers))
+                self._order(partial(self._on_turn, frame, turn, peer, answers), peer)
             else:
                 self._on_adapted_turn(frame, turn, peer, answers)
             return
         if frame.kind == Kind.CLOSE:  # even of an unknown session: its TURN may still wait for a step's end
-            self._do_between_steps(partial(self._on_close, frame, peer))
+            self._order(partial(self._on_close, frame, peer), peer)
             return
         session = self._sessions.get(session_key(peer, frame.session))
         if session is None or session.rests_until is not None:
@@ -744,9 +767,9 @@ class BlockServer:
         key = AdapterKey(peer, turn.adapter.root, turn.span)
         loaded = None if runner is None else self._adapters.held(key, runner)
         if loaded is not None:
-            self._do_between_steps(partial(self._with_adapter, loaded, on_turn))
+            self._order(partial(self._with_adapter, loaded, on_turn), peer)
         elif runner is None or not self._may_await_adapter(turn, peer, runner):
-            self._do_between_steps(on_turn)  # a new session is refused
+            self._order(on_turn, peer)  # a new session is refused
         else:
             self._awaited[session_key(peer, frame.session)] += 1
             load = partial(self._load_adapter, key, turn.adapter, runner, frame, on_turn, answers)
@@ -771,7 +794,7 @@ class BlockServer:
             log.info("%s asks for an adapter: %s", key.asker, loaded.text)
             await answers.push(control_frame(encode_hop_error(frame.session, frame.epoch, 0, loaded)))
         else:
-            self._do_between_steps(partial(self._with_adapter, loaded, on_turn))
+            self._order(partial(self._with_adapter, loaded, on_turn), key.asker)
 
     async def _with_adapter(self, loaded: LoadedAdapter, on_turn: Turn) -> None:
         try:
@@ -790,7 +813,7 @@ class BlockServer:
                     self._end(session, session.epoch)
             ended.set()
 
-        self._do_between_steps(end)
+        self._order(end)
         await ended.wait()
 
     # --- sessions; called between two steps ---------------------------------------------------------------------------
@@ -850,7 +873,7 @@ class BlockServer:
         session.begin_epoch(frame.epoch, frame.position, turn)
         while session.length < before:
             try:
-                self._runner.truncate(session.key, session.length)
+                self._charged(session.asker, self._runner.truncate, session.key, session.length)
                 break
             except CacheFull as error:
                 if not self._end_one_resting():
@@ -907,10 +930,13 @@ class BlockServer:
         while True:
             try:
                 if source is None:
-                    runner.open(session.key, tokens, None if session.adapter is None else session.adapter.weights)
+                    weights = None if session.adapter is None else session.adapter.weights
+                    self._charged(session.asker, runner.open, session.key, tokens, weights)
                 else:
                     lease = runner.take_over if ends else runner.fork
-                    await self._device.run(lease, session.key, tokens, source.key, length)
+                    seconds, leased = await self._device.run(timed, lease, session.key, tokens, source.key, length)
+                    self._spent(session.asker, seconds)
+                    leased.unwrap()
                 break
             except CacheFull:
                 if self._end_one_resting(but=source):
@@ -984,6 +1010,7 @@ class BlockServer:
         self._counters.ended(session.counters)
         self._sender.end(session)
         self._queue.drop(session.key)
+        self._to_truncate.discard(session.key)
         self._stop_fetch(session)
         if self._runner is not None:
             self._runner.close(session.key)
@@ -1006,10 +1033,10 @@ class BlockServer:
             for session in list(self._sessions.values()):
                 if session.rests_until is not None:
                     if session.rests_until <= now:
-                        self._do_between_steps(partial(self._end_if_silent, session, now))
+                        self._order(partial(self._end_if_silent, session, now), session.asker)
                 elif session.heard_at < silent_since:
                     await self._sender.report_error(session, "closed", "the session was idle for too long")
-                    self._do_between_steps(partial(self._end_if_silent, session, silent_since))
+                    self._order(partial(self._end_if_silent, session, silent_since), session.asker)
 
     async def _close_idle_streams(self) -> None:
         await self._sender.close_idle()
@@ -1042,7 +1069,7 @@ class BlockServer:
             blocks = (span.start, span.stop)
             return memoryview(await self._move_cache(runner.export_cache, session.key, blocks, start, stop))
 
-        return await self._between_steps_result(read, self._transfers)
+        return await self._result_of(self._transfer, read)
 
     async def load(self, session: HopSession, epoch: int, chunk: CacheChunk) -> None:
         """Append tokens to the cache of a session; raises `EngineError` if they do not fit or the epoch is over."""
@@ -1055,7 +1082,7 @@ class BlockServer:
             await self._move_cache(runner.import_cache, session.key, blocks, chunk.position, chunk.body)
             session.took(chunk.rows)
 
-        await self._between_steps_result(write, self._transfers)
+        await self._result_of(self._transfer, write)
 
     async def _move_cache(self, function: Callable[..., T], *args: object) -> T:
         try:
@@ -1091,7 +1118,8 @@ class BlockServer:
         read_tokens_per_s = self._counters.prompt_tokens_per_s.value or self._prompt_tokens_per_s
         with scope:
             is_sound = await self._taker.take(session, source, read_tokens_per_s or UNMEASURED_TOKENS_PER_S)
-            await self._between_steps_result(partial(self._fetched, session, answers, is_sound))
+            fetched = partial(self._fetched, session, answers, is_sound)
+            await self._result_of(partial(self._order, asker=session.asker), fetched)
 
     async def _fetched(self, session: HopSession, answers: PeerOutbox, is_sound: bool) -> None:
         if self._sessions.get(session.key) is not session or not session.fetching:
@@ -1106,16 +1134,18 @@ class BlockServer:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def _do_between_steps(self, action: Action, queue: deque[Action] | None = None) -> None:
-        """Leave an action that touches the cache to the step loop: no two of them, and no step, ever overlap.
-
-        It goes into `_between_steps` unless another queue is given.
-        """
-        (self._between_steps if queue is None else queue).append(action)
+    def _order(self, order: Order, asker: str = "") -> None:
+        """Leave what touches the cache to the step loop: no two orders, and no step, ever overlap."""
+        self._orders.put(asker, order)
         self._work.notify()
 
-    async def _between_steps_result(self, action: Callable[[], Awaitable[T]], queue: deque[Action] | None = None) -> T:
-        """Have the step loop carry out an action, and return its result or raise its error."""
+    def _transfer(self, order: Order) -> None:
+        """Leave a part of a cache that moves to the step loop."""
+        self._transfers.append(order)
+        self._work.notify()
+
+    async def _result_of(self, leave: Callable[[Order], None], action: Callable[[], Awaitable[T]]) -> T:
+        """Leave an action to the step loop with `_order` or `_transfer`, and return its result or raise its error."""
         results: list[outcome.Outcome[T]] = []
         done = trio.Event()
 
@@ -1127,14 +1157,14 @@ class BlockServer:
             finally:
                 done.set()
 
-        self._do_between_steps(act, queue)
+        leave(act)
         await done.wait()
         if not results:
             raise SessionError("the block server has stopped")
         return results[0].unwrap()
 
     async def _step_forever(self) -> None:
-        """The step loop: actions that wait for a step's end, then the next batch, and so on.
+        """The step loop: orders for some time, then the next batch, and so on.
 
         Caches move part by part, each asked for when the last one is done: steps would wait for the end of them all.
         """
@@ -1143,11 +1173,16 @@ class BlockServer:
                 continue
             if self._transfers:
                 await self._carry_out(self._transfers.popleft())
-            while self._between_steps:
-                await self._carry_out(self._between_steps.popleft())
-            batch = self._queue.take(trio.current_time(), self._is_behind)
+            until = trio.current_time() + min(self._last_step_s, ORDERS_S)
+            while self._orders:
+                await self._carry_out(self._orders.take())
+                if trio.current_time() >= until:
+                    break
+            batch = self._queue.take(trio.current_time(), self._is_behind, self._to_truncate)
             if isinstance(batch, list):
                 await self._step(batch)
+            elif self._orders:
+                await trio.lowlevel.checkpoint()
             elif not self._transfers:
                 with trio.move_on_at(math.inf if batch is None else batch):
                     await self._work.wait()
@@ -1155,12 +1190,12 @@ class BlockServer:
     def _is_behind(self, work: QueuedTokens) -> bool:
         return self._sender.is_behind(self._sessions[work.session])
 
-    async def _carry_out(self, action: Action) -> None:
-        """Carry out one action; a failure costs nobody but the peer that caused it."""
+    async def _carry_out(self, order: Order) -> None:
+        """Carry out one order; a failure costs nobody but the peer that caused it."""
         self._occupied = True
         self._overwrite_rows()
         try:
-            await action()
+            await order()
         except Exception:
             log.exception("an order of a peer could not be carried out")
         finally:
@@ -1177,7 +1212,7 @@ class BlockServer:
                 await trio.sleep_until(quiet_at)
                 continue
             prepared = trio.Event()
-            self._do_between_steps(partial(self._prepare, prepared))
+            self._order(partial(self._prepare, prepared))
             await prepared.wait()
         self._preparing = False
 
@@ -1260,7 +1295,7 @@ class BlockServer:
         """
         runner, sessions = self._runner, [self._by_id.get(step.session) for step in steps]
         self._aheads = [ahead for ahead in self._aheads if self._is_awaited(ahead)]
-        waits = self._between_steps or self._transfers
+        waits = self._orders or self._transfers
         if runner is None or self._occupied or waits or len(self._aheads) >= MAX_AHEAD:
             return None
         ready = [
@@ -1387,7 +1422,7 @@ class BlockServer:
         self._end(session, session.epoch)
 
     def _count(self, batch: list[QueuedTokens], started_at: float, ended_at: float, sent_at: list[float]) -> None:
-        seconds = ended_at - started_at
+        self._last_step_s = seconds = ended_at - started_at
         self._counters.stepped(sum(item.rows for item in batch), seconds, urgent=batch[0].urgent)
         for item, sent in zip(batch, sent_at, strict=True):
             session = self._sessions[item.session]

@@ -20,7 +20,7 @@ from app.rounds import log as round_log
 from app.routing import capacity
 from app.routing.estimates import BELIEVED_S
 from app.routing.planner import WITHOUT_ADAPTER_S
-from app.serving import batching, block_server, handover
+from app.serving import batching, block_server, handover, orders
 from app.serving.adapters import AdapterLimits
 from app.serving.admission import TURN_S, AdmissionLimits
 from app.serving.block_server import IDLE_STREAM_S, LOOK_BYTES, ServerSettings
@@ -91,6 +91,7 @@ ROWS: dict[str, tuple[float, ...]] = {
     ),
     "waits of a step": (batching.MAX_WAIT_STEPS,),
     "sessions at a hop": (PLACES.peer_sessions, PLACES.sessions, TURN_S),
+    "orders that change a hop's cache": (orders.MAX_ORDERS, orders.ORDERS_S * 1000),
     "hops that refuse an asker's sessions for want of room": (
         capacity.MAX_HOPS,
         capacity.FADE_S,
@@ -114,6 +115,7 @@ ROWS: dict[str, tuple[float, ...]] = {
         PLACES.frames_per_s,
         PLACES.copied_bytes / KIB,
         PLACES.copied_bytes / LOOK_BYTES,
+        PLACES.order_s * 1e6,
     ),
     "dials that askers make a hop try": (
         outbound.MAX_DIALS_PER_ASKER,

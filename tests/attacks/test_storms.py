@@ -183,7 +183,7 @@ async def test_a_session_that_is_cut_all_the_time_is_cut_once_after_a_step(autoj
             await stream.send(row(revision))
         await trio.sleep(1)
         assert server._by_id[id].revision == 500, "all were read during the step"
-        assert len(server._between_steps) <= 2, "it, and what the device prepares"
+        assert len(server._orders) <= 2, "it, and what the device prepares"
         await trio.sleep(20)
         assert server._by_id[id].length == 1
         assert not server._to_truncate

@@ -208,7 +208,7 @@ async def test_a_hop_that_knows_no_adapters_is_not_used(
 
         def ignore(frame: Frame, turn: EpochOrder, peer: str, answers: PeerOutbox) -> None:
             server = swarm.servers["old"]
-            server._do_between_steps(partial(server._on_turn, frame, replace(turn, adapter=None), peer, answers))
+            server._order(partial(server._on_turn, frame, replace(turn, adapter=None), peer, answers), peer)
 
         swarm.servers["old"]._on_adapted_turn = ignore  # type: ignore[method-assign]
         asker, adapters = await swarm.home()
