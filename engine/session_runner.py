@@ -16,7 +16,7 @@ from engine.device.probe import first_line, is_memory_full
 from engine.errors import DeviceFull, NotFinite, SessionError, TrainingError
 from engine.model.cuda_graphs import StepUnderWay, UnderWay
 from engine.model.hosted_span import HostedSpan, SessionLease, SessionRows
-from engine.model.kv_cache import scales_of, stored_form
+from engine.model.kv_cache import PAGE_TOKENS, scales_of, stored_form
 from engine.model.span import BlockAdapter
 from engine.training.adapters import AdapterSettings, layout, weight_count
 from engine.training.peft_format import Adapter
@@ -82,6 +82,11 @@ class SessionRunner:
     def kv_total_tokens(self) -> int:
         """KV cache slots (one per token) in all."""
         return self._span.total_tokens
+
+    @property
+    def kv_page_tokens(self) -> int:
+        """KV cache slots that are leased together."""
+        return PAGE_TOKENS
 
     def adapter_bytes(self, rank: int, targets: tuple[str, ...]) -> int:
         """Return the bytes of one block's vector of such an adapter; raises `TrainingError` if there is none."""

@@ -64,6 +64,10 @@ class BlockRunner(Protocol):
     def kv_free_tokens(self) -> int: ...
     @property
     def kv_total_tokens(self) -> int: ...
+    @property
+    def kv_page_tokens(self) -> int:
+        """Tokens of KV cache that are leased together: a session leases a multiple of them."""
+
     def adapter_bytes(self, rank: int, targets: tuple[str, ...]) -> int:
         """Return the bytes of one block's vector of such an adapter; raises `engine.errors.EngineError`."""
 

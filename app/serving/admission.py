@@ -1,4 +1,4 @@
-"""Admission of sessions at a hop: hosted blocks, free cache and places, and the share kept for other askers. Pure.
+"""Admission of sessions at a hop: hosted blocks, free cache and places, the share of each asker, who makes way. Pure.
 
 Also the cost of session frames: a peer whose frames cost more than it earns is read more slowly (`AdmissionLimits`).
 """
@@ -6,7 +6,7 @@ Also the cost of session frames: a peer whose frames cost more than it earns is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from app.core.compute import BlockRunner
@@ -19,10 +19,10 @@ from app.session.wire import CACHE_EXCEEDED, EpochOrder, Kind
 class HopLoad:
     """The load of a hop as one asker meets it."""
 
-    sessions: int
+    sessions: int  # of all; with the places that are kept for the node's own, if another peer asks
     peer_sessions: int  # of the peer that asks
     peers: int  # other askers that have sessions here
-    peer_tokens: int  # leased to the peer that asks
+    peer_tokens: int  # leased to the peer that asks: whole pages, as in the two below
     free_tokens: int
     total_tokens: int
 
@@ -34,6 +34,7 @@ class AdmissionLimits:
     sessions: int = 256
     peer_sessions: int = 64
     reserve: float = 0.25  # of the cache and of the places, kept for askers below their fair share
+    own_share: float = 1 / 32  # of the places, kept for this node's own replies
     # What the frames of one peer may cost (`frame_cost`). If all 64 sessions of an asker lose a hop at once, their
     # recoveries cost a few hundred.
     frames_burst: float = 4000.0
@@ -60,12 +61,13 @@ def frame_cost(kind: int, action: FrameAction | None) -> float:
 
 
 def why_busy(load: HopLoad, tokens: int, limits: AdmissionLimits) -> HopError | None:
-    """The reason to refuse a session of this many tokens for now, or None to admit it."""
-    if load.sessions >= limits.sessions:
-        return HopError("busy", f"{load.sessions} sessions are open already", "sessions_full")
+    """The reason to refuse a session that leases this many more tokens for now, or None to admit it.
+
+    `sessions_full` comes last: nothing but a place is missing where that is the reason.
+    """
+    fair_sessions = limits.sessions / (load.peers + 2)  # for this asker, the others, and one that may still come
     if load.peer_sessions >= limits.peer_sessions:
         return HopError("busy", f"{load.peer_sessions} sessions of yours are open already", "asker_sessions_full")
-    fair_sessions = limits.sessions / (load.peers + 2)  # for this asker, the others, and one that may still come
     if load.peer_sessions >= fair_sessions and load.sessions >= (1 - limits.reserve) * limits.sessions:
         text = f"the last places are kept for others, {load.peer_sessions} sessions are yours already"
         return HopError("busy", text, "asker_sessions_full")
@@ -77,22 +79,83 @@ def why_busy(load: HopLoad, tokens: int, limits: AdmissionLimits) -> HopError | 
     if load.peer_sessions and not within_share and load.free_tokens - tokens < limits.reserve * load.total_tokens:
         text = f"the last cache slots are kept for others, {load.peer_tokens} are yours already"
         return HopError("busy", text, "cache_reserved")
+    if load.sessions >= limits.sessions:
+        return HopError("busy", f"the places of all {limits.sessions} sessions are taken", "sessions_full")
     return None
 
 
-def why_not(
-    turn: EpochOrder,
-    asker: str,
-    runner: BlockRunner | None,
-    sessions: Iterable[HopSession],
-    limits: AdmissionLimits,
-    shared: int = 0,
-) -> HopError | None:
+class HopRoom:
+    """Who holds what of a hop's places and cache; what rests makes way at once, so it counts as free."""
+
+    def __init__(
+        self, runner: BlockRunner, sessions: Iterable[HopSession], limits: AdmissionLimits, own: str = ""
+    ) -> None:
+        """`own` is the peer id of this node, whose replies make way for nobody."""
+        self.runner, self.limits, self._own = runner, limits, own
+        self._sessions = list(sessions)
+        self._in_use = [session for session in self._sessions if session.rests_until is None]
+        self._resting = [session for session in self._sessions if session.rests_until is not None]
+
+    def load(self, asker: str) -> HopLoad:
+        """The load as this asker meets it."""
+        places = Counter(session.asker for session in self._in_use)
+        taken = places.total()
+        if asker != self._own:
+            taken = self.places.total() + self.limits.sessions - self.places_for_others
+        own = places.pop(asker, 0)
+        leased = self._leased(asker) if own else 0
+        return HopLoad(taken, own, len(places), leased, self.free_after(), self.runner.kv_total_tokens)
+
+    def needed(self, tokens: int, shared: int = 0) -> int:
+        """Tokens of cache that a session of so many leases if `shared` of them are in the cache already."""
+        page = self.runner.kv_page_tokens
+        return -(-tokens // page) * page - shared // page * page
+
+    def free_after(self, ended: Iterable[HopSession] = ()) -> int:
+        """Tokens of cache that are free once these sessions have ended."""
+        going = [session.key for session in (*self._resting, *ended)]
+        return self.runner.kv_free_tokens + (self.runner.tokens_freed_by(going) if going else 0)
+
+    def in_use(self, asker: str) -> list[HopSession]:
+        """The sessions in use of an asker."""
+        return [session for session in self._in_use if session.asker == asker]
+
+    @property
+    def places(self) -> Counter[str]:
+        """Number of sessions in use of each asker but this node."""
+        return Counter(session.asker for session in self._in_use if session.asker != self._own)
+
+    @property
+    def places_for_others(self) -> int:
+        """Number of places that are neither this node's own nor kept for it."""
+        own = sum(session.asker == self._own for session in self._in_use)
+        return self.limits.sessions - max(own, int(self.limits.own_share * self.limits.sessions))
+
+    @property
+    def leases(self) -> dict[str, int]:
+        """Tokens of cache that are leased to each asker but this node."""
+        return {asker: self._leased(asker) for asker in self.places}
+
+    @property
+    def tokens_for_others(self) -> int:
+        """Tokens of cache that are not leased to this node."""
+        return self.runner.kv_total_tokens - self._leased(self._own)
+
+    def _leased(self, asker: str) -> int:
+        """Tokens of cache that sessions in use of an asker lease: whole pages, each once if several share it."""
+        freed_by = self.runner.tokens_freed_by
+        resting = [session.key for session in self._resting if session.asker == asker]
+        own = [session.key for session in self._sessions if session.asker == asker]
+        return (freed_by(own) if own else 0) - (freed_by(resting) if resting else 0)
+
+
+def why_not(turn: EpochOrder, asker: str, room: HopRoom | None, shared: int = 0) -> HopError | None:
     """The reason to refuse a session that `asker` wants to open, or None to admit it.
 
-    Resting sessions count as free room: they make way. `shared` tokens of the new session are in the cache already.
+    `room` is None if nothing is hosted; `shared` tokens of the new session are in the cache already.
     """
-    if runner is None or not runner.start <= turn.span.start < turn.span.stop <= runner.stop:
+    runner = None if room is None else room.runner
+    if room is None or runner is None or not runner.start <= turn.span.start < turn.span.stop <= runner.stop:
         hosted = "nothing" if runner is None else f"blocks {runner.start}:{runner.stop}"
         text = f"blocks {turn.span} were asked for, but {hosted} is hosted here"
         return HopError("refused", text, "not_hosted")
@@ -102,19 +165,35 @@ def why_not(
     if turn.tokens > runner.kv_total_tokens:
         text = f"a session of {turn.tokens} tokens is larger than its cache of {runner.kv_total_tokens}"
         return HopError("refused", text, CACHE_EXCEEDED)
-    everyone = list(sessions)
-    resting = [session.key for session in everyone if session.rests_until is not None]
-    sessions = [session for session in everyone if session.rests_until is None]
-    own = [session for session in sessions if session.asker == asker]
-    others = {session.asker for session in sessions} - {asker}
-    tokens = sum(session.turn.tokens for session in own)
-    free = runner.kv_free_tokens + (runner.tokens_freed_by(resting) if resting else 0)
-    load = HopLoad(len(sessions), len(own), len(others), tokens, free, runner.kv_total_tokens)
-    return why_busy(load, turn.tokens - shared, limits)
+    return why_busy(room.load(asker), room.needed(turn.tokens, shared), room.limits)
+
+
+def fair_share(asker: str, held: Mapping[str, int], total: int) -> float:
+    """An asker's share of `total` among those that hold some of it, and one that may still come."""
+    return total / (len(held.keys() - {asker}) + 2)
+
+
+def above_share(asker: str, wanted: int, held: Mapping[str, int], total: int) -> dict[str, int]:
+    """Others that hold more than their fair share of `total`, and than this asker would with `wanted` more, by name."""
+    most = max(fair_share(asker, held, total), held.get(asker, 0) + wanted)
+    return {other: amount for other, amount in held.items() if other != asker and amount > most}
+
+
+def place_to_free(asker: str, room: HopRoom) -> list[HopSession]:
+    """Find the session that makes way at once for an asker that has found no place; empty if there is none.
+
+    It is of the asker above its fair share with the most places: the oldest one for which nothing was computed, else
+    the one for which nothing was computed for longest.
+    """
+    crowding = above_share(asker, 1, room.places, room.places_for_others)
+    if not crowding:
+        return []
+    most = max(crowding, key=lambda other: crowding[other])
+    return [min(room.in_use(most), key=lambda one: (one.counters.tokens > 0, one.counters.worked_at))]
 
 
 class CacheTurns:
-    """Finds the session that makes way if somebody has held most of the cache for long while others find no room.
+    """Finds the sessions that make way if somebody has held most of the cache for long while others find no room.
 
     The first session of an asker may take all of a small node's cache, and be as slow as it likes. What counts is for
     how long others have been refused because of that asker, whatever sessions it closed and opened meanwhile. Once it
@@ -124,32 +203,42 @@ class CacheTurns:
     def __init__(self) -> None:
         self._in_the_way: dict[str, tuple[float, float]] = {}  # asker -> first and latest time that others were refused
 
-    def makes_way(
-        self, asker: str, tokens: int, sessions: Iterable[HopSession], free: int, total: int, now: float
-    ) -> HopSession | None:
-        """Note that a session of `asker` found no room, and return that of another which is to end for it.
+    def make_way(self, asker: str, tokens: int, room: HopRoom, now: float) -> list[HopSession]:
+        """Note that a session of `asker` that leases `tokens` found no room; return those that are to end for it.
 
-        It is the largest one of an asker above its fair share, which holds more than this asker would.
+        They are of an asker above its fair share, which holds more than this one would: the largest ones, until there
+        is room or nothing but its share is left.
         """
-        in_use = [session for session in sessions if session.rests_until is None]
-        held = Counter[str]()
-        for session in in_use:
-            held[session.asker] += session.turn.tokens
-        share = total / (len(held.keys() - {asker}) + 2)
-        wanted = held[asker] + tokens
+        held, total = room.leases, room.tokens_for_others
         before, self._in_the_way = self._in_the_way, {}
         for peer, (first, latest) in before.items():
             if now - latest < TURN_S:
                 self._in_the_way[peer] = first, latest
-        too_long = []
-        for peer, leased in held.items():
-            if peer != asker and leased > max(share, wanted):
-                first, _ = self._in_the_way.get(peer, (now, now))
-                self._in_the_way[peer] = first, now
-                if now - first >= TURN_S:
-                    too_long.append(peer)
-        enough = [one for one in in_use if one.asker in too_long and free + one.turn.tokens >= tokens]
-        found = max(enough, key=lambda one: (held[one.asker], one.turn.tokens), default=None)
-        if found is not None:
-            del self._in_the_way[found.asker]
-        return found
+        crowding = above_share(asker, tokens, held, total)
+        for peer in crowding:
+            first, _ = self._in_the_way.get(peer, (now, now))
+            self._in_the_way[peer] = first, now
+        for peer in sorted(crowding, key=lambda peer: -held[peer]):
+            if now - self._in_the_way[peer][0] >= TURN_S:
+                ended = _enough(room, peer, held[peer] - fair_share(asker, held, total), tokens)
+                if ended:
+                    del self._in_the_way[peer]
+                    return ended
+        return []
+
+
+def _enough(room: HopRoom, asker: str, excess: float, tokens: int) -> list[HopSession]:
+    """The largest sessions of an asker without which `tokens` would be free; none if that takes more than its excess.
+
+    The last of them may be larger than what is left of the excess.
+    """
+    ended: list[HopSession] = []
+    free = room.free_after()
+    for session in sorted(room.in_use(asker), key=lambda one: -one.turn.tokens):
+        ended.append(session)
+        freed = room.free_after(ended) - free
+        if free + freed >= tokens:
+            return ended
+        if freed >= excess:
+            break
+    return []

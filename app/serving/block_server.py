@@ -45,7 +45,7 @@ from app.core.signal import Signal
 from app.core.smoothing import Ewma
 from app.core.span import Span
 from app.serving.adapters import AdapterKey, AdapterLimits, AdapterSource, HopAdapters, LoadedAdapter
-from app.serving.admission import AdmissionLimits, CacheTurns, frame_cost, why_not
+from app.serving.admission import AdmissionLimits, CacheTurns, HopRoom, frame_cost, place_to_free, why_not
 from app.serving.batching import URGENT_ROWS, BatchLimits, BatchQueue, QueuedTokens
 from app.serving.handover import UNMEASURED_TOKENS_PER_S, CacheForm, CacheGiver, CacheTaker
 from app.serving.hop_session import (
@@ -312,6 +312,7 @@ class ServerSettings:
     queued_bytes: int = 1 << 30  # host memory for rows that wait for the device
     kept_bytes: int = 1 << 30  # host memory for outputs that may have to be sent again
     idle_s: float = 120.0  # a session whose asker is silent for so long is closed
+    unused_s: float = 600.0  # and one for which nothing was computed so long after it was opened
     rest_s: float = 900.0  # the longest that a session may rest
     stays_awake: bool = field(
         default_factory=may_stay_awake
@@ -890,18 +891,16 @@ class BlockServer:
         source = None if turn.prefix is None else self._sessions.get(session_key(peer, turn.prefix.session))
         length = 0 if source is None else source.shares_with(turn)
         in_use = source is not None and source.rests_until is None  # else its cache counts as free room already
-        limits = self._settings.admission
-        shared = length if in_use else 0
-        refusal = why_not(turn, peer, self._runner, self._sessions.values(), limits, shared)
-        if refusal is not None and refusal.why == "cache_full" and await self._end_for(peer, turn.tokens - shared):
-            refusal = why_not(turn, peer, self._runner, self._sessions.values(), limits, shared)
+        lacks_adapter = turn.adapter is not None and (adapter is None or adapter.runner is not self._runner)
+        refusal = await self._find_room(peer, turn, length if in_use else 0, others_end=not lacks_adapter)
         if refusal is not None:
             return refusal
-        if turn.adapter is not None and (adapter is None or adapter.runner is not self._runner):
+        if lacks_adapter:
             return HopError("refused", "this node does not serve sessions with an adapter now", "adapter_refused")
         session = HopSession(frame.session, peer, frame.epoch, turn, trio.current_time())
         session.adapter = adapter
-        while len(self._sessions) >= limits.sessions and self._end_one_resting(but=source if length else None):
+        most = self._settings.admission.sessions
+        while len(self._sessions) >= most and self._end_one_resting(but=source if length else None):
             pass
         try:
             await self._lease(session, source if length else None, length)
@@ -971,20 +970,32 @@ class BlockServer:
             self._runner.resize(session.key, session.length)
             self._left.notify()
 
-    async def _end_for(self, asker: str, tokens: int) -> bool:
-        """End a session of another asker that has held most of the cache for long; False if there is none.
+    async def _find_room(self, asker: str, turn: EpochOrder, shared: int, *, others_end: bool) -> HopError | None:
+        """Say why a new session is not admitted; with `others_end`, some of askers above their share may end for it."""
+        refusal = self._charged(asker, self._why_not, asker, turn, shared)
+        if refusal is None or not others_end:
+            return refusal
+        to_end = self._charged(asker, self._in_the_way, asker, turn, shared, refusal)
+        for session in to_end:
+            await self._sender.report_error(session, "busy", "its room is needed for others, who have less of it")
+            self._end(session, session.epoch)
+        return self._why_not(asker, turn, shared) if to_end else refusal
 
-        Those of this node itself stay: it is theirs.
-        """
-        assert self._runner is not None, "there is a cache that is full"
-        others = [one for one in self._sessions.values() if one.asker != self._network.peer_id]
-        total, now = self._runner.kv_total_tokens, trio.current_time()
-        session = self._cache_turns.makes_way(asker, tokens, others, self.kv_free_tokens, total, now)
-        if session is None:
-            return False
-        await self._sender.report_error(session, "busy", "others have waited for its room in the cache for long")
-        self._end(session, session.epoch)
-        return True
+    def _why_not(self, asker: str, turn: EpochOrder, shared: int) -> HopError | None:
+        return why_not(turn, asker, self._room(), shared)
+
+    def _in_the_way(self, asker: str, turn: EpochOrder, shared: int, refusal: HopError) -> list[HopSession]:
+        """The sessions that are to end so that one can be admitted that was refused; those of this node stay."""
+        room = self._room()
+        if room is not None and refusal.why == "sessions_full":
+            return place_to_free(asker, room)
+        if room is not None and refusal.why == "cache_full":
+            return self._cache_turns.make_way(asker, room.needed(turn.tokens, shared), room, trio.current_time())
+        return []
+
+    def _room(self) -> HopRoom | None:
+        limits, own = self._settings.admission, self._network.peer_id
+        return None if self._runner is None else HopRoom(self._runner, self._sessions.values(), limits, own)
 
     async def _end_resting(self) -> None:
         while self._end_one_resting():
@@ -1024,19 +1035,23 @@ class BlockServer:
             self._closed.popitem(last=False)
 
     async def _close_idle(self) -> None:
-        """End sessions whose askers have been silent for `idle_s` or that rested long enough, and unused streams."""
+        """End sessions that are idle, and close unused streams."""
         while True:
             await trio.sleep(self._settings.idle_s / 8)
             await self._close_idle_streams()
-            now = trio.current_time()
-            silent_since = now - self._settings.idle_s
             for session in list(self._sessions.values()):
-                if session.rests_until is not None:
-                    if session.rests_until <= now:
-                        self._order(partial(self._end_if_silent, session, now), session.asker)
-                elif session.heard_at < silent_since:
-                    await self._sender.report_error(session, "closed", "the session was idle for too long")
-                    self._order(partial(self._end_if_silent, session, silent_since), session.asker)
+                if self._is_idle(session):
+                    if session.rests_until is None:
+                        await self._sender.report_error(session, "closed", "the session was idle for too long")
+                    self._order(partial(self._end_if_idle, session), session.asker)
+
+    def _is_idle(self, session: HopSession) -> bool:
+        """True if a session has rested for long enough, its asker is silent, or it was never used for anything."""
+        now, settings = trio.current_time(), self._settings
+        if session.rests_until is not None:
+            return session.rests_until <= now
+        is_unused = not session.counters.tokens and session.counters.opened_at < now - settings.unused_s
+        return is_unused or session.heard_at < now - settings.idle_s
 
     async def _close_idle_streams(self) -> None:
         await self._sender.close_idle()
@@ -1045,8 +1060,8 @@ class BlockServer:
             if attended.heard_at < idle_since and not self._sender.ordered_on(attended.answers):
                 await attended.stream.reset()
 
-    async def _end_if_silent(self, session: HopSession, silent_since: float) -> None:
-        if session.heard_at < silent_since:
+    async def _end_if_idle(self, session: HopSession) -> None:
+        if self._sessions.get(session.key) is session and self._is_idle(session):
             self._end(session, session.epoch)
 
     # --- hand-overs of caches -----------------------------------------------------------------------------------------
@@ -1429,7 +1444,7 @@ class BlockServer:
             arrived_at = max(item.arrived_at, started_at)  # later than that only after a step ahead
             step_s = max(ended_at - arrived_at, 0.0)
             pace = HopPace(step_s, arrived_at - item.arrived_at, sent - arrived_at - step_s)
-            session.counters.stepped(item.rows, pace, urgent=item.urgent)
+            session.counters.stepped(item.rows, pace, ended_at, urgent=item.urgent)
             self._counters.served(session.asker, item.rows)
 
     async def _evict_kept_outputs(self) -> None:

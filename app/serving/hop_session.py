@@ -42,6 +42,7 @@ class SessionCounters:
     """The counters of one session."""
 
     opened_at: float
+    worked_at: float = field(init=False)  # when its last step ended; until the first, when it was opened
     tokens: int = 0
     step_s: Ewma = field(default_factory=lambda: Ewma(SMOOTHING))  # a device step of single tokens
     queue_s: Ewma = field(default_factory=lambda: Ewma(SMOOTHING))  # a token's wait for it
@@ -49,9 +50,13 @@ class SessionCounters:
     bytes_in: int = 0
     bytes_out: int = 0
 
-    def stepped(self, rows: int, pace: HopPace, *, urgent: bool) -> None:
+    def __post_init__(self) -> None:
+        self.worked_at = self.opened_at
+
+    def stepped(self, rows: int, pace: HopPace, ended_at: float, *, urgent: bool) -> None:
         """Count a device step of `rows` tokens; only urgent ones tell how long a single token takes."""
         self.tokens += rows
+        self.worked_at = ended_at
         if urgent:
             self.step_s.add(pace.step_s)
             self.queue_s.add(pace.queue_s)

@@ -83,11 +83,14 @@ def _embedding(token: int) -> bytes:
 
 
 class HashRunner:
-    """Blocks [start, stop) of a model of hashes, with a cache of `kv_tokens`."""
+    """Blocks [start, stop) of a model of hashes, with a cache of `kv_tokens`, leased in pages of `page_tokens`."""
 
-    def __init__(self, start: int, stop: int, kv_tokens: int = 1 << 20, context_length: int = 4096) -> None:
+    def __init__(
+        self, start: int, stop: int, kv_tokens: int = 1 << 20, context_length: int = 4096, page_tokens: int = 1
+    ) -> None:
         self.start, self.stop, self.hidden_size = start, stop, WIDTH
         self.context_length, self.kv_total_tokens, self.kv_free_tokens = context_length, kv_tokens, kv_tokens
+        self.kv_page_tokens = page_tokens
         self.leases: dict[bytes, int] = {}
         self.caches: dict[tuple[bytes, int], list[bytes]] = {}  # (session, block) -> a running hash for each position
         self.batches: list[list[tuple[bytes, int, int]]] = []
@@ -108,11 +111,12 @@ class HashRunner:
         return {block: digest(rank, f"{alpha} {targets}".encode(), vector) for block, vector in vectors.items()}
 
     def open(self, session: bytes, tokens: int, adapter: Any = None) -> None:
-        if tokens > self.kv_free_tokens:
+        leased = self._in_pages(tokens)
+        if leased > self.kv_free_tokens:
             raise CacheFull(f"no room for {tokens} tokens")
         assert session not in self.leases
-        self.leases[session] = tokens
-        self.kv_free_tokens -= tokens
+        self.leases[session] = leased
+        self.kv_free_tokens -= leased
         if adapter is not None:
             self.adapters[session] = adapter
 
@@ -135,11 +139,14 @@ class HashRunner:
 
     def resize(self, session: bytes, tokens: int) -> None:
         held = max((len(cache) for (owner, _), cache in self.caches.items() if owner == session), default=0)
-        more = max(tokens, held) - self.leases[session]
+        more = self._in_pages(max(tokens, held)) - self.leases[session]
         if more > self.kv_free_tokens:
             raise CacheFull(f"no room for {tokens} tokens")
         self.leases[session] += more
         self.kv_free_tokens -= more
+
+    def _in_pages(self, tokens: int) -> int:
+        return -(-tokens // self.kv_page_tokens) * self.kv_page_tokens
 
     def tokens_freed_by(self, sessions: Iterable[bytes]) -> int:
         return sum(self.leases[session] for session in sessions)

@@ -90,7 +90,13 @@ ROWS: dict[str, tuple[float, ...]] = {
         block_server.REPLAY_BYTES / MIB,
     ),
     "waits of a step": (batching.MAX_WAIT_STEPS,),
-    "sessions at a hop": (PLACES.peer_sessions, PLACES.sessions, TURN_S),
+    "sessions at a hop": (
+        PLACES.peer_sessions,
+        PLACES.sessions,
+        PLACES.own_share * PLACES.sessions,
+        TURN_S,
+        ServerSettings().unused_s,
+    ),
     "orders that change a hop's cache": (orders.MAX_ORDERS, orders.ORDERS_S * 1000),
     "hops that refuse an asker's sessions for want of room": (
         capacity.MAX_HOPS,

@@ -176,6 +176,7 @@ async def test_nobody_holds_the_whole_cache_for_good(hog: str, autojump_clock: M
         held = new_session_id(hog)
         await holding.send(encode_turn(held, 1, KEEP, EpochOrder(Span(0, 4), "", "", 1000, 0)))
         await next_frame(holding, Kind.READY)
+        await holding.send(zeros(held, 1, 0, 1, WIDTH))
         asking = await fabric.node("asker").open("victim", PROTOCOL)
 
         async def probe() -> None:

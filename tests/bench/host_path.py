@@ -58,6 +58,7 @@ class NoBlocks:
 
     start, stop, hidden_size, context_length = 0, BLOCKS, WIDTH, 1 << 20
     kv_free_tokens = kv_total_tokens = 1 << 30
+    kv_page_tokens = 1
     cache_format, cache_row_bytes = "none", 1
 
     def open(self, session: bytes, tokens: int, adapter: Any = None) -> None: ...

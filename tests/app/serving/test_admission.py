@@ -1,13 +1,16 @@
-"""Which sessions a hop can never have, and whose session makes way for others when the cache is full for long."""
+"""Which sessions a hop can never have, whose session makes way for others, and what counts as held."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from app.core.span import Span
-from app.serving.admission import TURN_S, AdmissionLimits, CacheTurns, why_not
+from app.serving.admission import TURN_S, AdmissionLimits, CacheTurns, HopRoom, place_to_free, why_not
 from app.serving.hop_session import HopSession
-from app.session.wire import EpochOrder
+from app.session.wire import EpochOrder, HopPace
 from tests.app.hash_model import HashRunner
 
 
@@ -16,11 +19,22 @@ def session(asker: str, tokens: int, number: int = 0) -> HopSession:
     return HopSession(bytes([number]) * 16, asker, 1, order, 0.0)
 
 
-def chosen(held: list[HopSession], tokens: int, times: list[float], free: int = 0) -> HopSession | None:
+def room_of(
+    held: Sequence[HopSession], total: int = 1000, page: int = 1, limits: AdmissionLimits | None = None
+) -> HopRoom:
+    """A hop with these sessions."""
+    runner = HashRunner(0, 4, kv_tokens=total, page_tokens=page)
+    for one in held:
+        runner.open(one.key, one.turn.tokens)
+    return HopRoom(runner, held, limits or AdmissionLimits(), "own")
+
+
+def chosen(held: Sequence[HopSession], tokens: int, times: list[float], total: int = 1000) -> list[HopSession]:
     """Who makes way at the last of these refusals."""
-    turns, found = CacheTurns(), None
+    turns, room = CacheTurns(), room_of(held, total)
+    found: list[HopSession] = []
     for now in times:
-        found = turns.makes_way("asker", tokens, held, free, 1000, now)
+        found = turns.make_way("asker", tokens, room, now)
     return found
 
 
@@ -34,7 +48,7 @@ def chosen(held: list[HopSession], tokens: int, times: list[float], free: int = 
     ],
 )
 def test_it_takes_refusals_for_some_time(times: list[float], makes_way: bool) -> None:
-    assert (chosen([session("hog", 1000)], 100, times) is not None) == makes_way
+    assert bool(chosen([session("hog", 1000)], 100, times)) == makes_way
 
 
 LONG = [0.0, TURN_S / 2, TURN_S]
@@ -42,39 +56,50 @@ LONG = [0.0, TURN_S / 2, TURN_S]
 
 def test_the_largest_session_of_the_asker_with_the_most_makes_way() -> None:
     small, large, other = session("hog", 300, 1), session("hog", 350, 2), session("other", 350, 3)
-    assert chosen([small, large, other], 100, LONG) is large
+    assert chosen([small, large, other], 100, LONG) == [large]
 
 
 def test_nobody_makes_way_who_holds_less_than_the_asker_would() -> None:
-    assert chosen([session("one", 500), session("two", 500)], 600, LONG) is None
+    assert not chosen([session("one", 500), session("two", 500)], 600, LONG)
 
 
 def test_nobody_makes_way_for_nothing() -> None:
-    assert chosen([session("hog", 500, n) for n in range(2)], 600, LONG) is None
-    assert chosen([session("hog", 500, n) for n in range(2)], 600, LONG, free=100) is not None
+    """An asker keeps its share, but for the last session: without more than that, 800 would not fit."""
+    three = [session("hog", 300, n) for n in range(3)]
+    assert not chosen(three, 800, LONG)
+    assert len(chosen(three, 800, LONG, total=1100)) == 2
+
+
+def test_many_small_sessions_make_way_as_a_large_one_does() -> None:
+    """Each of them alone would not free enough, so none of them was ended."""
+    assert len(chosen([session("hog", 50, n) for n in range(20)], 200, LONG)) == 4
 
 
 def test_sessions_that_were_closed_and_opened_again_are_the_same_asker() -> None:
     turns = CacheTurns()
     for number, now in enumerate(LONG):
-        found = turns.makes_way("asker", 100, [session("hog", 1000, number)], 0, 1000, now)
-    assert found is not None
+        found = turns.make_way("asker", 100, room_of([session("hog", 1000, number)]), now)
+    assert found
 
 
 def test_an_asker_that_made_way_has_another_turn() -> None:
     times = [*LONG, TURN_S + 1, 2 * TURN_S, 2 * TURN_S + 1]
-    assert chosen([session("hog", 1000)], 100, times[:-1]) is None
-    assert chosen([session("hog", 1000)], 100, times) is not None
+    assert not chosen([session("hog", 1000)], 100, times[:-1])
+    assert chosen([session("hog", 1000)], 100, times)
 
 
 def test_an_asker_does_not_make_way_for_itself() -> None:
-    assert chosen([session("asker", 1000)], 100, LONG) is None
+    assert not chosen([session("asker", 1000)], 100, LONG)
+
+
+def test_this_nodes_own_replies_make_way_for_nobody() -> None:
+    assert not chosen([session("own", 1000)], 100, LONG)
 
 
 def test_those_that_nobody_waits_for_any_more_are_forgotten() -> None:
     turns = CacheTurns()
     for number in range(100):
-        turns.makes_way("asker", 1, [session(f"hog {number}", 1000)], 0, 1000, number * 2 * TURN_S)
+        turns.make_way("asker", 1, room_of([session(f"hog {number}", 1000)]), number * 2 * TURN_S)
     assert len(turns._in_the_way) == 1
 
 
@@ -83,10 +108,113 @@ def test_a_session_larger_than_the_whole_cache_is_refused_for_good() -> None:
     runner.open(b"another", 900)
 
     def refusal(tokens: int) -> tuple[str, str] | None:
-        why = why_not(EpochOrder(Span(0, 4), "", "", tokens, 0), "asker", runner, [], AdmissionLimits())
+        why = why_not(EpochOrder(Span(0, 4), "", "", tokens, 0), "asker", HopRoom(runner, [], AdmissionLimits()))
         return None if why is None else (why.code, why.why)
 
     assert refusal(100) is None
     assert refusal(1000) == ("busy", "cache_full")
     assert refusal(1001) == ("refused", "cache_exceeded")
     assert refusal(5000) == ("refused", "context_exceeded")
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+def several(asker: str, count: int, first: int = 0) -> list[HopSession]:
+    return [session(asker, 1, first + number) for number in range(count)]
+
+
+FEW = AdmissionLimits(sessions=12, peer_sessions=12, own_share=0.0)
+
+
+def refused(asker: str, held: Sequence[HopSession], limits: AdmissionLimits = FEW) -> str:
+    why = why_not(EpochOrder(Span(0, 4), "", "", 1, 0), asker, room_of(held, limits=limits))
+    return "" if why is None else why.why
+
+
+def test_who_holds_most_places_makes_way_at_once_for_who_holds_less_than_its_share() -> None:
+    held = [*several("hog", 7), *several("other", 5, 7)]
+    assert refused("asker", held) == "sessions_full"
+    (found,) = place_to_free("asker", room_of(held, limits=FEW))
+    assert found.asker == "hog"
+
+
+def test_places_that_are_shared_fairly_stay() -> None:
+    held = [*several("one", 4), *several("two", 4, 4), *several("asker", 4, 8)]
+    assert refused("asker", held) == "asker_sessions_full"
+    assert not place_to_free("asker", room_of(held, limits=FEW))
+
+
+def test_one_place_each_is_taken_from_nobody() -> None:
+    held = [session(f"asker {number}", 1, number) for number in range(12)]
+    assert refused("newcomer", held) == "sessions_full"
+    assert not place_to_free("newcomer", room_of(held, limits=FEW))
+
+
+def test_an_unused_session_makes_way_first_then_the_one_that_rested_longest() -> None:
+    held = several("hog", 12)
+    for number, one in enumerate(held[2:]):
+        one.counters.stepped(1, HopPace(0, 0), 100.0 - number, urgent=True)
+    held[0].counters.opened_at = held[0].counters.worked_at = 60.0
+    room = room_of(held, limits=FEW)
+    assert place_to_free("asker", room) == [held[1]], "the older one of those that were never used"
+    for one in held[:2]:
+        one.counters.stepped(1, HopPace(0, 0), 200.0, urgent=True)
+    assert place_to_free("asker", room) == [held[-1]], "the one for which nothing was computed for longest"
+
+
+def test_a_place_is_not_freed_for_a_session_that_would_be_refused_all_the_same() -> None:
+    """Orders for sessions too large for what is left would else end one session after another, and hold none."""
+    room = room_of(several("hog", 12), total=20, limits=FEW)
+    why = why_not(EpochOrder(Span(0, 4), "", "", 10, 0), "asker", room)
+    assert why is not None
+    assert why.why == "cache_full"
+
+
+def test_some_places_are_kept_for_this_nodes_own_replies() -> None:
+    limits = replace(FEW, own_share=0.25)
+    held = [*several("one", 5), *several("two", 4, 5)]
+    assert refused("asker", held, limits) == "sessions_full"
+    assert refused("own", held, limits) == ""
+    assert refused("asker", [*held[1:], *several("own", 2, 9)], limits) == "", "its own are in the kept places"
+    assert refused("asker", [*held[1:], *several("own", 4, 9)], limits) == "sessions_full"
+
+
+def test_places_that_this_node_holds_are_not_those_that_others_share() -> None:
+    held = [*several("own", 8), *several("one", 2, 8), *several("two", 2, 10)]
+    assert refused("asker", held) == "sessions_full"
+    assert place_to_free("asker", room_of(held, limits=FEW))
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_counts_as_the_pages_that_it_leases() -> None:
+    """Sessions of one token counted as one: 64 of them leased a whole cache, and were below every share."""
+    held = several("hog", 12)
+    load = room_of(held, total=1024, page=64).load("hog")
+    assert (load.peer_sessions, load.peer_tokens, load.free_tokens) == (12, 768, 256)
+    why = why_not(EpochOrder(Span(0, 4), "", "", 1, 0), "hog", room_of(held, total=1024, page=64))
+    assert why is not None
+    assert why.why == "cache_reserved"
+
+
+@pytest.mark.parametrize(("tokens", "shared", "needed"), [(1, 0, 64), (64, 0, 64), (65, 0, 128), (100, 63, 128)])
+def test_a_new_session_needs_whole_pages(tokens: int, shared: int, needed: int) -> None:
+    assert room_of([], page=64).needed(tokens, shared) == needed
+
+
+def test_only_whole_pages_are_shared() -> None:
+    assert room_of([], page=64).needed(130, 127) == 128
+
+
+def test_what_rests_is_not_held_but_what_it_shares_is() -> None:
+    """A fork of a session that rests holds the pages of both: resting the source must not make them nobody's."""
+    source, fork = session("hog", 512, 1), session("hog", 512, 2)
+    source.rest(900.0)
+
+    class Sharing(HashRunner):
+        def tokens_freed_by(self, sessions: Iterable[bytes]) -> int:
+            return 512 if {*sessions} == {source.key, fork.key} else 0
+
+    assert HopRoom(Sharing(0, 4, kv_tokens=1024), [source, fork], AdmissionLimits()).load("hog").peer_tokens == 512
