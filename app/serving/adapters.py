@@ -1,14 +1,17 @@
 """Adapters of sessions at a hop: fetched from their askers, loaded on the device, and dropped again.
 
 Sessions of one asker share an adapter; another asker's sessions never do. Adapters that no session uses stay loaded
-until others need their room. How an adapter gets here is left to an `AdapterSource`.
+until others need their room. Few are on their way at a time: one that comes more slowly than it has to makes way for an
+asker that has none on its way. How an adapter gets here is left to an `AdapterSource`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import trio
@@ -25,17 +28,18 @@ from p2p.errors import P2PError
 
 log = logging.getLogger("shoal.sessions")
 
+_TOO_LATE = HopError("busy", "the adapter came slowly, and others waited for its place", "adapters_full")
 _GIVEN_UP = HopError("busy", "this node now hosts other blocks", "not_hosted")
 
 
 class AdapterSource(Protocol):
-    """Gets the parts of adapters from their askers; both methods raise `AppError` or `P2PError`."""
+    """Gets the parts of adapters from their askers; both methods raise `AppError`, `P2PError` or `TooSlowError`."""
 
     async def index(self, asker: str, adapter: AdapterRef) -> AdapterIndex:
         """Return an adapter's index."""
 
-    async def vectors(self, asker: str, index: AdapterIndex, span: Span) -> list[bytes]:
-        """Return the weights of these blocks."""
+    async def vectors(self, asker: str, index: AdapterIndex, span: Span, arrived: Callable[[int], None]) -> list[bytes]:
+        """Return the weights of these blocks; `arrived` is called with the bytes that have come, meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,9 @@ class AdapterLimits:
     loading: int = 8  # at the same time
     asker_loading: int = 2  # of one asker
     fetch_s: float = 280.0
+    index_s: float = 30.0  # of these until the index is here
+    late_s: float = 20.0  # behind `bytes_per_s`: makes way for an asker with none on its way, which waits twice as long
+    bytes_per_s: float = 125_000.0
 
 
 class AdapterKey(NamedTuple):
@@ -68,6 +75,29 @@ class LoadedAdapter:
     used_at: float = 0.0
 
 
+@dataclass(eq=False)
+class _Load:
+    """An adapter on its way."""
+
+    begun_at: float
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    arrived_bytes: float = 0.0
+    makes_way: bool = False
+
+    def arrived(self, size: float) -> None:
+        """Count bytes that have come."""
+        self.arrived_bytes += size
+
+    @property
+    def why_cancelled(self) -> HopError:
+        """Why it is cancelled, if it is."""
+        return _TOO_LATE if self.makes_way else _GIVEN_UP
+
+    def late_s(self, now: float, bytes_per_s: float) -> float:
+        """By how much it has taken longer than what arrived would take at this rate."""
+        return now - self.begun_at - self.arrived_bytes / bytes_per_s
+
+
 class HopAdapters:
     """The adapters at one hop; `make_way` ends resting sessions that hold one, of one asker or of all."""
 
@@ -80,7 +110,8 @@ class HopAdapters:
     ) -> None:
         self._device, self._source, self._limits, self._make_way = device, source, limits, make_way
         self._loaded: dict[AdapterKey, LoadedAdapter] = {}
-        self._loading: dict[AdapterKey, trio.CancelScope] = {}
+        self._loading: dict[AdapterKey, _Load] = {}
+        self._in_line: Counter[str] = Counter()  # askers without any of these that wait for a place
         self._over = Signal()  # a load is over, or its blocks are given up
         self._generation = 0  # of the blocks that adapters are loaded for
         self._reserved: dict[AdapterKey, int] = {}  # bytes of adapters on their way
@@ -104,7 +135,7 @@ class HopAdapters:
         self._loaded.clear()
         self._generation += 1
         for load in self._loading.values():
-            load.cancel()
+            load.scope.cancel()
         self._over.notify()
 
     def held(self, key: AdapterKey, runner: BlockRunner) -> LoadedAdapter | None:
@@ -124,20 +155,25 @@ class HopAdapters:
     async def load(self, key: AdapterKey, ref: AdapterRef, runner: BlockRunner) -> LoadedAdapter | HopError:
         """Fetch and load an adapter unless it is here, and hold it until `release`; or say why not.
 
-        Waits for other loads of the same asker.
+        Waits for other loads of the same asker, and for a short time for those of others if it has none.
         """
-        generation = self._generation
-        await self._over.wait_for(lambda: generation != self._generation or self._may_load(key))
-        if generation != self._generation:
-            return _GIVEN_UP
-        if (found := self.held(key, runner)) is not None:
-            return found
-        if len(self._loading) >= self._limits.loading:
-            return HopError("busy", "too many adapters are on their way to this node", "adapters_full")
+        generation, until = self._generation, trio.current_time() + 2 * self._limits.late_s
+        while True:
+            await self._over.wait_for(lambda: generation != self._generation or self._may_load(key))
+            if generation != self._generation:
+                return _GIVEN_UP
+            if (found := self.held(key, runner)) is not None:
+                return found
+            if self._has_place(key.asker):
+                break
+            if self._loads_of(key.asker) or trio.current_time() >= until:
+                return HopError("busy", "too many adapters are on their way to this node", "adapters_full")
+            await self._wait_in_line(key.asker)
+        load = self._loading[key] = _Load(trio.current_time())
         try:
-            with trio.CancelScope() as self._loading[key], trio.fail_after(self._limits.fetch_s):
+            with load.scope, trio.fail_after(self._limits.fetch_s):
                 return await self._load(key, ref, runner)
-            return _GIVEN_UP
+            return load.why_cancelled
         except DeviceFull as error:
             return HopError("busy", f"no room for the adapter: {error}", "adapters_full")
         except trio.TooSlowError:
@@ -152,12 +188,40 @@ class HopAdapters:
             self._over.notify()
 
     def _may_load(self, key: AdapterKey) -> bool:
-        own = sum(one.asker == key.asker for one in self._loading)
-        return key not in self._loading and own < self._limits.asker_loading
+        return key not in self._loading and self._loads_of(key.asker) < self._limits.asker_loading
+
+    def _loads_of(self, asker: str) -> int:
+        return sum(one.asker == asker for one in self._loading)
+
+    def _has_place(self, asker: str) -> bool:
+        """True if another adapter may be on its way; for an asker that has none, the latest one may make way."""
+        limits = self._limits
+        coming = [load for load in self._loading.values() if not load.makes_way]
+        if self._loads_of(asker):
+            return len(coming) + len(self._in_line) < limits.loading
+        if len(coming) < limits.loading:
+            return True
+        now = trio.current_time()
+        latest = max(coming, key=lambda load: load.late_s(now, limits.bytes_per_s))
+        if latest.late_s(now, limits.bytes_per_s) < limits.late_s:
+            return False
+        latest.makes_way = True
+        latest.scope.cancel()
+        return True
+
+    async def _wait_in_line(self, asker: str) -> None:
+        """Wait until a load is over, or for a moment: one may be late by then."""
+        self._in_line[asker] += 1
+        try:
+            with trio.move_on_after(self._limits.late_s / 5):
+                await self._over.wait()
+        finally:
+            self._in_line -= Counter([asker])
 
     async def _load(self, key: AdapterKey, ref: AdapterRef, runner: BlockRunner) -> LoadedAdapter | HopError:
         assert self._source is not None, "a hop without a source refuses adapters"
-        index = await self._source.index(key.asker, ref)
+        with trio.fail_after(self._limits.index_s):
+            index = await self._source.index(key.asker, ref)
         expected = runner.adapter_bytes(index.rank, index.targets)
         if index.vector_bytes != expected or key.span.stop > len(index.roots):
             text = (
@@ -178,13 +242,15 @@ class HopAdapters:
                 return HopError("busy", f"the adapters of {whose} leave no room for this one", "adapters_full")
         self._reserved[key] = size
         try:
-            vectors = await self._source.vectors(key.asker, index, key.span)
+            load = self._loading[key]
+            vectors = await self._source.vectors(key.asker, index, key.span, load.arrived)
+            load.arrived(math.inf)
             blocks = dict(zip(key.span.blocks(), vectors, strict=True))
             weights = await self._device.run_later(runner.load_adapter, index.rank, index.alpha, index.targets, blocks)
         finally:
             del self._reserved[key]
-        if self._loading[key].cancel_called:
-            return _GIVEN_UP
+        if load.scope.cancel_called:
+            return load.why_cancelled
         self._loaded[key] = loaded = LoadedAdapter(runner, weights, size, users=1)
         return loaded
 

@@ -7,7 +7,7 @@ is that of the states of jobs (`app.training.states`). Hops keep no file of what
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -149,16 +149,18 @@ class AdapterFetcher:
         (raw,) = await self._fetch(asker, [StatePart(adapter.root, adapter.size_bytes)])
         return decode_index(raw)
 
-    async def vectors(self, asker: str, index: AdapterIndex, span: Span) -> list[bytes]:
+    async def vectors(self, asker: str, index: AdapterIndex, span: Span, arrived: Callable[[int], None]) -> list[bytes]:
         """Return the weights of these blocks; raises `AppError` if they cannot be had."""
         roots = index.roots[span.start : span.stop]
-        return await self._fetch(asker, [StatePart(root, index.vector_bytes) for root in roots])
+        return await self._fetch(asker, [StatePart(root, index.vector_bytes) for root in roots], arrived)
 
-    async def _fetch(self, asker: str, parts: Sequence[StatePart]) -> list[bytes]:
+    async def _fetch(
+        self, asker: str, parts: Sequence[StatePart], arrived: Callable[[int], None] = lambda size: None
+    ) -> list[bytes]:
         run = secrets.token_bytes(RUN_BYTES)
         if asker != self._states.peer_id:
             async with self._states.apart() as states:
-                return await states.fetch(run, parts, [asker])
+                return await states.fetch(run, parts, [asker], arrived=arrived)
         try:
             return await self._states.fetch(run, parts, [asker])
         finally:

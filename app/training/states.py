@@ -103,9 +103,10 @@ class StateStore:
         gave: Counter[str] | None = None,
         *,
         is_patient: bool = False,
+        arrived: Callable[[int], None] = lambda size: None,
     ) -> list[bytes]:
         """Return the bytes of states, all of them in memory; raises as `obtain` does."""
-        await self.obtain(run, states, holders, gave, is_patient=is_patient)
+        await self.obtain(run, states, holders, gave, is_patient=is_patient, arrived=arrived)
         return [await self.read(state) for state in states]
 
     async def read(self, state: StatePart, some: range | None = None) -> bytes:
@@ -144,11 +145,13 @@ class StateStore:
         gave: Counter[str] | None = None,
         *,
         is_patient: bool = False,
+        arrived: Callable[[int], None] = lambda size: None,
     ) -> None:
         """Keep states, downloaded from their holders to the disk as far as they are not here.
 
-        What each holder has given, in bytes, is added to `gave`. Who `is_patient` waits for as long as they come,
-        however slowly, but not for holders that do not have them.
+        What each holder has given, in bytes, is added to `gave`; meanwhile `arrived` is called with the size of what
+        comes. Who `is_patient` waits for as long as they come, however slowly, but not for holders that do not have
+        them.
 
         Raises `WeightsError` if the disk cannot be written or no holder is a member, `trio.TooSlowError` if nobody
         sends them in time; to the patient, `PartsAbsent` and `DeadlineExceeded`.
@@ -170,7 +173,9 @@ class StateStore:
                 try:
                     self._add(parts.values())  # another run may have named other sizes meanwhile
                     ways = {"hangs_up": False, "waits": not is_patient}
-                    download = Download(self._network, self._parts, self._server, lambda name: others, **ways)
+                    download = Download(
+                        self._network, self._parts, self._server, lambda name: others, arrived=arrived, **ways
+                    )
                     if is_patient:
                         fetch = partial(download.fetch, names)
                         await while_it_comes(lambda: sum(download.progress.from_peers.values()), SILENT_S, fetch)

@@ -66,14 +66,16 @@ class Download:
         *,
         hangs_up: bool = True,
         waits: bool = True,
+        arrived: Callable[[int], None] = lambda size: None,
     ) -> None:
         """`hangs_up` on peers that send wrong data; not if roots and sizes are the word of somebody who may lie.
 
         A root says nothing of a part's size, so with a wrong one the answers of honest peers do not fit either.
         It `waits` until somebody has a part; if not, a part that all holders say they lack is given up.
+        `arrived` is called with the size of whatever has come and was checked.
         """
         self._network, self._parts, self._sharing, self._holders = network, parts, sharing, holders
-        self._hangs_up, self._waits = hangs_up, waits
+        self._hangs_up, self._waits, self._arrived = hangs_up, waits, arrived
         self._performance = PeerPerformance(random.Random(network.peer_id))
         self._queue = self._new_queue()
         self._pending: list[Part] = []  # not started yet
@@ -344,7 +346,9 @@ class Download:
             return
         if not self._queue.complete(piece, count):
             return  # a second peer was faster
-        self.progress.bytes_done += _size_of(new.part, range(piece.index, piece.index + count))
+        size = _size_of(new.part, range(piece.index, piece.index + count))
+        self.progress.bytes_done += size
+        self._arrived(size)
         self._sharing.arrived()
         if self._queue.is_over(piece.part):
             await self._finish(new.part)

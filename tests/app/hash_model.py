@@ -351,13 +351,13 @@ class AdapterShelf:
 
     async def index(self, asker: str, adapter: AdapterRef) -> AdapterIndex:
         self.asked.append((asker, adapter))
-        await trio.sleep(self.seconds)
+        await trio.lowlevel.checkpoint()
         if adapter not in self.adapters:
             raise AppError("the asker has no such adapter")
         return self.adapters[adapter].index
 
-    async def vectors(self, asker: str, index: AdapterIndex, span: Span) -> list[bytes]:
-        await trio.lowlevel.checkpoint()
+    async def vectors(self, asker: str, index: AdapterIndex, span: Span, arrived: Callable[[int], None]) -> list[bytes]:
+        await trio.sleep(self.seconds)
         found = next(one for one in self.adapters.values() if one.index is index)
         return found.vectors[span.start : span.stop]
 

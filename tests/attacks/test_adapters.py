@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,9 +15,10 @@ import trio
 from trio.testing import MockClock
 
 from app.core.errors import RecordError
+from app.core.span import Span
 from app.serving.adapters import AdapterLimits
 from app.serving.block_server import BlockServer, ServerSettings
-from app.session.adapter_index import AdapterRef, decode_index
+from app.session.adapter_index import AdapterIndex, AdapterRef, decode_index
 from app.session.frame import decode_hop_error, new_session_id, plain
 from app.session.wire import KEEP, KNOWS_ADAPTERS, Kind, Prefix, encode_turn
 from engine.errors import DeviceFull, TrainingError
@@ -128,13 +129,87 @@ async def test_an_adapter_that_never_arrives_holds_up_nobody(autojump_clock: Moc
         assert len(hop.server._adapters._loading) == LIMITS.asker_loading
         await hop.send("evil", plain(Kind.PROBE, new_session_id("evil"), 1))
         await next_frame(hop._streams["evil"], Kind.STATE)  # it is alive, and says so
-        await hop.send("other", encode_turn(new_session_id("other"), 1, KEEP, adapted(POND)))
-        assert (await refused(hop, POND.ref, "third"))[0] == "adapters_full"
         error = decode_hop_error(await next_frame(hop._streams["evil"], Kind.TROUBLE))
         assert "did not arrive in time" in error.text
         assert trio.current_time() - begin == pytest.approx(LIMITS.fetch_s, abs=1.0)
         await trio.sleep(LIMITS.fetch_s)
         assert not hop.server._awaited
+
+
+class Senders(AdapterShelf):
+    """Adapters of which bytes come evenly, of some askers not even the index."""
+
+    def __init__(self, *adapters: HashAdapter, seconds: float, bytes_per_s: float = 0.0) -> None:
+        super().__init__(*adapters, seconds=seconds)
+        self.bytes_per_s = bytes_per_s
+
+    async def index(self, asker: str, adapter: AdapterRef) -> AdapterIndex:
+        if asker.startswith("silent"):
+            await trio.sleep_forever()
+        return await super().index(asker, adapter)
+
+    async def vectors(self, asker: str, index: AdapterIndex, span: Span, arrived: Callable[[int], None]) -> list[bytes]:
+        for _ in range(int(self.seconds)):
+            await trio.sleep(1)
+            arrived(int(self.bytes_per_s))
+        return self.adapters[next(ref for ref, one in self.adapters.items() if one.index is index)].vectors[:4]
+
+
+WIDE = AdapterLimits(late_s=5.0, index_s=20.0)
+
+
+async def fill(hop: Hop, askers: str) -> None:
+    """Have all places for adapters on their way taken, by asker with as many as it may have."""
+    for number in range(WIDE.loading // WIDE.asker_loading):
+        asker = f"{askers}{number}"
+        for adapter in (POND, LAKE, SEA):
+            await hop.send(asker, encode_turn(new_session_id(asker), 1, KEEP, adapted(adapter)))
+    await trio.sleep(1)
+    assert len(hop.server._adapters._loading) == WIDE.loading
+
+
+@pytest.mark.parametrize("who", ["silent", "slow"])
+async def test_adapters_that_do_not_come_keep_nobody_out(autojump_clock: MockClock, who: str) -> None:
+    """Four identities held all places for adapters on their way, by naming some that they never sent."""
+    shelf = Senders(POND, LAKE, SEA, seconds=200.0, bytes_per_s=WIDE.bytes_per_s / 3)
+    async with adapted_hop(shelf, limits=WIDE) as hop:
+        await fill(hop, who)
+        begin, shelf.seconds = trio.current_time(), 1.0
+        for number in range(3):
+            asker = f"honest{number}"
+            await hop.open(asker, new_session_id(asker), adapted(POND))
+        assert trio.current_time() - begin < 3 * WIDE.late_s
+        error = decode_hop_error(await next_frame(hop._streams[f"{who}0"], Kind.TROUBLE))
+        assert (error.code, error.why) == ("busy", "adapters_full")
+
+
+async def test_an_adapter_that_comes_as_fast_as_it_has_to_keeps_its_place(autojump_clock: MockClock) -> None:
+    shelf = Senders(POND, LAKE, SEA, seconds=200.0, bytes_per_s=WIDE.bytes_per_s)
+    async with adapted_hop(shelf, limits=WIDE) as hop:
+        await fill(hop, "honest")
+        begin = trio.current_time()
+        assert (await refused(hop, POND.ref))[0] == "adapters_full"
+        assert trio.current_time() - begin == pytest.approx(2 * WIDE.late_s, abs=WIDE.late_s / 4)
+        await trio.sleep(200)
+        assert len(hop.server._adapters._loaded) == WIDE.loading
+
+
+async def test_who_has_an_adapter_on_its_way_takes_no_place_of_others(autojump_clock: MockClock) -> None:
+    async with adapted_hop(Senders(POND, LAKE, SEA, seconds=200.0), limits=WIDE) as hop:
+        await fill(hop, "silent")
+        await hop.send("evil", encode_turn(new_session_id("evil"), 1, KEEP, adapted(POND)))
+        await trio.sleep(WIDE.late_s)
+        before = set(hop.server._adapters._loading)
+        assert "evil" in {key.asker for key in before}
+        assert (await refused(hop, LAKE.ref))[0] == "adapters_full"
+        assert set(hop.server._adapters._loading) == before
+
+
+async def test_an_index_that_does_not_come_is_given_up_soon(autojump_clock: MockClock) -> None:
+    async with adapted_hop(Senders(POND, seconds=1.0), limits=WIDE) as hop:
+        begin = trio.current_time()
+        assert "did not arrive in time" in (await refused(hop, POND.ref, "silent"))[1]
+        assert trio.current_time() - begin == pytest.approx(WIDE.index_s, abs=1.0)
 
 
 async def test_orders_that_wait_for_an_adapter_are_counted(autojump_clock: MockClock) -> None:

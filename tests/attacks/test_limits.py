@@ -115,6 +115,9 @@ ROWS: dict[str, tuple[float, ...]] = {
         ADAPTERS.asker_loading,
         ADAPTERS.loading,
         ADAPTERS.fetch_s,
+        ADAPTERS.index_s,
+        ADAPTERS.late_s,
+        ADAPTERS.bytes_per_s * 8 / 10**6,
     ),
     "session frames of one peer that have nothing computed": (
         PLACES.frames_burst,

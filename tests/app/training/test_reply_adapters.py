@@ -19,6 +19,7 @@ from app.asker.asker import Asker
 from app.asker.reply import ReplyStats
 from app.config.home import Home
 from app.core.errors import NoAdapter, RecordError
+from app.core.span import Span
 from app.routing.route import NoRoute
 from app.session.adapter_index import AdapterRef, decode_index
 from app.session.frame import Frame
@@ -249,6 +250,9 @@ async def test_what_is_offered_can_be_fetched_until_it_is_withdrawn(
             assert first.ref == adapter_ref(replace(adapter, settings=replace(adapter.settings, alpha=1.0)))
             index = await fetcher.index("asker", first.ref)
             assert (index.rank, index.alpha, index.targets) == (4, 1.0, adapter.settings.targets)
+            came: list[int] = []
+            await fetcher.vectors("asker", index, Span(0, 2), came.append)
+            assert sum(came) == index.vector_bytes * len({*index.roots[:2]})
         async with adapters.offered("pond0") as again:
             assert again is first
         for number in range(1, MAX_OFFERED + 1):
