@@ -2,7 +2,8 @@
 
 Each owner's replies begin in the order in which they were asked for. An owner has at most `READING_TOKENS` of prompts
 under way, or one longer prompt, besides those that are late, and hops read the prompts of one asker in turn: a short
-prompt never waits for all the long ones of another owner. Places for replies go first to those who have fewest. Where
+prompt never waits for all the long ones of another owner. Nor does it for those of its own: `SHORT_AT_ONCE` of at most
+`SHORT_TOKENS` pass prompts that wait, and are read beside the one that is being read. Places for replies go first to those who have fewest. Where
 hops are full, owners that have room there begin no further reply until one that has none has found some, for `ROOM_S`
 at most.
 """
@@ -12,10 +13,14 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import islice
 
 import trio
 
 READING_TOKENS = 2048  # of prompts under way, by owner: some steps of a hop
+SHORT_TOKENS = 512  # of a prompt that may pass: two steps of a hop
+SHORT_AT_ONCE = 4  # of one owner
+MOST_SEEN = 8  # prompts that wait, among which one is looked for that may pass: to look takes time
 PLACES = 48  # replies being written at once; below the number of sessions that a hop takes from one asker
 RESERVE = 0.25  # of the places, kept for owners below their fair share
 EXTRA_PLACES = 8  # for owners that have no reply under way
@@ -29,6 +34,7 @@ class Turn:
         self._queue, self.owner = queue, owner
         self.unread = unread  # tokens of its prompt that no hop has cached
         self.reading = 0  # as many as these were when it began, until the prompt was read
+        self.passes = False  # it is short, and began beside prompts that it would else have waited for
         self.begun = trio.Event()
         self._room_of: set[str] = set()  # the owners that had room at the hops while they were full for this reply
         self._room_until = 0.0
@@ -93,8 +99,8 @@ class FairQueue:
         """Let those begin that may, owners with the fewest replies first."""
         while True:
             counts = Counter(turn.owner for turn in self._active)
-            heads = [queue[0] for _, queue in sorted(self._waiting.items(), key=lambda item: counts[item[0]])]
-            turn = next((head for head in heads if self._may_begin(head, counts)), None)
+            queues = [queue for _, queue in sorted(self._waiting.items(), key=lambda item: counts[item[0]])]
+            turn = next((turn for queue in queues if (turn := self._next(queue, counts)) is not None), None)
             if turn is None:
                 return
             self._remove(turn)
@@ -102,13 +108,27 @@ class FairQueue:
             turn.reading = max(1, turn.unread())
             turn.begun.set()
 
-    def _may_begin(self, turn: Turn, counts: Counter[str]) -> bool:
-        reading = sum(one.reading for one in self._active if one.owner == turn.owner)
-        if reading and reading + turn.unread() > READING_TOKENS:
+    def _next(self, queue: deque[Turn], counts: Counter[str]) -> Turn | None:
+        """Return the owner's reply that may begin now: the first one, or a short one that passes it."""
+        first = queue[0]
+        if not self._has_place(first.owner, counts):
+            return None
+        unread, under_way = first.unread(), [one for one in self._active if one.owner == first.owner and one.reading]
+        # Those that passed do not count: a long prompt would wait for ever behind short ones that keep coming.
+        reading = [one.reading for one in under_way if not one.passes]
+        if not reading or sum(reading) + unread <= READING_TOKENS:
+            return first
+        if max(unread, *reading) <= SHORT_TOKENS or sum(one.passes for one in under_way) >= SHORT_AT_ONCE:
+            return None
+        passing = next((one for one in islice(queue, MOST_SEEN) if one.unread() <= SHORT_TOKENS), None)
+        if passing is not None:
+            passing.passes = True
+        return passing
+
+    def _has_place(self, owner: str, counts: Counter[str]) -> bool:
+        if any(one.keeps_back(owner) for one in self._active):
             return False
-        if any(one.keeps_back(turn.owner) for one in self._active):
-            return False
-        own, others = counts[turn.owner], len({*counts, *self._waiting} - {turn.owner})
+        own, others = counts[owner], len({*counts, *self._waiting} - {owner})
         if not own:
             return len(self._active) < PLACES + EXTRA_PLACES
         has_share = own < PLACES / (others + 2)  # for this owner, the others, and one that may still come

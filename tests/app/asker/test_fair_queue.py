@@ -11,7 +11,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from app.asker import fair_queue
 from app.asker.asker import Asker
-from app.asker.fair_queue import EXTRA_PLACES, PLACES, READING_TOKENS, FairQueue
+from app.asker.fair_queue import EXTRA_PLACES, PLACES, READING_TOKENS, SHORT_AT_ONCE, SHORT_TOKENS, FairQueue, Turn
 from app.asker.reply import ReplyStats
 from app.routing.route import NoRoute
 from tests.app.hash_model import HashEnds, HashRunner, greedy
@@ -163,7 +163,7 @@ async def test_a_prompt_that_is_late_is_not_waited_for() -> None:
         async with trio.open_nursery() as nursery:
 
             async def second() -> None:
-                async with queue.turn("one", lambda: 1):
+                async with queue.turn("one", lambda: SHORT_TOKENS + 1):
                     pass
 
             nursery.start_soon(second)
@@ -173,6 +173,68 @@ async def test_a_prompt_that_is_late_is_not_waited_for() -> None:
             assert queue._waiting
             first.late()
         assert not queue._waiting
+
+
+async def test_a_short_prompt_does_not_wait_for_the_long_one_of_its_own_key(autojump_clock: MockClock) -> None:
+    """An agent's main conversation is read for minutes over slow hops; what else it asks meanwhile is short."""
+    async with one_hop() as (swarm, asker), trio.open_nursery() as nursery:
+        for number in range(2):
+            nursery.start_soon(ask_as, "agent", asker, [number, *LONG])
+        await trio.sleep(2.5 * STEP_S)
+        stats = await ask_as("agent", asker, SHORT)
+        assert stats.ttft_s is not None
+        assert stats.ttft_s < 8 * STEP_S
+        assert swarm.servers["hop"].stats.rows < len(LONG), "the first long one is still being read"
+        nursery.cancel_scope.cancel()
+
+
+class Prompts:
+    """Prompts of one key in a queue: those that have begun, in order."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self.queue, self._nursery = FairQueue(), nursery
+        self.begun: list[str] = []
+        self.turns: dict[str, Turn] = {}
+
+    async def ask(self, name: str, unread: int) -> None:
+        self._nursery.start_soon(self._hold, name, unread)
+        await wait_all_tasks_blocked()
+
+    async def _hold(self, name: str, unread: int) -> None:
+        async with self.queue.turn("one", lambda: unread) as turn:
+            self.begun.append(name)
+            self.turns[name] = turn
+            await trio.sleep_forever()
+
+
+async def test_a_few_short_prompts_pass_those_that_wait_for_a_long_one() -> None:
+    async with trio.open_nursery() as nursery:
+        prompts = Prompts(nursery)
+        await prompts.ask("first", 10 * READING_TOKENS)
+        await prompts.ask("second", SHORT_TOKENS + 1)
+        for number in range(SHORT_AT_ONCE + 2):
+            await prompts.ask(f"short {number}", SHORT_TOKENS)
+        passed = [f"short {number}" for number in range(SHORT_AT_ONCE)]
+        assert prompts.begun == ["first", *passed]
+        prompts.turns["short 2"].read()
+        assert prompts.begun == ["first", *passed]
+        await wait_all_tasks_blocked()
+        assert prompts.begun == ["first", *passed, f"short {SHORT_AT_ONCE}"]
+        # Short ones that keep coming do not keep the second long one from its turn.
+        prompts.turns["first"].read()
+        await wait_all_tasks_blocked()
+        assert prompts.begun[-1] == f"short {SHORT_AT_ONCE + 1}"
+        assert prompts.begun[-2] == "second"
+        nursery.cancel_scope.cancel()
+
+
+async def test_short_prompts_alone_are_as_many_as_ever() -> None:
+    async with trio.open_nursery() as nursery:
+        prompts = Prompts(nursery)
+        for number in range(READING_TOKENS // SHORT_TOKENS + SHORT_AT_ONCE):
+            await prompts.ask(f"short {number}", SHORT_TOKENS)
+        assert len(prompts.begun) == READING_TOKENS // SHORT_TOKENS
+        nursery.cancel_scope.cancel()
 
 
 async def test_places_are_kept_for_those_who_come_later() -> None:
