@@ -8,6 +8,7 @@ cached tells whoever asked for it what was asked before.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -72,7 +73,7 @@ def best_prefix(
 
 
 class KeptSessions:
-    """The sessions that this asker keeps, the oldest first."""
+    """The sessions that this asker keeps."""
 
     def __init__(self) -> None:
         self._kept: list[CachedSession] = []
@@ -97,9 +98,15 @@ class KeptSessions:
         self._kept.remove(session)
 
     def surplus(self, limit: int, now: float) -> list[CachedSession]:
-        """Remove and return those that are too old, and the oldest beyond `limit`."""
-        fresh = [session for session in self._kept if session.at > now - KEEP_S]
-        staying = fresh[max(len(fresh) - limit, 0) :]
-        gone = [session for session in self._kept if session not in staying]
+        """Remove and return those that are too old, and those beyond `limit`.
+
+        The oldest goes of the owner with the most, or of such owners: whoever keeps many displaces its own.
+        """
+        gone = [session for session in self._kept if session.at <= now - KEEP_S]
+        staying = [session for session in self._kept if session.at > now - KEEP_S]
+        while len(staying) > limit:
+            held = Counter(session.owner for session in staying)
+            gone.append(min(staying, key=lambda session: (-held[session.owner], session.at)))
+            staying.remove(gone[-1])
         self._kept = staying
         return gone

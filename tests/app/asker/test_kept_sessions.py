@@ -57,8 +57,8 @@ async def turn(asker: Asker, conversation: list[int], said: Sequence[int], count
 # --- the choice, without a network ------------------------------------------------------------------------------------
 
 
-def cached(tokens: Sequence[int], *, privacy: Privacy | None = None, at: float = 0.0) -> CachedSession:
-    return CachedSession(bytes(16), 1, tuple(tokens), privacy or Privacy(), (), (), at)
+def cached(tokens: Sequence[int], *, privacy: Privacy | None = None, at: float = 0.0, owner: str = "") -> CachedSession:
+    return CachedSession(bytes(16), 1, tuple(tokens), privacy or Privacy(), (), (), at, owner=owner)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,25 @@ def test_old_sessions_and_those_above_the_limit_go() -> None:
     assert kept.surplus(4, 3.0 + KEEP_S) == sessions[2:4]
     assert list(kept) == sessions[4:]
     assert kept.surplus(0, 5.0) == sessions[4:]
+
+
+def test_an_owner_with_many_sessions_displaces_its_own() -> None:
+    kept = KeptSessions()
+    only = cached([1], at=0.0, owner="agent")
+    scripts = [cached([number], at=1.0 + number, owner="script") for number in range(8)]
+    kept.add(only)
+    for number, session in enumerate(scripts):
+        kept.add(session)
+        assert kept.surplus(4, 20.0) == ([scripts[number - 3]] if number > 2 else [])
+    assert list(kept) == [only, *scripts[5:]]
+    # Two owners with as many: the oldest of all goes.
+    kept.add(cached([2], at=10.0, owner="agent"))
+    kept.add(cached([3], at=11.0, owner="agent"))
+    assert kept.surplus(5, 20.0) == [only]
+    # Where each owner has one, there is nobody else whose could go.
+    assert len(kept.surplus(1, 20.0)) == 4
+    kept.add(cached([4], at=12.0, owner="other"))
+    assert [session.at for session in kept.surplus(1, 20.0)] == [11.0]
 
 
 # --- conversations ----------------------------------------------------------------------------------------------------
@@ -141,6 +160,16 @@ async def test_an_owner_does_not_wait_for_a_prompt_that_another_one_reads(autoju
             guessed = await ask(asker, LONG, 10, "other")
             assert guessed.cached_tokens == 0
             assert trio.current_time() - begin < WAIT_FOR_READING_S / 2
+
+
+async def test_another_keys_short_prompts_do_not_cost_a_conversation_its_cache(autojump_clock: MockClock) -> None:
+    async with open_swarm(*HALVES) as swarm:
+        asker = await swarm.asker(keep=4)
+        await ask(asker, LONG, 4, "agent")
+        for number in range(8):
+            await ask(asker, [number] * 40, 3, "script")
+        assert asker.stats().kept_sessions == 4
+        assert (await ask(asker, [*LONG, 1], 4, "agent")).cached_tokens == len(LONG)
 
 
 async def test_a_reply_written_again_and_an_edited_question_share_what_comes_before(autojump_clock: MockClock) -> None:
