@@ -2,8 +2,8 @@
 
 It runs embedding, head and sampler; `app.asker.route_session` runs the blocks in between over the hops. A reply is an
 async iterator inside an async context: leaving the context frees the hops at once, whatever happened. The cache of a
-reply that ended in order may rest at its hops (`app.asker.kept_sessions`): the next prompt that begins with the same
-tokens has only the others read.
+reply that ended, or that nobody waits for any more, may rest at its hops (`app.asker.kept_sessions`): the next prompt
+that begins with the same tokens has only the others read.
 
     async with asker.reply(prompt_ids, settings, max_tokens=50) as reply:
         async for piece in reply: ...
@@ -28,6 +28,7 @@ from app.asker.guessing import MAX_GUESSES, Guesser, GuessHistory
 from app.asker.head_batcher import GoAhead, HeadBatcher
 from app.asker.kept_sessions import (
     KEEP_S,
+    MIN_SHARED,
     CachedSession,
     KeptSessions,
     SharedPrefix,
@@ -217,8 +218,8 @@ class Asker:
         prefix = await self._shared_prefix(prompt_ids, request.privacy, ref, turn.owner)
         routes = self._routes(request, prefix, ref)
         sampled = () if prefix is None else prefix.source.routes
-        own_node = OwnNode(self._loading, turn.needs_room)
-        async with self._counted(routes, request.tokens, self._taken(prefix), ref, own_node) as session:
+        own_node, taken = OwnNode(self._loading, turn.needs_room), self._taken(prefix)
+        async with self._counted(routes, request.tokens, taken, ref, own_node) as session:
             assert self._nursery is not None, "the asker is not running"
             self._nursery.start_soon(_note_reading, session, turn)
             sampler = AuditSampler(self._rng, sampled, rounded=prefix is not None and bool(prefix.source.wires))
@@ -240,14 +241,21 @@ class Asker:
             running = RunningReply(reply, session, tuple(prompt_ids), request.privacy, ref, turn.owner)
             self._replies[session.id] = running
             self._begun += 1
+            is_sound = True
             try:
                 yield reply
-                if reply.stats.finish_reason is not None:
-                    await self._keep(running)
+            except Exception:  # perhaps because of what the hops have cached
+                is_sound = False
+                raise
             finally:
                 if draft is not None:
                     draft.end()
                 del self._replies[session.id]
+                if prefix is not None and taken is not None and taken.wire.ends and not session.epoch:
+                    self._kept.add(prefix.source)  # no hop has heard of the new session
+                elif is_sound:
+                    with trio.CancelScope(shield=True):  # messages are queued, and nothing is waited for
+                        await self._keep(running)
                 self._ended(reply, request, settings, adapter)
 
     # --- caches that outlive a reply ----------------------------------------------------------------------------------
@@ -306,10 +314,11 @@ class Asker:
         return len(prompt_ids) - (0 if known is None else known.tokens)
 
     async def _keep(self, running: RunningReply) -> None:
-        """Let the cache of a reply that ended rest at its hops, if the setting allows it."""
-        limit = self._keep_sessions()
-        if limit:
-            self._kept.add(replace(running.cached(), at=trio.current_time()))
+        """Let the cache of a reply that is over rest at its hops, if the setting allows it and it is of use."""
+        limit, resting = self._keep_sessions(), running.resting(trio.current_time())
+        known = [one for one in self._kept if self._is_trusted(one.routes)]
+        if limit and len(resting.tokens) >= MIN_SHARED and not any(one.has_all_of(resting) for one in known):
+            self._kept.add(resting)
             await running.session.close(KEEP_S)
         await self._drop_kept(limit)
 
@@ -470,7 +479,8 @@ class Asker:
                 await session.close()
                 if session.answered:
                     self.planner.full_hops.ended([hop.peer for hop in session.route], trio.current_time())
-                if prefix is not None and prefix.wire.ends:  # hops that the session did not use still keep it
+                # Hops that the session did not use still keep the other one.
+                if prefix is not None and prefix.wire.ends and session.epoch:
                     await self._links.close_session(prefix.route, prefix.wire.session, prefix.epoch)
 
     async def _embed(self, token_ids: Sequence[int], wire: str) -> bytes:
@@ -489,17 +499,22 @@ class RunningReply:
     owner: str = ""
 
     def cached(self) -> CachedSession:
-        """The tokens that its hops have cached by now."""
+        """What a reply that begins now may share: the tokens for which an answer has come."""
+        return self._record(self.session.route, self.session.tokens[: self.session.answered])
+
+    def resting(self, now: float) -> CachedSession:
+        """What its hops may keep once it is over: the tokens that they are known to have cached."""
+        return replace(self._record(*self.session.cached()), at=now)
+
+    def _record(self, route: Route, tokens: Sequence[int]) -> CachedSession:
         session = self.session
-        tokens = tuple(session.tokens[: session.answered])
-        routes = tuple(self.reply.sampler.routes)
         return CachedSession(
             session.id,
             session.epoch,
-            tokens,
+            tuple(tokens),
             self.privacy,
-            session.route,
-            routes,
+            route,
+            tuple(dict.fromkeys((*self.reply.sampler.routes, *session.routes))),
             adapter=self.adapter,
             wires=session.wires,
             owner=self.owner,

@@ -3,9 +3,10 @@
 Each owner's replies begin in the order in which they were asked for. An owner has at most `READING_TOKENS` of prompts
 under way, or one longer prompt, besides those that are late, and hops read the prompts of one asker in turn: a short
 prompt never waits for all the long ones of another owner. Nor does it for those of its own: `SHORT_AT_ONCE` of at most
-`SHORT_TOKENS` pass prompts that wait, and are read beside the one that is being read. Places for replies go first to those who have fewest. Where
-hops are full, owners that have room there begin no further reply until one that has none has found some, for `ROOM_S`
-at most.
+`SHORT_TOKENS` pass prompts that wait, and are read beside the one that is being read.
+
+Places for replies go first to those who have fewest. Where hops are full, owners that have room there begin no further
+reply until one that has none has found some, for `ROOM_S` at most.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Finished sessions whose cache rests at its hops, and the choice of one that a new prompt can begin with. No I/O.
+"""Sessions of replies that are over, whose cache rests at its hops, and which of them a prompt can begin with. No I/O.
 
 A kept session is a record: its tokens, and where they are cached. Hops may have ended it meanwhile; the new session
-then reads again what is missing (`app.asker.route_session`). Caches are shared within one asker alone, and only
+then reads again what is missing (`app.asker.route_session`). It may end within the prompt: whoever hangs up while a
+long prompt is read, and asks again, has only the rest read. Caches are shared within one asker alone, and only
 between requests of one owner, with the same rules for private blocks and the same adapter: how much of a prompt was
 cached tells whoever asked for it what was asked before.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import ne
 
 from app.routing.route import Privacy, Route
 from app.routing.wire_choice import Wires
@@ -35,6 +38,11 @@ class CachedSession:
     wires: Wires = field(default_factory=dict)  # number formats of its rows
     owner: str = ""  # whose request it was
 
+    def has_all_of(self, other: CachedSession) -> bool:
+        """True if whatever prompt may begin with the other session may as well begin with this one."""
+        is_alike = (self.privacy, self.adapter, self.owner) == (other.privacy, other.adapter, other.owner)
+        return is_alike and self.tokens[: len(other.tokens)] == other.tokens
+
 
 @dataclass(frozen=True)
 class SharedPrefix:
@@ -52,7 +60,7 @@ class SharedPrefix:
 def shared_tokens(prompt: Sequence[int], tokens: Sequence[int]) -> int:
     """Number of tokens that a prompt may take from a cache of `tokens`: never all, as the last one must be answered."""
     most = min(len(prompt) - 1, len(tokens))
-    return next((index for index in range(most) if prompt[index] != tokens[index]), max(most, 0))
+    return next(compress(range(most), map(ne, prompt, tokens)), max(most, 0))
 
 
 def best_prefix(

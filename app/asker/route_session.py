@@ -388,6 +388,8 @@ class RouteHops:
         self._late: set[str] = set()  # hops that were left because they did not begin: they are no better than others
         self.answered_at = 0.0  # when `answer` arrived
         self.paces: dict[str, HopPace] = {}
+        # Hop -> tokens that it has cached, by its last word. Those of `prefix` are believed until it says otherwise.
+        self.cached = {hop.peer: prefix.wire.tokens for hop in prefix.route} if prefix is not None else {}
 
     # --- what hops say ------------------------------------------------------------------------------------------------
 
@@ -402,7 +404,9 @@ class RouteHops:
             self._on_late_frame(peer, frame)
             return
         if frame.kind == Kind.STATE:
-            self.states[peer] = self._without_cut(frame)
+            self.states[peer] = state = self._without_cut(frame)
+            if frame.epoch == self.epoch:
+                self.cached[peer] = state.position
         elif frame.kind == Kind.DATA:
             is_last = peer == self.route[-1].peer
             if not is_last or frame.revision != self.revision or frame.width != self._shape.width:
@@ -422,6 +426,7 @@ class RouteHops:
             return
         elif frame.kind == Kind.READY:
             self._ready[peer] = HopState(frame.position, frame.rows)
+            self.cached[peer] = frame.position
             for flag, peers in ((KNOWS_REVISIONS, self._revisers), (GIVES_CACHE, self._givers)):
                 (peers.add if frame.width & flag else peers.discard)(peer)
             if self._shape.adapter is not None and not frame.width & KNOWS_ADAPTERS:
@@ -462,6 +467,7 @@ class RouteHops:
         assert self.can_revise, "an epoch's revisions are numbers of two bytes"
         self.revision, self._revised_at = self.revision + 1, position
         self._forwarded = dict.fromkeys(self._forwarded, position)
+        self.cached = {peer: min(tokens, position) for peer, tokens in self.cached.items()}
 
     def _without_cut(self, state: Frame) -> Frame:
         """Leave out of a hop's progress what the rows of the present revision, which it has not seen yet, replace."""
@@ -773,6 +779,7 @@ class RouteHops:
             if self.prefix is not None and hop in self.prefix.route:
                 turn = replace(turn, prefix=self.prefix.wire)
             turn = replace(turn, cache=caches.get(hop.peer))
+            self.cached[hop.peer] = min(self.cached.get(hop.peer, 0), cuts[index])
             await self._open[hop.peer].send(encode_turn(self.id, self.epoch, cuts[index], turn))
         silent = await self._wait_ready(set(caches))
         if self.trouble is not None:
@@ -851,15 +858,17 @@ class RouteHops:
             await self._leave(peer)
             self.leaving.discard(peer)
 
-    async def close(self, rest_s: int = 0) -> None:
-        """Close the session at all hops; with `rest_s` they may keep its cache for so many seconds."""
+    async def close(self, rest_s: int = 0, rest_at: Route = ()) -> None:
+        """Close the session at all hops; those of `rest_at` may keep its cache for `rest_s` seconds."""
+        resting = {hop.peer for hop in rest_at}
         for peer in list(self._open):
-            await self._leave(peer, rest_s)
+            await self._leave(peer, rest_s if peer in resting else 0)
 
     async def _leave(self, peer: str, rest_s: int = 0) -> None:
         link = self._open.pop(peer, None)
         if link is None:
             return  # its stream ended while another hop was told
+        self.cached.pop(peer, None)
         link.listeners.pop(self.id, None)
         self._drop_waiting(link)
         await link.send(plain(Kind.CLOSE, self.id, self.epoch, rows=rest_s))
@@ -930,8 +939,8 @@ class RouteSession:
         self._excuses: dict[str, int] = {}  # failures of each hop that are not forgotten yet
         self._smooth_answers = 0  # in a row
         self._unsound: set[str] = set()  # hops that failed: no other goes on with their cache
+        self._failed: set[str] = set()  # those of them that failed since the last answer
         self._cut_to = KEEP  # hops may still cache other tokens from this position on
-        self._cached: dict[str, int] = {}  # by hop, when the epoch began
         self._believed: Mapping[str, ReadingPace] = {}  # of the route's hops, when it was proposed
         self._progress: HopProgress | None = None  # while an answer is late
         self._look_for_others_at = 0.0
@@ -944,7 +953,6 @@ class RouteSession:
         self.recoveries = 0
         self.moves = 0  # to better routes while nothing was wrong
         self.answered = 0  # tokens that all hops of the route have cached: an answer came back for them
-        self._answered_in = 0  # the epoch of that answer
         self.first_answer = trio.Event()  # also set when the session is closed
         self.first_is_late = trio.Event()  # also set by the first answer
         self.reused = 0  # tokens that every hop had cached when the session began
@@ -1085,8 +1093,10 @@ class RouteSession:
             answer = await self._wait_answer()
             if answer is not None:
                 self._cut_to = KEEP  # it passed all hops, and so did the cut
-                for hop in () if smooth else self.route:
-                    self._guide.worked(hop.peer)
+                if not smooth:
+                    self._failed.clear()
+                    for hop in self.route:
+                        self._guide.worked(hop.peer)
                 if smooth and len(self._history) == first + 1:
                     now = trio.current_time()
                     self._step_s.add(now - begin)
@@ -1094,7 +1104,8 @@ class RouteSession:
                 self._smooth_answers = self._smooth_answers + 1 if smooth else 0
                 if self._smooth_answers >= _FORGOTTEN_AFTER:
                     self._excuses.clear()
-                self.answered, self._answered_in = first + len(token_ids), hops.epoch  # guesses may be wrong
+                self.answered = first + len(token_ids)  # guesses may be wrong
+                hops.cached = {hop.peer: self.answered for hop in self.route}
                 self._progress = None
                 self._note_first_answer()
                 return answer
@@ -1107,13 +1118,36 @@ class RouteSession:
         self.answered = min(self.answered, length)
         self._cut_to = min(self._cut_to, length)
 
+    def cached(self) -> tuple[Route, Sequence[int]]:
+        """The route that worked last, and the tokens that its hops are known to have cached by now.
+
+        Until one has worked, that is the one of the prefix. Hops that failed or were let go do not count: another hop
+        takes the place of one, and what the others have is as good without it.
+        """
+        route, hops = self._latest_route(), self._hops
+        known = [hops.cached[hop.peer] for hop in self._sound(route) if hop.peer in hops.cached]
+        return route, self._history[: min(*known, self._cut_to)] if known else ()
+
+    def _latest_route(self) -> Route:
+        prefix = self._hops.prefix
+        return self._settled or (prefix.route if prefix is not None else ())
+
+    def _sound(self, route: Route) -> Route:
+        """The hops of a route that have not failed since the last answer."""
+        trouble = self._hops.trouble
+        failed = self._failed | ({trouble.peer} if trouble is not None else set())
+        return tuple(hop for hop in route if hop.peer not in failed)
+
     async def close(self, rest_s: int = 0) -> None:
-        """Close the session at all hops, without waiting for them; they may keep its cache for `rest_s` seconds."""
+        """Close the session at all hops, without waiting for them; sound ones may keep its cache for `rest_s` seconds.
+
+        Those of the route that worked last, as in `cached`.
+        """
         self._note_first_answer()
         self._note_given_up()
         self._flowing = False
         with trio.CancelScope(shield=True):
-            await self._hops.close(rest_s)
+            await self._hops.close(rest_s, self._sound(self._latest_route()))
 
     # --- feeding and waiting ------------------------------------------------------------------------------------------
 
@@ -1186,11 +1220,7 @@ class RouteSession:
         if self._progress is None:
             self._progress = HopProgress(self._row_bytes, self._settings.stuck_s)
         if self._progress.epoch != hops.epoch:
-            if self._answered_in == hops.epoch:
-                cached = dict.fromkeys(self._cached, self.answered)
-            else:
-                cached = self._cached
-            unread = {hop.peer: max(tokens - cached.get(hop.peer, 0), 1) for hop in hops.route}
+            unread = {hop.peer: max(tokens - hops.cached.get(hop.peer, 0), 1) for hop in hops.route}
             self._progress.begin(hops.epoch, hops.route, unread, self._believed, begin)
         self._progress.resume(begin)
         return self._progress
@@ -1228,7 +1258,8 @@ class RouteSession:
 
     def _note_given_up(self) -> None:
         """Report all such hops: nobody will find out which of them is at fault, but the next reply can avoid them."""
-        for late in [] if self._progress is None else self._progress.overdue(links=True):
+        progress, self._progress = self._progress, None
+        for late in [] if progress is None else progress.overdue(links=True):
             self._guide.waited(late.hop, late.unread, late.waited_s, given_up=True)
 
     def _note_first_answer(self) -> None:
@@ -1368,6 +1399,7 @@ class RouteSession:
             log.info("session %s: %s is tried again: %s", self.id.hex()[:8], failure.peer, failure.why.text)
             return 0.0 if times == 1 else backoff_s(_PAUSE_S, times - 1, _LONGEST_PAUSE_S)
         self._unsound.add(failure.peer)
+        self._failed.add(failure.peer)
         log.warning("session %s: %s failed: %s", self.id.hex()[:8], failure.peer, failure.why.text)
         self._guide.failed(failure.peer, failure.why, busy=failure.busy)
         return 0.0
@@ -1409,7 +1441,6 @@ class RouteSession:
         if not self._settled:
             self.reused, self.prompt_fed_at = min(plan.lengths), trio.current_time()
         self._flowing, self._cut_to, self._settled = True, KEEP, route
-        self._cached = {hop.peer: length for hop, length in zip(route, plan.lengths, strict=True)}
         self._believed = self._guide.paces(route)
         if route not in self.routes:
             self.routes.append(route)

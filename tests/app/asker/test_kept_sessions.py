@@ -119,6 +119,21 @@ def test_an_owner_with_many_sessions_displaces_its_own() -> None:
     assert [session.at for session in kept.surplus(1, 20.0)] == [11.0]
 
 
+@pytest.mark.parametrize(
+    ("other", "has_all"),
+    [
+        (cached(LONG[:90]), True),
+        (cached(LONG[:40]), True),
+        (cached(LONG), False),
+        (cached([*LONG[:40], 1]), False),
+        (cached(LONG[:40], owner="other"), False),
+        (cached(LONG[:40], privacy=Privacy(2, 8)), False),
+    ],
+)
+def test_a_session_that_another_one_has_all_of_is_not_worth_a_place(other: CachedSession, has_all: bool) -> None:
+    assert cached(LONG[:90]).has_all_of(other) == has_all
+
+
 # --- conversations ----------------------------------------------------------------------------------------------------
 
 
@@ -241,12 +256,14 @@ async def test_the_setting_may_change_while_sessions_are_kept(autojump_clock: Mo
 
 async def test_a_reply_that_was_cancelled_frees_its_hops(autojump_clock: MockClock) -> None:
     async with open_swarm(*HALVES) as swarm:
-        asker = await swarm.asker(keep=4)
+        limit = [4]
+        asker = await swarm.asker(keep=lambda: limit[0])
         conversation: list[int] = []
         await turn(asker, conversation, LONG, 4)
+        limit[0] = 0
         with trio.move_on_after(0.3):
             await ask(asker, [*conversation, 1], 1000)
-        assert asker.stats().kept_sessions == 0  # the cancelled reply had taken it over
+        assert asker.stats().kept_sessions == 0
         await no_leaks(swarm)
 
 
