@@ -23,7 +23,7 @@ from app.api.model_names import named_model
 from app.api.openai_errors import status_and_reason
 from app.api.openai_fields import MAX_TOOLS, Listed, seed_of, tool_of, tool_use
 from app.api.replies import WholeReply, ignored_fields, ignored_header, metered_reply, whole_reply
-from app.api.streaming import OUR_ERRORS, EventStream
+from app.api.streaming import EventStream, StreamForm
 from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
 from app.asker.reply_service import ReplyRequest
 from engine.text.output_form import Constraint, ReplyPart, SaidText, ThoughtText, ToolUse
@@ -220,7 +220,7 @@ def routes(control: Control) -> APIRouter:
         request = named_model(control.snapshot(), asked.model).asked_by(asked.request())
         headers = ignored_header(ignored_fields(asked))
         if asked.stream:
-            return EventStream(_events(control, asked, request), "text/event-stream", _failed, headers)
+            return EventStream(_events(control, asked, request), "text/event-stream", _failed, headers, _STREAM)
         return EventStream(_whole(control, asked, request), "application/json", _failed, headers)
 
     @router.post("/count_tokens")
@@ -287,7 +287,7 @@ def _input(arguments: str) -> Any:
 
 
 async def _events(control: Control, asked: MessagesRequest, request: ReplyRequest) -> AsyncGenerator[bytes, None]:
-    """Yield the reply as server-sent events; an error after the first one is the last."""
+    """Yield the reply as server-sent events."""
     tokens = len(await control.tokenize(request))
     usage = {"input_tokens": tokens, "output_tokens": 0}
     begun = {**_head(asked), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
@@ -295,29 +295,27 @@ async def _events(control: Control, asked: MessagesRequest, request: ReplyReques
     events = metered_reply(control, request)
     told = False
     async with aclosing(events):
-        try:
-            async for event in events:
-                if not told:
-                    yield _event("message_start", {"message": begun})
-                    told = True
-                if isinstance(event, ReplyWaiting):
-                    yield _event("ping", {})
-                elif isinstance(event, ReplyText):
-                    for part in reply.add(event):
-                        for name, value in blocks.add(part):
-                            yield _event(name, value)
-                else:
-                    reply.stats = event.stats
-                    for name, value in blocks.end():
-                        yield _event(name, value)
-                    yield _event("message_delta", {"delta": _stop(reply), "usage": _usage(event.stats)})
-                    yield _event("message_stop", {})
-        except OUR_ERRORS as error:
+        async for event in events:
             if not told:
-                raise
-            status, why, param = status_and_reason(error)
-            body = body_for(ANTHROPIC_PATH, status, why, param=param)
-            yield _event("error", {"error": body["error"]})
+                yield _event("message_start", {"message": begun})
+                told = True
+            if isinstance(event, ReplyWaiting):
+                yield _event("ping", {})
+            elif isinstance(event, ReplyText):
+                for part in reply.add(event):
+                    for name, value in blocks.add(part):
+                        yield _event(name, value)
+            else:
+                reply.stats = event.stats
+                for name, value in blocks.end():
+                    yield _event(name, value)
+                yield _event("message_delta", {"delta": _stop(reply), "usage": _usage(event.stats)})
+                yield _event("message_stop", {})
+
+
+def _error(error: Exception) -> bytes:
+    status, why, param = status_and_reason(error)
+    return _event("error", {"error": body_for(ANTHROPIC_PATH, status, why, param=param)["error"]})
 
 
 class _Blocks:
@@ -360,3 +358,6 @@ class _Blocks:
 
 def _event(name: str, value: dict[str, Any]) -> bytes:
     return f"event: {name}\ndata: {json.dumps({'type': name, **value}, allow_nan=False)}\n\n".encode()
+
+
+_STREAM = StreamForm(alive=lambda: _event("ping", {}), error=_error)

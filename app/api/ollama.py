@@ -23,7 +23,7 @@ from app.api.model_names import NamedModel, named_model, other_swarms
 from app.api.openai_errors import status_and_reason
 from app.api.openai_fields import MAX_TOOLS, Listed, ToolDefinition, seed_of, tool_of, tool_use
 from app.api.replies import WholeReply, ignored_fields, ignored_header, metered_reply, whole_reply
-from app.api.streaming import OUR_ERRORS, EventStream
+from app.api.streaming import EventStream, StreamForm
 from app.asker.asker import USUAL_TOKENS
 from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
 from app.asker.reply_service import ReplyRequest
@@ -273,11 +273,18 @@ def _answer(control: Control, asked: OllamaChat | OllamaGenerate) -> Response:
     events = metered_reply(control, request)
     if asked.stream is False:
         return EventStream(_whole(events, form), "application/json", _failed, headers)
-    return EventStream(_lines(events, form), "application/x-ndjson", _failed, headers)
+    # A line without a text: some clients take an empty line, or white space alone, for broken JSON.
+    stream = StreamForm(alive=lambda: form.piece("", "", []), error=_error)
+    return EventStream(_lines(events, form), "application/x-ndjson", _failed, headers, stream)
 
 
 def _failed(error: Exception) -> Response:
     return response_for(OLLAMA_PREFIX, error)
+
+
+def _error(error: Exception) -> bytes:
+    status, why, _ = status_and_reason(error)
+    return json.dumps(body_for(OLLAMA_PREFIX, status, why)).encode() + b"\n"
 
 
 @dataclass(frozen=True)
@@ -341,29 +348,22 @@ async def _whole(events: AsyncGenerator[Any, None], form: _Form) -> AsyncGenerat
 
 
 async def _lines(events: AsyncGenerator[Any, None], form: _Form) -> AsyncGenerator[bytes, None]:
-    """Yield the reply line by line; a call comes when it is complete. An error after the first line is the last."""
+    """Yield the reply line by line; a call comes when it is complete."""
     reply = WholeReply()
-    told, called = False, 0
+    called = 0
     async with aclosing(events):
-        try:
-            async for event in events:
-                if isinstance(event, ReplyWaiting):
-                    continue
-                if isinstance(event, ReplyText):
-                    parts = reply.add(event)
-                    calls = _calls(reply, called)
-                    called += len(calls)
-                    said, thought = _texts(parts)
-                    if said or thought or calls:
-                        yield form.piece(said, thought, calls)
-                        told = True
-                    continue
-                yield form.end(event.stats)
-        except OUR_ERRORS as error:
-            if not told:
-                raise
-            status, why, _ = status_and_reason(error)
-            yield json.dumps(body_for(OLLAMA_PREFIX, status, why)).encode() + b"\n"
+        async for event in events:
+            if isinstance(event, ReplyWaiting):
+                continue
+            if isinstance(event, ReplyText):
+                parts = reply.add(event)
+                calls = _calls(reply, called)
+                called += len(calls)
+                said, thought = _texts(parts)
+                if said or thought or calls:
+                    yield form.piece(said, thought, calls)
+                continue
+            yield form.end(event.stats)
 
 
 def _texts(parts: tuple[ReplyPart, ...]) -> tuple[str, str]:

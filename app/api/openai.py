@@ -32,7 +32,7 @@ from app.api.openai_fields import (
     TextCompletion,
 )
 from app.api.replies import WholeReply, ignored_fields, ignored_header, metered_reply, side_by_side
-from app.api.streaming import OUR_ERRORS, EventStream
+from app.api.streaming import EventStream, StreamForm, comment
 from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
 from app.asker.reply_service import ReplyRequest
 from app.snapshot.views import Snapshot, SwarmView
@@ -112,7 +112,7 @@ def _answer(control: Control, asked: ChatCompletion | TextCompletion, request: R
     headers = ignored_header(ignored_fields(asked))
     if asked.stream:
         chunks = _events(control, request, form, asked)
-        return EventStream(chunks, "text/event-stream", response_to, headers)
+        return EventStream(chunks, "text/event-stream", response_to, headers, _STREAM)
     return EventStream(_whole(control, request, form, asked), "application/json", response_to, headers)
 
 
@@ -309,44 +309,37 @@ def _mean_logprob(reply: WholeReply) -> float:
 async def _events(
     control: Control, request: ReplyRequest, form: _ReplyFormat, asked: Asked
 ) -> AsyncGenerator[bytes, None]:
-    """Yield replies as server-sent events, one reply after the other; an error after the first event is the last.
+    """Yield replies as server-sent events, one reply after the other.
 
     A wait for a block is a comment, which clients skip.
     """
     usage = asked.wants_usage
     head = {**form.head, "object": form.chunk_kind, **({"usage": None} if usage else {})}
-    told = False
     used: list[ReplyStats] = []
-    try:
-        form = await _echo(control, request, form, asked)
-        for index, one in enumerate(_numbered(request, asked.n or 1)):
-            reply = WholeReply()
-            events = metered_reply(control, one)
-            async with aclosing(events):
-                began = False
-                async for event in events:
-                    if isinstance(event, ReplyWaiting):
-                        yield f": {event.text}\n\n".encode()
-                        told = True
-                        continue
-                    if not began:
-                        for choice in _first(form, index):
-                            yield _event({**head, "choices": [choice]})
-                        began = told = True
-                    if isinstance(event, ReplyText):
-                        for choice in form.pieces(index, reply.add(event), event.logprob):
-                            yield _event({**head, "choices": [choice]})
-                        continue
-                    reply.stats = event.stats
-                    used.append(event.stats)
-                    yield _event({**head, "choices": [form.end(index, reply.finish_reason)]})
-        if usage:
-            yield _event({**head, "choices": [], "usage": usage_of(used)})
-        yield b"data: [DONE]\n\n"
-    except OUR_ERRORS as error:
-        if not told:
-            raise
-        yield _event(status_and_body(error)[1])
+    form = await _echo(control, request, form, asked)
+    for index, one in enumerate(_numbered(request, asked.n or 1)):
+        reply = WholeReply()
+        events = metered_reply(control, one)
+        async with aclosing(events):
+            began = False
+            async for event in events:
+                if isinstance(event, ReplyWaiting):
+                    yield comment(event.text)
+                    continue
+                if not began:
+                    for choice in _first(form, index):
+                        yield _event({**head, "choices": [choice]})
+                    began = True
+                if isinstance(event, ReplyText):
+                    for choice in form.pieces(index, reply.add(event), event.logprob):
+                        yield _event({**head, "choices": [choice]})
+                    continue
+                reply.stats = event.stats
+                used.append(event.stats)
+                yield _event({**head, "choices": [form.end(index, reply.finish_reason)]})
+    if usage:
+        yield _event({**head, "choices": [], "usage": usage_of(used)})
+    yield b"data: [DONE]\n\n"
 
 
 def _first(form: _ReplyFormat, index: int) -> list[dict[str, Any]]:
@@ -359,6 +352,9 @@ def _first(form: _ReplyFormat, index: int) -> list[dict[str, Any]]:
 
 def _event(value: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(value, allow_nan=False)}\n\n".encode()
+
+
+_STREAM = StreamForm(alive=comment, error=lambda error: _event(status_and_body(error)[1]))
 
 
 __all__ = ["PREFIX", "routes", "usage_of"]

@@ -38,7 +38,7 @@ from app.api.openai_fields import (
 )
 from app.api.replies import WholeReply, ignored_fields, ignored_header, metered_reply, whole_reply
 from app.api.response_store import ResponseStore
-from app.api.streaming import OUR_ERRORS, EventStream
+from app.api.streaming import EventStream, StreamForm, comment
 from app.asker.asker import USUAL_TOKENS
 from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
 from app.asker.reply_service import ReplyRequest
@@ -240,7 +240,8 @@ def routes(control: Control, store: ResponseStore) -> APIRouter:
         answer = _Answer(control, store, owner, asked, request, before)
         headers = ignored_header([*ignored_fields(asked), *asked.left_out()])
         if asked.stream:
-            return EventStream(answer.events(), "text/event-stream", response_to, headers)
+            stream = StreamForm(alive=comment, error=answer.failed)
+            return EventStream(answer.events(), "text/event-stream", response_to, headers, stream)
         return EventStream(answer.whole(), "application/json", response_to, headers)
 
     @router.get("/{response_id}")
@@ -289,6 +290,9 @@ class _Answer:
     id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(16)}")
     at: int = field(default_factory=lambda: int(time.time()))
     _number: int = 0  # of the next event
+    # Those that the events tell of:
+    _reply: WholeReply = field(default_factory=WholeReply)
+    _items: _Items = field(default_factory=lambda: _Items())
 
     def body(self, status: str, reply: WholeReply, output: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the response as JSON."""
@@ -338,39 +342,39 @@ class _Answer:
         yield json.dumps(body, allow_nan=False).encode()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the response as server-sent events; an error after the first one is the last."""
-        reply, items = WholeReply(), _Items()
+        """Yield the response as server-sent events."""
+        reply, items = self._reply, self._items
         events = metered_reply(self.control, self.request)
-        told = False
         async with aclosing(events):
-            try:
-                async for event in events:
-                    if not told:
-                        begun = {"response": self.body("in_progress", reply, [])}
-                        yield self._event("response.created", begun)
-                        yield self._event("response.in_progress", begun)
-                        told = True
-                    if isinstance(event, ReplyWaiting):
-                        yield f": {event.text}\n\n".encode()
-                    elif isinstance(event, ReplyText):
-                        for part in reply.add(event):
-                            for name, value in items.add(part):
-                                yield self._event(name, value)
-                    else:
-                        reply.stats = event.stats
-                        for name, value in items.close():
+            async for event in events:
+                if not self._number:
+                    yield self._begun()
+                if isinstance(event, ReplyWaiting):
+                    yield comment(event.text)
+                elif isinstance(event, ReplyText):
+                    for part in reply.add(event):
+                        for name, value in items.add(part):
                             yield self._event(name, value)
-                        status = _status(reply)
-                        body = self.body(status, reply, items.output())
-                        await self._keep(body, reply)
-                        yield self._event(f"response.{status}", {"response": body})
-            except OUR_ERRORS as error:
-                if not told:
-                    raise
-                why = status_and_body(error)[1]["error"]
-                failed = self.body("failed", reply, items.output())
-                failed["error"] = {"code": "server_error", "message": why["message"]}
-                yield self._event("response.failed", {"response": failed})
+                else:
+                    reply.stats = event.stats
+                    for name, value in items.close():
+                        yield self._event(name, value)
+                    status = _status(reply)
+                    body = self.body(status, reply, items.output())
+                    await self._keep(body, reply)
+                    yield self._event(f"response.{status}", {"response": body})
+
+    def failed(self, error: Exception) -> bytes:
+        """Return the last events of a response that fails."""
+        why = status_and_body(error)[1]["error"]
+        failed = self.body("failed", self._reply, self._items.output())
+        failed["error"] = {"code": "server_error", "message": why["message"]}
+        begun = b"" if self._number else self._begun()
+        return begun + self._event("response.failed", {"response": failed})
+
+    def _begun(self) -> bytes:
+        begun = {"response": self.body("in_progress", self._reply, [])}
+        return self._event("response.created", begun) + self._event("response.in_progress", begun)
 
     async def _keep(self, body: dict[str, Any], reply: WholeReply) -> None:
         if self.asked.store is False:

@@ -20,7 +20,7 @@ from app.api.guard import Application, Guard
 from app.api.keys import KeyRing
 from app.api.metrics import MEDIA_TYPE, exposition
 from app.api.response_store import ResponseStore
-from app.api.streaming import EventStream, json_lines
+from app.api.streaming import JSON_LINES, EventStream, json_lines
 from app.asker.asker import USUAL_TOKENS
 from app.asker.reply_service import ReplyRequest
 from app.config.settings import SETTINGS
@@ -492,7 +492,8 @@ def _command_routes(control: Control) -> APIRouter:
     @router.post("/chat", response_class=Response)
     async def chat(request: ChatRequest) -> Response:
         """A reply of the swarm, as JSON lines."""
-        return EventStream(json_lines(control.reply(request.request())), "application/x-ndjson", failures.response_to)
+        lines = json_lines(control.reply(request.request()))
+        return EventStream(lines, "application/x-ndjson", failures.response_to, form=JSON_LINES)
 
     @router.post("/pause")
     async def pause(request: PauseRequest) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,8 +14,12 @@ import trio.testing
 from starlette.responses import PlainTextResponse
 from starlette.types import Message
 
-from app.api.streaming import AHEAD, EventStream
+from app.api.routes import build_application
+from app.api.streaming import AHEAD, BEGINS_S, SILENCE_S, EventStream, StreamForm
+from app.asker.reply import ReplyEvent, ReplyText
+from app.asker.reply_service import ReplyRequest
 from app.core.errors import AppError
+from tests.app.api.api_double import TOKEN, DoubleNode
 
 
 class Source:
@@ -40,6 +47,7 @@ class Client:
 
     def __init__(self) -> None:
         self.heard: list[Message] = []
+        self.heard_at: list[float] = []
         self.left = trio.Event()
         self.reads = trio.Event()
         self.reads.set()
@@ -47,6 +55,7 @@ class Client:
     async def send(self, message: Message) -> None:
         await self.reads.wait()
         self.heard.append(message)
+        self.heard_at.append(trio.current_time())
 
     async def receive(self) -> Message:
         await self.left.wait()
@@ -56,12 +65,13 @@ class Client:
     def body(self) -> bytes:
         return b"".join(message.get("body", b"") for message in self.heard)
 
-    async def read(self, source: Source) -> None:
+    async def read(self, source: Source, form: StreamForm | None = None) -> None:
         def error_response(error: Exception) -> PlainTextResponse:
             return PlainTextResponse(str(error), 503)
 
         scope: Any = {"type": "http"}
-        await EventStream(source.chunks(), "text/plain", error_response)(scope, self.receive, self.send)
+        stream = EventStream(source.chunks(), "text/plain", error_response, form=form)
+        await stream(scope, self.receive, self.send)
 
 
 async def test_all_pieces_arrive_in_order_and_the_stream_ends() -> None:
@@ -114,3 +124,170 @@ async def test_a_source_without_pieces_is_an_empty_answer() -> None:
     await client.read(Source(0))
     assert client.heard[0]["status"] == 200
     assert client.body == b""
+
+
+# --- while nothing comes ----------------------------------------------------------------------------------------------
+
+FORM = StreamForm(alive=lambda: b"(alive)", error=lambda error: b"(%s)" % str(error).encode())
+
+
+class SlowSource(Source):
+    """Yields a number only after so many seconds, and each of the others after as many again."""
+
+    def __init__(self, seconds: float, count: int = 1, fails_at: int | None = None) -> None:
+        super().__init__(count, fails_at)
+        self.seconds = seconds
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(super().chunks()) as chunks:
+            await trio.sleep(self.seconds)
+            async for chunk in chunks:
+                yield chunk
+                await trio.sleep(self.seconds)
+
+
+async def test_a_stream_without_a_piece_begins_and_stays_alive(autojump_clock: trio.testing.MockClock) -> None:
+    client, begin = Client(), trio.current_time()
+    await client.read(SlowSource(100.0, 2), FORM)
+    times = [at - begin for at in client.heard_at]
+    assert client.heard[0]["type"] == "http.response.start"
+    assert times[0] == BEGINS_S
+    assert client.heard[1]["body"] == b"(alive)"
+    assert all(later - earlier <= SILENCE_S for earlier, later in pairwise(times))
+    assert client.body.replace(b"(alive)", b"") == b"0,1,"
+    assert client.body.count(b"(alive)") == 90 // SILENCE_S + 2 * (100 // SILENCE_S)
+
+
+async def test_a_piece_that_comes_in_time_is_the_first_thing_that_is_sent(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    client = Client()
+    await client.read(SlowSource(BEGINS_S - 1), FORM)
+    assert client.body == b"0,"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fails_at", "status", "body"),
+    [
+        (BEGINS_S - 1, 0, 503, b"no more"),
+        (BEGINS_S + 1, 0, 200, b"(no more)"),
+        (BEGINS_S + SILENCE_S + 1, 0, 200, b"(alive)(no more)"),
+        (1.0, 1, 200, b"0,(no more)"),
+    ],
+)
+async def test_an_error_after_the_beginning_is_the_last_piece(
+    autojump_clock: trio.testing.MockClock, seconds: float, fails_at: int, status: int, body: bytes
+) -> None:
+    client = Client()
+    await client.read(SlowSource(seconds, 2, fails_at), FORM)
+    assert (client.heard[0]["status"], client.body) == (status, body)
+    assert not client.heard[-1].get("more_body", False)
+
+
+async def test_a_whole_answer_says_nothing_before_it_is_there(autojump_clock: trio.testing.MockClock) -> None:
+    client, begin = Client(), trio.current_time()
+    await client.read(SlowSource(1000.0, 1, 0))
+    assert client.heard[0]["status"] == 503
+    assert client.heard_at[0] - begin == 1000.0
+
+
+async def test_no_signs_of_life_pile_up_for_a_client_that_does_not_read(autojump_clock: trio.testing.MockClock) -> None:
+    client = Client()
+    client.reads = trio.Event()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(client.read, SlowSource(1000.0), FORM)
+        await trio.sleep(900)
+        assert not client.heard
+        client.reads.set()
+        await trio.sleep(10)
+        assert client.body.count(b"(alive)") <= 1
+        client.left.set()
+
+
+class Quiet(DoubleNode):
+    """A node whose replies take a minute to begin."""
+
+    async def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
+        await trio.sleep(60)
+        async with aclosing(super().reply(request)) as events:
+            async for event in events:
+                yield event
+
+
+CONVERSATION = [{"role": "user", "content": "a b"}]
+STREAMS: list[tuple[str, dict[str, Any], bytes, bytes]] = [
+    ("/v1/chat/completions", {"messages": CONVERSATION, "stream": True}, b": still at it\n\n", b'data: {"error": '),
+    ("/v1/completions", {"prompt": "a b", "stream": True}, b": still at it\n\n", b'data: {"error": '),
+    (
+        "/v1/responses",
+        {"input": "a b", "stream": True, "store": False},
+        b": still at it\n\n",
+        b"event: response.created\n",
+    ),
+    (
+        "/v1/messages",
+        {"messages": CONVERSATION, "stream": True, "max_tokens": 50},
+        b'event: ping\ndata: {"type": "ping"}\n\n',
+        b'event: error\ndata: {"type": "error", "error": ',
+    ),
+    ("/api/chat", {"messages": CONVERSATION}, b'"message": {"role": "assistant", "content": ""}', b'{"error": '),
+    ("/api/generate", {"prompt": "a b", "raw": True}, b'"response": ""', b'{"error": '),
+    ("/control/chat", {"messages": CONVERSATION}, b" ", b'{"error": '),
+]
+
+
+async def ask(node: DoubleNode, path: str, body: dict[str, Any]) -> Client:
+    """Send one request to a node's API, and wait for the end of the answer."""
+    client = Client()
+    pending: list[Message] = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive() -> Message:
+        return pending.pop() if pending else await client.receive()
+
+    headers = {"host": "127.0.0.1", "authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }
+    await build_application(node, TOKEN, "0")(scope, receive, client.send)
+    return client
+
+
+@pytest.mark.parametrize(("path", "body", "alive", "error"), STREAMS)
+async def test_every_stream_says_that_it_lives_in_words_of_its_family(
+    autojump_clock: trio.testing.MockClock, path: str, body: dict[str, Any], alive: bytes, error: bytes
+) -> None:
+    model = {} if path.startswith("/control") else {"model": "home"}
+    begin = trio.current_time()
+    client = await ask(Quiet(), path, {**model, **body})
+    assert client.heard[0]["status"] == 200
+    assert client.heard_at[0] - begin == BEGINS_S
+    signs = [message["body"] for message in client.heard[1:4]]
+    assert all(alive in sign for sign in signs), signs
+    said = client.body[sum(map(len, signs)) :]
+    assert b'"a"' in said
+    assert b'"b"' in said
+    if not path.startswith("/v1"):
+        assert all(json.loads(line) for line in client.body.splitlines())
+
+
+@pytest.mark.parametrize(("path", "body", "alive", "error"), STREAMS)
+async def test_every_stream_that_has_begun_ends_with_the_error_of_its_family(
+    autojump_clock: trio.testing.MockClock, path: str, body: dict[str, Any], alive: bytes, error: bytes
+) -> None:
+    class Failing(DoubleNode):
+        async def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
+            await trio.sleep(12)
+            raise AppError("block 3 was lost")
+            yield ReplyText("")
+
+    model = {} if path.startswith("/control") else {"model": "home"}
+    client = await ask(Failing(), path, {**model, **body})
+    assert client.heard[0]["status"] == 200
+    assert client.body.startswith(error)
+    assert b"block 3 was lost" in client.body
+    assert (b"event: response.failed" in client.body) == (path == "/v1/responses")
+    assert not client.heard[-1]["more_body"]
