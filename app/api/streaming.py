@@ -46,7 +46,7 @@ class EventStream(Response):
     The generator runs ahead of what is sent, in a task of its own: writing a piece to the client takes a node about as
     long as the rest of its work for a token, and the next token need not wait for it.
 
-    Without a `form` all is one piece, and nothing is sent before it: it may still turn out to be an error.
+    Without a `form` nothing but the pieces is sent: an answer of one piece may still turn out to be an error.
     """
 
     def __init__(

@@ -251,12 +251,12 @@ class Asker:
                 if draft is not None:
                     draft.end()
                 del self._replies[session.id]
+                self._ended(reply, request, settings, adapter)
                 if prefix is not None and taken is not None and taken.wire.ends and not session.epoch:
                     self._kept.add(prefix.source)  # no hop has heard of the new session
                 elif is_sound:
                     with trio.CancelScope(shield=True):  # messages are queued, and nothing is waited for
                         await self._keep(running)
-                self._ended(reply, request, settings, adapter)
 
     # --- caches that outlive a reply ----------------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class Asker:
     def _best_prefix(
         self, prompt_ids: Sequence[int], privacy: Privacy, adapter: AdapterRef | None, owner: str
     ) -> SharedPrefix | None:
-        running = [one.cached() for one in self._replies.values()]
+        running = [one.cached() for one in self._replies.values() if one.owner == owner]
         sessions = [one for one in (*self._kept, *running) if self._is_trusted(one.routes)]
         return best_prefix(prompt_ids, privacy, sessions, adapter, owner)
 

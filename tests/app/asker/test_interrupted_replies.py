@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
 from itertools import pairwise
 
 import pytest
@@ -107,6 +108,25 @@ async def test_whoever_hangs_up_in_the_middle_of_a_reply_goes_on_from_there(auto
         assert stats.cached_tokens >= len(said) - 1
         await trio.sleep(2 * KEEP_S)
         await no_leaks(swarm)
+
+
+async def test_a_source_of_pieces_that_is_closed_goes_on_from_there(autojump_clock: MockClock) -> None:
+    """As the API closes it."""
+    async with open_swarm(*HALVES) as swarm:
+        asker = await swarm.asker(keep=4)
+
+        async def pieces() -> AsyncGenerator[int, None]:
+            async with asker.reply(SHORT, 200, max_tokens=200) as reply:
+                async for piece in reply:
+                    yield piece.token_id
+
+        said = list(SHORT)
+        async with aclosing(pieces()) as source:
+            async for token_id in source:
+                said.append(token_id)
+                if len(said) == len(SHORT) + 3:
+                    break
+        assert (await right(asker, [*said, 1])).cached_tokens >= len(said) - 1
 
 
 async def test_no_moment_to_hang_up_costs_what_was_kept_before(autojump_clock: MockClock) -> None:

@@ -482,7 +482,7 @@ test_no_schedule_changes_a_reply_that_begins_with_a_cache = settings(max_example
 async def test_a_conversation_has_the_tokens_of_one_process(
     autojump_clock: MockClock, tmp_path: Path, sampling: Sampling
 ) -> None:
-    """Five turns, the last one twice and at one time, a branch, and a hop that dies between two turns."""
+    """Five turns, some begun in vain before, the last one twice, a branch, and a hop that dies between two turns."""
     model = open_source("tiny-random", tmp_path)
     local = load_local(model, local_options(model, CPU, torch.float32, 1 << 32))
     settings = ReplySettings(12, sampling)
@@ -509,6 +509,10 @@ async def test_a_conversation_has_the_tokens_of_one_process(
 
         prompt = local.prompt_ids([{"role": "user", "content": "Tell me of shoals. " * 12}])
         for number in range(5):
+            for hundredths in (3, 6, 9) if number in (1, 2, 4) else ():
+                with trio.move_on_after((hundredths + number) / 100) as given_up:
+                    await reply_to(prompt)
+                assert given_up.cancelled_caught
             stats = await reply_to(prompt)
             assert (stats.cached_tokens > 0) == (number not in (0, 3))
             if number == 2:
