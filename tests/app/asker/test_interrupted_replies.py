@@ -19,6 +19,7 @@ from app.routing.route import NoRoute
 from app.serving.hop_session import HopSession
 from app.session.wire import EpochOrder, Kind, decode
 from p2p.memory.fabric import LinkProfile, MemoryStream
+from tests.app.asker.test_guesses import ScriptedGuesser, forget_revisions
 from tests.app.asker.test_session_schedules import Fault, events, faults, happen, meddled_swarm
 from tests.app.hash_model import AdapterShelf, HashAdapter, HashRunner, greedy
 from tests.app.session_swarm import SessionSwarm, ask, no_leaks, open_swarm
@@ -396,6 +397,42 @@ def hang_up_under(
     trio.run(run, clock=MockClock(autojump_threshold=0))
 
 
+guesses = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=12)  # right and wrong ones, by round
+WRONG = [7_000_000 + number for number in range(4)]  # as `ScriptedGuesser` makes them
+
+
+def hang_up_on_guesses(turns: list[tuple[float, int]], script: list[tuple[int, int]], old: bool) -> None:
+    """The next prompt may well be what was guessed in vain: hops had cached these tokens, and others instead."""
+
+    async def run() -> None:
+        async with open_swarm(*THIRDS) as swarm:
+            if old:
+                forget_revisions(swarm, "n1")
+            asker = await swarm.asker(
+                keep=2, guesser=lambda prompt, history: ScriptedGuesser(script, greedy(prompt, 60))
+            )
+            said = list(SHORT[:40])
+            for after_s, wrong in turns:
+                written: list[int] = []
+                with trio.move_on_after(after_s):
+                    async with asker.reply(said, 50, max_tokens=50) as reply:
+                        async for piece in reply:
+                            written.append(piece.token_id)
+                assert written == greedy(said, 50)[: len(written)]
+                was_read = len(said) if written else 0
+                said += [*written, *WRONG[:wrong]]
+                stats = await right(asker, said, 3)
+                assert stats.cached_tokens >= was_read
+                said += [*stats.token_ids, 8]
+            assert not asker.bans.active(trio.current_time())
+
+    trio.run(run, clock=MockClock(autojump_threshold=0))
+
+
+impatient = st.lists(st.tuples(st.floats(0.05, 0.5), st.integers(0, 4)), min_size=1, max_size=4)
+test_no_guess_in_vain_becomes_part_of_a_prompt = settings(max_examples=25)(
+    given(impatient, guesses, st.booleans())(hang_up_on_guesses)
+)
 moments, disturbed_moments = (turns,), (faults, events, turns)
 test_no_moments_to_hang_up_change_a_reply = settings(max_examples=25)(given(*moments)(hang_up))
 test_no_moments_and_no_schedule_change_a_reply = settings(max_examples=25)(given(*disturbed_moments)(hang_up_under))
