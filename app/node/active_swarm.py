@@ -58,7 +58,7 @@ from app.swarm.records import Announcement, SwarmRecord
 from app.swarm.saved import SavedSwarm, record_of
 from app.system.doctor import CLOCK_LIMIT_S
 from app.training.activations import ActivationDisk
-from app.training.consent import job_replicas, job_routes, slow_wire
+from app.training.consent import job_replicas, job_routes, may_train, slow_wire
 from app.training.forecasts import SwarmForecaster
 from app.training.reply_adapters import HomeAdapters
 from app.training.states import StateStore
@@ -440,7 +440,13 @@ class ActiveSwarm:
             trust=self._context.trust,
             pause=self._context.pause_control,
             swarm_name=str(self.swarm),
-            helpers=Helpers(network, self._others, partial(self._room_here, network.peer_id), self._train_self),
+            helpers=Helpers(
+                network,
+                lambda: [one.peer for one in self.announcements() if may_train(one)],
+                partial(self._room_here, network.peer_id),
+                self._train_self,
+                is_trusted=lambda peer: peer in self._context.config().settings.trusted,
+            ),
         )
 
     def _others(self) -> list[str]:

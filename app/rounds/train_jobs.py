@@ -397,16 +397,18 @@ class TrainJobs:
                 raise NoMachines(f"{error}. With other machines: {lack}") from error
             return await _apart(partial(made, alone=False))
 
-    def _routes(self, error: DoesNotFit, *, own_data: bool) -> RouteFinder:
+    def _routes(self, error: DoesNotFit, *, own_data: bool, helped: Sequence[str] = ()) -> RouteFinder:
         """Return how to find machines for a model that is too large for this one; raises the error if none may help.
 
-        Hops see the hidden states of what is trained on, so a text of this node's own is not trained on through others.
+        `helped` are those of the job's last steps. Hops see the hidden states of what is trained on, so a text of this
+        node's own is not trained on through others.
         """
         from app.rounds.founding import block_needs
 
         if self._place.helpers is None or own_data:
             raise error
-        return machine_routes(self._place.helpers, error.config.n_blocks, block_needs(error.config, error.length))
+        needs = block_needs(error.config, error.length)
+        return machine_routes(self._place.helpers, error.config.n_blocks, needs, helped)
 
     async def _known(
         self, members: Sequence[str] | None = None, timeout_s: float = ASK_S
@@ -549,7 +551,7 @@ class TrainJobs:
         names = {"tokens", "held", *record.texts}
         texts = {name: await trio.to_thread.run_sync((job.folder / name).read_bytes) for name in names}
         text = await trio.to_thread.run_sync(TokenText, texts["tokens"], texts["held"], record)
-        model, device, steps = await self._model(record, vectors)
+        model, device, steps = await self._model(job, vectors)
         machine = await trio.to_thread.run_sync(place.look)
         for name in record.texts:  # members fetch these by hash; a text of this node's own is not among them
             await place.states.keep(record.id[:16], texts[name])
@@ -574,15 +576,16 @@ class TrainJobs:
         await island.begin(entries, states)
         return island, machine
 
-    async def _model(self, record: TrainingRecord, vectors: Any) -> tuple[Any, Device, StepMaker]:
+    async def _model(self, job: StoredTraining, vectors: Any) -> tuple[Any, Device, StepMaker]:
         """Make an island's model, its device and what makes its steps: this machine, or several if it is too small."""
         from app.rounds.founding import DoesNotFit, make_model, make_pipeline
 
-        place, limit = self._place, self._place.memory_limit()
+        place, record, limit = self._place, job.record, self._place.memory_limit()
         try:
             model, name = await _apart(make_model, record, vectors, limit)
         except DoesNotFit as error:
-            routes = self._routes(error, own_data=record.own_data)
+            helped = self._store.machines(job)
+            routes = self._routes(error, own_data=record.own_data, helped=helped)
             owner, name, terms = await _apart(make_pipeline, record, vectors, limit)
             device = DeviceThread(name)
             machines = PipelinePlace(routes, own_server=None if place.helpers is None else place.helpers.own_server)
@@ -704,6 +707,8 @@ class TrainJobs:
     ) -> None:
         facts = self._store.stored_facts(job) if island is None else figures_of(island, status)
         facts |= {"status": status, "why": why, "begun": begun, "swarm": self._place.swarm_name}
+        if not facts["machines"]:  # those that helped are asked first, also after the next start
+            facts["machines"] = self._store.stored_facts(job)["machines"]
         try:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(self._store.save_facts, job, facts)

@@ -225,6 +225,12 @@ class TrainStore:
             facts = {}
         return {**facts_of(job.record), **(facts if isinstance(facts, dict) else {})}
 
+    def machines(self, job: StoredTraining) -> list[str]:
+        """Return the machines with which this node made steps of a job last, if it made them with others."""
+        written = self.stored_facts(job)["machines"]
+        hops = written if isinstance(written, list) else []
+        return [hop[0] for hop in hops if isinstance(hop, list) and hop and isinstance(hop[0], str)]
+
     def remove_unfinished(self, job: StoredTraining) -> None:
         """Remove the files that a killed node was writing; only while nothing is written here."""
         for path in job.folder.glob(".*.tmp"):

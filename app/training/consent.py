@@ -173,9 +173,14 @@ def job_replicas(
     return Replicas(holders, planner.not_accused, book)
 
 
+def may_train(member: Announcement) -> bool:
+    """False for a member that announces that it trains for nobody else."""
+    return member.train != NEVER
+
+
 def _is_willing(member: Announcement, own_peer: str, wire: str) -> bool:
     able = wire not in (INT8, CHANGES) or wire in member.wires
-    return member.peer == own_peer or (member.train != NEVER and able)
+    return member.peer == own_peer or (may_train(member) and able)
 
 
 def slow_wire(network: Network, members: Callable[[], Sequence[Announcement]], route: Route, epochs: int) -> str | None:

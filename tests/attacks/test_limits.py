@@ -15,7 +15,7 @@ from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
 from app.membership import exchange, guard
 from app.membership.table import TableLimits
-from app.rounds import checkpoint, decisions, grid, island, record, statements, traces, train_jobs
+from app.rounds import checkpoint, decisions, grid, island, machines, record, statements, traces, train_jobs
 from app.rounds import log as round_log
 from app.routing import capacity
 from app.routing.estimates import BELIEVED_S
@@ -298,6 +298,13 @@ ROWS: dict[str, tuple[float, ...]] = {
         train_jobs.KEPT_FINISHED_S,
         train_jobs.LAST_ROUNDS,
         train_jobs.KEPT_FINISHED_MOST_S,
+    ),
+    "machines for an island of several": (
+        machines.ASKED_AT_ONCE,
+        machines.SEARCH_S,
+        machines.ASK_AGAIN_S,
+        machines.ASK_AGAIN_MOST_S,
+        machines.MOST_ROOMS,
     ),
     "fine-tuning at a hop": (
         training_hop.MAX_WAITING_BYTES / MIB,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY
 
@@ -15,14 +17,31 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from app.config.home import Home
+from app.config.settings import Settings
 from app.core.device_thread import DeviceThread
 from app.core.errors import AppError
 from app.courtesy.pause import PauseControl
+from app.node.active_swarm import ActiveSwarm
 from app.planning.machines import MachineSpec
+from app.rounds import machines, train_jobs
 from app.rounds.founding import ROWS, TrainWish, block_needs
-from app.rounds.machines import ASK_AGAIN_S, Helpers, NoMachines, Room, ask_rooms, divided_blocks, machine_routes
+from app.rounds.machines import (
+    ASK_AGAIN_S,
+    ASK_S,
+    ASKED_AT_ONCE,
+    MOST_ROOMS,
+    SEARCH_S,
+    Helpers,
+    NoMachines,
+    Room,
+    _useful,
+    ask_rooms,
+    divided_blocks,
+    machine_routes,
+)
 from app.rounds.train_jobs import TrainJobs, TrainPlace
 from app.routing.trust import TrustBook
+from app.swarm.records import Announcement
 from app.training.hop import TrainingServer, TrainingTerms
 from app.training.states import StateStore
 from app.training.wire import ROOM
@@ -150,6 +169,159 @@ async def test_what_members_answered_holds_whomever_the_next_question_avoids(aut
                 await find(frozenset("b"))
             assert [hop.peer for hop in await find(frozenset())] == ["a", "b"]
         assert asked == ["a", "b"] * 2  # after a route was found, all of it may be out of date
+
+
+class Crowd:
+    """Many members that answer or are silent, and one of them that has room for everything."""
+
+    def __init__(self, fabric: MemoryFabric, count: int, *, is_silent: bool) -> None:
+        self.names = [f"m{number}" for number in range(count)]
+        self.friend = self.names[-1]  # which the table of members met last
+        self.asked: list[str] = []
+        self.under_way = self.most_at_once = 0
+
+        def answering(name: str) -> Any:
+            async def answered(peer: str, body: bytes) -> bytes:
+                self.asked.append(name)
+                self.under_way += 1
+                self.most_at_once = max(self.most_at_once, self.under_way)
+                try:
+                    await trio.sleep(10**9 if is_silent and name != self.friend else 0.1)
+                finally:
+                    self.under_way -= 1
+                return b'{"bytes":1000}' if name == self.friend else b'{"bytes":0}'
+
+            return answered
+
+        for name in self.names:
+            fabric.node(name).serve(ROOM, answering(name))
+
+
+async def test_members_are_asked_until_they_offer_enough(autojump_clock: MockClock) -> None:
+    async with open_fabric() as fabric:
+        crowd = Crowd(fabric, 5 * ASKED_AT_ONCE, is_silent=False)
+        find = machine_routes(helpers_of(fabric, "owner", *crowd.names), 6, needs)
+        assert [hop.peer for hop in await find(frozenset())] == [crowd.friend]
+        assert crowd.most_at_once <= ASKED_AT_ONCE
+        assert len(crowd.asked) == len(set(crowd.asked))
+
+
+async def test_silent_members_make_a_search_no_longer_than_is_said_and_hide_nobody(autojump_clock: MockClock) -> None:
+    async with open_fabric() as fabric:
+        crowd = Crowd(fabric, 7 * ASKED_AT_ONCE, is_silent=True)
+        find = machine_routes(helpers_of(fabric, "owner", *crowd.names), 6, needs)
+        began = trio.current_time()
+        with pytest.raises(NoMachines, match=f"nobody anything;.* {4 * ASKED_AT_ONCE - 1} could not be asked in time"):
+            await find(frozenset({crowd.friend}))
+        assert trio.current_time() - began <= SEARCH_S
+        assert crowd.most_at_once <= ASKED_AT_ONCE
+        # the others and the friend come next, whom nobody could ask so far
+        assert [hop.peer for hop in await find(frozenset())] == [crowd.friend]
+        assert trio.current_time() - began <= 2 * SEARCH_S
+
+
+async def test_members_are_asked_in_another_order_each_time(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machines, "ASKED_AT_ONCE", 1)
+    async with open_fabric() as fabric:
+        crowd = Crowd(fabric, 60, is_silent=False)
+        helpers = helpers_of(fabric, "owner", *crowd.names)
+        orders = set()
+        for _ in range(3):
+            crowd.asked.clear()
+            await ask_rooms(helpers, frozenset(), {})
+            assert sorted(crowd.asked) == sorted(crowd.names)
+            orders.add(tuple(crowd.asked))
+        assert len(orders) == 3
+
+
+@pytest.mark.parametrize("why", ["trusted", "helped"])
+async def test_trusted_members_and_those_that_helped_are_asked_first(autojump_clock: MockClock, why: str) -> None:
+    async with open_fabric() as fabric:
+        crowd = Crowd(fabric, 7 * ASKED_AT_ONCE, is_silent=True)
+        helpers = helpers_of(fabric, "owner", *crowd.names)
+        if why == "trusted":
+            helpers = replace(helpers, is_trusted=lambda peer: peer == crowd.friend)
+        find = machine_routes(helpers, 6, needs, [crowd.friend] if why == "helped" else [])
+        for _ in range(2):  # whoever is in a route has helped from then on
+            crowd.asked.clear()
+            began = trio.current_time()
+            assert [hop.peer for hop in await find(frozenset())] == [crowd.friend]
+            assert trio.current_time() - began <= ASK_S
+            assert len(crowd.asked) == ASKED_AT_ONCE
+
+
+async def test_a_large_crowd_is_asked_again_more_seldom(autojump_clock: MockClock) -> None:
+    async with open_fabric() as fabric:
+        crowd = Crowd(fabric, 4 * ASKED_AT_ONCE, is_silent=False)
+        others = crowd.names[:-1]
+        find = machine_routes(helpers_of(fabric, "owner", *others), 6, needs)
+        for again_s in (2 * ASK_AGAIN_S, 2 * ASK_AGAIN_S):
+            with pytest.raises(NoMachines, match="nobody anything"):
+                await find(frozenset())
+            assert len(crowd.asked) == len(others)
+            await trio.sleep(again_s)
+        with pytest.raises(NoMachines):
+            await find(frozenset())
+        assert len(crowd.asked) == 2 * len(others)
+
+
+def test_of_very_many_rooms_the_largest_are_divided_among() -> None:
+    """A crowd that offers a little each must not take the event loop long, nor hide who has room."""
+    rooms = _useful([Room(f"m{number}", 1 + number, 0.01) for number in range(500)], {"m3"})
+    assert len(rooms) == MOST_ROOMS
+    assert {"m3", "m499", f"m{500 - MOST_ROOMS + 1}"} <= {one.peer for one in rooms}
+
+
+async def test_whoever_announces_that_it_trains_for_nobody_is_not_asked() -> None:
+    members = [
+        Announcement(name, 1, 2**50, "ab" * 16, "client", train=train)
+        for name, train in (("no", "never"), ("friend", "trusted"), ("all", "members"), ("newer", "on tuesdays"))
+    ]
+    settings = Settings(trusted=("friend",))
+    swarm: Any = SimpleNamespace(
+        weights=SimpleNamespace(sharing=SimpleNamespace(is_member=None)), swarm=SimpleNamespace(id="", secret=None),
+        announcements=lambda: members, _others=None, _look_at_machine=None, _room_here=None, _train_self=None,
+        _context=SimpleNamespace(
+            identity=None, manifests=SimpleNamespace(cache=None), trust=None, pause_control=None,
+            config=lambda: SimpleNamespace(settings=settings),
+        ),
+    )  # fmt: skip
+    swarm._room_here = no_room
+    place = ActiveSwarm._train_place(swarm, SimpleNamespace(peer_id="me"), None)  # type: ignore[arg-type]
+    assert place.helpers is not None
+    assert place.helpers.members() == ["friend", "all", "newer"]
+    assert [place.helpers.is_trusted(one.peer) for one in members] == [False, True, False, False]
+
+
+async def test_the_machines_of_a_job_are_asked_first_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def noted(helpers: Helpers, blocks: int, needs: Any, helped: Any = ()) -> Any:
+        asked.append(helped)
+        raise NoMachines("not in this test")
+
+    async with open_fabric(1) as fabric, trio.open_nursery() as nursery:
+        node = JobNode(fabric, 0, tmp_path, None, 0)
+        await nursery.start(node.jobs.run)
+        await node.jobs.found(wish_in(tmp_path, steps=10**6, every=10**4))
+        [running] = node.jobs.running.values()
+        job, store = running.job, node.jobs._store
+        await node.jobs.leave("fish")
+        store.save_facts(job, store.stored_facts(job) | {"machines": [["here", 0, 2], ["there", 2, 6]]})
+        await node.jobs._write(job, running.island, "running")  # an island that has not found machines again
+        monkeypatch.setattr(train_jobs, "machine_routes", noted)
+        node.jobs._place = replace(node.jobs._place, memory_limit=lambda: 1)
+        for _ in range(2):
+            with pytest.raises(NoMachines):
+                await node.jobs._model(job, None)
+        assert asked == [["here", "there"]] * 2
+        store.save_facts(job, {"status": "left", "machines": [7, [], "x", [1, 2]]})  # the file may be damaged
+        assert store.machines(job) == []
+        nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize(
