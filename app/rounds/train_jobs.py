@@ -566,6 +566,7 @@ class TrainJobs:
         )  # fmt: skip
         if isinstance(steps, PipelineSteps):
             steps.validated = island.validated
+        was_damaged = await trio.to_thread.run_sync(self._store.repair_log, job)
         entries = await trio.to_thread.run_sync(self._store.log, job)
         states = await trio.to_thread.run_sync(self._store.states, job) if vectors is None else None
         if states is not None:
@@ -573,6 +574,8 @@ class TrainJobs:
             entries = up_to(entries, root)
             if not entries and root.hex() != record.start:  # of a history that is lost
                 states = None
+                if was_damaged:
+                    await trio.to_thread.run_sync(self._store.set_state_aside, job)
         await island.begin(entries, states)
         return island, machine
 

@@ -5,9 +5,12 @@ tokens, held    the text as token ids, 32 bits each, little-endian; to train on 
 tokenizer.json  the tokenizer, as the record names it by hash
 own_data.json   source and licence of the text, if it is this node's own and the node has joined the job with it
 log             the signed entries of all rounds, one a line in base64; rounds are appended
+newest          the last of them once more, for a log that is damaged there
 state           the states of all parts after the last round, or before the first, in their order (blobs of
                 `app.rounds.wire`)
 facts.json      figures for people, written after each round
+log.damaged     what was cut off a damaged log, and state.damaged the state that no entry left in it leads to: nothing
+                here reads them
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import binascii
 import contextlib
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,8 +34,10 @@ from app.core.wall_clock import wall_ms
 from app.rounds import wire
 from app.rounds.log import RoundEntry, read_entry
 from app.rounds.record import TrainingRecord, read_training
-from app.rounds.statements import MAX_DATA_BYTES, MAX_LICENCE_CHARS, MAX_SOURCE_CHARS
-from p2p.platform import private_directory, write_private
+from app.rounds.statements import GENESIS, MAX_DATA_BYTES, MAX_LICENCE_CHARS, MAX_SOURCE_CHARS
+from p2p.platform import private_directory, replace_file, write_private
+
+log = logging.getLogger("shoal.rounds")
 
 ID_DIGITS = 12
 RUNNING, FINISHED, LEFT, FAILED = "running", "finished", "left", "failed"
@@ -143,23 +149,46 @@ class TrainStore:
         return fields.text("source", MAX_SOURCE_CHARS), fields.text("licence", MAX_LICENCE_CHARS)
 
     def log(self, job: StoredTraining) -> list[RoundEntry]:
-        """Return the entries of a job; raises `RecordError` if they are damaged.
+        """Return the entries of a job up to the first damaged line, of which this node's log tells.
 
         A line without an end is not counted: the node died, or is at it, while it was written.
         """
+        return self._read_log(job)[0]
+
+    def repair_log(self, job: StoredTraining) -> bool:
+        """Cut the log off at the first damaged line, so that rounds can be appended; True if there was one.
+
+        If that was the line of the newest round, it is taken from `newest`.
+        """
+        entries, size, is_damaged = self._read_log(job)
+        if is_damaged:
+            path = job.folder / "log"
+            write_private(job.folder / "log.damaged", path.read_bytes()[size:])
+            with contextlib.suppress(OSError, binascii.Error, RecordError):
+                newest = read_entry(base64.b64decode((job.folder / "newest").read_bytes(), validate=True))
+                if (newest.job, newest.round) == (job.record.id, len(entries)) and newest.prev == _head(entries):
+                    entries.append(newest)
+            write_private(path, _lines(entries))
+        return is_damaged
+
+    def _read_log(self, job: StoredTraining) -> tuple[list[RoundEntry], int, bool]:
+        """Return the entries before the first damaged line, the bytes of their lines, and if there is such a line."""
         path = job.folder / "log"
         try:
             *lines, _ = path.read_bytes().split(b"\n")
         except FileNotFoundError:
-            return []
-        entries = []
+            return [], 0, False
+        entries, size = list[RoundEntry](), 0
         for number, line in enumerate(lines):
             try:
                 entries.append(read_entry(base64.b64decode(line, validate=True)))
             except (binascii.Error, RecordError) as error:
-                raise RecordError(f"the log of {job.record.name} is damaged at round {number}: {error}") from error
-        self._written[path] = _written(entries, sum(len(line) + 1 for line in lines))
-        return entries
+                words = "the log of training %s is damaged at round %s, of which there is no more from there on: %s"
+                log.warning(words, job.record.name, number, error)
+                break
+            size += len(line) + 1
+        self._written[path] = _written(entries, size)
+        return entries, size, len(entries) < len(lines)
 
     def states(self, job: StoredTraining) -> list[bytes] | None:
         """Return the states after the newest entry, or before the first round; None if there are none yet."""
@@ -169,9 +198,19 @@ class TrainStore:
         except FileNotFoundError:
             return None
 
+    def set_state_aside(self, job: StoredTraining) -> None:
+        """Keep a state that no entry of the log leads to, as it may be all that is left of what was learned."""
+        kept = job.folder / "state.damaged"
+        words = (
+            "training %s goes on from what others have, or begins again: its log does not lead to its state, kept in %s"
+        )
+        log.warning(words, job.record.name, kept)
+        replace_file(job.folder / "state", kept)
+
     def save(self, job: StoredTraining, entries: list[RoundEntry], states: list[bytes]) -> None:
         """Write the log, and then the states after its last entry."""
         self._write_log(job.folder / "log", entries)
+        write_private(job.folder / "newest", _lines(entries[-1:])[:-1], durable=False)
         _write_states(job.folder, states)
 
     def on_disk(self, job: StoredTraining, entries: Sequence[RoundEntry]) -> list[RoundEntry]:
@@ -315,7 +354,12 @@ def _lines(entries: list[RoundEntry]) -> bytes:
 
 
 def _written(entries: list[RoundEntry], size: int) -> _Written:
-    return _Written(len(entries), entries[-1].hash if entries else b"", size)
+    return _Written(len(entries), _head(entries), size)
+
+
+def _head(entries: list[RoundEntry]) -> bytes:
+    """The hash that the next entry names."""
+    return entries[-1].hash if entries else GENESIS
 
 
 def short_id(record: TrainingRecord) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from app.rounds.train_jobs import RunningTraining
 from app.rounds.train_store import StoredEntry, StoredTraining, TrainStore
 from p2p.platform import write_private
 from tests.app.rounds.statements import NOW_MS, PEOPLE, RECORD, history, round_of
-from tests.app.rounds.test_own_data import made_up, open_nodes, wish_in
+from tests.app.rounds.test_own_data import Node, made_up, open_nodes, wish_in
 
 ENTRIES = history(4)
 STATES = [b"state"]
@@ -104,7 +105,7 @@ def test_rounds_are_appended(
     later.log(job)
     later.save(job, ENTRIES, STATES)  # after a restart
     assert hashes(store.log(job)) == hashes(ENTRIES)
-    assert set(rewritten) == {"state"}
+    assert set(rewritten) == {"state", "newest"}
 
 
 @pytest.mark.skipif(os.name == "nt", reason="there the profile's own rights hold")
@@ -153,17 +154,62 @@ def test_a_log_that_was_removed_is_written_again(store: TrainStore, job: StoredT
     assert hashes(store.log(job)) == hashes(ENTRIES[:3])
 
 
+def damaged(log: bytes, number: int, damage: bytes = b"!") -> bytes:
+    """A log with another byte in the middle of one of its lines."""
+    lines = log.split(b"\n")
+    middle = len(lines[number]) // 2
+    assert lines[number][middle : middle + 1] != damage
+    lines[number] = lines[number][:middle] + damage + lines[number][middle + 1 :]
+    return b"\n".join(lines)
+
+
 @pytest.mark.parametrize("damage", [b"!", b"A", b"\n"])
-def test_damage_before_the_last_line_is_said(store: TrainStore, job: StoredTraining, damage: bytes) -> None:
+def test_a_damaged_log_is_cut_off_and_goes_on(
+    store: TrainStore, job: StoredTraining, tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     store.save(job, ENTRIES[:4], STATES)
     path = job.folder / "log"
-    lines = path.read_bytes().split(b"\n")
-    middle = len(lines[1]) // 2
-    assert lines[1][middle : middle + 1] != damage
-    lines[1] = lines[1][:middle] + damage + lines[1][middle + 1 :]
-    path.write_bytes(b"\n".join(lines))
-    with pytest.raises(RecordError, match="the log of fish is damaged at round 1"):
-        store.log(job)
+    whole = path.read_bytes()
+    path.write_bytes(spoilt := damaged(whole, 1, damage))
+    again = reopened(tmp_path)
+    assert hashes(again.log(job)) == hashes(ENTRIES[:1])
+    assert "the log of training fish is damaged at round 1" in caplog.text
+    assert path.read_bytes() == spoilt, "who only looks changed it"
+    assert again.repair_log(job)
+    kept = path.read_bytes()
+    assert (kept + (job.folder / "log.damaged").read_bytes(), whole.startswith(kept)) == (spoilt, True)
+    assert not again.repair_log(job)
+    again.save(job, ENTRIES[:3], STATES)
+    assert hashes(reopened(tmp_path).log(job)) == hashes(ENTRIES[:3])
+    again.set_state_aside(job)
+    assert again.states(job) is None
+    again.save_facts(job, {"status": "left"})
+    again.remove(job.record.name)
+    assert not job.folder.exists()
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_damaged_newest_round_is_taken_from_beside_the_log(
+    store: TrainStore, job: StoredTraining, tmp_path: Path, number: int
+) -> None:
+    store.save(job, ENTRIES[: number + 1], STATES)
+    path = job.folder / "log"
+    whole = path.read_bytes()
+    path.write_bytes(damaged(whole, number))
+    assert reopened(tmp_path).repair_log(job)
+    assert path.read_bytes() == whole
+
+
+def test_what_does_not_follow_in_the_log_is_not_taken_from_beside_it(store: TrainStore, job: StoredTraining) -> None:
+    store.save(job, ENTRIES[:4], STATES)
+    path, newest = job.folder / "log", job.folder / "newest"
+    spoilt, kept = damaged(path.read_bytes(), 3), newest.read_bytes()
+    other, _ = round_of(replay(RECORD, ENTRIES[:2]), PEOPLE[:2])
+    for content in (b"", b"\0" * 40, kept[:-9], base64.b64encode(other.raw), base64.b64encode(ENTRIES[1].raw), None):
+        newest.unlink() if content is None else newest.write_bytes(content)
+        path.write_bytes(spoilt)
+        assert store.repair_log(job)
+        assert hashes(store.log(job)) == hashes(ENTRIES[:3])
 
 
 def test_old_entries_are_read_from_disk(
@@ -235,6 +281,49 @@ async def test_a_node_that_died_between_entry_and_state_goes_on_from_the_round_b
     later = reopened(tmp_path / "0" / "home").log(running.job)
     assert hashes(later[: at + 1]) == hashes(known[: at + 1])
     assert replay(running.job.record, later).round == len(later) >= at + 3
+
+
+async def test_a_node_alone_goes_on_though_the_newest_round_of_its_log_is_damaged(tmp_path: Path) -> None:
+    async with open_nodes(tmp_path) as nodes:
+        await nodes[0].jobs.found(wish_in(tmp_path, "one"))
+        running = next(iter(nodes[0].jobs.running.values()))
+        await until_round(running, 3)
+    store, path = reopened(tmp_path / "0" / "home"), running.job.folder / "log"
+    known = store.log(running.job)
+    path.write_bytes(damaged(path.read_bytes(), len(known) - 1))
+    async with open_nodes(tmp_path) as nodes:
+        await until_begun(nodes[0])
+        again = next(iter(nodes[0].jobs.running.values()))
+        assert hashes(again.island.log[: len(known)]) == hashes(known)
+        await until_round(again, len(known) + 2)
+
+
+async def test_a_node_with_a_damaged_log_gets_the_rounds_from_others_or_begins_again(tmp_path: Path) -> None:
+    (tmp_path / "two.txt").write_text(made_up(2))
+    async with open_nodes(tmp_path) as nodes:
+        await nodes[0].jobs.found(wish_in(tmp_path, "one"))
+        await nodes[1].jobs.join("fish", [str(tmp_path / "two.txt")], "MIT")
+        [first], [second] = (node.jobs.running.values() for node in nodes)
+        path = second.job.folder / "log"
+        with trio.fail_after(60):
+            while not path.exists() or path.read_bytes().count(b"\n") < 4:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+    known = reopened(tmp_path / "0" / "home").log(first.job)
+    path.write_bytes(damaged(path.read_bytes(), 1))
+    state = (second.job.folder / "state").read_bytes()
+    async with open_nodes(tmp_path) as nodes:
+        for node in nodes:
+            await until_begun(node)
+        [again] = nodes[1].jobs.running.values()
+        await until_round(again, 4)
+        assert hashes(again.island.log[:3]) == hashes(known[:3])
+    assert (second.job.folder / "state.damaged").read_bytes() == state
+
+
+async def until_begun(node: Node) -> None:
+    with trio.fail_after(60):
+        while not node.jobs.running:  # noqa: ASYNC110
+            await trio.sleep(0.01)
 
 
 async def until_round(running: RunningTraining, number: int) -> None:
