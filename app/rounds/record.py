@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -94,7 +94,7 @@ class TrainingRecord:
 
     def payload(self) -> bytes:
         """The record as canonical JSON."""
-        values = asdict(self)
+        values = {one.name: getattr(self, one.name) for one in fields(self)}  # `asdict` copies all of the shape
         for name in ("tokens", "held", "tokenizer"):
             part: StatePart | None = getattr(self, name)
             if part is None:
