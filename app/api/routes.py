@@ -476,7 +476,7 @@ def _command_routes(control: Control) -> APIRouter:
 
     @router.post("/train/join")
     async def join_training(request: TrainJoinRequest) -> dict[str, Any]:
-        """Take part in a training job of the swarm."""
+        """Take part in a training job of the swarm; while its text is fetched, `waiting` of the answer says so."""
         return await control.join_training(request.job, request.data, request.licence)
 
     @router.post("/train/leave")

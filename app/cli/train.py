@@ -110,7 +110,7 @@ def _join(name: str, arguments: argparse.Namespace) -> int:
     facts = client_of(arguments.home).post("/control/train/join", request)
     words = f"This node takes part in {facts['name']} from its next round on: see `shoal jobs show {name}`."
     if facts["status"] == "paused":
-        words = f"This node {facts['waiting']}; then it takes part in {facts['name']}."
+        words = f"This node {facts['waiting']}; then it takes part in {facts['name']}: see `shoal jobs show {name}`."
     return _show(facts, words, arguments)
 
 
@@ -142,6 +142,8 @@ def _export(name: str, folder: Path, arguments: argparse.Namespace) -> int:
     job = store.find(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise AppError(f"{folder} exists and is not an empty folder: give another one")
+    if not (job.folder / "tokenizer.json").exists():
+        raise AppError(f"{job.record.name} has nothing to export yet: its text is still to come")
     rounds = len(store.log(job))
     states = store.states(job) if rounds else None  # before the first round it is the model that the job began with
     files = export_files(job.record, states, (job.folder / "tokenizer.json").read_bytes())

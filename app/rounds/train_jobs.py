@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import random
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,15 +22,16 @@ import trio
 from app.core.canonical_json import canonical
 from app.core.compute import Device
 from app.core.device_thread import DeviceThread
-from app.core.errors import AppError, RecordError
+from app.core.errors import AppError
 from app.core.network import Network
+from app.core.units import format_size
 from app.core.wall_clock import wall_ms
 from app.courtesy.pause import PauseControl
 from app.planning.forecast import Terms, rounds_of
 from app.planning.history import PastForecast, remember
 from app.planning.machines import Fleet, MachineSpec
-from app.rounds import wire
 from app.rounds.island import Island, RoundServer, hashed
+from app.rounds.job_search import Found, FoundJob, JobSearch, NamedJob
 from app.rounds.log import RoundEntry, codec_of, newly_left_out, up_to
 from app.rounds.machines import Helpers, NoMachines, machine_routes
 from app.rounds.record import TrainingRecord, sign_training
@@ -41,7 +42,9 @@ from app.rounds.train_store import (
     FINISHED,
     LEFT,
     OWN_DATA_FILE,
+    PAUSED,
     RUNNING,
+    JoinWords,
     NoTraining,
     StoredTraining,
     TrainStore,
@@ -50,6 +53,7 @@ from app.rounds.train_store import (
     require_record,
     short_id,
     takes_part,
+    text_files,
 )
 from app.routing.cost import ASSUMED_BYTES_PER_S
 from app.snapshot.views import JoinableView
@@ -57,7 +61,6 @@ from app.training.forecasts import step_here_s
 from app.training.states import StateStore
 from app.training.trainer import RouteFinder, TrustNotes
 from app.training.waiting import EXPECTED, what_it_waits_for, why_ended
-from p2p.errors import P2PError
 from p2p.identity import Identity
 
 if TYPE_CHECKING:
@@ -70,6 +73,10 @@ log = logging.getLogger("shoal.rounds")
 T = TypeVar("T")
 
 ASK_S = 10.0
+# That members are asked for a job: of a name that the user gives, and of one that a new job is to have, or is here.
+FIND_S, FIND_OTHER_S = 60.0, 20.0
+JOIN_S = 30.0  # that whoever joins a job waits for it to begin; from then on the job says what it waits for
+HOLDERS_AGAIN_S = 30.0  # until members are asked again for the text of a job
 ASK_FOR_LIST_S = 3.0  # each member, for a list that somebody waits for
 ASKED_FOR_LIST = 32  # members, drawn anew each time: a dashboard asks again and again
 LISTED = 32  # jobs that can be joined
@@ -128,11 +135,17 @@ class _Waiting:
     ended: trio.Event = field(default_factory=trio.Event)
 
 
-@dataclass(frozen=True, eq=False)
+def _gets_ready() -> str:
+    return "gets its model ready"
+
+
+@dataclass(eq=False)
 class _Beginning:
     """A job that is being founded or joined."""
 
     record: TrainingRecord
+    waiting: Callable[[], str] = _gets_ready
+    error: Exception | None = None  # that it has ended with
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     ended: trio.Event = field(default_factory=trio.Event)
 
@@ -143,6 +156,7 @@ class TrainJobs:
     def __init__(self, home: Home, place: TrainPlace) -> None:
         self._place, self._store, self._home = place, TrainStore(home), home
         self._server = RoundServer(place.network, place.is_member)
+        self._search = JobSearch(place.network, place.swarm)
         self._nursery: trio.Nursery | None = None
         self._founding = trio.Lock()  # names are compared
         self._locks: defaultdict[bytes, trio.Lock] = defaultdict(trio.Lock)  # of each job: who begins or removes it
@@ -162,6 +176,9 @@ class TrainJobs:
             for job in await trio.to_thread.run_sync(self._store.all):
                 facts = self._store.facts(job)
                 if job.record.swarm == self._place.swarm and facts["status"] == RUNNING:
+                    if (words := self._store.joining(job)) is not None:
+                        self._nursery.start_soon(self._go_on_joining, job, words, self._new_beginning(job.record))
+                        continue
                     if why := _killed_often(facts):
                         self._again_s[job.record.id] = MEMORY_AGAIN_MOST_S
                     self._wait_for_room(job, why)
@@ -187,14 +204,15 @@ class TrainJobs:
         async with self._founding:
             async with self._starting:
                 founded = await self._prepared(wish)
-            others = [record for record, _, _ in await self._known() if record.name == wish.name]
+            named = await self._named(wish.name, FIND_OTHER_S)
+            others = [one.job for one in named.jobs.values() if one.job.name == wish.name]
             if others:
                 hashes = f"{others[0].id.hex()} and the new one, {founded.record.id.hex()}"
                 raise AppError(
                     f"two training jobs would be named {wish.name}: {hashes}; choose another name, or join it"
                 )
             raw = sign_training(self._place.identity, founded.record)
-            async with self._beginning(founded.record):
+            async with self._begins(self._new_beginning(founded.record)):
                 job = await trio.to_thread.run_sync(lambda: self._store.create(raw, founded.texts, founded.states()))
                 await self._start(job, founded.vectors)
         return self._facts(job.record)
@@ -203,32 +221,21 @@ class TrainJobs:
         """Take part in a job of this swarm, by its name or hash; raises `AppError`.
 
         `data` are files to train on in a job whose members have texts of their own, under this licence; not needed
-        again for a job that is stored here.
+        again for a job that is stored here. Returns once the job has begun, or after `JOIN_S`: then its figures say
+        what it waits for, and whatever it fails with later.
         """
-        known = [
-            (record, (record, raw, peer))
-            for record, raw, peer in await self._known()
-            if target in (record.name, record.id.hex()) or (len(target) >= 8 and record.id.hex().startswith(target))
-        ]
-        if not known:
-            await trio.to_thread.run_sync(self._store.require_not_elsewhere, target, self._place.swarm)
-            raise AppError(
-                f"no member of this swarm trains a job named {target}: `shoal jobs` lists those that can be joined"
-            )
-        record, raw, _ = one_of(known, target)
-        async with self._beginning(record):
-            stored = [job for job in await trio.to_thread.run_sync(self._store.all) if job.record.id == record.id]
-            if stored and self._store.facts(stored[0])["status"] == FINISHED:
-                raise AppError(f"{record.name} is finished: `shoal train export {record.name} FOLDER` writes its model")
-            if record.id not in self.running:
-                has_text = bool(stored) and not data
-                self._check_data(record, data, licence, has_text=has_text)
-                holders = [peer for other, (_, _, peer) in known if other.id == record.id]
-                texts = await self._texts(record, stored[0].folder if stored else None, holders)
-                if record.own_data and not has_text:
-                    texts |= await self._own_texts(record, data, licence, texts)
-                job = await trio.to_thread.run_sync(self._store.create, raw, texts)
-                await self._start(job)
+        assert self._nursery is not None, "jobs need a running node"
+        found = await self._wanted(target)
+        record = await trio.to_thread.run_sync(require_record, found.raw, self._place.swarm)
+        if record.id not in self.running:
+            if not self._beginnings_of(record.id):
+                beginning, words = self._new_beginning(record), JoinWords(tuple(data), licence)
+                self._nursery.start_soon(self._join, beginning, found, words)
+            [beginning, *_] = self._beginnings_of(record.id)
+            with trio.move_on_after(JOIN_S):
+                await beginning.ended.wait()
+            if beginning.error is not None:
+                raise beginning.error
         return self._facts(record)
 
     async def leave(self, target: str) -> dict[str, Any]:
@@ -254,8 +261,8 @@ class TrainJobs:
             took_part = True
         try:
             job = await trio.to_thread.run_sync(self._store.find, record.id.hex())
-        except NoTraining:  # its text was still being fetched
-            return {**facts_of(record), "status": LEFT, "swarm": self._place.swarm_name, "checkpoint_age_s": None}
+        except NoTraining:  # it was about to be written
+            return self._unwritten_facts(record, LEFT)
         if not took_part or self._store.facts(job)["status"] == RUNNING:
             return await trio.to_thread.run_sync(self._store.leave, job.record.id.hex())
         return self._store.idle_facts(job)
@@ -279,27 +286,129 @@ class TrainJobs:
         own = {job.record.id for job in await trio.to_thread.run_sync(self._store.all)}
         members = list(self._place.members())
         asked = random.sample(members, min(ASKED_FOR_LIST, len(members)))
-        known = await self._known(asked, ASK_FOR_LIST_S)
-        others = {record.id: record for record, _, _ in known if record.id not in own}
-        found = [JoinableView(short_id(one), one.name, one.founder, one.steps, one.own_data) for one in others.values()]
+        others = [job for job in await self._search.list_jobs(asked, ask_s=ASK_FOR_LIST_S) if job.id not in own]
+        found = [JoinableView(short_id(one.id), one.name, one.founder, one.steps, one.own_data) for one in others]
         return sorted(found, key=lambda one: (one.name, one.founder))[:LISTED]
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def _beginning(self, record: TrainingRecord) -> AsyncIterator[None]:
-        """Found or join a job, while nobody else begins or removes it; raises `AppError` if it is left meanwhile."""
+    def _new_beginning(self, record: TrainingRecord) -> _Beginning:
         beginning = _Beginning(record)
         self._beginnings.append(beginning)
+        return beginning
+
+    @asynccontextmanager
+    async def _begins(self, beginning: _Beginning) -> AsyncIterator[None]:
+        """Found or join a job, while nobody else begins or removes it; raises `AppError` if it is left meanwhile."""
+        name = beginning.record.name
         try:
             with beginning.scope:
-                async with self._locks[record.id]:
+                async with self._locks[beginning.record.id]:
                     yield
+            if beginning.scope.cancelled_caught:
+                raise AppError(f"{name} was left before it began: `shoal train join {name}` begins again")
+        except Exception as error:
+            beginning.error = error
+            raise
         finally:
             self._beginnings.remove(beginning)
             beginning.ended.set()
-        if beginning.scope.cancelled_caught:
-            raise AppError(f"{record.name} was left before it began: `shoal train join {record.name}` begins again")
+
+    async def _named(self, target: str, within_s: float) -> Found:
+        """Return the jobs of this name or hash that members take part in, or that are stored here."""
+        found = await self._search.find(target, self._place.members(), ask_s=ASK_S, within_s=within_s)
+        for one in await self._named_here(target):
+            found.jobs.setdefault(one.job.id, one)
+        return found
+
+    async def _named_here(self, target: str) -> list[FoundJob]:
+        stored = await trio.to_thread.run_sync(self._store.all)
+        jobs = [FoundJob(NamedJob.of(job.record), job.raw) for job in stored if job.record.swarm == self._place.swarm]
+        return [one for one in jobs if one.job.is_named(target)]
+
+    async def _wanted(self, target: str) -> FoundJob:
+        """Return the only job of this name or hash; raises `AppError`."""
+        within_s = FIND_OTHER_S if await self._named_here(target) else FIND_S
+        found = await self._named(target, within_s)
+        if found.jobs:
+            return one_of([(one.job.id, one) for one in found.jobs.values()], target)
+        await trio.to_thread.run_sync(self._store.require_not_elsewhere, target, self._place.swarm)
+        if found.not_asked:
+            raise AppError(
+                f"no member that could be asked in {within_s:g} s trains a job named {target}: try again, as "
+                f"{found.not_asked} others could not be asked"
+            )
+        raise AppError(
+            f"no member of this swarm trains a job named {target}: `shoal jobs` lists those that can be joined"
+        )
+
+    async def _join(self, beginning: _Beginning, found: FoundJob, words: JoinWords) -> None:
+        """Join a job; what keeps it from that is the beginning's error, and written down once the job is."""
+        record = beginning.record
+        with _told(beginning):
+            async with self._begins(beginning):
+                stored = [job for job in await trio.to_thread.run_sync(self._store.all) if job.record.id == record.id]
+                if stored and self._store.facts(stored[0])["status"] == FINISHED:
+                    raise AppError(
+                        f"{record.name} is finished: `shoal train export {record.name} FOLDER` writes its model"
+                    )
+                if record.id in self.running:
+                    return
+                has_text = bool(stored) and self._store.has_text(stored[0]) and not words.data
+                if stored and not words.data and (said := self._store.joining(stored[0])) is not None:
+                    words = JoinWords(said.data, words.licence or said.licence)
+                self._check_data(record, words, has_text=has_text)
+                if has_text:
+                    job = stored[0]
+                else:
+                    job = await trio.to_thread.run_sync(self._store.begin_joining, found.raw, words)
+                    await self._write(job, None, RUNNING)
+                await self._get_text(beginning, job, words, found.holders, has_text=has_text)
+                await self._start(job)
+
+    async def _go_on_joining(self, job: StoredTraining, words: JoinWords, beginning: _Beginning) -> None:
+        """Get the text of a job that was being joined when the node ended, then go on like after any other restart."""
+        with _told(beginning):
+            async with self._begins(beginning):
+                await self._get_text(beginning, job, words, (), has_text=False)
+                self._wait_for_room(job, "")
+
+    async def _get_text(
+        self, beginning: _Beginning, job: StoredTraining, words: JoinWords, holders: Sequence[str], *, has_text: bool
+    ) -> None:
+        """Let the text of a job be in its folder; raises what keeps it from that, and writes it down.
+
+        Without holders, members are asked for some until there are any.
+        """
+        record, states = job.record, self._place.states
+        try:
+            await self._keep_texts(record, job.folder)
+            while not has_text and not holders and states.absent_bytes(record.parts):
+                beginning.waiting = lambda: "waits for a member that has its text"
+                target, members = record.id.hex(), self._place.members()
+                found = await self._search.find(target, members, ask_s=ASK_S, within_s=FIND_S)
+                holders = [peer for one in found.jobs.values() for peer in one.holders]
+                if not holders:
+                    await trio.sleep(HOLDERS_AGAIN_S)
+            beginning.waiting = partial(self._text_progress, record)
+            texts = await self._texts(record, holders)
+            beginning.waiting = _gets_ready
+            if record.own_data and not has_text:
+                texts |= await self._own_texts(record, words.data, words.licence, texts)
+            await trio.to_thread.run_sync(self._store.create, job.raw, texts)
+            await trio.to_thread.run_sync(self._store.end_joining, job)
+        except Exception as error:
+            if record.id not in self._waiting:  # else it is tried again
+                await self._write(job, None, FAILED, why_ended(error))
+            raise
+        except BaseException:  # left, or the node ends
+            with trio.CancelScope(shield=True):
+                await states.forget(record.id[:16])
+            raise
+
+    def _text_progress(self, record: TrainingRecord) -> str:
+        here, whole = self._place.states.present_bytes(record.parts), sum(part.size_bytes for part in set(record.parts))
+        return f"fetches its text ({format_size(here)} of {format_size(whole)})"
 
     def _beginnings_of(self, job: bytes) -> list[_Beginning]:
         return [one for one in self._beginnings if one.record.id == job]
@@ -309,14 +418,15 @@ class TrainJobs:
         stored = [job.record for job in await trio.to_thread.run_sync(self._store.all)]
         known = {record.id: record for record in (*stored, *(one.record for one in self._beginnings))}
         named = [one for one in known.values() if one.name == target or one.id.hex().startswith(target)]
-        return one_of([(record, record) for record in named], target)
+        return one_of([(record.id, record) for record in named], target)
 
     def _require_no_part(self, record: TrainingRecord) -> None:
         """Raise `AppError` if this node takes part in a job, or is about to."""
         if record.id in self.running or record.id in self._waiting or self._beginnings_of(record.id):
             raise takes_part(record.name)
 
-    def _check_data(self, record: TrainingRecord, data: Sequence[str], licence: str, *, has_text: bool) -> None:
+    def _check_data(self, record: TrainingRecord, words: JoinWords, *, has_text: bool) -> None:
+        data, licence = words
         if data and not record.own_data:
             raise AppError(f"{record.name} has one text for all members: leave out --data")
         if not record.own_data or has_text:
@@ -326,15 +436,16 @@ class TrainJobs:
         if (record.licence or self._place.public) and not licence.strip():
             raise AppError(f"the members of {record.name} name the licence of their texts: give yours with --licence")
 
-    async def _texts(self, record: TrainingRecord, folder: Path | None, holders: Sequence[str]) -> dict[str, bytes]:
-        """Return the texts that all members have, from the job's folder as far as they are there, else from holders.
-
-        Raises `AppError`.
-        """
-        states, run = self._place.states, record.id[:16]
-        for path in [] if folder is None else [folder / name for name in record.texts]:
+    async def _keep_texts(self, record: TrainingRecord, folder: Path) -> None:
+        """Let the states have what is in a job's folder of the texts that all members have."""
+        for path in [folder / name for name in record.texts]:
             with suppress(FileNotFoundError):
-                await states.keep(run, await trio.to_thread.run_sync(path.read_bytes))
+                data = await trio.to_thread.run_sync(path.read_bytes)
+                await self._place.states.keep(record.id[:16], data)
+
+    async def _texts(self, record: TrainingRecord, holders: Sequence[str]) -> dict[str, bytes]:
+        """Return the texts that all members have, from holders as far as they are not here; raises `AppError`."""
+        states, run = self._place.states, record.id[:16]
         fetched: list[bytes] | None = None
         failure: Exception | None = None
         async with trio.open_nursery() as nursery:
@@ -409,29 +520,6 @@ class TrainJobs:
             raise error
         needs = block_needs(error.config, error.length)
         return machine_routes(self._place.helpers, error.config.n_blocks, needs, helped)
-
-    async def _known(
-        self, members: Sequence[str] | None = None, timeout_s: float = ASK_S
-    ) -> list[tuple[TrainingRecord, bytes, str]]:
-        """Return the jobs that members (None: all) take part in, with who does: (record, its signed bytes, peer)."""
-        own = await trio.to_thread.run_sync(self._store.all)
-        found = [
-            (job.record, job.raw, self._place.network.peer_id) for job in own if job.record.swarm == self._place.swarm
-        ]
-
-        async def ask(peer: str) -> None:
-            try:
-                answer = await self._place.network.call(peer, wire.JOBS, b"", timeout_s=timeout_s)
-                for raw in wire.unpack(answer, wire.MAX_JOBS):
-                    found.append((require_record(raw, self._place.swarm), raw, peer))
-                    await trio.lowlevel.checkpoint()  # a record takes milliseconds to check
-            except (P2PError, RecordError) as error:
-                log.debug("%s names no training jobs: %s", peer, error)
-
-        async with trio.open_nursery() as nursery:
-            for peer in self._place.members() if members is None else members:
-                nursery.start_soon(ask, peer)
-        return found
 
     def _wait_for_room(self, job: StoredTraining, why: str) -> None:
         """Let a job go on by itself: at once, or if it is said why not, after a while; not while the node is paused."""
@@ -548,7 +636,7 @@ class TrainJobs:
 
         place, record = self._place, job.record
         await trio.to_thread.run_sync(self._store.remove_unfinished, job)
-        names = {"tokens", "held", *record.texts}
+        names = text_files(record)
         texts = {name: await trio.to_thread.run_sync((job.folder / name).read_bytes) for name in names}
         text = await trio.to_thread.run_sync(TokenText, texts["tokens"], texts["held"], record)
         model, device, steps = await self._model(job, vectors)
@@ -698,12 +786,20 @@ class TrainJobs:
             facts = figures_of(running.island, RUNNING) | {"swarm": self._place.swarm_name}
             facts.pop("checkpoint_ms")
             return facts
-        facts = self._store.idle_facts(job or self._store.find(record.id.hex()))
-        if (waiting := self._waiting.get(record.id)) is not None:
+        try:
+            facts = self._store.idle_facts(job or self._store.find(record.id.hex()))
+        except NoTraining:  # it is about to be written
+            facts = self._unwritten_facts(record, PAUSED)
+        if beginnings := self._beginnings_of(record.id):
+            facts["waiting"] = beginnings[0].waiting()
+        elif (waiting := self._waiting.get(record.id)) is not None:
             facts["waiting"] = self._place.pause.training_waits or waiting.why
         elif record.swarm == self._place.swarm:
             facts["waiting"] = ""
         return facts
+
+    def _unwritten_facts(self, record: TrainingRecord, status: str) -> dict[str, Any]:
+        return {**facts_of(record), "status": status, "swarm": self._place.swarm_name, "checkpoint_age_s": None}
 
     async def _write(
         self, job: StoredTraining, island: Island | None, status: str, why: str = "", *, begun: int = 0
@@ -717,6 +813,17 @@ class TrainJobs:
                 await trio.to_thread.run_sync(self._store.save_facts, job, facts)
         except OSError as error:
             log.warning("the figures of training %s cannot be written: %s", job.record.name, error)
+
+
+@contextmanager
+def _told(beginning: _Beginning) -> Iterator[None]:
+    """Tell in this node's log what a job fails with that begins; it must not end the node's other work."""
+    try:
+        yield
+    except Exception as error:  # of torch, for one
+        level = logging.INFO if beginning.scope.cancelled_caught else logging.WARNING
+        with_trace = not isinstance(error, EXPECTED)
+        log.log(level, "training %s does not begin: %s", beginning.record.name, error, exc_info=with_trace)
 
 
 async def _apart(function: Callable[..., T], *args: Any) -> T:

@@ -4,6 +4,7 @@ record          the signed record (`app.rounds.record`)
 tokens, held    the text as token ids, 32 bits each, little-endian; to train on and to validate with
 tokenizer.json  the tokenizer, as the record names it by hash
 own_data.json   source and licence of the text, if it is this node's own and the node has joined the job with it
+joining.json    what the user has said of the text, while that is not all here
 log             the signed entries of all rounds, one a line in base64; rounds are appended
 newest          the last of them once more, for a log that is damaged there
 state           the states of all parts after the last round, or before the first, in their order (blobs of
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from app.config.home import Home
-from app.core.canonical_json import decode_object
+from app.core.canonical_json import canonical, decode_object
 from app.core.errors import AppError, HomeError, RecordError
 from app.core.wall_clock import wall_ms
 from app.rounds import wire
@@ -43,6 +44,8 @@ ID_DIGITS = 12
 RUNNING, FINISHED, LEFT, FAILED = "running", "finished", "left", "failed"
 PAUSED = "paused"  # it goes on once the node is in the job's swarm again
 OWN_DATA_FILE = "own_data.json"
+JOINING_FILE = "joining.json"
+_MAX_FILES, _MAX_PATH_CHARS, _MAX_JOINING_BYTES = 10_000, 32_768, 2**24
 KEPT_ENTRIES = 16  # the newest of a job that stay in memory: one of a round with 64 islands takes half a megabyte
 _REMOVED_LAST = {"record": 1, "facts.json": 2}
 _ANY_TIME_MS = 2**62  # what is on disk was checked when it came, and the clock may have been set back since
@@ -65,7 +68,14 @@ class StoredTraining:
     @property
     def id(self) -> str:
         """The beginning of the job's hash."""
-        return short_id(self.record)
+        return short_id(self.record.id)
+
+
+class JoinWords(NamedTuple):
+    """What a user has said who joins a job: the files of an own text, and its licence."""
+
+    data: tuple[str, ...] = ()
+    licence: str = ""
 
 
 class _Written(NamedTuple):
@@ -115,13 +125,40 @@ class TrainStore:
         `states` are those before the first round, which nobody but the founder has.
         """
         record = read_training(raw, now_ms=wall_ms())
-        folder = private_directory(self._folder / short_id(record))
+        folder = private_directory(self._folder / short_id(record.id))
         for name, data in texts.items():
             write_private(folder / name, data)
         if states is not None:
             _write_states(folder, states)
         write_private(folder / "record", raw)  # last: a job that is found is complete
         return StoredTraining(record, raw, folder)
+
+    def begin_joining(self, raw: bytes, words: JoinWords) -> StoredTraining:
+        """Write a job that this node joins, and whose text is still to be fetched or read."""
+        folder = private_directory(self._folder / short_id(read_training(raw, now_ms=_ANY_TIME_MS).id))
+        write_private(folder / JOINING_FILE, canonical(words._asdict()))
+        return self.create(raw, {})
+
+    def end_joining(self, job: StoredTraining) -> None:
+        """Note that the text of a job is all here."""
+        (job.folder / JOINING_FILE).unlink(missing_ok=True)
+
+    def joining(self, job: StoredTraining) -> JoinWords | None:
+        """Return what was said when this node joined a job whose text is not all here; None for any other job."""
+        try:
+            fields = decode_object((job.folder / JOINING_FILE).read_bytes(), JOINING_FILE, max_bytes=_MAX_JOINING_BYTES)
+            return JoinWords(
+                fields.texts("data", _MAX_FILES, _MAX_PATH_CHARS), fields.text("licence", MAX_LICENCE_CHARS)
+            )
+        except FileNotFoundError:
+            return None
+        except (OSError, RecordError) as error:
+            log.warning("what was said to join training %s is lost: %s", job.record.name, error)
+            return JoinWords()
+
+    def has_text(self, job: StoredTraining) -> bool:
+        """True if all files of a job's text are here, and whoever joined it with a text of its own was done with it."""
+        return self.joining(job) is None and all((job.folder / name).exists() for name in text_files(job.record))
 
     def all(self) -> list[StoredTraining]:
         """All jobs, the newest first; damaged ones are left out."""
@@ -135,7 +172,7 @@ class TrainStore:
     def find(self, text: str) -> StoredTraining:
         """Return the job of this name, or whose hash begins so; raises `AppError` if none or several are."""
         found = [job for job in self.all() if job.record.name == text or job.record.id.hex().startswith(text)]
-        return one_of([(job.record, job) for job in found], text)
+        return one_of([(job.record.id, job) for job in found], text)
 
     def own_data(self, job: StoredTraining) -> tuple[str, str] | None:
         """Return source and licence of this node's own text; None if the text is the job's. Raises `RecordError`."""
@@ -362,15 +399,20 @@ def _head(entries: list[RoundEntry]) -> bytes:
     return entries[-1].hash if entries else GENESIS
 
 
-def short_id(record: TrainingRecord) -> str:
+def text_files(record: TrainingRecord) -> set[str]:
+    """Return the names of the files of a job's text."""
+    return {"tokens", "held", *record.texts}
+
+
+def short_id(job: bytes) -> str:
     """Return the beginning of a job's hash, which names its folder."""
-    return record.id.hex()[:ID_DIGITS]
+    return job.hex()[:ID_DIGITS]
 
 
 def facts_of(record: TrainingRecord) -> dict[str, Any]:
     """Return the figures of a job of which nothing is known but its record."""
     return {
-        "job": short_id(record), "hash": record.id.hex(), "name": record.name, "founder": record.founder,
+        "job": short_id(record.id), "hash": record.id.hex(), "name": record.name, "founder": record.founder,
         "swarm": "", "status": RUNNING, "why": "", "round": 0, "step": 0, "steps": record.steps, "loss": None,
         "validation_loss": None, "tokens": 0, "tokens_per_s": None, "islands": [], "left_out": {},
         "bytes_per_round": 0, "utilisation": None, "waiting": "", "every": record.every, "wire": record.codecs[0],
@@ -384,13 +426,12 @@ def takes_part(name: str) -> AppError:
     return AppError(f"this node takes part in {name}: `shoal train leave {name}` ends that, then it can be removed")
 
 
-def one_of(found: list[tuple[TrainingRecord, T]], text: str) -> T:
-    """Return the only job found; raises `AppError` that names the hashes of several."""
+def one_of(found: list[tuple[bytes, T]], text: str) -> T:
+    """Return the only job found, each with its hash; raises `AppError` that names the hashes of several."""
     if not found:
         raise NoTraining(f"no training job is named {text}: `shoal jobs` lists those of this node")
-    if len({record.id for record, _ in found}) > 1:
-        hashes = " and ".join(sorted(record.id.hex() for record, _ in found))
-        raise AppError(f"two training jobs are named {text}: give the hash of one, {hashes}")
+    if len(hashes := sorted({job.hex() for job, _ in found})) > 1:
+        raise AppError(f"two training jobs are named {text}: give the hash of one, {' and '.join(hashes)}")
     return found[0][1]
 
 

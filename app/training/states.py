@@ -129,6 +129,10 @@ class StateStore:
         parts = [_part(state) for state in set(states)]
         return sum(part.size_bytes for part in parts if not self._parts.files.holds(part))
 
+    def present_bytes(self, states: Iterable[StatePart]) -> int:
+        """Return how many bytes of these states are here or have come so far, each counted once."""
+        return sum(self._parts.present_bytes(_part(state)) for state in set(states))
+
     async def require_room(self, size_bytes: int) -> None:
         """Raise `WeightsError` if so many bytes would leave less of the disk than is to stay free."""
         await self._in_thread(_require_room, self._folder, size_bytes, self._floor_bytes())

@@ -47,6 +47,13 @@ class PartSet:
         held = self.held()
         return [name for name in names if name not in held]
 
+    def present_bytes(self, part: Part) -> int:
+        """Return how many bytes of a part are here, about: those of a download that is under way included."""
+        if self.files.holds(part):
+            return part.size_bytes
+        new = self._new.get(part.root)
+        return 0 if new is None else min(part.size_bytes, len(new.have) * CHUNK_BYTES)
+
     def part(self, root: bytes) -> Part | None:
         """Return the part of this set with this root, or None."""
         return self._by_root.get(root)

@@ -15,8 +15,9 @@ from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
 from app.membership import exchange, guard
 from app.membership.table import TableLimits
-from app.rounds import checkpoint, decisions, grid, island, machines, record, statements, traces, train_jobs
+from app.rounds import checkpoint, decisions, grid, island, job_search, machines, record, statements, traces, train_jobs
 from app.rounds import log as round_log
+from app.rounds import wire as round_wire
 from app.routing import capacity
 from app.routing.estimates import BELIEVED_S
 from app.routing.planner import WITHOUT_ADAPTER_S
@@ -298,6 +299,17 @@ ROWS: dict[str, tuple[float, ...]] = {
         train_jobs.KEPT_FINISHED_S,
         train_jobs.LAST_ROUNDS,
         train_jobs.KEPT_FINISHED_MOST_S,
+    ),
+    "looking for training jobs": (
+        job_search.ASKED_AT_ONCE,
+        train_jobs.ASK_S,
+        train_jobs.FIND_S,
+        train_jobs.FIND_OTHER_S,
+        train_jobs.ASKED_FOR_LIST,
+        train_jobs.ASK_FOR_LIST_S,
+        round_wire.MAX_JOBS,
+        job_search.MOST_BYTES / KIB,
+        job_search.KEPT_CHECKED,
     ),
     "machines for an island of several": (
         machines.ASKED_AT_ONCE,

@@ -17,7 +17,7 @@ from app.cli import main
 from app.config.home import Home
 from app.core.wall_clock import wall_ms
 from app.rounds.record import sign_training
-from app.rounds.train_store import TrainStore
+from app.rounds.train_store import JoinWords, TrainStore
 from app.training.job_store import JobStore, Progress
 from tests.app.rounds.statements import PEOPLE, RECORD
 from tests.engine.models import VARIANT, write_folder
@@ -322,6 +322,31 @@ def test_a_training_job_is_left_and_removed_by_the_node_that_runs(
     assert asked == [
         ("/control/train/remove", {"job": job.record.id.hex()}), ("/control/train/leave", {"job": "fish"})
     ]  # fmt: skip
+
+
+def test_a_training_job_whose_text_is_still_fetched_is_joined_and_shown(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = TrainStore(Home.open(home))
+    job = store.begin_joining(sign_training(PEOPLE[0], replace(RECORD, created_ms=wall_ms())), JoinWords())
+    facts = {**store.idle_facts(job), "waiting": "fetches its text (3.1 MB of 30 MB)"}
+
+    class Node:
+        def get(self, path: str, timeout_s: float | None = None) -> list[dict[str, Any]]:
+            return [facts] if path == "/control/train" else []
+
+        def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+            return facts
+
+    monkeypatch.setattr("app.api.client.running_client", lambda folder: Node())
+    monkeypatch.setattr("app.api.client.client_of", lambda folder: Node())
+    assert main(["train", "join", "fish"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("This node fetches its text (3.1 MB of 30 MB); then it takes part in fish: see `shoal jobs")
+    assert main(["jobs"]) == 0
+    assert "fish: paused, round 0, step 0: fetches its text (3.1 MB of 30 MB)" in capsys.readouterr().out
+    assert main(["train", "export", "fish", str(home / "model")]) == 1
+    assert "its text is still to come" in capsys.readouterr().err
 
 
 def test_a_running_node_says_which_training_jobs_run(

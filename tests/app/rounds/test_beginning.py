@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,8 @@ import trio.testing
 from app.core.errors import AppError
 from app.rounds import founding, train_jobs
 from app.rounds.train_jobs import TrainJobs
-from tests.app.rounds.test_own_data import Node, open_nodes, state_files
+from app.rounds.train_store import JoinWords
+from tests.app.rounds.test_own_data import Node, made_up, open_nodes, state_files
 from tests.app.rounds.test_rejoining import run_alone, some_rounds, until, until_status, wish_in
 
 
@@ -100,7 +102,9 @@ async def test_a_job_is_left_while_its_text_is_fetched(tmp_path: Path, monkeypat
             assert (await slow.jobs.leave("fish"))["status"] == "left"
             await slow.ended.wait()
         assert slow.error.startswith("fish was left before it began")
-        assert await slow.jobs.facts() == []
+        assert [(facts["status"], facts["waiting"]) for facts in await slow.jobs.facts()] == [("left", "")]
+        assert state_files(tmp_path / "1") == []
+        await slow.jobs.remove("fish")
         with pytest.raises(AppError, match="no training job is named fish"):
             await slow.jobs.leave("fish")
 
@@ -123,7 +127,7 @@ async def test_other_jobs_go_on_and_are_removed_while_a_text_is_fetched(
             await jobs._place.pause.resume()
             await some_rounds(jobs, 1)
             await jobs.remove("worms")
-            assert [facts["name"] for facts in await jobs.facts()] == ["birds"]
+            assert {facts["name"] for facts in await jobs.facts()} == {"birds", "fish"}
             await jobs.leave("fish")
         await slow.ended.wait()
 
@@ -159,6 +163,109 @@ async def test_a_join_ends_when_nobody_that_has_the_text_is_a_member_any_more(
         with trio.fail_after(10):
             await slow.ended.wait()
         assert slow.error.startswith("no member that has the text of fish is in the swarm any more: try again with")
+
+
+async def test_a_job_whose_text_comes_slowly_is_shown_and_what_it_fails_with_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_jobs, "JOIN_S", 0.0)
+    monkeypatch.setattr(train_jobs, "ASK_S", 0.05)
+    async with open_nodes(tmp_path) as nodes:
+        gone = False
+        await nodes[0].jobs.found(wish_in(tmp_path))
+        slow = SlowText(nodes[1], monkeypatch)
+        slow.jobs._place = replace(slow.jobs._place, is_member=lambda peer: not gone)
+        joined = await slow.jobs.join("fish")
+        assert (joined["status"], joined["name"]) == ("paused", "fish")
+        with trio.fail_after(60):
+            await slow.begun.wait()
+        again, [shown] = await slow.jobs.join("fish"), await slow.jobs.facts()
+        assert again["waiting"] == shown["waiting"]
+        assert re.fullmatch(r"fetches its text \(0 B of [1-9][0-9.]* kB\)", shown["waiting"])
+        gone = True
+        failed = await until_status(slow.jobs, "failed")
+        assert failed["why"].startswith("no member that has the text of fish is in the swarm any more: try again with")
+        assert failed["waiting"] == ""
+
+
+async def until_it_waits(jobs: TrainJobs, words: str) -> None:
+    """Wait in real time until the only job says what it waits for."""
+    with trio.fail_after(60):
+        while (await until_status(jobs, "paused"))["waiting"] != words:  # noqa: ASYNC110
+            await trio.sleep(0.01)
+
+
+@pytest.mark.parametrize("own_data", [False, True])
+async def test_a_join_goes_on_after_a_restart_with_what_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_data: bool
+) -> None:
+    monkeypatch.setattr(train_jobs, "HOLDERS_AGAIN_S", 0.05)
+    (tmp_path / "two.txt").write_text(made_up(2))
+    said = ([str(tmp_path / "two.txt")], "CC0-1.0") if own_data else ([], "")
+    async with open_nodes(tmp_path) as nodes:
+        await nodes[0].jobs.found(replace(wish_in(tmp_path), own_data=own_data))
+        with monkeypatch.context() as patched:
+            patched.setattr(train_jobs, "JOIN_S", 0.0)
+            slow = SlowText(nodes[1], patched)
+            await slow.jobs.join("fish", *said)
+            with trio.fail_after(60):
+                await slow.begun.wait()
+
+    async def wait(jobs: TrainJobs) -> None:
+        await until_it_waits(jobs, "waits for a member that has its text")
+
+    await run_alone(tmp_path, wait, number=1)
+    async with open_nodes(tmp_path) as nodes:
+        await some_rounds(nodes[1].jobs, 1)
+        [running] = nodes[1].jobs.running.values()
+        own = running.island.own_data
+        assert (own and (own.source, own.licence)) == (("two.txt", "CC0-1.0") if own_data else None)
+        assert nodes[1].jobs._store.joining(running.job) is None
+        await nodes[1].jobs.leave("fish")
+
+
+async def test_a_job_that_waits_for_its_text_after_a_restart_is_left_and_joined_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_nodes(tmp_path) as nodes:
+        await nodes[0].jobs.found(wish_in(tmp_path))
+        with monkeypatch.context() as patched:
+            patched.setattr(train_jobs, "JOIN_S", 0.0)
+            slow = SlowText(nodes[1], patched)
+            await slow.jobs.join("fish")
+            with trio.fail_after(60):
+                await slow.begun.wait()
+
+    async def leave(jobs: TrainJobs) -> None:
+        await until_it_waits(jobs, "waits for a member that has its text")
+        with trio.fail_after(60):
+            assert (await jobs.leave("fish"))["status"] == "left"
+
+    async def look(jobs: TrainJobs) -> None:
+        assert [facts["status"] for facts in await jobs.facts()] == ["left"]
+        assert not jobs._beginnings
+
+    await run_alone(tmp_path, leave, number=1)
+    await run_alone(tmp_path, look, number=1)
+    async with open_nodes(tmp_path) as nodes:
+        await until(lambda: nodes[0].jobs.running)
+        await nodes[1].jobs.join("fish")
+        await some_rounds(nodes[1].jobs, 1)
+
+
+async def test_what_was_said_to_join_may_be_damaged(tmp_path: Path) -> None:
+    """The files of an own text are then asked for again."""
+    async with open_nodes(tmp_path) as nodes:
+        await nodes[0].jobs.found(replace(wish_in(tmp_path), own_data=True))
+        [running] = nodes[0].jobs.running.values()
+        store = nodes[1].jobs._store
+        job = store.begin_joining(running.job.raw, JoinWords(("a.txt",), "MIT"))
+        assert store.joining(job) == JoinWords(("a.txt",), "MIT")
+        for content in (b"", b"{}", b'{"data":7,"licence":""}', b"\0" * 40):
+            (job.folder / "joining.json").write_bytes(content)
+            assert store.joining(job) == JoinWords()
+        with pytest.raises(AppError, match="name yours with --data"):
+            await nodes[1].jobs.join("fish")
 
 
 async def test_a_job_that_is_removed_as_it_finishes_is_not_kept_for_late_members(
