@@ -62,6 +62,23 @@ async def test_states_come_over_a_slow_link_in_the_time_that_their_bytes_take(
         assert trio.current_time() - begun < 1.1 * 16 * CHUNK_BYTES / 0.5e6
 
 
+async def test_it_is_said_how_much_of_states_has_come(patient_clock: MockClock, tmp_path: Path) -> None:
+    async with open_fabric(profile=LinkProfile(delay_s=0.02, bytes_per_s=0.5e6)) as fabric, trio.open_nursery() as some:
+        me, holder = fabric.node("me"), fabric.node("holder")
+        given, taken = store(holder, tmp_path / "holder"), store(me, tmp_path / "me")
+        given.serve()
+        whole = 8 * CHUNK_BYTES + 5
+        part = await given.keep(b"run", bytes(whole - 5) + b"fives")
+        here = [taken.present_bytes([part])]
+        some.start_soon(taken.obtain, b"run", [part], ["holder"])
+        while here[-1] < whole:
+            await trio.sleep(0.25 * CHUNK_BYTES / 0.5e6)
+            here.append(taken.present_bytes([part, part]))
+        assert here == sorted(here)
+        assert (here[0], here[-1]) == (0, whole)
+        assert len(set(here)) > 2
+
+
 async def test_states_come_over_a_link_that_is_slower_than_others_accept_if_somebody_is_patient(
     patient_clock: MockClock, tmp_path: Path
 ) -> None:
