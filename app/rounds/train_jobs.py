@@ -73,10 +73,11 @@ log = logging.getLogger("shoal.rounds")
 T = TypeVar("T")
 
 ASK_S = 10.0
+LOOK_S = 10.0  # between two looks whether a member that has the text is still there
 # That members are asked for a job: of a name that the user gives, and of one that a new job is to have, or is here.
 FIND_S, FIND_OTHER_S = 60.0, 20.0
 JOIN_S = 30.0  # that whoever joins a job waits for it to begin; from then on the job says what it waits for
-HOLDERS_AGAIN_S = 30.0  # until members are asked again for the text of a job
+HOLDERS_AGAIN_S, HOLDERS_AGAIN_MOST_S = 10.0, 600.0  # until members are asked again for the text of a job
 ASK_FOR_LIST_S = 3.0  # each member, for a list that somebody waits for
 ASKED_FOR_LIST = 32  # members, drawn anew each time: a dashboard asks again and again
 LISTED = 32  # jobs that can be joined
@@ -145,7 +146,7 @@ class _Beginning:
 
     record: TrainingRecord
     waiting: Callable[[], str] = _gets_ready
-    error: Exception | None = None  # that it has ended with
+    error: Exception | None = None  # that a join has ended with
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     ended: trio.Event = field(default_factory=trio.Event)
 
@@ -307,9 +308,6 @@ class TrainJobs:
                     yield
             if beginning.scope.cancelled_caught:
                 raise AppError(f"{name} was left before it began: `shoal train join {name}` begins again")
-        except Exception as error:
-            beginning.error = error
-            raise
         finally:
             self._beginnings.remove(beginning)
             beginning.ended.set()
@@ -380,7 +378,7 @@ class TrainJobs:
 
         Without holders, members are asked for some until there are any.
         """
-        record, states = job.record, self._place.states
+        record, states, again_s = job.record, self._place.states, HOLDERS_AGAIN_S
         try:
             await self._keep_texts(record, job.folder)
             while not has_text and not holders and states.absent_bytes(record.parts):
@@ -389,7 +387,8 @@ class TrainJobs:
                 found = await self._search.find(target, members, ask_s=ASK_S, within_s=FIND_S)
                 holders = [peer for one in found.jobs.values() for peer in one.holders]
                 if not holders:
-                    await trio.sleep(HOLDERS_AGAIN_S)
+                    await trio.sleep(again_s)
+                    again_s = min(2 * again_s, HOLDERS_AGAIN_MOST_S)
             beginning.waiting = partial(self._text_progress, record)
             texts = await self._texts(record, holders)
             beginning.waiting = _gets_ready
@@ -468,7 +467,7 @@ class TrainJobs:
         """End the fetch of a job's texts once none of their holders is a member any more."""
         others = [peer for peer in holders if peer != self._place.network.peer_id]
         while any(map(self._place.is_member, others)) or not self._place.states.absent_bytes(record.parts):  # noqa: ASYNC110
-            await trio.sleep(ASK_S)
+            await trio.sleep(LOOK_S)
         fetch.cancel()
 
     async def _own_texts(
@@ -790,7 +789,7 @@ class TrainJobs:
             facts = self._store.idle_facts(job or self._store.find(record.id.hex()))
         except NoTraining:  # it is about to be written
             facts = self._unwritten_facts(record, PAUSED)
-        if beginnings := self._beginnings_of(record.id):
+        if facts["status"] == PAUSED and (beginnings := self._beginnings_of(record.id)):
             facts["waiting"] = beginnings[0].waiting()
         elif (waiting := self._waiting.get(record.id)) is not None:
             facts["waiting"] = self._place.pause.training_waits or waiting.why
@@ -817,13 +816,14 @@ class TrainJobs:
 
 @contextmanager
 def _told(beginning: _Beginning) -> Iterator[None]:
-    """Tell in this node's log what a job fails with that begins; it must not end the node's other work."""
+    """Keep what a job fails with that begins for whoever waits for it; it must not end the node's other work."""
     try:
         yield
     except Exception as error:  # of torch, for one
         level = logging.INFO if beginning.scope.cancelled_caught else logging.WARNING
         with_trace = not isinstance(error, EXPECTED)
         log.log(level, "training %s does not begin: %s", beginning.record.name, error, exc_info=with_trace)
+        beginning.error = error.with_traceback(None)  # whose frames hold what was loaded
 
 
 async def _apart(function: Callable[..., T], *args: Any) -> T:

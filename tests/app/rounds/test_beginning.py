@@ -150,7 +150,7 @@ async def test_a_job_that_begins_is_not_removed(tmp_path: Path, monkeypatch: pyt
 async def test_a_join_ends_when_nobody_that_has_the_text_is_a_member_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_jobs, "ASK_S", 0.05)
+    monkeypatch.setattr(train_jobs, "LOOK_S", 0.05)
     is_member: Callable[[str], bool] = lambda peer: not gone  # noqa: E731
     async with open_nodes(tmp_path) as nodes, trio.open_nursery() as nursery:
         gone = False
@@ -169,7 +169,7 @@ async def test_a_job_whose_text_comes_slowly_is_shown_and_what_it_fails_with_is_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train_jobs, "JOIN_S", 0.0)
-    monkeypatch.setattr(train_jobs, "ASK_S", 0.05)
+    monkeypatch.setattr(train_jobs, "LOOK_S", 0.05)
     async with open_nodes(tmp_path) as nodes:
         gone = False
         await nodes[0].jobs.found(wish_in(tmp_path))
