@@ -223,9 +223,9 @@ def test_a_tokenizer_that_is_none_is_refused(raw: bytes) -> None:
 def test_two_jobs_of_one_name_are_told_apart_by_their_hashes() -> None:
     other = replace(RECORD, seed=9)
     with pytest.raises(AppError) as caught:
-        one_of([(RECORD, 1), (other, 2)], "fish")
+        one_of([(RECORD.id, 1), (other.id, 2)], "fish")
     assert RECORD.id.hex() in str(caught.value)
     assert other.id.hex() in str(caught.value)
-    assert one_of([(RECORD, 1), (RECORD, 2)], "fish") == 1
+    assert one_of([(RECORD.id, 1), (RECORD.id, 2)], "fish") == 1
     with pytest.raises(AppError, match="no training job"):
         one_of([], "fish")
