@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,7 @@ from app.rounds.decisions import (
     to_leave_out,
 )
 from app.rounds.exchange import Exchange, ExchangeAttempt, ExchangeFailed, MergingModel, OwnChange, hashes_of
+from app.rounds.greetings import MOST_NAMED, Greetings, Heard, JobPeers
 from app.rounds.grid import network_of
 from app.rounds.log import (
     ENTRY,
@@ -62,6 +64,7 @@ from app.rounds.log import (
     read_entry,
     replay,
     steps_s,
+    took_part,
 )
 from app.rounds.moments import MomentsExchange, Question, parts_in
 from app.rounds.reading import positions_of, sequence_at
@@ -164,15 +167,6 @@ class WentOn(AppError):
     """An island whose history is the better one does not have the state after it any more."""
 
 
-@dataclass
-class Heard:
-    """What another island said of itself last."""
-
-    at: float
-    round: int
-    head: bytes
-
-
 class _Candidate(NamedTuple):
     """The state that a round would lead to."""
 
@@ -232,10 +226,14 @@ class Island:
         own_data: OwnData | None = None,
         steps: StepMaker,
         timing: RoundTiming | None = None,
+        acquaintances: Iterable[str] = (),
+        rng: random.Random | None = None,
         settled: Callable[[list[RoundEntry], list[bytes]], Awaitable[None]] | None = None,
         in_thread: Callable[..., Awaitable[Any]] | None = None,
     ) -> None:
-        """`found` names peers that may take part, `settled` is called with the log and the state after each round.
+        """`found` names all members of the swarm, `acquaintances` are those that had the job when this node joined it.
+
+        `settled` is called with the log and the state after each round.
 
         `steps` changes the model between rounds.
 
@@ -248,6 +246,7 @@ class Island:
         self._network, self._identity, self._found, self._wall_ms = network, identity, found, wall_ms
         self._model, self._text, self._device, self._states = model, text, device, states
         self._steps = steps
+        self._greetings = Greetings(acquaintances, rng or random.SystemRandom())
         self._in_thread = in_thread = in_thread or trio.to_thread.run_sync
         self._verifying = trio.Lock()
         self._turns: dict[str, trio.Lock] = {}  # of peers whose statements are being read
@@ -257,6 +256,7 @@ class Island:
         self.standing: Standing = beginning(record)
         self.log: list[RoundEntry] = []
         self.checkpoint = CheckpointWriter(record.id[:16], states, kept=record.parts)
+        self.recent: frozenset[str] = frozenset()  # those that took part in one of the last rounds
         self.heard: dict[str, Heard] = {}
         self._heads = {GENESIS}  # of all rounds in the log
         self._sizes: list[int] = []  # of the parts of a state
@@ -368,7 +368,7 @@ class Island:
         if states is not None:
             self.standing = replay(self.record, entries)
             await self._device.run_beside(self._model.load, states)
-            self.log = list(entries)
+            self.log, self.recent = list(entries), took_part(entries)
             self._heads |= {entry.hash for entry in entries}
         self._model.begin_round(self.standing.round, self.standing.codec, self.standing.steps, self.standing.last_steps)
         found = await self._device.run_beside(self._model.states) if states is None else states
@@ -898,7 +898,7 @@ class Island:
             lags = [at - min(self._arrived_at.values()) for at in self._arrived_at.values()]
             self._lags_s = [*self._lags_s, *lags][-64:]
         self.figures.paces = self._paces()
-        self.standing, self.log = standing, entries
+        self.standing, self.log, self.recent = standing, entries, took_part(entries)
         self._model.begin_round(standing.round, standing.codec, standing.steps, standing.last_steps)
         self._heads = {GENESIS, *(entry.hash for entry in entries)}
         self._arrivals.clear()
@@ -1098,35 +1098,45 @@ class Island:
     async def _greet(self) -> None:
         """Tell others how far this island is, and learn how far they are."""
         while True:
-            known = {*self.heard, *self.standing.members, *self._found()} - {self.peer}
+            others = self.standing.banned.keys() | {self.peer}
+            expected, swarm = {*self.standing.members} - others, {*self._found()} - others
+            peers = JobPeers(expected, self.recent - others, self.alive(), self.heard, swarm)
             async with trio.open_nursery() as nursery:
-                first = {*self.standing.members, *self.alive()}
-                for peer in sorted(known, key=lambda one: (one not in first, one))[:MAX_PEERS]:
+                for peer in self._greetings.due(trio.current_time(), peers):
                     nursery.start_soon(self._hello, peer)
             await trio.sleep(self.timing.hello_s)
 
     async def _hello(self, peer: str) -> None:
+        is_unknown = False
         try:
-            answer = await self._ask(peer, wire.HELLO, self._own_hello(), timeout_s=self.timing.hello_s)
+            answer = await self._ask(peer, wire.HELLO, self._own_hello(peer), timeout_s=self.timing.hello_s)
             self._note_hello(peer, wire.fields_of(answer, "hello"))
+            return
+        except RemoteError as error:
+            is_unknown = error.code == wire.UNKNOWN
         except (P2PError, RecordError):
-            pass  # it is gone, or takes no part
+            pass
+        self._greetings.failed(peer, trio.current_time(), is_unknown=is_unknown)
 
-    def _own_hello(self) -> dict[str, Any]:
+    def _own_hello(self, peer: str) -> dict[str, Any]:
+        """What this island says of itself to a peer."""
+        others = self._greetings.named(self.alive() & self.recent - {peer})
         data = {} if self.own_data is None else {"data": texts_of([self.own_data.raw])}
-        return {"round": self.standing.round, "head": self.head.hex(), **data}
+        return {"round": self.standing.round, "head": self.head.hex(), "others": others, **data}
 
     def _note_hello(self, peer: str, fields: Fields) -> None:
         """Remember how far another island is, and what it trains on; raises `RecordError`."""
+        now, others = trio.current_time(), fields.texts("others", MOST_NAMED, PEER_ID_CHARS, [])
+        seen = Heard(now, fields.integer("round", 0, MAX_ROUNDS), fields.hex_bytes("head", HASH_BYTES), others)
         self._note_data(peer, fields)
+        self._greetings.answered(peer)
         if peer not in self.heard and len(self.heard) >= MAX_PEERS:
             replaceable = self.heard.keys() - {*self.standing.members}
             oldest = min(replaceable or self.heard, key=lambda other: self.heard[other].at)
-            if peer not in self.standing.members and trio.current_time() - self.heard[oldest].at < self.timing.alive_s:
+            if peer not in self.standing.members and now - self.heard[oldest].at < self.timing.alive_s:
                 return
             del self.heard[oldest]
             self.data_of.pop(oldest, None)
-        seen = Heard(trio.current_time(), fields.integer("round", 0, MAX_ROUNDS), fields.hex_bytes("head", HASH_BYTES))
         news = peer not in self.heard or (self.heard[peer].round, self.heard[peer].head) != (seen.round, seen.head)
         self.heard[peer] = seen
         if news:
@@ -1263,7 +1273,7 @@ class Island:
         fields = wire.fields_of(rest, method)
         if method == wire.HELLO:
             self._note_hello(peer, fields)
-            return canonical(self._own_hello())
+            return canonical(self._own_hello(peer))
         if method == wire.LOG:
             first = fields.integer("round", 0, MAX_ROUNDS)
             count = fields.integer("count", 1, wire.MOST_RUN_ENTRIES)
@@ -1434,7 +1444,10 @@ class RoundServer:
         async def handle(peer: str, body: bytes) -> Payload:
             try:
                 job, rest = wire.read_request(body)
-                island = self.islands.get(job) if self._is_member(peer) else None
+                is_member = self._is_member(peer)
+                if method == wire.HELLO and not is_member:  # which it may be already, as others know
+                    raise RemoteError("this node knows no such member of the swarm", wire.NOT_YET)
+                island = self.islands.get(job) if is_member else None
                 if island is None:
                     raise RemoteError("this node takes no part in that job", wire.UNKNOWN)
                 return await island.answer(method, peer, rest)

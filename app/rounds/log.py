@@ -79,6 +79,7 @@ from p2p.identity import PEER_ID_CHARS, Identity, public_key_of
 
 ENTRY = "shoal/round/entry"
 MEASURED_ROUNDS = 8  # the last ones, whose steps were timed
+RECENT_ROUNDS = 16  # the last ones, whose members are greeted though they are away; those are in memory
 MAX_LEFT_OUT = 16  # that an entry of an older job can name, see `most_left_out`
 
 
@@ -333,6 +334,11 @@ def steps_s(record: TrainingRecord, entries: Sequence[RoundEntry], every: int) -
         arrived_ms = median_low(arrival.at_ms for arrival in entries[number].list.arrivals)
         found.append((arrived_ms - began_ms) / 1000 / steps)
     return max(0.0, median_low(found)) * every if found else 0.0
+
+
+def took_part(entries: Sequence[RoundEntry]) -> frozenset[str]:
+    """Return who took part in one of the last rounds: it signed an arrival and a result of it."""
+    return frozenset(arrival.peer for entry in entries[-RECENT_ROUNDS:] for arrival in entry.list.arrivals)
 
 
 def codec_of(record: TrainingRecord, entries: Sequence[RoundEntry], number: int) -> str:

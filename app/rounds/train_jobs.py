@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
-from app.core.canonical_json import canonical
+from app.core.canonical_json import canonical, decode_object
 from app.core.compute import Device
 from app.core.device_thread import DeviceThread
-from app.core.errors import AppError
+from app.core.errors import AppError, RecordError
 from app.core.network import Network
 from app.core.units import format_size
 from app.core.wall_clock import wall_ms
@@ -30,6 +30,7 @@ from app.courtesy.pause import PauseControl
 from app.planning.forecast import Terms, rounds_of
 from app.planning.history import PastForecast, remember
 from app.planning.machines import Fleet, MachineSpec
+from app.rounds.greetings import MOST_FIRST
 from app.rounds.island import Island, RoundServer, hashed
 from app.rounds.job_search import Found, FoundJob, JobSearch, NamedJob
 from app.rounds.log import RoundEntry, codec_of, newly_left_out, up_to
@@ -61,7 +62,7 @@ from app.training.forecasts import step_here_s
 from app.training.states import StateStore
 from app.training.trainer import RouteFinder, TrustNotes
 from app.training.waiting import EXPECTED, what_it_waits_for, why_ended
-from p2p.identity import Identity
+from p2p.identity import PEER_ID_CHARS, Identity
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -84,7 +85,8 @@ LISTED = 32  # jobs that can be joined
 TRAIN = "train"  # these jobs among past forecasts
 # That a finished job, with its model in memory, is kept after an island that is late was heard, and in all.
 KEPT_FINISHED_S, KEPT_FINISHED_MOST_S = 600.0, 3600.0
-LAST_ROUNDS = 16  # whose members may be late
+ACQUAINTANCES_FILE = "acquaintances.json"  # in the folder of a job that was joined
+MAX_ACQUAINTANCES_BYTES = 2 * MOST_FIRST * PEER_ID_CHARS
 KEPT_VALIDATION = 200  # losses after the latest rounds, among the figures
 MEMORY_AGAIN_S, MEMORY_AGAIN_MOST_S = 10.0, 300.0  # until a job for which memory or disk are full is tried again
 KILLED_OFTEN = 2  # times in a row that a node was killed with a job, after which it does not begin it again at once
@@ -391,6 +393,8 @@ class TrainJobs:
                     again_s = min(2 * again_s, HOLDERS_AGAIN_MOST_S)
             beginning.waiting = partial(self._text_progress, record)
             texts = await self._texts(record, holders)
+            if others := {*holders} - {self._place.network.peer_id}:
+                texts[ACQUAINTANCES_FILE] = _acquaintances(others)
             beginning.waiting = _gets_ready
             if record.own_data and not has_text:
                 texts |= await self._own_texts(record, words.data, words.licence, texts)
@@ -649,6 +653,7 @@ class TrainJobs:
         island = Island(
             place.network, place.identity, record, model, text, device, place.states, found=place.members,
             wall_ms=wall_ms, own_data=own_data, steps=steps,
+            acquaintances=await trio.to_thread.run_sync(_acquaintances_of, job),
             settled=lambda entries, states: self._save(job, entries, states),
         )  # fmt: skip
         if isinstance(steps, PipelineSteps):
@@ -720,10 +725,8 @@ class TrainJobs:
                 with trio.move_on_at(until_s):
                     await self._paused()
                     break
-                members = {peer for entry in island.log[-LAST_ROUNDS:] for peer in entry.list.members}
-                late = [
-                    one for peer, one in island.heard.items() if peer in members and one.round < island.standing.round
-                ]
+                behind = [(peer, one) for peer, one in island.heard.items() if one.round < island.standing.round]
+                late = [one for peer, one in behind if peer in island.recent]
                 last_s = max([last_s, *(one.at for one in late)])
         if self._late.get(island.record.id) is scope:
             del self._late[island.record.id]
@@ -832,6 +835,22 @@ async def _apart(function: Callable[..., T], *args: Any) -> T:
     torch's allocator for ARM does not give back what one thread has allocated and another frees, while the first lives.
     """
     return await DeviceThread().run_apart(function, *args)
+
+
+def _acquaintances(holders: Collection[str]) -> bytes:
+    """Return a file with some of the peers that have a job: this node's island greets them first."""
+    return canonical({"peers": random.sample(sorted(holders), min(MOST_FIRST, len(holders)))})
+
+
+def _acquaintances_of(job: StoredTraining) -> tuple[str, ...]:
+    """The peers that had a job when this node joined it; nobody if that is not known."""
+    try:
+        raw = (job.folder / ACQUAINTANCES_FILE).read_bytes()
+        fields = decode_object(raw, ACQUAINTANCES_FILE, max_bytes=MAX_ACQUAINTANCES_BYTES)
+        return fields.texts("peers", MOST_FIRST, PEER_ID_CHARS)
+    except (OSError, RecordError) as error:
+        log.debug("the peers that had %s are not known: %s", job.record.name, error)
+        return ()
 
 
 def _waits_for(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 record          the signed record (`app.rounds.record`)
 tokens, held    the text as token ids, 32 bits each, little-endian; to train on and to validate with
 tokenizer.json  the tokenizer, as the record names it by hash
+acquaintances.json  peers that had the job when the node joined it
 own_data.json   source and licence of the text, if it is this node's own and the node has joined the job with it
 joining.json    what the user has said of the text, while that is not all here
 log             the signed entries of all rounds, one a line in base64; rounds are appended

@@ -1,8 +1,10 @@
 """Requests between islands: calls whose body is the job's hash (32 bytes) and a JSON object or a signed statement.
 
     rounds.jobs    (no job)                    -> records of the jobs that this node takes part in (blobs)
-    rounds.hello   round, head, data           -> the same of the one asked; `data`, in jobs of `own_data` alone, is a
-                                                  list with what the sender has signed for its own text, in base64
+    rounds.hello   round, head, others, data   -> the same of the one asked; `others` (absent: none) are a few peers
+                                                  that took part lately and are there; `data`, in jobs of `own_data`
+                                                  alone, is a list with what the sender has signed for its own text,
+                                                  in base64
     rounds.say     a signed statement          -> empty, or the entry of its round where that is over already; for a
                                                   list, the arrival of a member that it leaves out without cause
     rounds.hashes  list                        -> hashes of all leaves of the change that its arrival committed to

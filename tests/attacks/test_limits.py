@@ -15,7 +15,19 @@ from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
 from app.membership import exchange, guard
 from app.membership.table import TableLimits
-from app.rounds import checkpoint, decisions, grid, island, job_search, machines, record, statements, traces, train_jobs
+from app.rounds import (
+    checkpoint,
+    decisions,
+    greetings,
+    grid,
+    island,
+    job_search,
+    machines,
+    record,
+    statements,
+    traces,
+    train_jobs,
+)
 from app.rounds import log as round_log
 from app.rounds import wire as round_wire
 from app.routing import capacity
@@ -297,7 +309,18 @@ ROWS: dict[str, tuple[float, ...]] = {
         checkpoint.HELD_CHANGES,
         (Settings().disk_floor or 0) / 10**9,
         train_jobs.KEPT_FINISHED_S,
-        train_jobs.LAST_ROUNDS,
+        round_log.RECENT_ROUNDS,
+        greetings.MOST_FIRST,
+        greetings.MOST_WAITING,
+        greetings.MOST_AWAY,
+        greetings.STRANGERS,
+        greetings.STRANGERS_ALONE,
+        greetings.NAMED,
+        greetings.MOST_NAMED,
+        greetings.UNKNOWN_S / 60,
+        greetings.UNKNOWN_MOST_S / 60,
+        greetings.SILENT_S,
+        greetings.SILENT_MOST_S / 60,
         train_jobs.KEPT_FINISHED_MOST_S,
     ),
     "looking for training jobs": (

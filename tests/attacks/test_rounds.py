@@ -20,7 +20,8 @@ from app.core.wall_clock import wall_ms
 from app.rounds import wire
 from app.rounds.decisions import leading_order, share_ranges
 from app.rounds.exchange import OwnChange, hashes_of
-from app.rounds.island import KEPT_ATTEMPTS, MAX_PEERS, Heard, Island, hashed
+from app.rounds.greetings import Heard
+from app.rounds.island import KEPT_ATTEMPTS, MAX_PEERS, Island, hashed
 from app.rounds.log import make_entry
 from app.rounds.record import DOMAIN
 from app.rounds.statements import (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+import random
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,6 +49,7 @@ UNHURRIED = RoundTiming(hello_s=10.0, alive_s=35.0)
 PATIENCE = Patience(open_s=1.0, quiet_s=0.2, probe_s=1.0, route_s=600.0)  # of pipelines
 STEP_S = 0.1
 LINK = LinkProfile(delay_s=0.01)
+ONE_STEP: dict[str, Any] = {"every": 1, "least_every": 1, "most_every": 1, "steps": 10**5}  # rounds that cost little
 WORDS = "the shoal swims and the shoal learns, fish by fish and round by round, until all of them know it. "
 
 
@@ -121,6 +123,7 @@ class IslandSwarm:
         has_model: bool = True,
         change: Callable[[Any], None] | None = None,
         routes: RouteFinder | None = None,
+        acquaintances: Iterable[str] = (),
     ) -> Node:
         """Start an island, with `routes` one of several machines; number 0 is the founder."""
         who = identity(number)
@@ -153,6 +156,7 @@ class IslandSwarm:
         island = Island(
             network, who, record, model, text, device, states, found=self.peers, own_data=own_data, steps=steps,
             wall_ms=lambda: int(wall_clock() * 1000), timing=self._timing, in_thread=in_place,
+            acquaintances=acquaintances, rng=random.Random(number),
         )  # fmt: skip
         if isinstance(steps, PipelineSteps):
             steps.validated = island.validated
