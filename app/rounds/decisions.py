@@ -145,7 +145,7 @@ def request_timeout_s(size_bytes: int, bytes_per_s: float | None, *, wait_s: flo
 
 
 class Rest(NamedTuple):
-    """A member that failed in exchanges which others finished."""
+    """A member of rounds that others ended without it, though it was there."""
 
     failures: int  # in a row
     until: int  # the round in which it is expected again
@@ -154,7 +154,7 @@ class Rest(NamedTuple):
 def rests_after(
     rests: Mapping[str, Rest], number: int, *, failed: Iterable[str], counted: Iterable[str]
 ) -> dict[str, Rest]:
-    """Return who rests after a round in which some failed in an exchange, and others were counted.
+    """Return who rests after a round in which some did not arrive, or failed in an exchange, and others were counted.
 
     The first failure costs nothing; then each one in a row doubles the rest. Half of it is drawn, so that of two who
     fail only with each other one comes back before the other, and is counted without it.
@@ -172,6 +172,20 @@ def rests_after(
 def resting(rests: Mapping[str, Rest], number: int) -> set[str]:
     """Return the members that are not expected in a round."""
     return {peer for peer, one in rests.items() if one.until > number}
+
+
+def in_line(peers: Iterable[str], *, recent: Collection[str], rests: Mapping[str, Rest], lot: bytes) -> list[str]:
+    """Return peers in the order in which they get the free places of the next round.
+
+    Those that took part in one of the last rounds come first, then newcomers, and last whoever failed more than once in
+    a row. The `lot` decides among equals; nobody knows it before the round is over.
+    """
+
+    def rank(peer: str) -> tuple[bool, bool, bytes]:
+        is_doubtful = peer in rests and rests[peer].failures > 1
+        return is_doubtful, peer not in recent, hashlib.sha256(lot + peer.encode()).digest()
+
+    return sorted(set(peers), key=rank)
 
 
 class Measured(NamedTuple):

@@ -38,6 +38,7 @@ from app.rounds.decisions import (
     exchange_limit_s,
     first_to_commit,
     grace_s,
+    in_line,
     lasting_overhead_s,
     leading_order,
     next_codec,
@@ -246,7 +247,8 @@ class Island:
         self._network, self._identity, self._found, self._wall_ms = network, identity, found, wall_ms
         self._model, self._text, self._device, self._states = model, text, device, states
         self._steps = steps
-        self._greetings = Greetings(acquaintances, rng or random.SystemRandom())
+        rng = rng or random.SystemRandom()
+        self._greetings, self._secret = Greetings(acquaintances, rng), rng.randbytes(HASH_BYTES)
         self._in_thread = in_thread = in_thread or trio.to_thread.run_sync
         self._verifying = trio.Lock()
         self._turns: dict[str, trio.Lock] = {}  # of peers whose statements are being read
@@ -278,7 +280,7 @@ class Island:
         self._results: dict[bytes, dict[str, Result]] = {}
         self._candidate: _Candidate | None = None
         self._ahead: RoundEntry | None = None
-        self._rests: dict[str, Rest] = {}  # members that failed in exchanges of the last rounds, as seen from here
+        self._rests: dict[str, Rest] = {}  # members without which others ended the last rounds, as seen from here
         self._failed_here: set[str] = set()  # members whom this island accused in this round
         self._exchange_began = b"", 0.0  # the last one: hash of its list, and when
         self._lost_s = 0.0  # in exchanges of this round for which the time was too short
@@ -315,7 +317,7 @@ class Island:
     def resting(self) -> dict[str, str]:
         """Members that are not expected for some rounds, and why."""
         rests = {peer: self._rests[peer] for peer in resting(self._rests, self.standing.round)}
-        words = "failed in {0.failures} exchanges in a row, is expected again in round {0.until}"
+        words = "did not arrive or failed {0.failures} times in a row, may take part again from round {0.until} on"
         return {peer: words.format(one) for peer, one in rests.items()}
 
     @property
@@ -691,14 +693,15 @@ class Island:
         return trio.current_time() >= until
 
     def _met(self, standing: Standing) -> set[str]:
-        """Members of a round that this island has met: they made the last one, arrived, or were heard in its time.
+        """Members of a round of whom a quorum makes it: those of the last one, who arrived, or who took part lately and
+        were heard in its time.
 
-        The leader of the last round can name anybody as members of this one. A quorum of names that nobody answers to
-        would never be there.
+        The leader of the last round can name anybody as members of this one, and whoever says hello may become one. A
+        quorum of those that never arrive would never be there.
         """
         last = self.log[-1].list.members if self.log else [self.record.founder]
         since = self.figures.settled_at - self.timing.alive_s
-        heard = {peer for peer, one in self.heard.items() if one.at > since}
+        heard = {peer for peer, one in self.heard.items() if one.at > since and peer in self.recent}
         return {self.peer, *last, *self._arrivals, *heard} & {*standing.members}
 
     async def _gather(self, members: MemberList, own: Result, until: float) -> dict[str, Result] | None:
@@ -730,7 +733,10 @@ class Island:
         present = {peer for peer in self.alive() if peer in standing.members or self.heard[peer].head == standing.prev}
         if record.own_data:  # nobody comes in whose text has no source and licence
             present &= {*standing.members, *self.data_of}
-        present -= resting(self._rests_after(members), standing.round + 1)
+        rests = self._rests_after(members)
+        present -= resting(rests, standing.round + 1)
+        lot = results[self.peer].root  # of the state, which nobody knows before all have shown their changes
+        following = in_line(present, recent=self.recent, rests=rests, lot=lot)
         past_s, step_s = self._past_overheads_s(members), figures.step_s
         overhead_s = max(lasting_overhead_s(self._overhead_since(began), past_s), self._lost_s)
         every = next_every(standing.every, step_s, overhead_s, least=record.least_every, most=record.most_every)
@@ -739,7 +745,7 @@ class Island:
             codec = next_codec(codec, step_s, overhead_s, least=record.least_every, known=record.codecs)
         entry = await self._in_thread(partial(
             make_entry, self._identity, record, standing, members, results.values(), every=every, codec=codec,
-            present=present, now_ms=self._wall_ms(),
+            present=following, now_ms=self._wall_ms(),
         ))  # fmt: skip
         for peer in {*standing.members, *self.alive()} - {self.peer}:  # first, so that all settle at the same time
             self._nursery.start_soon(self._say, peer, entry.raw)
@@ -767,13 +773,18 @@ class Island:
             self.figures.overheads_s = [*past_s, self._overhead_since(began)][-_OVERHEADS:]
 
     def _rests_after(self, members: MemberList) -> dict[str, Rest]:
-        """Who rests after a round that these members made, by what this island has seen of its exchanges.
+        """Who rests after a round that these members made, by what this island has seen of it.
 
-        Only one that made the round, and not alone, can tell that others failed in it.
+        Only one that made the round, with a quorum of those that took part lately, can tell that others did not arrive
+        though they were there. Without a quorum, it may be this island that did not reach them.
         """
-        counted = {*members.members}
-        failed = self._tried - counted if self.peer in counted and len(counted) > 1 else set[str]()
-        return rests_after(self._rests, members.round, failed=failed, counted=counted)
+        counted, expected, failed = {*members.members}, {*self.standing.members}, set[str]()
+        is_quorate = len(counted) >= quorum(len({self.peer, *self.recent} & expected))
+        if self.peer in counted and is_quorate:
+            failed |= self.alive() & expected
+        if self.peer in counted and (is_quorate or len(counted) > 1):
+            failed |= self._tried
+        return rests_after(self._rests, members.round, failed=failed - counted, counted=counted)
 
     async def _exchanged(self, members: MemberList) -> Result:
         """Run one attempt; the result says what state it leads to, or who failed."""
@@ -1131,16 +1142,29 @@ class Island:
         self._note_data(peer, fields)
         self._greetings.answered(peer)
         if peer not in self.heard and len(self.heard) >= MAX_PEERS:
-            replaceable = self.heard.keys() - {*self.standing.members}
-            oldest = min(replaceable or self.heard, key=lambda other: self.heard[other].at)
-            if peer not in self.standing.members and now - self.heard[oldest].at < self.timing.alive_s:
+            displaced = self._displaced_by(peer)
+            if displaced is None:
                 return
-            del self.heard[oldest]
-            self.data_of.pop(oldest, None)
+            del self.heard[displaced]
+            self.data_of.pop(displaced, None)
         news = peer not in self.heard or (self.heard[peer].round, self.heard[peer].head) != (seen.round, seen.head)
         self.heard[peer] = seen
         if news:
             self._news.notify()
+
+    def _displaced_by(self, peer: str) -> str | None:
+        """Who gives its place among those heard to another peer; None if that one is not remembered.
+
+        Of many that train nothing here, those stay whom a lot names that is drawn anew in each round: however many say
+        hello, and how often, any other one has the same chance. The secret keeps them from choosing names for the lot.
+        """
+        kept = self.recent.union(self.standing.members)
+        strangers = self.heard.keys() - kept
+        oldest = min(strangers or self.heard, key=lambda other: self.heard[other].at)
+        if peer in kept or trio.current_time() - self.heard[oldest].at >= self.timing.alive_s:
+            return oldest
+        last = max({peer, *strangers}, key=lambda other: hash((self._secret, self.head, other)))
+        return None if last == peer else last
 
     def _note_data(self, peer: str, fields: Fields) -> None:
         """Remember what another island says of its own text; raises `RecordError` if that is wrong."""
@@ -1224,10 +1248,10 @@ class Island:
 
     def _counts(self, entry: RoundEntry) -> bool:
         """True for a round of a quorum, or if nobody else who was expected in it is there and has yet to make it."""
-        met, made = self._met(self.standing), {*entry.list.members}
-        if len(made) >= quorum(len(met | made)):
+        expected, made = {*self.standing.members}, {*entry.list.members}
+        if len(made) >= quorum(len(self._met(self.standing) | made)):
             return True
-        return all(self.heard[peer].round > entry.round for peer in (self.alive() & met) - made)
+        return all(self.heard[peer].round > entry.round for peer in (self.alive() & expected) - made)
 
     def _is_late(self) -> bool:
         """True if most others have arrived, and the grace for the rest is over."""

@@ -79,7 +79,7 @@ from p2p.identity import PEER_ID_CHARS, Identity, public_key_of
 
 ENTRY = "shoal/round/entry"
 MEASURED_ROUNDS = 8  # the last ones, whose steps were timed
-RECENT_ROUNDS = 16  # the last ones, whose members are greeted though they are away; those are in memory
+RECENT_ROUNDS = 16  # the last ones, who took part in which comes before newcomers; those are in memory
 MAX_LEFT_OUT = 16  # that an entry of an older job can name, see `most_left_out`
 
 
@@ -190,14 +190,17 @@ def make_entry(
     present: Iterable[str],
     now_ms: int,
 ) -> RoundEntry:
-    """Sign the entry of a round in which all members ended with the same root; `present` may take part in the next."""
+    """Sign the entry of a round in which all members ended with the same root.
+
+    Those that took part do so in the next one as well. `present` are others that may, in the order in which they get
+    the places that are left.
+    """
     places = {peer: place for place, peer in enumerate(members.members)}
     ordered = sorted(results, key=lambda result: places[result.peer])
     doubts = _doubts(record, standing, members, ordered)
     left_out = _left_out(record, standing, doubts, len(members.members))
     step = standing.step + standing.every
-    # those who took part first, then others who were expected, then newcomers
-    peers = dict.fromkeys((*members.members, *sorted({*present}, key=lambda peer: peer not in standing.members)))
+    peers = dict.fromkeys((*members.members, *present))
     chosen = [peer for peer in peers if peer not in left_out][: record.most_members]
     following = leading_order(record.id, standing.round + 1, chosen)
     values = {

@@ -21,6 +21,7 @@ from app.rounds.decisions import (
     few_steps,
     first_to_commit,
     grace_s,
+    in_line,
     lasting_overhead_s,
     leading_order,
     left_out_after,
@@ -205,6 +206,19 @@ def test_who_fails_every_exchange_rests_longer_each_time_up_to_a_bound() -> None
     assert all(MOST_REST / 2 < pause <= MOST_REST for pause in pauses[4:])
     assert len(found) <= 45
     assert len(set(pauses[4:])) > 1  # drawn
+
+
+def test_places_go_to_those_of_the_last_rounds_then_to_newcomers_and_last_to_who_does_not_arrive() -> None:
+    rests = {"late": Rest(1, 3), "idle": Rest(2, 5), "idle of late": Rest(3, 9), "recent and late": Rest(1, 3)}
+    peers = ["new", "late", "idle", "idle of late", "recent", "recent and late"]
+    recent = ["recent", "recent and late", "idle of late", "away"]
+    lines = [in_line(peers, recent=recent, rests=rests, lot=bytes([lot])) for lot in range(32)]
+    for line in lines:
+        assert {*line[:2]} == {"recent", "recent and late"}
+        assert {*line[2:4]} == {"new", "late"}
+        assert line[4:] == ["idle of late", "idle"]
+    assert {line[2] for line in lines} == {"new", "late"}  # by lot
+    assert in_line(reversed(peers), recent=recent, rests=rests, lot=b"\0") == lines[0]
 
 
 def test_one_round_that_counts_ends_all_rest() -> None:

@@ -20,6 +20,7 @@ from app.rounds.log import (
     ENTRY,
     MAX_ENTRY_BYTES,
     MAX_LEFT_OUT,
+    RECENT_ROUNDS,
     RoundEntry,
     beginning,
     check_counts,
@@ -33,6 +34,7 @@ from app.rounds.log import (
     read_entry,
     replay,
     steps_s,
+    took_part,
     up_to,
 )
 from app.rounds.record import DOMAIN, MAX_EVERY, MAX_STEPS, TrainingRecord, read_training, sign_training
@@ -195,6 +197,28 @@ def test_an_entry_with_another_number_format_or_too_many_steps_is_refused(values
     assert follow(RECORD, START, entry).codec == "int8"
     with pytest.raises(RecordError, match=why):
         follow(RECORD, START, read_entry(changed(entry.raw, ENTRY, **values)))
+
+
+def test_free_places_are_given_in_the_order_in_which_others_stand_in_line() -> None:
+    record = replace(RECORD, grid=True, islands=3)
+    standing = beginning(record)
+    found = members(standing, PEOPLE[:1])
+    results = [result(PEOPLE[0], found, b"r" * 32, {PEOPLE[0].peer_id: (1.0, 0.5)})]
+    one, two, three = (who.peer_id for who in PEOPLE[1:4])
+    for line in ([one, two, three], [three, PEOPLE[0].peer_id, one, two]):
+        entry = make_entry(
+            PEOPLE[0], record, standing, found, results, every=10, codec="int8", present=line, now_ms=NOW_MS
+        )
+        first = [peer for peer in line if peer != PEOPLE[0].peer_id][:2]
+        assert {*entry.next} == {PEOPLE[0].peer_id, *first}
+
+
+def test_who_took_part_lately_is_told_by_the_last_rounds() -> None:
+    first, standing = round_of(START, PEOPLE[:1], present=[PEOPLE[1].peer_id])
+    second, _ = round_of(standing, PEOPLE[1:2])
+    assert took_part([]) == frozenset()
+    assert took_part([first, second]) == {PEOPLE[0].peer_id, PEOPLE[1].peer_id}
+    assert took_part([first] + RECENT_ROUNDS * [second]) == {PEOPLE[1].peer_id}
 
 
 @pytest.mark.parametrize("name", ["", "somebody", "\x1b]0;a title\x07" + 40 * "x", PEOPLE[1].peer_id[:-1] + "0"])

@@ -1,0 +1,126 @@
+"""Peers that say hello and train nothing: they neither hold the places of a job nor hold up its rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import trio
+from trio.testing import MockClock
+
+from app.rounds import wire
+from app.rounds.island import MAX_PEERS, Island
+from app.rounds.statements import Arrival, MemberList
+from engine.training.parameters import drawn_model
+from p2p.errors import P2PError
+from tests.app.rounds.island_swarm import ONE_STEP, SMALL, TIMING, IslandSwarm, Lesson, Text, open_islands
+from tests.app.swarms import identity
+
+PLACES, IDLE = 8, 10
+STEP_S = 2.0
+
+
+async def say_hello(swarm: IslandSwarm, number: int) -> None:
+    """Say hello to all islands in each period, as one that is as far as they are, and do nothing else."""
+    network = swarm.fabric.node(identity(1000 + number).peer_id)
+    while True:
+        for node in list(swarm.nodes.values()):
+            values = {"round": node.island.standing.round, "head": node.island.head.hex()}
+            try:
+                await network.call(node.name, wire.HELLO, wire.request(swarm.record.id, values), timeout_s=1)
+            except P2PError:
+                pass
+        await trio.sleep(TIMING.hello_s / 2)
+
+
+async def test_idle_peers_neither_hold_places_nor_part_the_islands(tmp_path: Path, patient_clock: MockClock) -> None:
+    lesson = Lesson(SMALL, drawn_model(SMALL, 1), Text())
+    async with (
+        open_islands(tmp_path, 0, 1, lesson=lesson, step_s=STEP_S, grid=True, islands=PLACES, **ONE_STEP) as swarm,
+        trio.open_nursery() as nursery,
+    ):
+        island = swarm.nodes[0].island
+        await swarm.until(lambda: len(island.standing.members) == 2)
+        for number in range(IDLE):
+            nursery.start_soon(say_hello, swarm, number)
+        await swarm.until(lambda: len(island.standing.members) == PLACES)
+        before, began = island.standing.round, trio.current_time()
+        await swarm.until(lambda: island.standing.round >= before + 8)
+        # no round waited for half a minute, and none was made by one of the two alone
+        assert trio.current_time() - began < 8 * TIMING.quorum_s / 2
+        assert all(len(entry.list.members) == 2 for entry in island.log[before:])
+        newcomer = swarm.add(2, step_s=STEP_S, has_model=False)
+        await swarm.until(lambda: newcomer.name in island.log[-1].list.members, within_s=120)
+        swarm.kill(1)
+        await trio.sleep(3 * TIMING.alive_s)
+        assert identity(1).peer_id not in island.standing.members
+        back = swarm.add(1, step_s=STEP_S, has_model=False)
+        await swarm.until(lambda: back.name in island.log[-1].list.members, within_s=60)
+        assert not any(node.failure for node in swarm.nodes.values())
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_island_that_is_there_and_never_arrives_rests(tmp_path: Path, patient_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, step_s=STEP_S, **ONE_STEP) as swarm, trio.open_nursery() as nursery:
+        island = swarm.nodes[0].island
+        await swarm.until(lambda: len(island.log) > 1)
+        nursery.start_soon(say_hello, swarm, 0)
+        idle = identity(1000).peer_id
+        await swarm.until(lambda: idle in island.resting)
+        rested = island.standing.round
+        expected = [entry.round for entry in island.log if idle in entry.next]
+        assert len(expected) == 2
+        await swarm.until(lambda: idle in island.standing.members)  # it has another chance
+        assert island.standing.round > rested
+        nursery.cancel_scope.cancel()
+
+
+def hello(island: Island, peer: str) -> None:
+    """Greet an island in the name of a peer."""
+    fields: dict[str, Any] = {"round": 0, "head": "00" * 32}
+    island._note_hello(peer, wire.fields_of(wire.request(b"", fields), "hello"))
+
+
+async def test_however_many_say_hello_a_newcomer_is_heard_before_long(tmp_path: Path, patient_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, steps=10**5) as swarm:
+        node = swarm.nodes[0]
+        island, member = node.island, swarm.nodes[1].name
+        await swarm.until(lambda: member in island.recent)
+        node.scope.cancel()
+        heard = 0
+        for number in range(16):  # rounds
+            island.standing = replace(island.standing, prev=bytes([number]) * 32)
+            for ghost in range(MAX_PEERS):
+                hello(island, f"ghost{ghost}")
+            hello(island, "newcomer")
+            for ghost in range(MAX_PEERS, 2 * MAX_PEERS):
+                hello(island, f"ghost{ghost}")
+            heard += "newcomer" in island.heard
+            assert len(island.heard) <= MAX_PEERS
+            assert member in island.heard
+        assert heard  # in half of the rounds, by lot; whoever came first kept all others out
+
+
+async def test_who_is_not_there_or_whom_a_few_did_not_reach_is_not_blamed(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, steps=10**5) as swarm:
+        await swarm.until(lambda: swarm.nodes[0].island.recent == {node.name for node in swarm.nodes.values()})
+        swarm.nodes[0].scope.cancel()
+        island, others = swarm.nodes[0].island, [swarm.nodes[number].name for number in (1, 2)]
+        expected = (island.peer, *others, "named")
+        island.standing, island.heard = replace(island.standing, members=expected), {}
+        last = island.log[-1].list
+        alone, two = (replace(last, arrivals=_of(last, island.peer, *others[:count])) for count in (0, 1))
+        assert island._rests_after(two) == {}  # they sleep, or somebody named them who never asked for a place
+        for peer in (*others, "named"):
+            hello(island, peer)
+        assert island._rests_after(alone) == {}  # it may be this island that reached nobody
+        assert island._rests_after(two).keys() == {others[1], "named"}
+        assert island._rests_after(replace(last, arrivals=_of(last, *others))) == {}  # which this island has not seen
+
+
+def _of(members: MemberList, *peers: str) -> tuple[Arrival, ...]:
+    """The arrivals of some members of a list."""
+    return tuple(arrival for arrival in members.arrivals if arrival.peer in peers)
