@@ -145,7 +145,7 @@ def request_timeout_s(size_bytes: int, bytes_per_s: float | None, *, wait_s: flo
 
 
 class Rest(NamedTuple):
-    """A member of rounds that others ended without it, though it was there."""
+    """A member that failed in exchanges which others finished."""
 
     failures: int  # in a row
     until: int  # the round in which it is expected again
@@ -154,7 +154,7 @@ class Rest(NamedTuple):
 def rests_after(
     rests: Mapping[str, Rest], number: int, *, failed: Iterable[str], counted: Iterable[str]
 ) -> dict[str, Rest]:
-    """Return who rests after a round in which some did not arrive, or failed in an exchange, and others were counted.
+    """Return who rests after a round in which some failed in an exchange, and others were counted.
 
     The first failure costs nothing; then each one in a row doubles the rest. Half of it is drawn, so that of two who
     fail only with each other one comes back before the other, and is counted without it.
@@ -174,15 +174,32 @@ def resting(rests: Mapping[str, Rest], number: int) -> set[str]:
     return {peer for peer, one in rests.items() if one.until > number}
 
 
-def in_line(peers: Iterable[str], *, recent: Collection[str], rests: Mapping[str, Rest], lot: bytes) -> list[str]:
+class Missed(NamedTuple):
+    """A member that was there and did not arrive in rounds that others made."""
+
+    rounds: int  # in a row
+    last: int  # the last of them
+
+
+def missed_after(
+    missed: Mapping[str, Missed], number: int, *, absent: Iterable[str], counted: Iterable[str]
+) -> dict[str, Missed]:
+    """Return who has missed rounds after one in which some were absent, and others were counted."""
+    kept = {peer: one for peer, one in missed.items() if one.last + KEPT_RESTS > number}
+    kept |= {peer: Missed(kept[peer].rounds + 1 if peer in kept else 1, number) for peer in absent}
+    return {peer: one for peer, one in kept.items() if peer not in set(counted)}
+
+
+def in_line(peers: Iterable[str], *, recent: Collection[str], missed: Mapping[str, Missed], lot: bytes) -> list[str]:
     """Return peers in the order in which they get the free places of the next round.
 
-    Those that took part in one of the last rounds come first, then newcomers, and last whoever failed more than once in
-    a row. The `lot` decides among equals; nobody knows it before the round is over.
+    Those that took part in one of the last rounds come first, then newcomers, and last whoever missed more than one
+    round in a row: that one has a place only where nobody else wants it. The `lot` decides among equals; nobody knows
+    it before the round is over.
     """
 
     def rank(peer: str) -> tuple[bool, bool, bytes]:
-        is_doubtful = peer in rests and rests[peer].failures > 1
+        is_doubtful = peer in missed and missed[peer].rounds > 1
         return is_doubtful, peer not in recent, hashlib.sha256(lot + peer.encode()).digest()
 
     return sorted(set(peers), key=rank)

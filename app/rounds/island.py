@@ -34,6 +34,7 @@ from app.rounds.checkpoint import HELD_CHANGES, CheckpointWriter, MergedChange
 from app.rounds.decisions import (
     SLOWER,
     UNMEASURED_BYTES_PER_S,
+    Missed,
     Rest,
     exchange_limit_s,
     first_to_commit,
@@ -41,6 +42,7 @@ from app.rounds.decisions import (
     in_line,
     lasting_overhead_s,
     leading_order,
+    missed_after,
     next_codec,
     next_every,
     quorum,
@@ -280,7 +282,8 @@ class Island:
         self._results: dict[bytes, dict[str, Result]] = {}
         self._candidate: _Candidate | None = None
         self._ahead: RoundEntry | None = None
-        self._rests: dict[str, Rest] = {}  # members without which others ended the last rounds, as seen from here
+        self._rests: dict[str, Rest] = {}  # members that failed in exchanges of the last rounds, as seen from here
+        self._missed: dict[str, Missed] = {}  # members that did not arrive in the last rounds, as seen from here
         self._failed_here: set[str] = set()  # members whom this island accused in this round
         self._exchange_began = b"", 0.0  # the last one: hash of its list, and when
         self._lost_s = 0.0  # in exchanges of this round for which the time was too short
@@ -317,7 +320,7 @@ class Island:
     def resting(self) -> dict[str, str]:
         """Members that are not expected for some rounds, and why."""
         rests = {peer: self._rests[peer] for peer in resting(self._rests, self.standing.round)}
-        words = "did not arrive or failed {0.failures} times in a row, may take part again from round {0.until} on"
+        words = "failed in {0.failures} exchanges in a row, is expected again in round {0.until}"
         return {peer: words.format(one) for peer, one in rests.items()}
 
     @property
@@ -733,10 +736,9 @@ class Island:
         present = {peer for peer in self.alive() if peer in standing.members or self.heard[peer].head == standing.prev}
         if record.own_data:  # nobody comes in whose text has no source and licence
             present &= {*standing.members, *self.data_of}
-        rests = self._rests_after(members)
-        present -= resting(rests, standing.round + 1)
+        present -= resting(self._rests_after(members), standing.round + 1)
         lot = results[self.peer].root  # of the state, which nobody knows before all have shown their changes
-        following = in_line(present, recent=self.recent, rests=rests, lot=lot)
+        following = in_line(present, recent=self.recent, missed=self._missed_after(members), lot=lot)
         past_s, step_s = self._past_overheads_s(members), figures.step_s
         overhead_s = max(lasting_overhead_s(self._overhead_since(began), past_s), self._lost_s)
         every = next_every(standing.every, step_s, overhead_s, least=record.least_every, most=record.most_every)
@@ -773,18 +775,24 @@ class Island:
             self.figures.overheads_s = [*past_s, self._overhead_since(began)][-_OVERHEADS:]
 
     def _rests_after(self, members: MemberList) -> dict[str, Rest]:
-        """Who rests after a round that these members made, by what this island has seen of it.
+        """Who rests after a round that these members made, by what this island has seen of its exchanges.
 
-        Only one that made the round, with a quorum of those that took part lately, can tell that others did not arrive
-        though they were there. Without a quorum, it may be this island that did not reach them.
+        Only one that made the round, and not alone, can tell that others failed in it.
         """
-        counted, expected, failed = {*members.members}, {*self.standing.members}, set[str]()
+        counted = {*members.members}
+        failed = self._tried - counted if self.peer in counted and len(counted) > 1 else set[str]()
+        return rests_after(self._rests, members.round, failed=failed, counted=counted)
+
+    def _missed_after(self, members: MemberList) -> dict[str, Missed]:
+        """Who was there and missed a round that these members made, and the last ones, by what this island has seen.
+
+        Only one that made the round, with a quorum of those that took part lately, can tell that others did not arrive.
+        Without a quorum, it may be this island that did not reach them.
+        """
+        counted, expected = {*members.members}, {*self.standing.members}
         is_quorate = len(counted) >= quorum(len({self.peer, *self.recent} & expected))
-        if self.peer in counted and is_quorate:
-            failed |= self.alive() & expected
-        if self.peer in counted and (is_quorate or len(counted) > 1):
-            failed |= self._tried
-        return rests_after(self._rests, members.round, failed=failed - counted, counted=counted)
+        absent = (self.alive() & expected) - counted if self.peer in counted and is_quorate else set[str]()
+        return missed_after(self._missed, members.round, absent=absent, counted=counted)
 
     async def _exchanged(self, members: MemberList) -> Result:
         """Run one attempt; the result says what state it leads to, or who failed."""
@@ -859,7 +867,7 @@ class Island:
             leaves, found = await self._result_of(entry)
             self._keep(ExchangeAttempt(entry.list, self.record.grid, merged=dict(enumerate(leaves))))
         await _to_the_end(self._device.run_beside, lambda: self._model.commit(counted=counted))
-        self._rests = self._rests_after(entry.list)
+        self._rests, self._missed = self._rests_after(entry.list), self._missed_after(entry.list)
         past = PastRound(self.standing, self.checkpoint.parts, entry)
         can_test = self.checkpoint.round == self.standing.round  # else that state is not on disk
         change = None

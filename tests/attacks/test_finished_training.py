@@ -13,6 +13,7 @@ from trio.testing import MockClock
 
 from app.rounds import train_jobs, wire
 from app.rounds.founding import TrainWish
+from app.rounds.log import took_part
 from app.rounds.train_store import _write_states
 from p2p.memory.fabric import open_fabric
 from tests.app.rounds.test_own_data import Node, made_up
@@ -40,7 +41,7 @@ async def test_a_finished_job_is_kept_in_memory_for_members_that_are_late_but_no
         if is_member:  # as after a round that both made
             entry = running.island.log[-1]
             arrivals = (*entry.list.arrivals, replace(entry.list.arrivals[0], peer=everybody[1]))
-            running.island.log[-1] = replace(entry, list=replace(entry.list, arrivals=arrivals))
+            running.island.recent = took_part([replace(entry, list=replace(entry.list, arrivals=arrivals))])
         while job in node.jobs._server.islands:  # one greeting in half of the time
             await other.call(everybody[0], wire.HELLO, wire.request(job, greeting), timeout_s=5)
             kept_s = trio.current_time() - ended_s

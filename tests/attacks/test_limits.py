@@ -321,7 +321,6 @@ ROWS: dict[str, tuple[float, ...]] = {
         greetings.UNKNOWN_MOST_S / 60,
         greetings.SILENT_S,
         greetings.SILENT_MOST_S / 60,
-        decisions.MOST_REST,
         train_jobs.KEPT_FINISHED_MOST_S,
     ),
     "looking for training jobs": (

@@ -14,6 +14,7 @@ from app.rounds.decisions import (
     KEPT_RESTS,
     MOST_REST,
     Measured,
+    Missed,
     Rest,
     copied,
     doubted,
@@ -27,6 +28,7 @@ from app.rounds.decisions import (
     left_out_after,
     measured,
     merge_weights,
+    missed_after,
     next_codec,
     next_every,
     past_likeness,
@@ -209,16 +211,24 @@ def test_who_fails_every_exchange_rests_longer_each_time_up_to_a_bound() -> None
 
 
 def test_places_go_to_those_of_the_last_rounds_then_to_newcomers_and_last_to_who_does_not_arrive() -> None:
-    rests = {"late": Rest(1, 3), "idle": Rest(2, 5), "idle of late": Rest(3, 9), "recent and late": Rest(1, 3)}
+    missed = {"late": Missed(1, 3), "idle": Missed(2, 5), "idle of late": Missed(3, 9), "recent and late": Missed(1, 3)}
     peers = ["new", "late", "idle", "idle of late", "recent", "recent and late"]
     recent = ["recent", "recent and late", "idle of late", "away"]
-    lines = [in_line(peers, recent=recent, rests=rests, lot=bytes([lot])) for lot in range(32)]
+    lines = [in_line(peers, recent=recent, missed=missed, lot=bytes([lot])) for lot in range(32)]
     for line in lines:
         assert {*line[:2]} == {"recent", "recent and late"}
         assert {*line[2:4]} == {"new", "late"}
         assert line[4:] == ["idle of late", "idle"]
     assert {line[2] for line in lines} == {"new", "late"}  # by lot
-    assert in_line(reversed(peers), recent=recent, rests=rests, lot=b"\0") == lines[0]
+    assert in_line(reversed(peers), recent=recent, missed=missed, lot=b"\0") == lines[0]
+
+
+def test_missed_rounds_count_in_a_row_until_the_member_arrives_or_was_long_gone() -> None:
+    missed = missed_after({}, 4, absent=["idle", "late"], counted=["here"])
+    missed = missed_after(missed, 5, absent=["idle"], counted=["here", "late"])
+    assert missed == {"idle": Missed(2, 5)}
+    assert missed_after(missed, 5 + KEPT_RESTS - 1, absent=[], counted=["here"]) == missed  # it had no place
+    assert missed_after(missed, 5 + KEPT_RESTS, absent=[], counted=["here"]) == {}
 
 
 def test_one_round_that_counts_ends_all_rest() -> None:
