@@ -265,6 +265,10 @@ class MeasuredSpeeds:
             peer: max(seconds, self._block_s.get(peer, 0.0)) for peer, (seconds, _) in self._at_least.items()
         }
 
+    def was_late(self, peer: str, now: float) -> bool:
+        """True if a peer was waited for lately, for longer than was believed."""
+        return peer in self._at_least and self._at_least[peer][1] >= now - BELIEVED_S
+
     def note_wait(self, hop: Hop, pace: ReadingPace, tokens: int, waited_s: float, now: float) -> None:
         """Note that a hop was waited for so long, and had not read these tokens of a prompt by then.
 

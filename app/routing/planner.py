@@ -242,8 +242,10 @@ class RoutePlanner:
     ) -> Route:
         """Find a route for a prompt of which the hops of `held` have cached all but `unread` tokens.
 
-        Keeps these hops, unless a route that reads the whole prompt anew is faster even so. Raises `NoRoute`.
+        Keeps these hops, unless a route that reads the whole prompt anew is faster even so, which is looked for if much
+        is unread, or if one of them was late: the prompt may have been given up because of it. Raises `NoRoute`.
         """
+        now = trio.current_time()
         serving = {m.peer: m.span for m in self.members() if m.serves and m.span is not None}
         gone = [hop.peer for hop in held if hop.peer not in serving or not serving[hop.peer].covers(hop.span)]
         async with self._searching:
@@ -251,7 +253,8 @@ class RoutePlanner:
                 kept = await in_pieces(self._search(held, request, [*avoid, *gone], refusing))
             except NoRoute:  # a hop that is needed serves other blocks by now
                 return await in_pieces(self._search((), request, avoid, refusing))
-            if kept == held and 2 * unread <= request.prompt_tokens:
+            was_late = any(self.measured.was_late(hop.peer, now) for hop in held)
+            if kept == held and 2 * unread <= request.prompt_tokens and not was_late:
                 return kept
             fresh = await in_pieces(self._search((), request, avoid, refusing))
             seconds_of = await in_pieces(self._seconds_with(held, unread, request))

@@ -38,6 +38,20 @@ class ReadingDevice(InlineDevice):
         return result
 
 
+class SlowingDevice(ReadingDevice):
+    """Reads slowly from some token on."""
+
+    def __init__(self, tokens_per_s: float, later: float, at: int) -> None:
+        super().__init__(tokens_per_s)
+        self._later, self._left = later, at
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        if getattr(function, "__name__", "") == "step":
+            self._left -= sum(work.rows for work in args[0])
+            self.tokens_per_s = self._later if self._left < 0 else self.tokens_per_s
+        return await super().run(function, *args)
+
+
 async def serve(
     swarm: SessionSwarm, name: str, *, announced: float, actual: float | None = None, busy: float = 0.0
 ) -> None:
@@ -131,6 +145,26 @@ async def test_a_late_hop_is_left_when_a_faster_one_comes(autojump_clock: MockCl
         assert stats.ttft_s < 100 + route_session.LOOK_FOR_OTHERS_S + 10
         again = await ask(asker, prompt(2000, 1), 2)
         assert [hop.peer for hop in again.route] == ["fast"]
+
+
+@pytest.mark.parametrize("comes_later", [False, True])
+async def test_a_prompt_that_was_hung_up_on_is_not_taken_back_to_the_hop_that_became_slow(
+    autojump_clock: MockClock, *, comes_later: bool
+) -> None:
+    async with open_swarm() as swarm:
+        await serve(swarm, "slowing", announced=1000.0)
+        swarm.servers["slowing"]._device = SlowingDevice(1000.0, 8.0, 2100)
+        if not comes_later:
+            await serve(swarm, "steady", announced=500.0)
+        asker = await swarm.asker(keep=4)
+        with trio.move_on_after(45 if comes_later else 34) as patience:
+            await ask(asker, prompt(3500), 2)
+        assert patience.cancelled_caught
+        assert asker.stats().kept_tokens > 2000
+        if comes_later:
+            await serve(swarm, "steady", announced=500.0)
+        stats = await ask_unhindered(asker, prompt(3500), "steady")
+        assert stats.ttft_s < 10
 
 
 async def test_hops_that_are_all_late_are_not_left_in_turn_for_ever(autojump_clock: MockClock) -> None:
