@@ -11,6 +11,7 @@ reply until one that has none has found some, for `ROOM_S` at most.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -21,7 +22,8 @@ import trio
 READING_TOKENS = 2048  # of prompts under way, by owner: some steps of a hop
 SHORT_TOKENS = 512  # of a prompt that may pass: two steps of a hop
 SHORT_AT_ONCE = 4  # of one owner
-MOST_SEEN = 8  # prompts that wait, among which one is looked for that may pass: to look takes time
+MOST_SEEN = 8  # prompts that wait, among which one is looked for that may pass
+LOOK_AGAIN_S = 1.0  # at how much is unread of one of these
 PLACES = 48  # replies being written at once; below the number of sessions that a hop takes from one asker
 RESERVE = 0.25  # of the places, kept for owners below their fair share
 EXTRA_PLACES = 8  # for owners that have no reply under way
@@ -37,8 +39,16 @@ class Turn:
         self.reading = 0  # as many as these were when it began, until the prompt was read
         self.passes = False  # it is short, and began beside prompts that it would else have waited for
         self.begun = trio.Event()
+        self._looked = (-math.inf, 0)  # when, and what `unread` said then
         self._room_of: set[str] = set()  # the owners that had room at the hops while they were full for this reply
         self._room_until = 0.0
+
+    def unread_lately(self) -> int:
+        """What `unread` said within the last second: prompts that wait are looked at often, and to look takes time."""
+        now = trio.current_time()
+        if now - self._looked[0] >= LOOK_AGAIN_S:
+            self._looked = now, self.unread()
+        return self._looked[1]
 
     def late(self) -> None:
         """Note that the prompt takes too long: the owner's other ones do not wait for it."""
@@ -121,7 +131,7 @@ class FairQueue:
             return first
         if max(unread, *reading) <= SHORT_TOKENS or sum(one.passes for one in under_way) >= SHORT_AT_ONCE:
             return None
-        passing = next((one for one in islice(queue, MOST_SEEN) if one.unread() <= SHORT_TOKENS), None)
+        passing = next((one for one in islice(queue, MOST_SEEN) if one.unread_lately() <= SHORT_TOKENS), None)
         if passing is not None:
             passing.passes = True
         return passing

@@ -257,3 +257,29 @@ async def test_places_are_kept_for_those_who_come_later() -> None:
         assert min(counts["b"], counts["c"]) >= 1
         nursery.cancel_scope.cancel()
     assert (queue._active, queue._waiting) == ([], {})
+
+
+async def test_prompts_that_wait_are_looked_at_once_a_second(autojump_clock: MockClock) -> None:
+    """To compare one with all caches takes milliseconds, and the queue is gone through several times a reply."""
+    queue, looks = FairQueue(), [0] * 8
+
+    async def wait(number: int) -> None:
+        def unread() -> int:
+            looks[number] += 1
+            return 2 * READING_TOKENS
+
+        async with queue.turn("owner", unread):
+            await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        for number in range(8):
+            nursery.start_soon(wait, number)
+            await wait_all_tasks_blocked()
+        before = looks[2:]  # behind the one that is read, and the first one that waits
+        for _ in range(10):
+            queue.update()
+        assert looks[2:] == before
+        await trio.sleep(fair_queue.LOOK_AGAIN_S)
+        queue.update()
+        assert looks[2:] == [times + 1 for times in before]
+        nursery.cancel_scope.cancel()
