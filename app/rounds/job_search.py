@@ -30,7 +30,7 @@ ASKED_AT_ONCE = 48  # members: most of them have to be dialled first
 MOST_BYTES = 256 * 1024  # of the records of one member, which is hundreds of usual ones
 KEPT_CHECKED = 2048  # records
 KEPT_NAMERS = 8  # of each, the latest
-MORE_HOLDERS_S = 3.0  # after a job was found by its hash, for others that have its text
+ENOUGH_HOLDERS = 8  # of a job that is looked for by its hash, unless its founder is one of them
 
 
 @dataclass
@@ -82,8 +82,8 @@ class JobSearch:
     async def find(self, target: str, members: Sequence[str], *, ask_s: float, within_s: float) -> Found:
         """Return the jobs that a user may mean by a name or a hash, within a time.
 
-        Two of a name are enough, as nobody knows which is meant. A whole hash is of one job alone, so that only a
-        moment is spent on further members that have its text.
+        Two of a name are enough, as nobody knows which is meant. A whole hash is of one job alone: what is looked for
+        then is its founder, who is asked next, or several members that have its text. Anybody can repeat its record.
         """
         found = Found()
         hints = {peer for job in self._checked.values() if job.is_named(target) for peer in job.namers}
@@ -96,11 +96,14 @@ class JobSearch:
                 holders.append(peer)
             if len(found.jobs) > 1:
                 scope.cancel()
-            if job.id.hex() == target:
-                scope.deadline = min(scope.deadline, trio.current_time() + MORE_HOLDERS_S)
+            if job.id.hex() == target and (peer == job.founder or len(holders) >= ENOUGH_HOLDERS):
+                scope.cancel()
+            if job.founder in left:
+                left.remove(job.founder)
+                left.appendleft(job.founder)
 
+        left = deque(self._in_order(members, hints))
         with trio.move_on_after(within_s) as scope:
-            left = deque(self._in_order(members, hints))
             await self._ask(left, take, ask_s)
         found.not_asked = len(left)
         return found

@@ -13,7 +13,7 @@ from trio.testing import MockClock
 
 import app.rounds.train_store
 from app.rounds import job_search, wire
-from app.rounds.job_search import ASKED_AT_ONCE, KEPT_CHECKED, MORE_HOLDERS_S, MOST_BYTES, JobSearch
+from app.rounds.job_search import ASKED_AT_ONCE, ENOUGH_HOLDERS, KEPT_CHECKED, MOST_BYTES, JobSearch
 from app.rounds.record import sign_training
 from app.rounds.train_store import require_record
 from p2p.memory.fabric import MemoryFabric, open_fabric
@@ -36,8 +36,8 @@ def signed(founder: int = 0, **more: Any) -> bytes:
 class Members:
     """Members that answer at once, after a while or never, and name some jobs."""
 
-    def __init__(self, fabric: MemoryFabric, count: int) -> None:
-        self.names = [f"m{number}" for number in range(count)]
+    def __init__(self, fabric: MemoryFabric, count: int, *more: str) -> None:
+        self.names = [*(f"m{number}" for number in range(count)), *more]
         self.jobs: dict[str, list[bytes]] = {}
         self.waits: dict[str, float] = {}
         self.wait = 0.1
@@ -85,19 +85,36 @@ async def test_silent_members_make_a_search_no_longer_than_is_said(autojump_cloc
         assert 2 * ASKED_AT_ONCE <= found.not_asked <= 3 * ASKED_AT_ONCE
 
 
-async def test_a_search_for_a_hash_ends_soon_after_it_was_found(autojump_clock: MockClock) -> None:
+async def test_a_search_for_a_hash_ends_with_its_founder_who_is_asked_as_soon_as_it_is_known(
+    autojump_clock: MockClock,
+) -> None:
+    founder = PEOPLE[0].peer_id
     async with open_fabric() as fabric:
-        members = Members(fabric, 3 * ASKED_AT_ONCE)
+        members = Members(fabric, 3 * ASKED_AT_ONCE, founder)
         members.wait = SILENT
-        quick, late = members.names[:2]
-        members.jobs = {quick: [signed()], late: [signed()]}
-        members.waits = {quick: 0.1, late: 1.0}
+        liar = members.names[0]  # it repeats the record, and answers first
+        members.jobs, members.waits = {liar: [signed()], founder: [signed()]}, {liar: 0.1, founder: 0.1}
         search = members.search()
         search._in_order = lambda members, first: list(members)  # type: ignore[method-assign]
         began = trio.current_time()
         found = await search.find(RECORD.id.hex(), members.names, ask_s=10, within_s=60)
-        assert [one.holders for one in found.jobs.values()] == [[quick, late]]
-        assert trio.current_time() - began == pytest.approx(MORE_HOLDERS_S, abs=0.5)
+        assert [one.holders for one in found.jobs.values()] == [[liar, founder]]
+        assert trio.current_time() - began < 1
+
+
+async def test_a_search_for_a_hash_whose_founder_is_away_ends_with_several_holders(autojump_clock: MockClock) -> None:
+    async with open_fabric() as fabric:
+        members = Members(fabric, 3 * ASKED_AT_ONCE)
+        members.wait = SILENT
+        holders = members.names[-ENOUGH_HOLDERS:]
+        members.jobs = {name: [signed()] for name in holders}
+        members.waits = dict.fromkeys(holders, 0.1)
+        search = members.search()
+        search._in_order = lambda members, first: list(members)  # type: ignore[method-assign]
+        began = trio.current_time()
+        found = await search.find(RECORD.id.hex(), members.names, ask_s=10, within_s=60)
+        assert [sorted(one.holders) for one in found.jobs.values()] == [sorted(holders)]
+        assert 20 <= trio.current_time() - began < 21  # behind two batches of silent ones
 
 
 async def test_a_search_for_a_name_ends_once_two_jobs_have_it(autojump_clock: MockClock) -> None:
