@@ -562,7 +562,9 @@ class Island:
         from its own arrival: otherwise all who were early would lead at once.
         """
         arrived = self._arrivals.keys() & {self.peer, *standing.members}
-        alive = {self.peer, *self.alive()} & {*standing.members}
+        # Whoever takes part in none of the last rounds, and misses one after the other, is waited for ever more seldom.
+        idle = {peer for peer, one in self._missed.items() if one.rounds & (one.rounds - 1)} - self.recent
+        alive = {self.peer, *self.alive()} & {*standing.members} - idle
         order = leading_order(self.record.id, standing.round, self._without_copies(arrived))
         ready_at = began
         if first:
@@ -1255,9 +1257,15 @@ class Island:
                 self._news.notify()
 
     def _counts(self, entry: RoundEntry) -> bool:
-        """True for a round of a quorum, or if nobody else who was expected in it is there and has yet to make it."""
+        """True for a round of a quorum, or if nobody else who was expected in it is there and has yet to make it.
+
+        A quorum of others needs half of those that took part lately and are there, too: newcomers that arrive at once
+        would else outvote those that still make their steps.
+        """
         expected, made = {*self.standing.members}, {*entry.list.members}
-        if len(made) >= quorum(len(self._met(self.standing) | made)):
+        there = {self.peer, *self.alive()} & self.recent & expected
+        has_enough = self.peer in made or 2 * len(made & there) >= len(there)
+        if has_enough and len(made) >= quorum(len(self._met(self.standing) | made)):
             return True
         return all(self.heard[peer].round > entry.round for peer in (self.alive() & expected) - made)
 

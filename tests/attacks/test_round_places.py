@@ -10,7 +10,7 @@ import trio
 from trio.testing import MockClock
 
 from app.rounds import wire
-from app.rounds.island import MAX_PEERS, Island
+from app.rounds.island import MAX_PEERS, Island, RoundTiming
 from app.rounds.statements import Arrival, MemberList
 from engine.training.parameters import drawn_model
 from p2p.errors import P2PError
@@ -77,6 +77,52 @@ async def test_an_island_that_is_there_and_never_arrives_comes_last_in_line(
         await swarm.until(lambda: newcomer.name in island.log[-1].list.members, within_s=60)
         await swarm.until(lambda: idle not in island.standing.members)
         nursery.cancel_scope.cancel()
+
+
+async def test_an_island_alone_waits_ever_more_seldom_for_one_that_never_arrives(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    lesson, rounds = Lesson(SMALL, drawn_model(SMALL, 1), Text()), {**ONE_STEP, "steps": 10**5}
+    async with (
+        open_islands(tmp_path, 0, lesson=lesson, step_s=10.0, timing=RoundTiming(), **rounds) as swarm,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(say_hello, swarm, 0)
+        await trio.sleep(900)
+        assert (
+            swarm.nodes[0].island.standing.round > 40
+        )  # 89 where nobody says hello, and 13 if it is always waited for
+        nursery.cancel_scope.cancel()
+
+
+async def test_newcomers_that_compute_nothing_do_not_outvote_those_that_do(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    lesson, honest, rogues = Lesson(SMALL, drawn_model(SMALL, 1), Text()), range(2, 8), (20, 21)
+    rounds: dict[str, Any] = {"every": 5, "least_every": 5, "most_every": 5, "steps": 10**5, "islands": 64}
+    async with open_islands(tmp_path, 0, lesson=lesson, step_s=2.0, grid=True, timing=RoundTiming(), **rounds) as swarm:
+        for number in honest:
+            swarm.add(number, step_s=2.0)
+        for number in rogues:
+            work_together(swarm.add(number, step_s=0.6).island, {identity(one).peer_id for one in rogues})
+        island = swarm.nodes[0].island
+        await swarm.until(lambda: len(island.log) > 1, within_s=300)
+        wanted = {identity(number).peer_id for number in (0, *honest)}
+        assert wanted <= {*island.log[1].list.members}
+
+
+def work_together(island: Any, rogues: set[str]) -> None:
+    """Let an island take every round of its friends for one, and lead as soon as they are all there."""
+
+    def lead_at(standing: Any, began: float, *, first: bool) -> float:
+        is_first = island.peer == min(rogues)
+        return (
+            0.0 if not standing.round or (is_first and rogues <= island._arrivals.keys()) else trio.current_time() + 3
+        )
+
+    island._counts = lambda entry: True
+    island._may_count = lambda standing, order: len(order) >= len(rogues)
+    island._lead_at = lead_at
 
 
 def hello(island: Island, peer: str) -> None:
