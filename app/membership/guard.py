@@ -54,8 +54,8 @@ class GuardedNetwork:
     """The calls and streams of a guarded swarm; satisfies `app.core.network.Network`.
 
     `certificate` is this node's own, None for the creator and for a newcomer; one that is of another identity, as after
-    `shoal id import`, is none. The listeners are called with every
-    revocation list that is new here, so that it can be saved and passed on.
+    `shoal id import`, is none. The listeners are called with every revocation list that is new here, so that it can be
+    saved and passed on.
     """
 
     def __init__(
