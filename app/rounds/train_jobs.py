@@ -658,8 +658,7 @@ class TrainJobs:
         )  # fmt: skip
         if isinstance(steps, PipelineSteps):
             steps.validated = island.validated
-        was_damaged = await trio.to_thread.run_sync(self._store.repair_log, job)
-        entries = await trio.to_thread.run_sync(self._store.log, job)
+        entries, was_damaged = await trio.to_thread.run_sync(self._store.repair_log, job)
         states = await trio.to_thread.run_sync(self._store.states, job) if vectors is None else None
         if states is not None:
             root, _ = await trio.to_thread.run_sync(hashed, states)

@@ -193,10 +193,10 @@ class TrainStore:
         """
         return self._read_log(job)[0]
 
-    def repair_log(self, job: StoredTraining) -> bool:
-        """Cut the log off at the first damaged line, so that rounds can be appended; True if there was one.
+    def repair_log(self, job: StoredTraining) -> tuple[list[RoundEntry], bool]:
+        """Return the entries as `log` does, and if a line was damaged: then the log is cut off there.
 
-        If that was the line of the newest round, it is taken from `newest`.
+        So rounds can be appended to it. If it was the line of the newest round, that is taken from `newest`.
         """
         entries, size, is_damaged = self._read_log(job)
         if is_damaged:
@@ -206,8 +206,10 @@ class TrainStore:
                 newest = read_entry(base64.b64decode((job.folder / "newest").read_bytes(), validate=True))
                 if (newest.job, newest.round) == (job.record.id, len(entries)) and newest.prev == _head(entries):
                     entries.append(newest)
-            write_private(path, _lines(entries))
-        return is_damaged
+            lines = _lines(entries)
+            write_private(path, lines)
+            self._written[path] = _written(entries, len(lines))
+        return entries, is_damaged
 
     def _read_log(self, job: StoredTraining) -> tuple[list[RoundEntry], int, bool]:
         """Return the entries before the first damaged line, the bytes of their lines, and if there is such a line."""

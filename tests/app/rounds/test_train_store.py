@@ -175,10 +175,10 @@ def test_a_damaged_log_is_cut_off_and_goes_on(
     assert hashes(again.log(job)) == hashes(ENTRIES[:1])
     assert "the log of training fish is damaged at round 1" in caplog.text
     assert path.read_bytes() == spoilt, "who only looks changed it"
-    assert again.repair_log(job)
+    assert again.repair_log(job)[1]
     kept = path.read_bytes()
     assert (kept + (job.folder / "log.damaged").read_bytes(), whole.startswith(kept)) == (spoilt, True)
-    assert not again.repair_log(job)
+    assert not again.repair_log(job)[1]
     again.save(job, ENTRIES[:3], STATES)
     assert hashes(reopened(tmp_path).log(job)) == hashes(ENTRIES[:3])
     again.set_state_aside(job)
@@ -196,7 +196,7 @@ def test_a_damaged_newest_round_is_taken_from_beside_the_log(
     path = job.folder / "log"
     whole = path.read_bytes()
     path.write_bytes(damaged(whole, number))
-    assert reopened(tmp_path).repair_log(job)
+    assert reopened(tmp_path).repair_log(job)[1]
     assert path.read_bytes() == whole
 
 
@@ -208,7 +208,7 @@ def test_what_does_not_follow_in_the_log_is_not_taken_from_beside_it(store: Trai
     for content in (b"", b"\0" * 40, kept[:-9], base64.b64encode(other.raw), base64.b64encode(ENTRIES[1].raw), None):
         newest.unlink() if content is None else newest.write_bytes(content)
         path.write_bytes(spoilt)
-        assert store.repair_log(job)
+        assert store.repair_log(job)[1]
         assert hashes(store.log(job)) == hashes(ENTRIES[:3])
 
 
