@@ -26,7 +26,7 @@ from app.api.routes import build_application
 from app.asker.reply import ReplyDone, ReplyEvent, ReplyStats, ReplyText
 from app.asker.reply_service import ReplyRequest
 from engine.text.output_form import TokenLogprob
-from tests.app.api.api_double import TOKEN, DoubleNode
+from tests.app.api.api_double import TOKEN, DoubleNode, post_scope
 
 BODIES: tuple[type[BaseModel], ...] = (
     ChatCompletion,
@@ -147,14 +147,7 @@ async def answered(
         body.extend(message.get("body", b""))
         await trio.lowlevel.checkpoint()  # the end of a step, which is measured then
 
-    headers = {"host": "127.0.0.1", "authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": path,
-        "query_string": b"",
-        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-    }
+    scope = post_scope(path)
     application, sizes = build_application(node, TOKEN, "0"), StepSizes()
     monkeypatch.setattr(json.JSONEncoder, "encode", lambda encoder, value: sizes.encode(encoder, value))
     trio.lowlevel.add_instrument(sizes)

@@ -291,3 +291,15 @@ async def running_api(node: DoubleNode, keys: KeyRing | None = None) -> AsyncIte
         finally:
             node.event_log.close()
             over.set()
+
+
+def post_scope(path: str) -> dict[str, Any]:
+    """The ASGI scope of a request with JSON and the right token, for tests without a socket."""
+    headers = {"host": "127.0.0.1", "authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
+    return {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }

@@ -19,7 +19,7 @@ from app.api.streaming import AHEAD, BEGINS_S, SILENCE_S, EventStream, StreamFor
 from app.asker.reply import ReplyEvent, ReplyText
 from app.asker.reply_service import ReplyRequest
 from app.core.errors import AppError
-from tests.app.api.api_double import TOKEN, DoubleNode
+from tests.app.api.api_double import TOKEN, DoubleNode, post_scope
 
 
 class Source:
@@ -244,15 +244,7 @@ async def ask(node: DoubleNode, path: str, body: dict[str, Any]) -> Client:
     async def receive() -> Message:
         return pending.pop() if pending else await client.receive()
 
-    headers = {"host": "127.0.0.1", "authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": path,
-        "query_string": b"",
-        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-    }
-    await build_application(node, TOKEN, "0")(scope, receive, client.send)
+    await build_application(node, TOKEN, "0")(post_scope(path), receive, client.send)
     return client
 
 
