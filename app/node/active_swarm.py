@@ -47,7 +47,8 @@ from app.node.hosting_loop import HostingLoop
 from app.node.peer_views import by_clocks, peer_views
 from app.planning.machines import MachineSpec
 from app.rounds.machines import Helpers
-from app.rounds.train_jobs import TrainJobs, TrainPlace
+from app.rounds.place import TrainPlace
+from app.rounds.train_jobs import TrainJobs
 from app.routing.estimates import route_neighbours
 from app.routing.planner import PrivacyPreferences
 from app.serving.step_ahead import StepAhead

@@ -26,6 +26,8 @@ from p2p.errors import P2PError
 
 log = logging.getLogger("shoal.rounds")
 
+ASK_S = 10.0  # each member
+FIND_S = 60.0  # that members are asked for a job that the user names, in all
 ASKED_AT_ONCE = 48  # members: most of them have to be dialled first
 MOST_BYTES = 256 * 1024  # of the records of one member, which is hundreds of usual ones
 KEPT_CHECKED = 2048  # records

@@ -10,31 +10,27 @@ from __future__ import annotations
 import logging
 import random
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
-from app.core.canonical_json import canonical, decode_object
 from app.core.compute import Device
 from app.core.device_thread import DeviceThread
-from app.core.errors import AppError, RecordError
-from app.core.network import Network
-from app.core.units import format_size
+from app.core.errors import AppError
 from app.core.wall_clock import wall_ms
-from app.courtesy.pause import PauseControl
 from app.planning.forecast import Terms, rounds_of
 from app.planning.history import PastForecast, remember
 from app.planning.machines import Fleet, MachineSpec
-from app.rounds.greetings import MOST_FIRST
 from app.rounds.island import Island, RoundServer, hashed
-from app.rounds.job_search import Found, FoundJob, JobSearch, NamedJob
+from app.rounds.job_search import ASK_S, FIND_S, Found, FoundJob, JobSearch, NamedJob
+from app.rounds.job_text import JobText
 from app.rounds.log import RoundEntry, codec_of, newly_left_out, up_to
-from app.rounds.machines import Helpers, NoMachines, machine_routes
+from app.rounds.machines import NoMachines, machine_routes
+from app.rounds.place import TrainPlace
 from app.rounds.record import TrainingRecord, sign_training
 from app.rounds.statements import OwnData, sign_data
 from app.rounds.steps import LocalSteps, PipelinePlace, PipelineSteps, StepMaker
@@ -42,7 +38,6 @@ from app.rounds.train_store import (
     FAILED,
     FINISHED,
     LEFT,
-    OWN_DATA_FILE,
     PAUSED,
     RUNNING,
     JoinWords,
@@ -59,10 +54,8 @@ from app.rounds.train_store import (
 from app.routing.cost import ASSUMED_BYTES_PER_S
 from app.snapshot.views import JoinableView
 from app.training.forecasts import step_here_s
-from app.training.states import StateStore
-from app.training.trainer import RouteFinder, TrustNotes
+from app.training.trainer import RouteFinder
 from app.training.waiting import EXPECTED, what_it_waits_for, why_ended
-from p2p.identity import PEER_ID_CHARS, Identity
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -73,43 +66,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("shoal.rounds")
 T = TypeVar("T")
 
-ASK_S = 10.0
-LOOK_S = 10.0  # between two looks whether a member that has the text is still there
-# That members are asked for a job: of a name that the user gives, and of one that a new job is to have, or is here.
-FIND_S, FIND_OTHER_S = 60.0, 20.0
+FIND_OTHER_S = 20.0  # that members are asked for a job of a name that a new one is to have, or that is here
 JOIN_S = 30.0  # that whoever joins a job waits for it to begin; from then on the job says what it waits for
-HOLDERS_AGAIN_S, HOLDERS_AGAIN_MOST_S = 10.0, 600.0  # until members are asked again for the text of a job
 ASK_FOR_LIST_S = 3.0  # each member, for a list that somebody waits for
 ASKED_FOR_LIST = 32  # members, drawn anew each time: a dashboard asks again and again
 LISTED = 32  # jobs that can be joined
 TRAIN = "train"  # these jobs among past forecasts
 # That a finished job, with its model in memory, is kept after an island that is late was heard, and in all.
 KEPT_FINISHED_S, KEPT_FINISHED_MOST_S = 600.0, 3600.0
-ACQUAINTANCES_FILE = "acquaintances.json"  # in the folder of a job that was joined
-MAX_ACQUAINTANCES_BYTES = 2 * MOST_FIRST * PEER_ID_CHARS
 KEPT_VALIDATION = 200  # losses after the latest rounds, among the figures
 MEMORY_AGAIN_S, MEMORY_AGAIN_MOST_S = 10.0, 300.0  # until a job for which memory or disk are full is tried again
 KILLED_OFTEN = 2  # times in a row that a node was killed with a job, after which it does not begin it again at once
-
-
-@dataclass(frozen=True)
-class TrainPlace:
-    """What the training jobs of one swarm run with."""
-
-    swarm: str  # its id
-    public: bool
-    network: Network
-    identity: Identity
-    states: StateStore
-    members: Callable[[], Sequence[str]]  # other members of the swarm
-    is_member: Callable[[str], bool]
-    cache: Path
-    memory_limit: Callable[[], int | None]  # the user's
-    look: Callable[[], MachineSpec]  # measures this machine, which takes a moment the first time
-    pause: PauseControl  # of the node
-    swarm_name: str = ""  # by which people know it
-    helpers: Helpers | None = None  # for islands of several machines
-    trust: TrustNotes | None = None  # where it is noted who was left out
 
 
 @dataclass
@@ -138,19 +105,20 @@ class _Waiting:
     ended: trio.Event = field(default_factory=trio.Event)
 
 
-def _gets_ready() -> str:
-    return "gets its model ready"
-
-
 @dataclass(eq=False)
 class _Beginning:
     """A job that is being founded or joined."""
 
     record: TrainingRecord
-    waiting: Callable[[], str] = _gets_ready
+    text: JobText | None = None  # that it waits for, if it does
     error: Exception | None = None  # that a join has ended with
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     ended: trio.Event = field(default_factory=trio.Event)
+
+    @property
+    def waiting(self) -> str:
+        """What it waits for, in words."""
+        return (self.text and self.text.waiting) or "gets its model ready"
 
 
 class TrainJobs:
@@ -360,58 +328,34 @@ class TrainJobs:
                 self._check_data(record, words, has_text=has_text)
                 if has_text:
                     job = stored[0]
+                    await self._text(job).note(found.holders)
                 else:
                     job = await trio.to_thread.run_sync(self._store.begin_joining, found.raw, words)
                     await self._write(job, None, RUNNING)
-                await self._get_text(beginning, job, words, found.holders, has_text=has_text)
+                    await self._get_text(beginning, job, words, found.holders)
                 await self._start(job)
 
     async def _go_on_joining(self, job: StoredTraining, words: JoinWords, beginning: _Beginning) -> None:
         """Get the text of a job that was being joined when the node ended, then go on like after any other restart."""
         with _told(beginning):
             async with self._begins(beginning):
-                await self._get_text(beginning, job, words, (), has_text=False)
+                await self._get_text(beginning, job, words, ())
                 self._wait_for_room(job, "")
 
-    async def _get_text(
-        self, beginning: _Beginning, job: StoredTraining, words: JoinWords, holders: Sequence[str], *, has_text: bool
-    ) -> None:
-        """Let the text of a job be in its folder; raises what keeps it from that, and writes it down.
+    def _text(self, job: StoredTraining) -> JobText:
+        return JobText(self._place, self._store, self._search, job)
 
-        Without holders, members are asked for some until there are any.
-        """
-        record, states, again_s = job.record, self._place.states, HOLDERS_AGAIN_S
+    async def _get_text(
+        self, beginning: _Beginning, job: StoredTraining, words: JoinWords, holders: Sequence[str]
+    ) -> None:
+        """Let the text of a job be in its folder; what keeps it from that is raised, and written down."""
+        beginning.text = self._text(job)
         try:
-            await self._keep_texts(record, job.folder)
-            while not has_text and not holders and states.absent_bytes(record.parts):
-                beginning.waiting = lambda: "waits for a member that has its text"
-                target, members = record.id.hex(), self._place.members()
-                found = await self._search.find(target, members, ask_s=ASK_S, within_s=FIND_S)
-                holders = [peer for one in found.jobs.values() for peer in one.holders]
-                if not holders:
-                    await trio.sleep(again_s)
-                    again_s = min(2 * again_s, HOLDERS_AGAIN_MOST_S)
-            beginning.waiting = partial(self._text_progress, record)
-            texts = await self._texts(record, holders)
-            if others := {*holders} - {self._place.network.peer_id}:
-                texts[ACQUAINTANCES_FILE] = _acquaintances(others)
-            beginning.waiting = _gets_ready
-            if record.own_data and not has_text:
-                texts |= await self._own_texts(record, words.data, words.licence, texts)
-            await trio.to_thread.run_sync(self._store.create, job.raw, texts)
-            await trio.to_thread.run_sync(self._store.end_joining, job)
+            await beginning.text.get(words, holders)
         except Exception as error:
-            if record.id not in self._waiting:  # else it is tried again
+            if job.record.id not in self._waiting:  # else it is tried again
                 await self._write(job, None, FAILED, why_ended(error))
             raise
-        except BaseException:  # left, or the node ends
-            with trio.CancelScope(shield=True):
-                await states.forget(record.id[:16])
-            raise
-
-    def _text_progress(self, record: TrainingRecord) -> str:
-        here, whole = self._place.states.present_bytes(record.parts), sum(part.size_bytes for part in set(record.parts))
-        return f"fetches its text ({format_size(here)} of {format_size(whole)})"
 
     def _beginnings_of(self, job: bytes) -> list[_Beginning]:
         return [one for one in self._beginnings if one.record.id == job]
@@ -438,53 +382,6 @@ class TrainJobs:
             raise AppError(f"the members of {record.name} train on texts of their own: name yours with --data")
         if (record.licence or self._place.public) and not licence.strip():
             raise AppError(f"the members of {record.name} name the licence of their texts: give yours with --licence")
-
-    async def _keep_texts(self, record: TrainingRecord, folder: Path) -> None:
-        """Let the states have what is in a job's folder of the texts that all members have."""
-        for path in [folder / name for name in record.texts]:
-            with suppress(FileNotFoundError):
-                data = await trio.to_thread.run_sync(path.read_bytes)
-                await self._place.states.keep(record.id[:16], data)
-
-    async def _texts(self, record: TrainingRecord, holders: Sequence[str]) -> dict[str, bytes]:
-        """Return the texts that all members have, from holders as far as they are not here; raises `AppError`."""
-        states, run = self._place.states, record.id[:16]
-        fetched: list[bytes] | None = None
-        failure: Exception | None = None
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._follow_holders, record, holders, nursery.cancel_scope)
-            try:
-                fetched = await states.fetch(run, record.parts, holders)
-            except Exception as error:
-                failure = error  # raised below, outside of the nursery, which would wrap it
-            nursery.cancel_scope.cancel()
-        again = f"try again with `shoal train join {record.name}`"
-        if isinstance(failure, trio.TooSlowError):
-            raise AppError(f"the text of {record.name} comes too slowly from the members that have it: {again}")
-        if failure is not None:
-            raise failure
-        if fetched is None:
-            raise AppError(f"no member that has the text of {record.name} is in the swarm any more: {again}")
-        return dict(zip(record.texts, fetched, strict=True))
-
-    async def _follow_holders(self, record: TrainingRecord, holders: Sequence[str], fetch: trio.CancelScope) -> None:
-        """End the fetch of a job's texts once none of their holders is a member any more."""
-        others = [peer for peer in holders if peer != self._place.network.peer_id]
-        while any(map(self._place.is_member, others)) or not self._place.states.absent_bytes(record.parts):  # noqa: ASYNC110
-            await trio.sleep(LOOK_S)
-        fetch.cancel()
-
-    async def _own_texts(
-        self, record: TrainingRecord, data: Sequence[str], licence: str, texts: dict[str, bytes]
-    ) -> dict[str, bytes]:
-        """Return the files of this node's own text, and what it says of it."""
-        from app.rounds.founding import own_texts, source_of
-
-        def made() -> dict[str, bytes]:
-            return own_texts(record, data, texts["tokenizer.json"], texts.get("held"))
-
-        found = await trio.to_thread.run_sync(made)
-        return found | {OWN_DATA_FILE: canonical({"source": source_of(data), "licence": licence})}
 
     async def _prepared(self, wish: TrainWish) -> Founded:
         from app.rounds.founding import DoesNotFit, prepare
@@ -653,7 +550,7 @@ class TrainJobs:
         island = Island(
             place.network, place.identity, record, model, text, device, place.states, found=place.members,
             wall_ms=wall_ms, own_data=own_data, steps=steps,
-            acquaintances=await trio.to_thread.run_sync(_acquaintances_of, job),
+            acquaintances=await trio.to_thread.run_sync(self._store.acquaintances, job),
             settled=lambda entries, states: self._save(job, entries, states),
         )  # fmt: skip
         if isinstance(steps, PipelineSteps):
@@ -792,7 +689,7 @@ class TrainJobs:
         except NoTraining:  # it is about to be written
             facts = self._unwritten_facts(record, PAUSED)
         if facts["status"] == PAUSED and (beginnings := self._beginnings_of(record.id)):
-            facts["waiting"] = beginnings[0].waiting()
+            facts["waiting"] = beginnings[0].waiting
         elif (waiting := self._waiting.get(record.id)) is not None:
             facts["waiting"] = self._place.pause.training_waits or waiting.why
         elif record.swarm == self._place.swarm:
@@ -834,22 +731,6 @@ async def _apart(function: Callable[..., T], *args: Any) -> T:
     torch's allocator for ARM does not give back what one thread has allocated and another frees, while the first lives.
     """
     return await DeviceThread().run_apart(function, *args)
-
-
-def _acquaintances(holders: Collection[str]) -> bytes:
-    """Return a file with some of the peers that have a job: this node's island greets them first."""
-    return canonical({"peers": random.sample(sorted(holders), min(MOST_FIRST, len(holders)))})
-
-
-def _acquaintances_of(job: StoredTraining) -> tuple[str, ...]:
-    """The peers that had a job when this node joined it; nobody if that is not known."""
-    try:
-        raw = (job.folder / ACQUAINTANCES_FILE).read_bytes()
-        fields = decode_object(raw, ACQUAINTANCES_FILE, max_bytes=MAX_ACQUAINTANCES_BYTES)
-        return fields.texts("peers", MOST_FIRST, PEER_ID_CHARS)
-    except (OSError, RecordError) as error:
-        log.debug("the peers that had %s are not known: %s", job.record.name, error)
-        return ()
 
 
 def _waits_for(error: BaseException) -> str:

@@ -24,7 +24,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -34,9 +35,11 @@ from app.core.canonical_json import canonical, decode_object
 from app.core.errors import AppError, HomeError, RecordError
 from app.core.wall_clock import wall_ms
 from app.rounds import wire
+from app.rounds.greetings import MOST_FIRST
 from app.rounds.log import RoundEntry, read_entry
 from app.rounds.record import TrainingRecord, read_training
 from app.rounds.statements import GENESIS, MAX_DATA_BYTES, MAX_LICENCE_CHARS, MAX_SOURCE_CHARS
+from p2p.identity import PEER_ID_CHARS
 from p2p.platform import private_directory, replace_file, write_private
 
 log = logging.getLogger("shoal.rounds")
@@ -46,6 +49,8 @@ RUNNING, FINISHED, LEFT, FAILED = "running", "finished", "left", "failed"
 PAUSED = "paused"  # it goes on once the node is in the job's swarm again
 OWN_DATA_FILE = "own_data.json"
 JOINING_FILE = "joining.json"
+_ACQUAINTANCES_FILE = "acquaintances.json"
+_MAX_ACQUAINTANCES_BYTES = 2 * MOST_FIRST * PEER_ID_CHARS
 _MAX_FILES, _MAX_PATH_CHARS, _MAX_JOINING_BYTES = 10_000, 32_768, 2**24
 KEPT_ENTRIES = 16  # the newest of a job that stay in memory: one of a round with 64 islands takes half a megabyte
 _REMOVED_LAST = {"record": 1, "facts.json": 2}
@@ -156,6 +161,21 @@ class TrainStore:
         except (OSError, RecordError) as error:
             log.warning("what was said to join training %s is lost: %s", job.record.name, error)
             return JoinWords()
+
+    def note_acquaintances(self, job: StoredTraining, peers: Collection[str]) -> None:
+        """Write down some of the peers that had a job when this node joined it."""
+        some = random.sample(sorted(peers), min(MOST_FIRST, len(peers)))
+        write_private(job.folder / _ACQUAINTANCES_FILE, canonical({"peers": some}))
+
+    def acquaintances(self, job: StoredTraining) -> tuple[str, ...]:
+        """Return these peers; nobody if that is not known."""
+        try:
+            raw = (job.folder / _ACQUAINTANCES_FILE).read_bytes()
+            fields = decode_object(raw, _ACQUAINTANCES_FILE, max_bytes=_MAX_ACQUAINTANCES_BYTES)
+            return fields.texts("peers", MOST_FIRST, PEER_ID_CHARS)
+        except (OSError, RecordError) as error:
+            log.debug("the peers that had %s are not known: %s", job.record.name, error)
+            return ()
 
     def has_text(self, job: StoredTraining) -> bool:
         """True if all files of a job's text are here, and whoever joined it with a text of its own was done with it."""

@@ -325,8 +325,8 @@ ROWS: dict[str, tuple[float, ...]] = {
     ),
     "looking for training jobs": (
         job_search.ASKED_AT_ONCE,
-        train_jobs.ASK_S,
-        train_jobs.FIND_S,
+        job_search.ASK_S,
+        job_search.FIND_S,
         train_jobs.FIND_OTHER_S,
         train_jobs.ASKED_FOR_LIST,
         train_jobs.ASK_FOR_LIST_S,

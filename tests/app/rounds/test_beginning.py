@@ -14,7 +14,7 @@ import trio
 import trio.testing
 
 from app.core.errors import AppError
-from app.rounds import founding, train_jobs
+from app.rounds import founding, job_text, train_jobs
 from app.rounds.train_jobs import TrainJobs
 from app.rounds.train_store import JoinWords
 from tests.app.rounds.test_own_data import Node, made_up, open_nodes, state_files
@@ -135,8 +135,6 @@ async def test_other_jobs_go_on_and_are_removed_while_a_text_is_fetched(
 async def test_a_job_that_begins_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_nodes(tmp_path) as nodes, trio.open_nursery() as nursery:
         await nodes[0].jobs.found(wish_in(tmp_path))
-        await nodes[1].jobs.join("fish")
-        await nodes[1].jobs.leave("fish")
         slow = SlowText(nodes[1], monkeypatch)
         nursery.start_soon(slow.join, "fish")
         await slow.begun.wait()
@@ -150,7 +148,7 @@ async def test_a_job_that_begins_is_not_removed(tmp_path: Path, monkeypatch: pyt
 async def test_a_join_ends_when_nobody_that_has_the_text_is_a_member_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_jobs, "LOOK_S", 0.05)
+    monkeypatch.setattr(job_text, "LOOK_S", 0.05)
     is_member: Callable[[str], bool] = lambda peer: not gone  # noqa: E731
     async with open_nodes(tmp_path) as nodes, trio.open_nursery() as nursery:
         gone = False
@@ -169,7 +167,7 @@ async def test_a_job_whose_text_comes_slowly_is_shown_and_what_it_fails_with_is_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train_jobs, "JOIN_S", 0.0)
-    monkeypatch.setattr(train_jobs, "LOOK_S", 0.05)
+    monkeypatch.setattr(job_text, "LOOK_S", 0.05)
     async with open_nodes(tmp_path) as nodes:
         gone = False
         await nodes[0].jobs.found(wish_in(tmp_path))
@@ -199,7 +197,7 @@ async def until_it_waits(jobs: TrainJobs, words: str) -> None:
 async def test_a_join_goes_on_after_a_restart_with_what_was_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_data: bool
 ) -> None:
-    monkeypatch.setattr(train_jobs, "HOLDERS_AGAIN_S", 0.05)
+    monkeypatch.setattr(job_text, "HOLDERS_AGAIN_S", 0.05)
     (tmp_path / "two.txt").write_text(made_up(2))
     said = ([str(tmp_path / "two.txt")], "CC0-1.0") if own_data else ([], "")
     async with open_nodes(tmp_path) as nodes:

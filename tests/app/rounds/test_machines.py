@@ -39,7 +39,8 @@ from app.rounds.machines import (
     divided_blocks,
     machine_routes,
 )
-from app.rounds.train_jobs import TrainJobs, TrainPlace
+from app.rounds.place import TrainPlace
+from app.rounds.train_jobs import TrainJobs
 from app.routing.trust import TrustBook
 from app.swarm.records import Announcement
 from app.training.hop import TrainingServer, TrainingTerms

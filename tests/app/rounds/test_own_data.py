@@ -23,9 +23,10 @@ from app.courtesy.pause import PauseControl
 from app.planning.machines import MachineSpec
 from app.rounds import founding, train_jobs, wire
 from app.rounds.founding import TokenText, TrainWish, own_texts, prepare
+from app.rounds.place import TrainPlace
 from app.rounds.record import DOMAIN, read_training, sign_training
 from app.rounds.statements import DATA, OwnData, read_data, sign_data, signed, texts_of
-from app.rounds.train_jobs import TrainJobs, TrainPlace
+from app.rounds.train_jobs import TrainJobs
 from app.snapshot.views import JoinableView
 from app.training.states import StateStore
 from engine.sources.shape import config_values
