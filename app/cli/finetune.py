@@ -18,7 +18,7 @@ from app.cli.parser import MODELS, number_argument
 from app.cli.progress import LiveLine
 from app.core.errors import AppError, UsageError
 from app.core.terminal_text import one_line
-from app.core.units import format_size
+from app.core.units import format_duration, format_size
 from p2p.platform import stop_signals
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def _show_forecast(facts: dict[str, Any], *, as_json: bool) -> int:
 
 
 def _takes(seconds: float | None) -> str:
-    return "" if seconds is None else f", about {_duration(seconds)}"
+    return "" if seconds is None else f", about {format_duration(seconds)}"
 
 
 def _say_unfinished(job: Job, progress: Progress, *, as_json: bool) -> int:
@@ -372,7 +372,7 @@ class _StepView:
         rate = (progress.tokens - tokens) / seconds if seconds > 0 else 0.0
         left_s = seconds / max(1, step - begun) * (self._steps - step)
         words = f"step {step} of {self._steps}, loss {progress.losses[-1]:.3f}, {rate:.0f} tokens/s"
-        words += "" if last else f", {_duration(left_s)} left"
+        words += "" if last else f", {format_duration(left_s)} left"
         if self._line.is_terminal:
             self._line.draw(words)
         else:
@@ -387,12 +387,6 @@ class _StepView:
             else:
                 print(words, file=sys.stderr, flush=True)
         self._waiting = why
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 @contextlib.contextmanager
