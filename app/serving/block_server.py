@@ -48,6 +48,7 @@ from app.serving.adapters import AdapterKey, AdapterLimits, AdapterSource, HopAd
 from app.serving.admission import AdmissionLimits, CacheTurns, HopRoom, frame_cost, place_to_free, why_not
 from app.serving.batching import URGENT_ROWS, BatchLimits, BatchQueue, QueuedTokens
 from app.serving.handover import UNMEASURED_TOKENS_PER_S, CacheForm, CacheGiver, CacheTaker
+from app.serving.homes import Homes
 from app.serving.hop_session import (
     SMOOTHING,
     FrameAction,
@@ -430,6 +431,7 @@ class BlockServer:
         self._counters = ServerCounters()
         self._sessions: dict[bytes, HopSession] = {}  # by `HopSession.key`
         self._by_id: dict[bytes, HopSession] = {}  # the id that DATA frames carry; it belongs to one asker alone
+        self._homes = Homes(network)
         self._cache_turns = CacheTurns()
         self._closed: OrderedDict[bytes, int] = OrderedDict()  # key of an ended session -> its last epoch
         self._orders = OrderQueue()  # wait for the end of the step under way; this node's own are those of ""
@@ -572,6 +574,7 @@ class BlockServer:
         """Read one peer's stream to its end; the sessions that were opened on it end with it."""
         if self._nursery is None:
             return
+        self._homes.of(stream.peer)  # it has a link now
         answers = PeerOutbox(stream, self._nursery, waiting=self._waiting)
         attended = _InboundStream(stream, answers, trio.current_time())
         self._attending.add(attended)
@@ -897,7 +900,7 @@ class BlockServer:
             return refusal
         if lacks_adapter:
             return HopError("refused", "this node does not serve sessions with an adapter now", "adapter_refused")
-        session = HopSession(frame.session, peer, frame.epoch, turn, trio.current_time())
+        session = HopSession(frame.session, peer, frame.epoch, turn, trio.current_time(), self._homes.of(peer))
         session.adapter = adapter
         most = self._settings.admission.sessions
         while len(self._sessions) >= most and self._end_one_resting(but=source if length else None):

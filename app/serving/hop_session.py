@@ -77,13 +77,16 @@ class HopSession:
     """The state of one session at one hop."""
 
     __slots__ = (
-        "adapter", "asker", "counters", "dtype", "epoch", "fetching", "gap_told", "given_to", "heard_at", "id",
+        "adapter", "asker", "counters", "dtype", "epoch", "fetching", "gap_told", "given_to", "heard_at", "home", "id",
         "is_over", "kept", "kept_from", "key", "length", "received", "rests_until", "revision", "row_bytes",
         "send_from", "turn",
     )  # fmt: skip
 
-    def __init__(self, id: bytes, asker: str, epoch: int, turn: EpochOrder, heard_at: float) -> None:
+    def __init__(
+        self, id: bytes, asker: str, epoch: int, turn: EpochOrder, heard_at: float, home: str | None = None
+    ) -> None:
         self.id, self.asker, self.epoch, self.turn = id, asker, epoch, turn
+        self.home = asker if home is None else home  # `app.serving.homes`
         self.key = session_key(asker, id)
         self.revision = 0  # of the tokens within the epoch
         self.received = 0  # tokens accepted; those from `length` on wait for the device
