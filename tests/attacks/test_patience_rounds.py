@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -12,15 +13,16 @@ from app.core.network import Payload
 from app.rounds import decisions, wire
 from app.rounds.island import RoundTiming
 from p2p.errors import RemoteError
-from tests.app.rounds.island_swarm import SlowSteps, open_islands
+from tests.app.rounds.island_swarm import CONFIG, SlowSteps, lesson_of, open_islands
 
 
 async def test_a_member_that_never_shows_a_past_change_costs_who_catches_up_little(
     tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Changes take as long as those of the starter model (134 MB) would over 1 Mbit/s; a round takes five minutes."""
+    rounds: dict[str, Any] = {"every": 25, "least_every": 25, "most_every": 25, "steps": 10**6}
     async with open_islands(
-        tmp_path, 0, 1, 2, every=25, least_every=25, most_every=25, steps=10**6, step_s=12.0, timing=RoundTiming()
+        tmp_path, 0, 1, 2, lesson=lesson_of(CONFIG), step_s=12.0, timing=RoundTiming(), **rounds
     ) as swarm:
         first, victim, hostile = (swarm.nodes[number] for number in range(3))
         model = victim.model

@@ -12,9 +12,8 @@ from trio.testing import MockClock
 from app.rounds import wire
 from app.rounds.island import MAX_PEERS, Island, RoundTiming
 from app.rounds.statements import Arrival, MemberList
-from engine.training.parameters import drawn_model
 from p2p.errors import P2PError
-from tests.app.rounds.island_swarm import ONE_STEP, SMALL, TIMING, IslandSwarm, Lesson, Text, open_islands
+from tests.app.rounds.island_swarm import ONE_STEP, TIMING, IslandSwarm, open_islands
 from tests.app.swarms import identity
 
 PLACES, IDLE = 8, 10
@@ -35,9 +34,8 @@ async def say_hello(swarm: IslandSwarm, number: int) -> None:
 
 
 async def test_idle_peers_neither_hold_places_nor_part_the_islands(tmp_path: Path, patient_clock: MockClock) -> None:
-    lesson = Lesson(SMALL, drawn_model(SMALL, 1), Text())
     async with (
-        open_islands(tmp_path, 0, 1, lesson=lesson, step_s=STEP_S, grid=True, islands=PLACES, **ONE_STEP) as swarm,
+        open_islands(tmp_path, 0, 1, step_s=STEP_S, grid=True, islands=PLACES, **ONE_STEP) as swarm,
         trio.open_nursery() as nursery,
     ):
         island = swarm.nodes[0].island
@@ -82,9 +80,9 @@ async def test_an_island_that_is_there_and_never_arrives_comes_last_in_line(
 async def test_an_island_alone_waits_ever_more_seldom_for_one_that_never_arrives(
     tmp_path: Path, patient_clock: MockClock
 ) -> None:
-    lesson, rounds = Lesson(SMALL, drawn_model(SMALL, 1), Text()), {**ONE_STEP, "steps": 10**5}
+    rounds = {**ONE_STEP, "steps": 10**5}
     async with (
-        open_islands(tmp_path, 0, lesson=lesson, step_s=10.0, timing=RoundTiming(), **rounds) as swarm,
+        open_islands(tmp_path, 0, step_s=10.0, timing=RoundTiming(), **rounds) as swarm,
         trio.open_nursery() as nursery,
     ):
         nursery.start_soon(say_hello, swarm, 0)
@@ -98,9 +96,9 @@ async def test_an_island_alone_waits_ever_more_seldom_for_one_that_never_arrives
 async def test_newcomers_that_compute_nothing_do_not_outvote_those_that_do(
     tmp_path: Path, patient_clock: MockClock
 ) -> None:
-    lesson, honest, rogues = Lesson(SMALL, drawn_model(SMALL, 1), Text()), range(2, 8), (20, 21)
+    honest, rogues = range(2, 8), (20, 21)
     rounds: dict[str, Any] = {"every": 5, "least_every": 5, "most_every": 5, "steps": 10**5, "islands": 64}
-    async with open_islands(tmp_path, 0, lesson=lesson, step_s=2.0, grid=True, timing=RoundTiming(), **rounds) as swarm:
+    async with open_islands(tmp_path, 0, step_s=2.0, grid=True, timing=RoundTiming(), **rounds) as swarm:
         for number in honest:
             swarm.add(number, step_s=2.0)
         for number in rogues:

@@ -44,10 +44,17 @@ from engine.errors import EngineError
 from engine.island import LEAF
 from engine.training import codecs
 from engine.training.codecs import GROUP
-from engine.training.parameters import drawn_model
 from p2p.envelope import NEVER, seal
 from p2p.errors import P2PError, RemoteError
-from tests.app.rounds.island_swarm import CONFIG, TIMING, IslandSwarm, Lesson, Node, Text, members_of, open_islands
+from tests.app.rounds.island_swarm import (
+    CONFIG,
+    TIMING,
+    IslandSwarm,
+    Node,
+    lesson_of,
+    members_of,
+    open_islands,
+)
 from tests.app.rounds.statements import PEOPLE, RECORD
 from tests.app.rounds.test_own_data import open_nodes, wish_in
 from tests.app.swarms import identity
@@ -231,8 +238,7 @@ async def test_a_leader_cannot_have_another_doubted_as_its_copy(tmp_path: Path, 
 
 async def test_answers_larger_than_leaves_are_not_kept(tmp_path: Path, patient_clock: MockClock) -> None:
     config = ModelConfig(**{**CONFIG.__dict__, "vocab_size": 20_000})
-    lesson = Lesson(config, drawn_model(config, 1), Text(16))
-    async with open_islands(tmp_path, 0, lesson=lesson, steps=500) as swarm:
+    async with open_islands(tmp_path, 0, lesson=lesson_of(config), steps=500) as swarm:
         island = swarm.nodes[0].island
         await swarm.until(lambda: bool(island.log))
         giver, asked = swarm.fabric.node(identity(7).peer_id), Counter[str]()
@@ -632,7 +638,7 @@ async def test_wrong_sizes_of_a_state_do_not_keep_a_newcomer_out(tmp_path: Path,
 async def test_who_merges_one_thing_for_one_member_and_another_for_the_next_is_found(
     tmp_path: Path, patient_clock: MockClock
 ) -> None:
-    async with open_islands(tmp_path, 0, 1, 2) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, lesson=lesson_of(CONFIG)) as swarm:
         liar = swarm.add(3)
         victim = swarm.nodes[1].name
         answered = liar.island._on_exchange

@@ -36,7 +36,7 @@ from p2p.envelope import parse
 from p2p.network import Libp2pNetwork
 from tests.app.hash_model import InlineDevice
 from tests.app.rounds.grid_swarm import bytes_of_round
-from tests.app.rounds.island_swarm import Lesson, Text, open_islands
+from tests.app.rounds.island_swarm import Lesson, lesson_of, open_islands
 from tests.app.rounds.statements import RECORD
 from tests.app.swarms import identity
 from tests.bench import train
@@ -254,7 +254,7 @@ def grid() -> dict[str, float]:
     """Bytes of a round of 16 islands in a grid, over those if all exchange with all; in all, and between networks."""
     networks = [range(at, at + 4) for at in range(0, 16, 4)]
     shape = replace(train.CONFIG, n_blocks=1, hidden_size=16, n_heads=1, n_kv_heads=1, head_dim=16, vocab_size=32_768)
-    lesson = Lesson(shape, drawn_model(shape, 1), Text())
+    lesson = lesson_of(shape)
 
     def taken(near: Sequence[Sequence[int]], is_grid: bool) -> tuple[float, float]:
         with tempfile.TemporaryDirectory() as folder:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from app.rounds import wire
-from engine.training.parameters import drawn_model
 from p2p.memory.fabric import LinkProfile
-from tests.app.rounds.island_swarm import SMALL, IslandSwarm, Lesson, Node, Text, open_islands
+from tests.app.rounds.island_swarm import IslandSwarm, Lesson, Node, open_islands
 from tests.app.swarms import identity
 
 LAN = LinkProfile(delay_s=0.001, kind="lan")
@@ -23,7 +22,6 @@ async def open_grid(
     folder: Path, count: int, networks: Sequence[Sequence[int]] = (), **changes: Any
 ) -> AsyncIterator[IslandSwarm]:
     """So many islands of a small model, some of them on local networks."""
-    changes.setdefault("lesson", Lesson(SMALL, drawn_model(SMALL, 1), Text()))
     async with open_islands(folder, **{"grid": True, "steps": 20, **changes}) as swarm:
         for network in networks:
             for one in network:

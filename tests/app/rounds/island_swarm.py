@@ -81,6 +81,11 @@ class Lesson:
     own: Mapping[int, TrainingText] | None = None  # of each island, where texts are the members' own
 
 
+def lesson_of(config: ModelConfig, length: int = 16) -> Lesson:
+    """The usual text, learned by a model of this shape."""
+    return Lesson(config, drawn_model(config, 1), Text(length))
+
+
 @dataclass
 class Node:
     """One island."""
@@ -274,11 +279,14 @@ async def open_islands(
     seed: int = 1,
     **changes: Any,
 ) -> AsyncIterator[IslandSwarm]:
-    """Islands of a job whose rounds have five steps; `seed` is the network's, `changes` are to the record."""
+    """Islands of a job whose rounds have five steps; `seed` is the network's, `changes` are to the record.
+
+    Without a lesson their model is the smallest, whose steps take the least time.
+    """
     fixed: dict[str, Any] = {"every": 5, "least_every": 5, "most_every": 5, "steps": 25, "batch": 2, "rate": 1e-2}
     fixed |= {"warm_up": 0, "wire": "int8"}
     record = replace(RECORD, **{**fixed, **changes})
-    lesson = lesson or Lesson(CONFIG, drawn_model(CONFIG, 1), Text(record.length))
+    lesson = lesson or lesson_of(SMALL, record.length)
     async with open_fabric(seed, profile) as fabric, trio.open_nursery() as nursery:
         swarm = IslandSwarm(fabric, nursery, folder, record, lesson, timing)
         for number in numbers:

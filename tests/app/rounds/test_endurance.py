@@ -18,9 +18,8 @@ from app.rounds.decisions import MOST_REST
 from app.rounds.statements import MAX_MEMBERS, RESULT, MemberList
 from engine.config import ModelConfig, Rope
 from engine.errors import TrainingError
-from engine.training.parameters import drawn_model
 from p2p.memory.fabric import LinkProfile
-from tests.app.rounds.island_swarm import SMALL, UNHURRIED, IslandSwarm, Lesson, Text, members_of, open_islands
+from tests.app.rounds.island_swarm import UNHURRIED, IslandSwarm, Lesson, lesson_of, members_of, open_islands
 
 MEMBERS = 4
 WIDE = ModelConfig(  # as many weights as the bench's model, and quick steps
@@ -42,8 +41,7 @@ async def test_a_member_of_a_grid_fails_in_each_of_twenty_rounds(
     tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.island.LEAF", 256)
-    lesson = Lesson(SMALL, drawn_model(SMALL, 1), Text())
-    await check_failures(tmp_path, rounds=20, restart_every=5, members=9, grid=True, lesson=lesson)
+    await check_failures(tmp_path, rounds=20, restart_every=5, members=9, grid=True)
 
 
 async def check_failures(
@@ -83,8 +81,7 @@ async def test_who_fails_every_exchange_costs_few_rounds_and_comes_back(
 
 async def check_broken_member(folder: Path, *, rounds: int, most: int) -> None:
     """One of the islands cannot merge for some rounds, and fails in a few of them only; then it takes part again."""
-    lesson = Lesson(SMALL, drawn_model(SMALL, 1), Text())
-    async with open_islands(folder, *range(MEMBERS), lesson=lesson, steps=5 * (rounds + MOST_REST + 8)) as swarm:
+    async with open_islands(folder, *range(MEMBERS), steps=5 * (rounds + MOST_REST + 8)) as swarm:
         broken: Any = swarm.nodes[MEMBERS - 1]
         merge, exchanged = broken.model.merge, swarm.nodes[0].island._exchanged
         tried: set[int] = set()
@@ -170,7 +167,7 @@ async def test_after_a_link_became_slow_most_of_the_time_is_steps_again(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     """With as many weights as the bench's model, so that members merge shares of equal size."""
-    lesson = Lesson(WIDE, drawn_model(WIDE, 1), Text())
+    lesson = lesson_of(WIDE)
     await check_slower_link(tmp_path, lesson, fast=12.5e6, slow=1.25e6, step_s=0.01, steps=480, rate=1e-3, batch=2)
 
 
@@ -215,7 +212,7 @@ async def test_over_20_mbit_and_50_ms_short_rounds_leave_most_of_the_time_to_ste
 
     Ten steps take as long as the bench's fifty.
     """
-    lesson = Lesson(WIDE, drawn_model(WIDE, 1), Text())
+    lesson = lesson_of(WIDE)
     profile = LinkProfile(delay_s=0.025, bytes_per_s=2.5e6)
     bounds: dict[str, Any] = {"every": 10, "least_every": 10, "most_every": 100, "steps": 80, "batch": 1}
     async with open_islands(
@@ -257,13 +254,12 @@ async def check_churn(folder: Path, *, islands: int, seconds: float, churn_s: fl
     """Of islands that differ tenfold in speed, some die and come back all the time; most tokens are counted."""
     rng = random.Random(islands)
     speeds = [0.4 * 10 ** rng.random() for _ in range(islands)]
-    lesson = Lesson(SMALL, drawn_model(SMALL, 1), Text())
     # With larger steps, or of fewer tokens, honest changes are so unlike each other that some are taken for lies.
     steps: dict[str, Any] = {
         "every": 10, "least_every": 10, "most_every": 10, "steps": 10**6, "batch": 4, "rate": 3e-3,
         "islands": MAX_MEMBERS,
     }  # fmt: skip
-    async with open_islands(folder, lesson=lesson, timing=UNHURRIED, grid=True, **steps) as swarm:
+    async with open_islands(folder, timing=UNHURRIED, grid=True, **steps) as swarm:
         for number, step_s in enumerate(speeds):
             swarm.add(number, step_s=step_s)
         computed = 0

@@ -26,7 +26,7 @@ from engine.island import LEAF
 from engine.training.codecs import encode
 from p2p.errors import DeadlineExceeded, P2PError, RemoteError
 from p2p.memory.fabric import LinkProfile
-from tests.app.rounds.island_swarm import TIMING, UNHURRIED, IslandSwarm, members_of, open_islands
+from tests.app.rounds.island_swarm import CONFIG, TIMING, UNHURRIED, IslandSwarm, lesson_of, members_of, open_islands
 from tests.app.swarms import identity
 
 
@@ -53,8 +53,9 @@ async def test_four_islands_end_every_round_alike(tmp_path: Path, codec: str, pa
 
 async def test_small_changes_wait_and_save_bytes(tmp_path: Path, patient_clock: MockClock) -> None:
     taken = {}
+    lesson = lesson_of(CONFIG)
     for share in (0.0, 1.0):
-        async with open_islands(tmp_path / str(share), 0, 1, 2, 3, significance=share) as swarm:
+        async with open_islands(tmp_path / str(share), 0, 1, 2, 3, lesson=lesson, significance=share) as swarm:
             await swarm.finished(0, 1, 2, 3)
             log = swarm.nodes[0].island.log
             assert members_of(log) == [1, 4, 4, 4, 4]
@@ -455,7 +456,7 @@ async def test_requests_that_are_not_understood_are_refused(tmp_path: Path, pati
 
 
 async def test_what_was_signed_for_shares_is_told_of_all_or_of_one(tmp_path: Path, patient_clock: MockClock) -> None:
-    async with open_islands(tmp_path, 0, 1, 2) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, lesson=lesson_of(CONFIG)) as swarm:
         await swarm.finished(0, 1, 2)
         island, name = swarm.nodes[0].island, swarm.nodes[1].name
         found = island.log[-1].list.hash

@@ -16,9 +16,8 @@ from app.rounds import wire
 from app.rounds.greetings import STRANGERS, STRANGERS_ALONE
 from app.rounds.island import RoundServer
 from app.rounds.train_jobs import TrainJobs
-from engine.training.parameters import drawn_model
 from p2p.errors import RemoteError
-from tests.app.rounds.island_swarm import ONE_STEP, SMALL, TIMING, IslandSwarm, Lesson, Text, open_islands
+from tests.app.rounds.island_swarm import ONE_STEP, TIMING, IslandSwarm, open_islands
 from tests.app.rounds.test_own_data import open_nodes
 from tests.app.rounds.test_rejoining import run_alone, until, wish_in
 from tests.app.swarms import identity
@@ -32,8 +31,8 @@ LATE, LATER = BY_ID[-2:]  # their ids sort after those of the crowd
 @asynccontextmanager
 async def open_crowd(folder: Path, step_s: float = STEP_S) -> AsyncIterator[tuple[IslandSwarm, Counter[str]]]:
     """A founder in a swarm of many members that train nothing, and how often each of these was greeted."""
-    lesson, asked = Lesson(SMALL, drawn_model(SMALL, 1), Text()), Counter[str]()
-    async with open_islands(folder, lesson=lesson, **ONE_STEP) as swarm:
+    asked = Counter[str]()
+    async with open_islands(folder, **ONE_STEP) as swarm:
         crowd = [identity(number).peer_id for number in BY_ID[:CROWD]]
         everybody = [*crowd, *(identity(number).peer_id for number in (0, LATE, LATER))]
         swarm.peers = lambda: everybody  # type: ignore[method-assign]

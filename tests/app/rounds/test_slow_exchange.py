@@ -14,10 +14,10 @@ from app.core.network import Payload
 from app.rounds import wire
 from app.rounds.island import Island, RoundTiming
 from engine.config import ModelConfig, Rope
-from engine.training.parameters import drawn_model, model_weights
+from engine.training.parameters import model_weights
 from p2p.errors import RemoteError
 from p2p.memory.fabric import LinkProfile
-from tests.app.rounds.island_swarm import Lesson, Text, members_of, open_islands
+from tests.app.rounds.island_swarm import Lesson, lesson_of, members_of, open_islands
 
 # A tenth of the starter model, so that the test does not compute for long.
 SHAPE = ModelConfig(
@@ -28,10 +28,9 @@ TIMING = RoundTiming()
 SLOW = LinkProfile(0.03, bytes_per_s=150e3)
 
 
-def lesson_of(blocks: int) -> Lesson:
+def blocks_to_learn(blocks: int) -> Lesson:
     """A model of so many blocks, to be trained on a short text."""
-    shape = replace(SHAPE, n_blocks=blocks)
-    return Lesson(shape, drawn_model(shape, 1), Text())
+    return lesson_of(replace(SHAPE, n_blocks=blocks))
 
 
 def bounds(every: int) -> dict[str, Any]:
@@ -48,7 +47,7 @@ async def test_islands_whose_changes_take_longer_than_the_least_time_make_rounds
     tmp_path: Path, patient_clock: MockClock, blocks: int, every: int, timing: RoundTiming
 ) -> None:
     """A minute and a half for 13 blocks, which is no burden in 20; the starter model takes as long over 12 Mbit/s."""
-    lesson = lesson_of(blocks)
+    lesson = blocks_to_learn(blocks)
     assert model_weights(lesson.config) / SLOW.bytes_per_s > 1.4 * timing.exchange_s
     async with open_islands(
         tmp_path, 0, 1, lesson=lesson, profile=SLOW, timing=timing, step_s=20.0, wire="int8", **bounds(every)
@@ -61,7 +60,7 @@ async def test_members_that_are_done_wait_for_one_that_is_not(tmp_path: Path, pa
     """They waited for its result for `lead_s` only; its line is slower downwards than upwards."""
     timing = replace(TIMING, lead_s=1.0)
     async with open_islands(
-        tmp_path, 0, 1, 2, lesson=lesson_of(1), timing=timing, step_s=20.0, wire="int8", **bounds(4)
+        tmp_path, 0, 1, 2, lesson=blocks_to_learn(1), timing=timing, step_s=20.0, wire="int8", **bounds(4)
     ) as swarm:
         slow = swarm.nodes[0].name
 
@@ -112,7 +111,7 @@ async def test_after_an_exchange_that_took_too_long_rounds_are_longer_and_number
     """Otherwise islands that make their steps fast would fail in every round."""
     timing = replace(TIMING, exchange_s=5.0)
     async with open_islands(
-        tmp_path, 0, 1, lesson=lesson_of(1), timing=timing, step_s=0.5, wire="auto", **bounds(4)
+        tmp_path, 0, 1, lesson=blocks_to_learn(1), timing=timing, step_s=0.5, wire="auto", **bounds(4)
     ) as swarm:
         first, names = swarm.nodes[0].island, [node.name for node in swarm.nodes.values()]
         await swarm.until(lambda: members_of(first.log).count(2) >= 1)
@@ -134,7 +133,7 @@ async def test_a_newcomer_comes_in_though_the_state_takes_longer_than_two_rounds
 
     The founder keeps the state for as long as it is fetched, and the changes with which the newcomer catches up.
     """
-    lesson, profile = lesson_of(blocks), LinkProfile(0.03, bytes_per_s=speed)
+    lesson, profile = blocks_to_learn(blocks), LinkProfile(0.03, bytes_per_s=speed)
     step_s = 8 * model_weights(lesson.config) / speed / 4 / 5
     async with open_islands(
         tmp_path, 0, lesson=lesson, profile=profile, timing=TIMING, step_s=step_s, wire="auto", **bounds(5)
