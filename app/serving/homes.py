@@ -1,7 +1,8 @@
 """Tells which askers may be one: whoever has one address may have any number of peer ids.
 
-A hop shares what it has among homes, and what a home gets among its askers. A home is an IP address (IPv6: a /64), or a
-relay with all askers behind it. Askers on this machine are a home each, as their programs are its user's own.
+A hop shares what it has among homes, and what a home gets among its askers. A home is an IPv4 address, a /48 of IPv6
+(providers give a customer a /64 to a /48), or a relay with all askers behind it. Askers on this machine are a home
+each, as their programs are its user's own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import OrderedDict
 from typing import Protocol
 
 REMEMBERED = 4096  # askers
+_IPV6_BITS = 48
 
 
 class Sources(Protocol):
@@ -33,7 +35,7 @@ class Homes:
         if asker == self._network.peer_id:
             return asker
         if source := self._network.source(asker):
-            self._known[asker] = asker if _is_this_machine(source) else source
+            self._known[asker] = _home_at(source) or asker
         if asker not in self._known:
             return ""
         self._known.move_to_end(asker)
@@ -42,8 +44,12 @@ class Homes:
         return self._known[asker]
 
 
-def _is_this_machine(source: str) -> bool:
+def _home_at(source: str) -> str:
+    """Return the home at an address; none on this machine."""
     try:
-        return ipaddress.ip_address(source).is_loopback
+        ip = ipaddress.ip_address(source)
     except ValueError:  # the in-memory network names machines
-        return False
+        return source
+    if ip.is_loopback:
+        return ""
+    return source if ip.version == 4 else str(ipaddress.ip_network((ip, _IPV6_BITS), strict=False))

@@ -22,9 +22,15 @@ class Sources:
 
 
 def test_who_has_one_address_is_one_home() -> None:
-    known = Homes(Sources(one="203.0.113.5", two="203.0.113.5", three="2001:db8::", four="machine 4"))
+    known = Homes(Sources(one="203.0.113.5", two="203.0.113.5", three="203.0.113.6", four="machine 4"))
     assert known.of("one") == known.of("two") == "203.0.113.5"
-    assert (known.of("three"), known.of("four"), known.of("this node")) == ("2001:db8::", "machine 4", "this node")
+    assert (known.of("three"), known.of("four"), known.of("this node")) == ("203.0.113.6", "machine 4", "this node")
+
+
+def test_all_that_a_provider_may_give_one_customer_is_one_home() -> None:
+    known = Homes(Sources(one="2001:db8:7:1::", two="2001:db8:7:ff00::", three="2001:db8:8::", four="fd00::"))
+    assert known.of("one") == known.of("two") == "2001:db8:7::/48"
+    assert (known.of("three"), known.of("four")) == ("2001:db8:8::/48", "fd00::/48")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.3.3", "::1"])
