@@ -35,9 +35,10 @@ SMALLEST_SCALE = 2.0**-100  # so that zeros can be divided by it
 class Pages:
     """Free and used pages and how many leases hold each; hands out runs of neighbours if there are any."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, are_zero: bool = False) -> None:
         self._free = bytearray(b"\1" * count)
         self._holders = array("L", bytes(array("L").itemsize * count))
+        self._written = bytearray((b"\0" if are_zero else b"\1") * count)  # 1: it may hold anything but zeros
         self.free_count = count
 
     def take(self, count: int, after: int | None = None) -> list[int] | None:
@@ -59,6 +60,18 @@ class Pages:
         for page in pages:
             assert not self._free[page], "only pages in use are shared"
             self._holders[page] += 1
+
+    def mark_written(self, pages: Iterable[int]) -> None:
+        """Note that these pages do not hold zeros any more."""
+        for page in pages:
+            self._written[page] = 1
+
+    def take_written(self, pages: Iterable[int]) -> list[int]:
+        """Return those of these pages that may not hold zeros, which are to be zeroed now."""
+        found = [page for page in pages if self._written[page]]
+        for page in found:
+            self._written[page] = 0
+        return found
 
     def holders(self, page: int) -> int:
         """Number of leases that hold a page."""
@@ -117,9 +130,8 @@ class KVLease:
             raise CacheFull(
                 f"no room for {tokens} tokens: {self.pool.free_tokens} of {self.pool.total_tokens} cache slots are free"
             )
-        held = self.capacity
         self._set_pages(self.pages + taken)
-        self._clear(held, self.capacity)
+        self._clear_pages(taken)
 
     def truncate(self, length: int) -> None:
         """Drop all tokens from position `length` on; return emptied pages beyond the reserved ones to the pool.
@@ -160,6 +172,7 @@ class KVLease:
             raise
         if length > full * PAGE_TOKENS:
             self.pool.copy_slots(self.slots(full * PAGE_TOKENS, length), lease.slots(full * PAGE_TOKENS, length))
+            lease.mark_written(full * PAGE_TOKENS, length)
         lease.length, lease.promised = length, len(lease.pages)
         self.pool.leases.add(lease)
         return lease
@@ -180,6 +193,7 @@ class KVLease:
         count = numbers.shape[3]
         self.reserve(self.length + count)
         slots = self.places(self.length, self.length + count)
+        self.mark_written(self.length, self.length + count)
         for cache, both in zip(self.pool.blocks[blocks], numbers.to(self.pool.device), strict=True):
             cache.restore(slots, both)
         self.length += count
@@ -205,10 +219,10 @@ class KVLease:
             pages[index] = page
         pool.give_back([self.pages[index] for index in shared])
         self._set_pages(pages)
-        for index in shared:
-            self._clear(index * PAGE_TOKENS, (index + 1) * PAGE_TOKENS)
+        self._clear_pages(fresh)
         if shared[0] == first and length > first * PAGE_TOKENS:
             self.pool.copy_slots(kept, self.slots(first * PAGE_TOKENS, length))
+            self.mark_written(first * PAGE_TOKENS, length)
 
     def close(self) -> None:
         """Return all pages to the pool; closing twice is harmless."""
@@ -218,13 +232,23 @@ class KVLease:
             self.pool.leases.discard(self)
             self._set_pages([])
 
+    def mark_written(self, start: int, stop: int) -> None:
+        """Note that positions [start, stop) are written, or about to be."""
+        self.pool.pages.mark_written(self.pages[start // PAGE_TOKENS : -(-stop // PAGE_TOKENS)])
+
     def _clear(self, start: int, stop: int) -> None:
-        """Zero positions [start, stop) in every block, if the pool's steps read slots that were not written yet."""
+        """Zero positions [start, stop), which were written to, if the pool's steps read whole pages."""
         if self.pool.clears_slots and start < stop:
-            slots = self.slots(start, stop)
-            for cache in self.pool.blocks:
-                for kept in cache.tensors:
-                    kept.index_fill_(2, slots, 0)
+            self.pool.clear(self.slots(start, stop))
+
+    def _clear_pages(self, pages: Sequence[int]) -> None:
+        """Zero pages that were just leased, as far as somebody has written to them.
+
+        So to lease much and write nothing, again and again, costs the device nothing.
+        """
+        if self.pool.clears_slots and (written := self.pool.pages.take_written(pages)):
+            starts = torch.tensor(written, device=self.pool.device)[:, None] * PAGE_TOKENS
+            self.pool.clear((starts + torch.arange(PAGE_TOKENS, device=self.pool.device)).flatten())
 
     def numbers(self) -> np.ndarray:
         """Return the pages as an array, made once; another thread may change the lease meanwhile."""
@@ -370,7 +394,10 @@ class KVPool:
         cache: CacheFormat = "own",
     ) -> None:
         per_token = n_blocks * kv_bytes_per_token(config, Precision(dtype.itemsize, dtype.itemsize, cache=cache))
-        self.pages = Pages(max(budget_bytes // (per_token * PAGE_TOKENS), 0))
+        # On CPU, empty memory is committed only when written, and only written slots are read. On other devices masked
+        # slots are read too and must not hold NaN.
+        make = torch.empty if device.type == "cpu" else torch.zeros
+        self.pages = Pages(max(budget_bytes // (per_token * PAGE_TOKENS), 0), are_zero=make is torch.zeros)
         self.total_tokens = self.pages.free_count * PAGE_TOKENS
         self.bytes_per_token = per_token
         self.device = torch.empty(0, device=device).device  # with its number: tensors on "cuda" are on "cuda:0"
@@ -383,9 +410,6 @@ class KVPool:
         # One extra page that is never leased: rows that only pad a batch write there.
         self.scratch_page = self.pages.free_count
         shape = (1, config.n_kv_heads, self.total_tokens + PAGE_TOKENS)
-        # On CPU, empty memory is committed only when written, and only written slots are read. On other devices masked
-        # slots are read too and must not hold NaN.
-        make = torch.empty if device.type == "cpu" else torch.zeros
 
         def block_cache() -> BlockCache:
             kept = torch.int8 if cache == "int8" else dtype
@@ -400,6 +424,12 @@ class KVPool:
         """Free the keys and values of all blocks but these; leases stay."""
         self.bytes_per_token = self.bytes_per_token // len(self.blocks) * len(self.blocks[part])
         self.blocks = self.blocks[part]
+
+    def clear(self, slots: Tensor) -> None:
+        """Zero these slots in every block."""
+        for cache in self.blocks:
+            for kept in cache.tensors:
+                kept.index_fill_(2, slots, 0)
 
     def copy_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy the keys and values of these slots in every block."""

@@ -145,6 +145,7 @@ class SpanRunner:
         chunk = min(PREFILL_ROWS, tokens)
         if chunk:
             lease = self.pool.open(tokens)
+            lease.mark_written(0, tokens)
             for start, count in ((0, chunk), (tokens - chunk, chunk), (tokens - 2, min(2, tokens))):
                 lease.length = max(start, 0)
                 x = torch.zeros(count, self.config.hidden_size, device=self.options.device, dtype=self.options.dtype)
@@ -236,6 +237,7 @@ class SpanRunner:
                 raise SessionError(f"position {segment.stop} is past the context of {self.config.context_length}")
         for segment in segments:
             segment.lease.reserve(segment.stop)
+            segment.lease.mark_written(segment.start, segment.stop)
 
     def _run(self, x: Tensor, segments: list[Segment], part: slice, adapter: BlockAdapter | None = None) -> Tensor:
         blocks, caches = self.blocks[part], self.pool.blocks[part]

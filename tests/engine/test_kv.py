@@ -154,6 +154,7 @@ def write(lease: KVLease, tokens: list[float]) -> None:
     numbers = torch.tensor(tokens)[None, None, :, None].expand(1, CONFIG.n_kv_heads, -1, CONFIG.head_dim)
     for cache in lease.pool.blocks:
         cache.write(slots, numbers, numbers)
+    lease.mark_written(lease.length, lease.length + len(tokens))
     lease.length += len(tokens)
 
 
@@ -241,6 +242,29 @@ def test_no_lease_ever_sees_what_another_writes(data: st.DataObject, clears: boo
                 rest = one.slots(one.length, one.capacity)
                 assert not any(kept[:, :, rest].any() for kept in pool.blocks[0].tensors)
         assert pool.pages.free_count == 12 - len({page for one, _ in held for page in one.pages})
+
+
+def test_pages_that_nobody_wrote_to_are_not_zeroed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever leases the whole cache again and again would have the device zero gigabytes each time."""
+    pool = pool_of(12)
+    pool.clears_slots = True
+    zeroed, clear = list[int](), pool.clear
+
+    def counted(slots: torch.Tensor) -> None:
+        zeroed.append(len(slots))
+        clear(slots)
+
+    pool.open(pool.total_tokens).close()  # a CPU's memory may hold anything at first
+    monkeypatch.setattr(pool, "clear", counted)
+    for _ in range(3):
+        pool.open(pool.total_tokens).close()
+    assert zeroed == []
+    lease = pool.open(pool.total_tokens)
+    write(lease, [1.0] * 65)
+    lease.close()
+    for _ in range(3):
+        pool.open(pool.total_tokens).close()
+    assert zeroed == [2 * PAGE_TOKENS]
 
 
 @both_forms
