@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from app.core.network import Network
 from app.courtesy.pause import PauseControl
@@ -13,6 +14,9 @@ from app.rounds.machines import Helpers
 from app.training.states import StateStore
 from app.training.trainer import TrustNotes
 from p2p.identity import Identity
+
+if TYPE_CHECKING:
+    from app.rounds.island import RoundTiming
 
 
 @dataclass(frozen=True)
@@ -33,3 +37,4 @@ class TrainPlace:
     swarm_name: str = ""  # by which people know it
     helpers: Helpers | None = None  # for islands of several machines
     trust: TrustNotes | None = None  # where it is noted who was left out
+    timing: RoundTiming | None = None  # of rounds; None: the usual

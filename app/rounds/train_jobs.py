@@ -549,7 +549,8 @@ class TrainJobs:
             own_data = sign_data(place.identity, claim, wall_ms())
         island = Island(
             place.network, place.identity, record, model, text, device, place.states, found=place.members,
-            wall_ms=wall_ms, own_data=own_data, steps=steps,
+            timing=place.timing, wall_ms=wall_ms, own_data=own_data,
+            steps=steps,
             acquaintances=await trio.to_thread.run_sync(self._store.acquaintances, job),
             settled=lambda entries, states: self._save(job, entries, states),
         )  # fmt: skip

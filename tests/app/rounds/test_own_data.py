@@ -23,6 +23,7 @@ from app.courtesy.pause import PauseControl
 from app.planning.machines import MachineSpec
 from app.rounds import founding, train_jobs, wire
 from app.rounds.founding import TokenText, TrainWish, own_texts, prepare
+from app.rounds.island import RoundTiming
 from app.rounds.place import TrainPlace
 from app.rounds.record import DOMAIN, read_training, sign_training
 from app.rounds.statements import DATA, OwnData, read_data, sign_data, signed, texts_of
@@ -38,6 +39,7 @@ from tests.app.rounds.statements import NOW_MS, PEOPLE, RECORD
 from tests.app.swarms import identity
 
 OWN = replace(RECORD, tokens=None, held=None, own_data=True)
+HURRIED = RoundTiming(hello_s=0.5, grace_least_s=0.2, lead_s=5.0)  # the clock is real, and they compute all the while
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
 
 
@@ -229,7 +231,7 @@ class Node:
             swarm="s" * 32, public=True, network=network, identity=identity(number), states=states,
             members=lambda: [peer for peer in everybody if peer != network.peer_id], is_member=lambda peer: True,
             cache=folder, memory_limit=lambda: None, look=lambda: MachineSpec("here", 10**10, 1e10, 1e11, kind="cpu"),
-            pause=PauseControl(folder / "pause.json", lambda: None),
+            pause=PauseControl(folder / "pause.json", lambda: None), timing=HURRIED,
         )  # fmt: skip
         self.jobs = TrainJobs(Home.open(folder / "home"), place)
 
