@@ -371,7 +371,7 @@ class Island:
         wrong.
         """
         if states is not None:
-            self.standing = replay(self.record, entries)
+            self.standing = await self._in_thread(replay, self.record, entries)
             await self._device.run_beside(self._model.load, states)
             self.log, self.recent = list(entries), took_part(entries)
             self._heads |= {entry.hash for entry in entries}
