@@ -171,7 +171,7 @@ async def test_six_seconds_of_silence_do_not_stop_the_swarm_for_as_long_as_a_dow
     assert gap_s < 60, f"no reply was possible for {gap_s:.0f} s"
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.soak) for number in (1, 2)), 3])
 async def test_a_sole_holder_that_restarts_serves_what_it_has_on_disk(autojump_clock: MockClock, number: int) -> None:
     """Seven windows are of equal worth, and one of them is on its disk."""
     spans = [Span(0, 6), Span(12, N_BLOCKS), Span(6, 18)]

@@ -698,7 +698,9 @@ ORDERS = (Kind.TALLY, Kind.REDUCE, Kind.SUMS, Kind.STEP, Kind.COMMIT)
 
 
 @pytest.mark.parametrize("kinds", [pytest.param(ORDERS, id="orders"), pytest.param((Kind.FORWARD,), id="passes")])
-@pytest.mark.parametrize("slow", [("n1",), ("n1", "n2")], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "slow", [pytest.param(("n1",), id="one", marks=pytest.mark.soak), pytest.param(("n1", "n2"), id="two")]
+)
 async def test_hops_that_a_job_can_do_without_do_not_slow_it_down_for_good(
     autojump_clock: MockClock, source: ModelSource, tmp_path: Path, slow: tuple[str, ...], kinds: tuple[Kind, ...]
 ) -> None:

@@ -194,10 +194,10 @@ def distrusted(asker: Asker) -> set[str]:
         (random_numbers, 0, ""),
         (scaled, 1, ""),
         (stale, 2, ""),
-        (scaled, 0, "links"),
+        pytest.param(scaled, 0, "links", marks=pytest.mark.soak),
         pytest.param(scaled, 2, "links", marks=pytest.mark.soak),
         pytest.param(scaled, 0, "caches", marks=pytest.mark.soak),
-        (scaled, 2, "caches"),
+        pytest.param(scaled, 2, "caches", marks=pytest.mark.soak),
     ],
 )
 async def test_a_lying_node_is_found_out_and_used_no_more(

@@ -150,7 +150,7 @@ async def test_a_disk_that_fills_costs_none_of_the_blocks_that_are_served(
         assert one.told.why.code != "disk_full"
 
 
-@pytest.mark.parametrize("fit", [1, 3])
+@pytest.mark.parametrize("fit", [1, pytest.param(3, marks=pytest.mark.soak)])
 async def test_a_disk_without_room_for_all_blocks_takes_as_many_as_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient_clock: MockClock, fit: int
 ) -> None:

@@ -30,7 +30,14 @@ async def swarm_and_newcomer(sim: Sim, skew_s: float, *, found_within_s: float) 
     return nodes, wrong
 
 
-@pytest.mark.parametrize("skew_s", [3 * HOUR_S, -3 * HOUR_S, 100 * 24 * HOUR_S, -100 * 24 * HOUR_S])
+@pytest.mark.parametrize(
+    "skew_s",
+    [
+        3 * HOUR_S,
+        -100 * 24 * HOUR_S,
+        *(pytest.param(skew_s, marks=pytest.mark.soak) for skew_s in (-3 * HOUR_S, 100 * 24 * HOUR_S)),
+    ],
+)
 async def test_a_node_whose_clock_is_far_off_learns_so_from_the_first_answers(
     skew_s: float, autojump_clock: MockClock
 ) -> None:

@@ -61,7 +61,9 @@ async def test_rounds_that_a_slow_link_made_long_get_shorter_for_an_island_that_
         assert alone == sorted(alone, reverse=True)
 
 
-@pytest.mark.parametrize("moment", ["steps", "exchange", "settle"])
+@pytest.mark.parametrize(
+    "moment", ["exchange", *(pytest.param(moment, marks=pytest.mark.soak) for moment in ("steps", "settle"))]
+)
 async def test_one_frozen_moment_of_all_islands_makes_one_round_longer(
     tmp_path: Path, patient_clock: MockClock, moment: str
 ) -> None:

@@ -152,7 +152,7 @@ async def test_a_node_that_lost_its_files_is_sent_the_whole_again(
         assert not owner.figures.rejected
 
 
-@pytest.mark.parametrize("name", ["n0", "n1", "owner-owns"])
+@pytest.mark.parametrize("name", ["n1", *(pytest.param(name, marks=pytest.mark.soak) for name in ("n0", "owner-owns"))])
 async def test_a_node_without_room_on_its_disk_gets_rows_of_int8(
     source: ModelSource, tmp_path: Path, exact: list[float], name: str
 ) -> None:

@@ -185,7 +185,7 @@ async def test_a_job_waits_for_a_holder_that_is_known_and_does_not_answer(
         await owner.until(goes_on(owner), within_s=120)
 
 
-@pytest.mark.parametrize("first_is", ["finished", "paused"])
+@pytest.mark.parametrize("first_is", ["finished", pytest.param("paused", marks=pytest.mark.soak)])
 async def test_a_second_job_waits_for_hops_that_train_another_and_begins_after_it(
     source: ModelSource, tmp_path: Path, patient_clock: MockClock, first_is: str
 ) -> None:

@@ -16,7 +16,9 @@ from tests.app.weights.test_exchange import world
 OUTAGE_S = 3 * 3600.0
 
 
-@pytest.mark.parametrize(("silent", "within_s"), [(0, RETRY_S + 60), (24, 3 * RETRY_S)])
+@pytest.mark.parametrize(
+    ("silent", "within_s"), [pytest.param(0, RETRY_S + 60, marks=pytest.mark.soak), (24, 3 * RETRY_S)]
+)
 async def test_the_only_holder_is_asked_again_minutes_after_its_disk_is_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient_clock: MockClock, silent: int, within_s: float
 ) -> None:
