@@ -1,16 +1,17 @@
 """Adapters of sessions at a hop: fetched from their askers, loaded on the device, and dropped again.
 
 Sessions of one asker share an adapter; another asker's sessions never do. Adapters that no session uses stay loaded
-until others need their room. Few are on their way at a time: one that comes more slowly than it has to makes way for an
-asker that has none on its way. How an adapter gets here is left to an `AdapterSource`.
+until others need their room. Orders that wait, places of adapters on their way, and room for adapters are shared among
+homes (`app.serving.shares`): what a home has beyond its fair share makes way for others. An adapter that comes more
+slowly than it has to makes way for a home that has none on its way. How an adapter gets here is left to an
+`AdapterSource`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +22,8 @@ from app.core.errors import AppError
 from app.core.signal import Signal
 from app.core.span import Span
 from app.core.units import format_size
+from app.serving.homes import Homes
+from app.serving.shares import Holder, Shares
 from app.session.adapter_index import AdapterIndex, AdapterRef
 from app.session.frame import HopError
 from engine.errors import DeviceFull, EngineError
@@ -28,7 +31,11 @@ from p2p.errors import P2PError
 
 log = logging.getLogger("shoal.sessions")
 
-_TOO_LATE = HopError("busy", "the adapter came slowly, and others waited for its place", "adapters_full")
+MADE_WAY = HopError("busy", "the adapter made way for one of others, who have less here", "adapters_full")
+_TOO_MANY_WAIT = HopError("busy", "too many orders wait for adapters at this node", "adapters_full")
+_TOO_MANY_COME = HopError("busy", "too many adapters are on their way to this node", "adapters_full")
+_OWN_FULL = HopError("busy", "the adapters of your other sessions leave no room for this one", "adapters_full")
+_OTHERS_FULL = HopError("busy", "the adapters of other sessions leave no room for this one", "adapters_full")
 _GIVEN_UP = HopError("busy", "this node now hosts other blocks", "not_hosted")
 
 
@@ -42,6 +49,19 @@ class AdapterSource(Protocol):
         """Return the weights of these blocks; `arrived` is called with the bytes that have come, meanwhile."""
 
 
+class AdapterUsers(Protocol):
+    """What is needed of the sessions at this hop (`app.serving.block_server.BlockServer`)."""
+
+    def idle_since(self, adapter: LoadedAdapter) -> float:
+        """Return the last time when a session in use had something computed with an adapter.
+
+        It is -inf if no more than resting sessions hold it, and inf if a session of this node itself uses it.
+        """
+
+    async def end_users(self, adapters: Collection[LoadedAdapter]) -> None:
+        """End the sessions that use these adapters, which make way for others."""
+
+
 @dataclass(frozen=True)
 class AdapterLimits:
     """Limits of the adapters at one hop."""
@@ -50,10 +70,16 @@ class AdapterLimits:
     total_bytes: int = 512 * 2**20  # of all of them
     loading: int = 8  # at the same time
     asker_loading: int = 2  # of one asker
+    orders: int = 256  # that wait for an adapter
+    asker_orders: int = 64  # of one asker
     fetch_s: float = 280.0
     index_s: float = 30.0  # of these until the index is here
-    late_s: float = 20.0  # behind `bytes_per_s`: makes way for an asker with none on its way, which waits twice as long
+    late_s: float = 20.0  # behind `bytes_per_s`: makes way for a home with none on its way, which waits twice as long
     bytes_per_s: float = 125_000.0
+    # An adapter of a home above its fair share makes way for others once its sessions were idle for so long, or once
+    # the home has had adapters for so long.
+    idle_s: float = 60.0
+    turn_s: float = 600.0
 
 
 class AdapterKey(NamedTuple):
@@ -68,53 +94,62 @@ class AdapterKey(NamedTuple):
 class LoadedAdapter:
     """An adapter on this hop's device."""
 
+    key: AdapterKey
+    holder: Holder
     runner: BlockRunner
     weights: Any  # for `BlockRunner.open`
     size_bytes: int
+    since: float  # its home has used adapters
     users: int = 0  # sessions, and orders that wait to be carried out
     used_at: float = 0.0
+    is_dropped: bool = False
+
+    def serves(self, runner: BlockRunner | None) -> bool:
+        """True if new sessions over these blocks may use it."""
+        return self.runner is runner and not self.is_dropped
 
 
 @dataclass(eq=False)
-class _Load:
-    """An adapter on its way."""
+class _Order:
+    """An order that waits for its adapter, which is on its way if this order has a place."""
 
-    begun_at: float
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    key: AdapterKey
+    holder: Holder
+    has_place: bool = False
+    begun_at: float = 0.0  # it has had a place since then
     arrived_bytes: float = 0.0
-    makes_way: bool = False
+    size_bytes: int = 0  # reserved; known with the index
+    since: float = 0.0  # its home has used adapters
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    why_ended: HopError = _GIVEN_UP
 
     def arrived(self, size: float) -> None:
         """Count bytes that have come."""
         self.arrived_bytes += size
 
-    @property
-    def why_cancelled(self) -> HopError:
-        """Why it is cancelled, if it is."""
-        return _TOO_LATE if self.makes_way else _GIVEN_UP
+    def late_at(self, limits: AdapterLimits) -> float:
+        """Return when its adapter is late if nothing more comes."""
+        return self.begun_at + self.arrived_bytes / limits.bytes_per_s + limits.late_s
 
-    def late_s(self, now: float, bytes_per_s: float) -> float:
-        """By how much it has taken longer than what arrived would take at this rate."""
-        return now - self.begun_at - self.arrived_bytes / bytes_per_s
+    def end(self, why: HopError) -> None:
+        """End it; what it holds is free at once."""
+        self.why_ended, self.size_bytes = why, 0
+        self.scope.cancel()
+
+
+_InUse = LoadedAdapter | _Order
 
 
 class HopAdapters:
-    """The adapters at one hop; `make_way` ends resting sessions that hold one, of one asker or of all."""
+    """The adapters at one hop."""
 
     def __init__(
-        self,
-        device: Device,
-        source: AdapterSource | None,
-        limits: AdapterLimits,
-        make_way: Callable[[str | None], Awaitable[None]],
+        self, device: Device, source: AdapterSource | None, limits: AdapterLimits, homes: Homes, users: AdapterUsers
     ) -> None:
-        self._device, self._source, self._limits, self._make_way = device, source, limits, make_way
+        self._device, self._source, self._limits, self._homes, self._users = device, source, limits, homes, users
         self._loaded: dict[AdapterKey, LoadedAdapter] = {}
-        self._loading: dict[AdapterKey, _Load] = {}
-        self._in_line: Counter[str] = Counter()  # askers without any of these that wait for a place
-        self._over = Signal()  # a load is over, or its blocks are given up
-        self._generation = 0  # of the blocks that adapters are loaded for
-        self._reserved: dict[AdapterKey, int] = {}  # bytes of adapters on their way
+        self._orders: list[_Order] = []  # the oldest first
+        self._over = Signal()  # an order is over
 
     @property
     def is_served(self) -> bool:
@@ -124,24 +159,30 @@ class HopAdapters:
     @property
     def total_bytes(self) -> int:
         """Bytes of all adapters that are loaded or on their way."""
-        return sum(self._reserved.values()) + sum(one.size_bytes for one in self._loaded.values())
+        return sum(one.size_bytes for one in self._all)
 
-    def _bytes_of(self, asker: str) -> int:
-        on_their_way = sum(size for key, size in self._reserved.items() if key.asker == asker)
-        return on_their_way + sum(one.size_bytes for key, one in self._loaded.items() if key.asker == asker)
+    @property
+    def _all(self) -> list[_InUse]:
+        return [*self._loaded.values(), *self._orders]
+
+    @property
+    def _waiting(self) -> list[_Order]:
+        return [order for order in self._orders if not order.scope.cancel_called]
+
+    @property
+    def _coming(self) -> list[_Order]:
+        return [order for order in self._waiting if order.has_place]
 
     def clear(self) -> None:
         """Drop all adapters, those on their way too: the blocks that they were loaded for are given up."""
         self._loaded.clear()
-        self._generation += 1
-        for load in self._loading.values():
-            load.scope.cancel()
-        self._over.notify()
+        for order in self._waiting:
+            order.end(_GIVEN_UP)
 
     def held(self, key: AdapterKey, runner: BlockRunner) -> LoadedAdapter | None:
         """Return an adapter that is loaded for these blocks, held until `release`; None if it is not."""
         found = self._loaded.get(key)
-        if found is None or found.runner is not runner:
+        if found is None or not found.serves(runner):
             return None
         found.users += 1
         return found
@@ -155,25 +196,70 @@ class HopAdapters:
     async def load(self, key: AdapterKey, ref: AdapterRef, runner: BlockRunner) -> LoadedAdapter | HopError:
         """Fetch and load an adapter unless it is here, and hold it until `release`; or say why not.
 
-        Waits for other loads of the same asker, and for a short time for those of others if it has none.
+        Waits for a place for a short time, and for the same adapter as long as it is on its way.
         """
-        generation, until = self._generation, trio.current_time() + 2 * self._limits.late_s
-        while True:
-            await self._over.wait_for(lambda: generation != self._generation or self._may_load(key))
-            if generation != self._generation:
-                return _GIVEN_UP
-            if (found := self.held(key, runner)) is not None:
-                return found
-            if self._has_place(key.asker):
-                break
-            if self._loads_of(key.asker) or trio.current_time() >= until:
-                return HopError("busy", "too many adapters are on their way to this node", "adapters_full")
-            await self._wait_in_line(key.asker)
-        load = self._loading[key] = _Load(trio.current_time())
+        order = _Order(key, Holder(self._homes.of(key.asker), key.asker))
+        if not self._may_wait(order.holder):
+            return _TOO_MANY_WAIT
+        self._orders.append(order)
         try:
-            with load.scope, trio.fail_after(self._limits.fetch_s):
-                return await self._load(key, ref, runner)
-            return load.why_cancelled
+            with order.scope:
+                found = await self._wait_for_place(order, runner)
+                return await self._fetch(order, ref, runner) if found is None else found
+            return order.why_ended
+        finally:
+            self._orders.remove(order)
+            self._over.notify()
+
+    def _may_wait(self, holder: Holder) -> bool:
+        """True if one more order may wait; the newest of those who have too many makes way."""
+        limits, waiting = self._limits, self._waiting
+        if sum(order.holder.asker == holder.asker for order in waiting) >= limits.asker_orders:
+            return False
+        shares = Shares(limits.orders, ((order.holder, 1) for order in waiting))
+        if shares.fits(holder, 1):
+            return True
+        crowding = shares.in_the_way(holder, 1)
+        to_end = [order for order in waiting if order.holder in crowding and not order.has_place]
+        if to_end:
+            to_end[-1].end(_TOO_MANY_WAIT)
+        return bool(to_end)
+
+    async def _wait_for_place(self, order: _Order, runner: BlockRunner) -> LoadedAdapter | HopError | None:
+        """Wait until an order has a place: None; or until its adapter is here, or it has waited for too long."""
+        until = trio.current_time() + 2 * self._limits.late_s
+        while True:
+            if (found := self.held(order.key, runner)) is not None:
+                return found
+            if not any(other.key == order.key and other.has_place for other in self._orders):
+                if trio.current_time() >= until:
+                    return _TOO_MANY_COME
+                if self._take_place(order):
+                    return None
+            with trio.move_on_after(self._limits.late_s / 5):  # one may be late by then
+                await self._over.wait()
+
+    def _take_place(self, order: _Order) -> bool:
+        """Let an order's adapter be on its way if there is a place, or if one that is in the way or late can go."""
+        limits, now, coming = self._limits, trio.current_time(), self._coming
+        if sum(other.key.asker == order.key.asker for other in coming) >= limits.asker_loading:
+            return False
+        shares = Shares(limits.loading, ((other.holder, 1) for other in coming))
+        if not shares.fits(order.holder, 1):
+            crowding = shares.in_the_way(order.holder, 1)
+            has_none = all(other.holder.home != order.holder.home for other in coming)
+            latest = min(coming, key=lambda other: (other.holder not in crowding, other.late_at(limits)))
+            if latest.holder not in crowding and (latest.late_at(limits) > now or not has_none):
+                return False
+            latest.end(MADE_WAY)
+        order.has_place, order.begun_at = True, now
+        return True
+
+    async def _fetch(self, order: _Order, ref: AdapterRef, runner: BlockRunner) -> LoadedAdapter | HopError:
+        """Fetch and load an order's adapter, or say why not."""
+        try:
+            with trio.fail_after(self._limits.fetch_s):
+                return await self._load(order, ref, runner)
         except DeviceFull as error:
             return HopError("busy", f"no room for the adapter: {error}", "adapters_full")
         except trio.TooSlowError:
@@ -183,43 +269,10 @@ class HopAdapters:
         except Exception as error:  # torch raises errors of every kind; they must cost no other session
             log.exception("an adapter could not be loaded")
             return HopError("refused", f"{type(error).__name__} while loading the adapter", "adapter_refused")
-        finally:
-            del self._loading[key]
-            self._over.notify()
 
-    def _may_load(self, key: AdapterKey) -> bool:
-        return key not in self._loading and self._loads_of(key.asker) < self._limits.asker_loading
-
-    def _loads_of(self, asker: str) -> int:
-        return sum(one.asker == asker for one in self._loading)
-
-    def _has_place(self, asker: str) -> bool:
-        """True if another adapter may be on its way; for an asker that has none, the latest one may make way."""
-        limits = self._limits
-        coming = [load for load in self._loading.values() if not load.makes_way]
-        if self._loads_of(asker):
-            return len(coming) + len(self._in_line) < limits.loading
-        if len(coming) < limits.loading:
-            return True
-        now = trio.current_time()
-        latest = max(coming, key=lambda load: load.late_s(now, limits.bytes_per_s))
-        if latest.late_s(now, limits.bytes_per_s) < limits.late_s:
-            return False
-        latest.makes_way = True
-        latest.scope.cancel()
-        return True
-
-    async def _wait_in_line(self, asker: str) -> None:
-        """Wait until a load is over, or for a moment: one may be late by then."""
-        self._in_line[asker] += 1
-        try:
-            with trio.move_on_after(self._limits.late_s / 5):
-                await self._over.wait()
-        finally:
-            self._in_line -= Counter([asker])
-
-    async def _load(self, key: AdapterKey, ref: AdapterRef, runner: BlockRunner) -> LoadedAdapter | HopError:
+    async def _load(self, order: _Order, ref: AdapterRef, runner: BlockRunner) -> LoadedAdapter | HopError:
         assert self._source is not None, "a hop without a source refuses adapters"
+        key = order.key
         with trio.fail_after(self._limits.index_s):
             index = await self._source.index(key.asker, ref)
         expected = runner.adapter_bytes(index.rank, index.targets)
@@ -234,42 +287,85 @@ class HopAdapters:
             limit = format_size(self._limits.asker_bytes)
             text = f"the adapter takes {format_size(size)} here, and this node takes adapters up to {limit}"
             return HopError("refused", text, "adapter_refused")
-        if not self._has_room(key.asker, size):
-            is_own = self._bytes_of(key.asker) + size > self._limits.asker_bytes
-            await self._make_way(key.asker if is_own else None)
-            if not self._has_room(key.asker, size):
-                whose = "your other sessions" if is_own else "other sessions"
-                return HopError("busy", f"the adapters of {whose} leave no room for this one", "adapters_full")
-        self._reserved[key] = size
-        try:
-            load = self._loading[key]
-            vectors = await self._source.vectors(key.asker, index, key.span, load.arrived)
-            load.arrived(math.inf)
-            blocks = dict(zip(key.span.blocks(), vectors, strict=True))
-            weights = await self._device.run_later(runner.load_adapter, index.rank, index.alpha, index.targets, blocks)
-        finally:
-            del self._reserved[key]
-        if load.scope.cancel_called:
-            return load.why_cancelled
-        self._loaded[key] = loaded = LoadedAdapter(runner, weights, size, users=1)
+        refusal = await self._make_room(order, size)
+        if refusal is not None:
+            return refusal
+        vectors = await self._source.vectors(key.asker, index, key.span, order.arrived)
+        order.arrived(math.inf)
+        blocks = dict(zip(key.span.blocks(), vectors, strict=True))
+        weights = await self._device.run_later(runner.load_adapter, index.rank, index.alpha, index.targets, blocks)
+        if order.scope.cancel_called:
+            return order.why_ended
+        loaded = LoadedAdapter(key, order.holder, runner, weights, size, order.since, users=1)
+        self._loaded[key] = loaded
         return loaded
 
-    def _has_room(self, asker: str, size: int) -> bool:
-        """Drop adapters that nobody uses, the longest unused first, until there is room; False if there is none.
+    async def _make_room(self, order: _Order, size: int) -> HopError | None:
+        """Reserve room for an adapter, for which those that nobody uses make way, and those of others in its way.
 
-        An asker's own ones make way first where its share is full, so that it takes no room of others.
+        Says why there is none.
         """
-        limits = self._limits
-        unused = sorted((key for key, one in self._loaded.items() if not one.users), key=self._used_at)
-        for key in unused:
-            if key.asker == asker and self._bytes_of(asker) + size > limits.asker_bytes:
-                del self._loaded[key]
-        if self._bytes_of(asker) + size > limits.asker_bytes:
-            return False
-        for key in unused:
-            if key in self._loaded and self.total_bytes + size > limits.total_bytes:
-                del self._loaded[key]
-        return self.total_bytes + size <= limits.total_bytes
+        asker, limits = order.key.asker, self._limits
+        in_use: list[_InUse] = [other for other in self._coming if other.size_bytes]
+        in_use += [one for one in self._loaded.values() if one.users and self._users.idle_since(one) > -math.inf]
+        if size + sum(one.size_bytes for one in in_use if one.key.asker == asker) > limits.asker_bytes:
+            return _OWN_FULL
+        making_way = self._in_the_way(order.holder, size, in_use)
+        if making_way is None:
+            return _OTHERS_FULL
+        now = trio.current_time()
+        order.since = min((one.since for one in in_use if one.holder.home == order.holder.home), default=now)
+        order.size_bytes = size
+        for one in making_way:
+            if isinstance(one, _Order):
+                one.end(MADE_WAY)
+        unused = sorted({*self._loaded.values()} - {*in_use}, key=lambda one: one.used_at)
+        own = [one for one in unused if one.key.asker == asker]
+        dropped = self._drop((one for one in making_way if isinstance(one, LoadedAdapter)), math.inf)
+        dropped += self._drop(own, self._bytes_of(asker) - limits.asker_bytes)
+        dropped += self._drop(unused, self.total_bytes - limits.total_bytes)
+        if any(one.users for one in dropped):
+            await self._users.end_users(dropped)
+        return None
 
-    def _used_at(self, key: AdapterKey) -> float:
-        return self._loaded[key].used_at
+    def _in_the_way(self, holder: Holder, size: int, in_use: list[_InUse]) -> list[_InUse] | None:
+        """Return what has to make way so that somebody has room, those that were idle longest first; None: too little.
+
+        What is at or below its home's fair share never does.
+        """
+        now, left, going = trio.current_time(), sorted(in_use, key=self._makes_way_at), list[_InUse]()
+        while not (shares := self._shares_of(left)).fits(holder, size):
+            crowding = shares.in_the_way(holder, size)
+            first = next((one for one in left if one.holder in crowding), None)
+            if first is None or self._makes_way_at(first) > now:
+                return None
+            left.remove(first)
+            going.append(first)
+        return going
+
+    def _shares_of(self, in_use: Iterable[_InUse]) -> Shares:
+        return Shares(self._limits.total_bytes, ((one.holder, one.size_bytes) for one in in_use))
+
+    def _makes_way_at(self, one: _InUse) -> float:
+        """Return when an adapter may have to make way, if its home has more than its share then."""
+        limits, turn_ends = self._limits, one.since + self._limits.turn_s
+        if isinstance(one, _Order):
+            return min(one.late_at(limits), turn_ends)
+        idle_since = self._users.idle_since(one)
+        return max(idle_since, min(idle_since + limits.idle_s, turn_ends))
+
+    def _bytes_of(self, asker: str) -> int:
+        return sum(one.size_bytes for one in self._all if one.key.asker == asker)
+
+    def _drop(self, adapters: Iterable[LoadedAdapter], size: float) -> list[LoadedAdapter]:
+        """Drop the first of these adapters, as far as they are here, that are so large together; returns them."""
+        dropped: list[LoadedAdapter] = []
+        for one in adapters:
+            if size <= 0:
+                break
+            if not one.is_dropped:
+                del self._loaded[one.key]
+                one.is_dropped = True
+                size -= one.size_bytes
+                dropped.append(one)
+        return dropped

@@ -29,7 +29,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -44,7 +44,7 @@ from app.core.network import FrameStream, Network, Priority
 from app.core.signal import Signal
 from app.core.smoothing import Ewma
 from app.core.span import Span
-from app.serving.adapters import AdapterKey, AdapterLimits, AdapterSource, HopAdapters, LoadedAdapter
+from app.serving.adapters import MADE_WAY, AdapterKey, AdapterLimits, AdapterSource, HopAdapters, LoadedAdapter
 from app.serving.admission import AdmissionLimits, CacheTurns, HopRoom, frame_cost, place_to_free, why_not
 from app.serving.batching import URGENT_ROWS, BatchLimits, BatchQueue, QueuedTokens
 from app.serving.handover import UNMEASURED_TOKENS_PER_S, CacheForm, CacheGiver, CacheTaker
@@ -216,11 +216,11 @@ class HopSender:
         needed = {session.turn.successor for session in self._sessions.values()}
         await self._outboxes.close_idle(needed, trio.current_time() - IDLE_STREAM_S)
 
-    async def report_error(self, session: HopSession, code: str, text: str) -> None:
+    async def report_error(self, session: HopSession, code: str, text: str, why: str = "") -> None:
         """Report an error to a session's asker."""
         answers = self._answers.get(session.key)
         if answers is not None:
-            error = encode_hop_error(session.id, session.epoch, session.kept_from, HopError(code, text))
+            error = encode_hop_error(session.id, session.epoch, session.kept_from, HopError(code, text, why))
             await answers.push(control_frame(error))
 
     def _data_frame(self, session: HopSession, kind: Kind, position: int, data: bytes, priority: Priority) -> HopFrame:
@@ -425,13 +425,13 @@ class BlockServer:
         self._settings = settings or ServerSettings()
         self._runner = runner
         self._device = device
-        self._adapters = HopAdapters(device, adapters, self._settings.adapters, self._end_resting_adapted)
+        self._homes = Homes(network)
+        self._adapters = HopAdapters(device, adapters, self._settings.adapters, self._homes, self)
         self._awaited: Counter[bytes] = Counter()  # key of a session -> its orders that wait for an adapter
         self._queue = BatchQueue(self._settings.batch)
         self._counters = ServerCounters()
         self._sessions: dict[bytes, HopSession] = {}  # by `HopSession.key`
         self._by_id: dict[bytes, HopSession] = {}  # the id that DATA frames carry; it belongs to one asker alone
-        self._homes = Homes(network)
         self._cache_turns = CacheTurns()
         self._closed: OrderedDict[bytes, int] = OrderedDict()  # key of an ended session -> its last epoch
         self._orders = OrderQueue()  # wait for the end of the step under way; this node's own are those of ""
@@ -772,19 +772,14 @@ class BlockServer:
         loaded = None if runner is None else self._adapters.held(key, runner)
         if loaded is not None:
             self._order(partial(self._with_adapter, loaded, on_turn), peer)
-        elif runner is None or not self._may_await_adapter(turn, peer, runner):
+        elif runner is None or not self._may_await_adapter(turn.span, runner):
             self._order(on_turn, peer)  # a new session is refused
         else:
             self._awaited[session_key(peer, frame.session)] += 1
             load = partial(self._load_adapter, key, turn.adapter, runner, frame, on_turn, answers)
             self._nursery.start_soon(guarded, "loading an adapter", load)
 
-    def _may_await_adapter(self, turn: EpochOrder, peer: str, runner: BlockRunner) -> bool:
-        """True if an order may wait for its adapter: at most as many as sessions, of this peer and in all."""
-        limits, span = self._settings.admission, turn.span
-        own = sum(count for key, count in self._awaited.items() if key[SESSION_BYTES:] == peer.encode())
-        if own >= limits.peer_sessions or self._awaited.total() >= limits.sessions:
-            return False
+    def _may_await_adapter(self, span: Span, runner: BlockRunner) -> bool:
         hosted = runner.start <= span.start < span.stop <= runner.stop
         return hosted and self._adapters.is_served and not self.draining
 
@@ -806,19 +801,27 @@ class BlockServer:
         finally:
             self._adapters.release(loaded)  # a session that the order opened holds it too
 
-    async def _end_resting_adapted(self, asker: str | None) -> None:
-        """End the resting sessions of an asker, or of all, that hold an adapter, between two steps."""
-        ended = trio.Event()
+    def idle_since(self, adapter: LoadedAdapter) -> float:
+        """Return when an adapter in use was last used; see `app.serving.adapters.AdapterUsers`."""
+        sessions = [session for session in self._sessions.values() if session.adapter is adapter]
+        if len(sessions) < adapter.users:
+            return trio.current_time()  # an order is about to be carried out
+        in_use = [session for session in sessions if session.rests_until is None]
+        if any(session.asker == self._network.peer_id for session in in_use):
+            return math.inf
+        return max((session.counters.worked_at for session in in_use), default=-math.inf)
+
+    async def end_users(self, adapters: Collection[LoadedAdapter]) -> None:
+        """End the sessions that use these adapters, between two steps; the askers of those that rest are not told."""
 
         async def end() -> None:
             for session in list(self._sessions.values()):
-                is_meant = asker in (None, session.asker)
-                if is_meant and session.rests_until is not None and session.adapter is not None:
+                if session.adapter in adapters:
+                    if session.rests_until is None:
+                        await self._sender.report_error(session, MADE_WAY.code, MADE_WAY.text, MADE_WAY.why)
                     self._end(session, session.epoch)
-            ended.set()
 
-        self._order(end)
-        await ended.wait()
+        await self._result_of(self._order, end)
 
     # --- sessions; called between two steps ---------------------------------------------------------------------------
 
@@ -894,7 +897,7 @@ class BlockServer:
         source = None if turn.prefix is None else self._sessions.get(session_key(peer, turn.prefix.session))
         length = 0 if source is None else source.shares_with(turn)
         in_use = source is not None and source.rests_until is None  # else its cache counts as free room already
-        lacks_adapter = turn.adapter is not None and (adapter is None or adapter.runner is not self._runner)
+        lacks_adapter = turn.adapter is not None and (adapter is None or not adapter.serves(self._runner))
         refusal = await self._find_room(peer, turn, length if in_use else 0, others_end=not lacks_adapter)
         if refusal is not None:
             return refusal

@@ -32,7 +32,7 @@ from tests.engine.random_spans import random_span, small_config
 
 POND, LAKE, SEA = HashAdapter(1), HashAdapter(2), HashAdapter(3)
 ONE = 4 * ADAPTER_BYTES  # an adapter of rank 1 at a hop of four blocks
-LIMITS = AdapterLimits(asker_bytes=2 * ONE, total_bytes=2 * ONE, loading=3, asker_loading=2, fetch_s=20.0)
+LIMITS = AdapterLimits(asker_bytes=2 * ONE, total_bytes=4 * ONE, loading=3, asker_loading=2, fetch_s=20.0)
 
 
 @asynccontextmanager
@@ -126,7 +126,7 @@ async def test_an_adapter_that_never_arrives_holds_up_nobody(autojump_clock: Moc
         for adapter in (POND, LAKE, SEA):
             await hop.send("evil", encode_turn(new_session_id("evil"), 1, KEEP, adapted(adapter)))
         await works(hop)
-        assert len(hop.server._adapters._loading) == LIMITS.asker_loading
+        assert len(hop.server._adapters._coming) == LIMITS.asker_loading
         await hop.send("evil", plain(Kind.PROBE, new_session_id("evil"), 1))
         await next_frame(hop._streams["evil"], Kind.STATE)  # it is alive, and says so
         error = decode_hop_error(await next_frame(hop._streams["evil"], Kind.TROUBLE))
@@ -159,13 +159,12 @@ WIDE = AdapterLimits(late_s=5.0, index_s=20.0)
 
 
 async def fill(hop: Hop, askers: str) -> None:
-    """Have all places for adapters on their way taken, by asker with as many as it may have."""
-    for number in range(WIDE.loading // WIDE.asker_loading):
+    """Have all places for adapters on their way taken, each by another home."""
+    for number in range(WIDE.loading):
         asker = f"{askers}{number}"
-        for adapter in (POND, LAKE, SEA):
-            await hop.send(asker, encode_turn(new_session_id(asker), 1, KEEP, adapted(adapter)))
+        await hop.send(asker, encode_turn(new_session_id(asker), 1, KEEP, adapted(POND)))
     await trio.sleep(1)
-    assert len(hop.server._adapters._loading) == WIDE.loading
+    assert len(hop.server._adapters._coming) == WIDE.loading
 
 
 @pytest.mark.parametrize("who", ["silent", "slow"])
@@ -199,10 +198,10 @@ async def test_who_has_an_adapter_on_its_way_takes_no_place_of_others(autojump_c
         await fill(hop, "silent")
         await hop.send("evil", encode_turn(new_session_id("evil"), 1, KEEP, adapted(POND)))
         await trio.sleep(WIDE.late_s)
-        before = set(hop.server._adapters._loading)
+        before = {one.key for one in hop.server._adapters._coming}
         assert "evil" in {key.asker for key in before}
         assert (await refused(hop, LAKE.ref))[0] == "adapters_full"
-        assert set(hop.server._adapters._loading) == before
+        assert {one.key for one in hop.server._adapters._coming} == before
 
 
 async def test_an_index_that_does_not_come_is_given_up_soon(autojump_clock: MockClock) -> None:
@@ -214,10 +213,10 @@ async def test_an_index_that_does_not_come_is_given_up_soon(autojump_clock: Mock
 
 async def test_orders_that_wait_for_an_adapter_are_counted(autojump_clock: MockClock) -> None:
     async with adapted_hop(AdapterShelf(POND, seconds=1e6)) as hop:
-        limit = hop.server._settings.admission.peer_sessions
+        limit = LIMITS.asker_orders
         for _ in range(limit):
             await hop.send("evil", encode_turn(new_session_id("evil"), 1, KEEP, adapted(POND)))
-        assert (await refused(hop, POND.ref))[0] == "adapter_refused"
+        assert (await refused(hop, POND.ref))[0] == "adapters_full"
         assert hop.server._awaited.total() == limit
         await works(hop)
 
@@ -234,7 +233,7 @@ async def test_blocks_that_are_given_up_are_not_held_by_adapters_on_their_way(au
         gc.collect()
         assert blocks() is None
         assert not hop.server._awaited
-        assert not hop.server._adapters._loading
+        assert not hop.server._adapters._orders
 
 
 @pytest.mark.parametrize("ending", ["close", "stream", "runner"])
@@ -266,11 +265,13 @@ async def test_unused_adapters_make_room_and_used_ones_do_not(autojump_clock: Mo
             ids[adapter] = new_session_id("asker")
             await hop.open("asker", ids[adapter], adapted(adapter))
             await trio.sleep(1)
-        assert hop.server._adapters.total_bytes == 2 * ONE
+        for other in ("one", "two"):
+            await hop.open(other, new_session_id(other), adapted(SEA))
+        assert hop.server._adapters.total_bytes == LIMITS.total_bytes
         assert (await refused(hop, SEA.ref))[0] == "adapters_full"
         await hop.send("asker", plain(Kind.CLOSE, ids[POND], 1))
         await trio.sleep(1)
-        assert hop.server._adapters.total_bytes == 2 * ONE  # it stays until others need its room
+        assert hop.server._adapters.total_bytes == LIMITS.total_bytes  # it stays until others need its room
         await hop.open("evil", new_session_id("evil"), adapted(SEA))
         assert {key.root for key in hop.server._adapters._loaded} == {LAKE.ref.root, SEA.ref.root}
         # What rests makes way too, as it does for everything else.
@@ -280,7 +281,7 @@ async def test_unused_adapters_make_room_and_used_ones_do_not(autojump_clock: Mo
         await trio.sleep(1)
         await hop.open("third", new_session_id("third"), adapted(POND))
         assert {key.root for key in hop.server._adapters._loaded} == {POND.ref.root, SEA.ref.root}
-        assert hop.server._adapters.total_bytes == 2 * ONE
+        assert hop.server._adapters.total_bytes == LIMITS.total_bytes
 
 
 async def test_one_asker_leaves_room_for_the_adapters_of_others(autojump_clock: MockClock) -> None:
@@ -297,6 +298,114 @@ async def test_one_asker_leaves_room_for_the_adapters_of_others(autojump_clock: 
         await trio.sleep(1)
         assert (await refused(hop, SEA.ref))[0] == "adapters_full"
         assert len(hop.server._sessions) == 2  # what others have at rest does not make way for more than a share
+
+
+def one_machine(hop: Hop, *askers: str) -> None:
+    """Let these askers have one address."""
+    for asker in askers:
+        hop.fabric.machine_of[asker] = f"the machine of {askers[0]}"
+
+
+async def test_orders_of_one_address_take_no_place_of_others(autojump_clock: MockClock) -> None:
+    """Four identities had so many orders wait that nobody else's were taken."""
+    async with adapted_hop(Senders(POND, LAKE, SEA, seconds=1.0), limits=AdapterLimits()) as hop:
+        for home in ("a", "b"):
+            askers = [f"silent {home}{number}" for number in range(4)]
+            one_machine(hop, *askers)
+            for asker in askers:
+                for number in range(AdapterLimits().asker_orders):
+                    adapter = (POND, LAKE, SEA)[number % 3]
+                    await hop.send(asker, encode_turn(new_session_id(asker), 1, KEEP, adapted(adapter)))
+            await trio.sleep(1)
+        assert hop.server._awaited.total() == AdapterLimits().orders
+        for number in range(3):
+            begin, asker = trio.current_time(), f"honest{number}"
+            await hop.open(asker, new_session_id(asker), adapted(POND))
+            assert trio.current_time() - begin < AdapterLimits().late_s
+
+
+class Holding:
+    """Sessions with adapters that are kept open."""
+
+    def __init__(self, hop: Hop) -> None:
+        self.hop = hop
+        self._open: dict[tuple[str, HashAdapter], tuple[bytes, int]] = {}  # asker and adapter -> id and next position
+
+    async def begin(self, asker: str, *adapters: HashAdapter) -> None:
+        """Open sessions, and use each a second later than the last one."""
+        for adapter in adapters:
+            self._open[asker, adapter] = new_session_id(asker), 0
+            await self.hop.open(asker, self._open[asker, adapter][0], replace(adapted(adapter), tokens=4000))
+            await self.use(asker, adapter)
+            await trio.sleep(1)
+
+    async def use(self, asker: str, adapter: HashAdapter) -> None:
+        """Have something computed with an adapter."""
+        id, position = self._open[asker, adapter]
+        await self.hop.send(asker, data(id, 1, position))
+        await next_frame(self.hop._streams[asker], Kind.DATA)
+        self._open[asker, adapter] = id, position + len(TOKENS)
+
+    async def stay(self, seconds: float, *, busy: str = "") -> None:
+        """Say now and then that all sessions are needed; the `busy` asker uses its own."""
+        for _ in range(int(seconds / 20)):
+            await trio.sleep(20)
+            for (asker, adapter), (id, _) in self._open.items():
+                await self.hop.send(asker, plain(Kind.PROBE, id, 1))
+                if asker == busy:
+                    await self.use(asker, adapter)
+
+    @property
+    def left(self) -> set[tuple[str, HashAdapter]]:
+        """Those that are still open."""
+        ids = {session.id for session in self.hop.server._sessions.values()}
+        return {one for one, (id, _) in self._open.items() if id in ids}
+
+
+async def test_adapters_of_one_address_leave_room_for_others(autojump_clock: MockClock) -> None:
+    """Two identities held all room for adapters."""
+    async with adapted_hop(AdapterShelf(POND, LAKE, SEA)) as hop:
+        one_machine(hop, "evil", "twin")
+        holding = Holding(hop)
+        await holding.begin("evil", POND, LAKE)
+        await holding.begin("twin", POND)
+        assert (await refused(hop, LAKE.ref, "twin"))[0] == "adapters_full"
+        await hop.open("honest", new_session_id("honest"), adapted(POND))
+        assert len(holding.left) == 3
+
+
+@pytest.mark.parametrize("busy", ["", "evil"])
+async def test_adapters_beyond_a_fair_share_make_way(autojump_clock: MockClock, busy: str) -> None:
+    async with adapted_hop(AdapterShelf(POND, LAKE, SEA)) as hop:
+        holding, after = Holding(hop), LIMITS.turn_s if busy else LIMITS.idle_s
+        await holding.begin("evil", POND, LAKE)
+        for other in ("one", "two"):
+            await holding.begin(other, SEA)
+        begun = holding.left
+        await holding.stay(after - 20, busy=busy)
+        assert (await refused(hop, POND.ref, "honest"))[0] == "adapters_full"
+        assert holding.left == begun
+        await holding.stay(20, busy=busy)
+        await holding.begin("honest", SEA)
+        assert begun - holding.left == {("evil", POND)}  # idle for longest
+        error = decode_hop_error(await next_frame(hop._streams["evil"], Kind.TROUBLE))
+        assert (error.code, error.why) == ("busy", "adapters_full")
+        left = holding.left
+        await holding.stay(2 * LIMITS.turn_s)
+        assert (await refused(hop, POND.ref, "late"))[0] == "adapters_full"
+        assert holding.left == left  # nobody has more than one that comes would have
+
+
+async def test_own_replies_make_way_for_nobody(autojump_clock: MockClock) -> None:
+    async with adapted_hop(AdapterShelf(POND, LAKE, SEA)) as hop:
+        holding = Holding(hop)
+        await holding.begin("victim", POND, LAKE)
+        for other in ("one", "two"):
+            await holding.begin(other, SEA)
+        begun = holding.left
+        await holding.stay(2 * LIMITS.turn_s)
+        assert (await refused(hop, POND.ref, "honest"))[0] == "adapters_full"
+        assert holding.left == begun
 
 
 async def test_askers_do_not_share_an_adapter(autojump_clock: MockClock) -> None:
