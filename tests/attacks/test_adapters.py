@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from app.serving.adapters import AdapterLimits
 from app.serving.block_server import BlockServer, ServerSettings
 from app.session.adapter_index import AdapterIndex, AdapterRef, decode_index
 from app.session.frame import decode_hop_error, new_session_id, plain
+from app.session.loop_stream import loop_streams
 from app.session.wire import KEEP, KNOWS_ADAPTERS, Kind, Prefix, encode_turn
 from engine.errors import DeviceFull, TrainingError
 from engine.model.hosted_span import HostedSpan
@@ -324,6 +326,24 @@ async def test_orders_of_one_address_take_no_place_of_others(autojump_clock: Moc
             assert trio.current_time() - begin < AdapterLimits().late_s
 
 
+async def test_adapters_on_their_way_beyond_a_fair_share_make_way(autojump_clock: MockClock) -> None:
+    """They came just as fast as they had to, and all places and bytes were theirs again and again."""
+    shelf = Senders(POND, LAKE, SEA, seconds=200.0, bytes_per_s=WIDE.bytes_per_s)
+    async with adapted_hop(shelf, limits=replace(WIDE, total_bytes=8 * ONE)) as hop:
+        for home in ("a", "b", "c"):
+            askers = [f"evil {home}{number}" for number in range(4)]
+            one_machine(hop, *askers)
+            for asker in askers:
+                for adapter in (POND, LAKE):
+                    await hop.send(asker, encode_turn(new_session_id(asker), 1, KEEP, adapted(adapter)))
+            await trio.sleep(1)
+        homes = Counter(one.holder.home for one in hop.server._adapters._coming)
+        assert sorted(homes.values()) == [2, 2, 4]
+        await hop.send("honest", encode_turn(new_session_id("honest"), 1, KEEP, adapted(POND)))
+        await trio.sleep(1)
+        assert "honest" in {one.key.asker for one in hop.server._adapters._coming if one.size_bytes}
+
+
 class Holding:
     """Sessions with adapters that are kept open."""
 
@@ -398,7 +418,10 @@ async def test_adapters_beyond_a_fair_share_make_way(autojump_clock: MockClock, 
 
 async def test_own_replies_make_way_for_nobody(autojump_clock: MockClock) -> None:
     async with adapted_hop(AdapterShelf(POND, LAKE, SEA)) as hop:
-        holding = Holding(hop)
+        holding, (here, there) = Holding(hop), loop_streams("victim")
+        assert hop.server._nursery is not None
+        hop.server._nursery.start_soon(hop.server.attend, there)
+        hop._streams["victim"] = here  # type: ignore[assignment]
         await holding.begin("victim", POND, LAKE)
         for other in ("one", "two"):
             await holding.begin(other, SEA)
