@@ -166,6 +166,13 @@ class HopAdapters:
         return [*self._loaded.values(), *self._orders]
 
     @property
+    def _in_use(self) -> list[_InUse]:
+        """Adapters that others may need to wait for: not those that at most resting sessions hold."""
+        coming = (order for order in self._coming if order.size_bytes)
+        used = (one for one in self._loaded.values() if one.users and self._users.idle_since(one) > -math.inf)
+        return [*coming, *used]
+
+    @property
     def _waiting(self) -> list[_Order]:
         return [order for order in self._orders if not order.scope.cancel_called]
 
@@ -180,9 +187,15 @@ class HopAdapters:
             order.end(_GIVEN_UP)
 
     def held(self, key: AdapterKey, runner: BlockRunner) -> LoadedAdapter | None:
-        """Return an adapter that is loaded for these blocks, held until `release`; None if it is not."""
+        """Return an adapter that is loaded for these blocks, held until `release`; None if it is not.
+
+        One that nobody uses is left alone if that would be more than its asker may have.
+        """
         found = self._loaded.get(key)
         if found is None or not found.serves(runner):
+            return None
+        in_use = self._in_use
+        if found not in in_use and not self._shares_of(in_use).fits(found.holder, found.size_bytes):
             return None
         found.users += 1
         return found
@@ -305,9 +318,7 @@ class HopAdapters:
 
         Says why there is none.
         """
-        asker, limits = order.key.asker, self._limits
-        in_use: list[_InUse] = [other for other in self._coming if other.size_bytes]
-        in_use += [one for one in self._loaded.values() if one.users and self._users.idle_since(one) > -math.inf]
+        asker, limits, in_use = order.key.asker, self._limits, self._in_use
         if size + sum(one.size_bytes for one in in_use if one.key.asker == asker) > limits.asker_bytes:
             return _OWN_FULL
         making_way = self._in_the_way(order.holder, size, in_use)
@@ -322,6 +333,7 @@ class HopAdapters:
         unused = sorted({*self._loaded.values()} - {*in_use}, key=lambda one: one.used_at)
         own = [one for one in unused if one.key.asker == asker]
         dropped = self._drop((one for one in making_way if isinstance(one, LoadedAdapter)), math.inf)
+        dropped += self._drop((one for one in own if one.key == order.key), math.inf)  # `held` left it alone
         dropped += self._drop(own, self._bytes_of(asker) - limits.asker_bytes)
         dropped += self._drop(unused, self.total_bytes - limits.total_bytes)
         if any(one.users for one in dropped):

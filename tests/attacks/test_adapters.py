@@ -394,6 +394,24 @@ async def test_adapters_of_one_address_leave_room_for_others(autojump_clock: Moc
         assert len(holding.left) == 3
 
 
+async def test_adapters_that_were_unused_take_no_more_than_others(autojump_clock: MockClock) -> None:
+    """An adapter stays loaded when its session ends: one after another, they could fill all room and be used again."""
+    async with adapted_hop(AdapterShelf(POND, LAKE)) as hop:
+        one_machine(hop, "evil", "twin")
+        for asker in ("evil", "twin"):
+            for adapter in (POND, LAKE):
+                id = new_session_id(asker)
+                await hop.open(asker, id, adapted(adapter))
+                await hop.send(asker, plain(Kind.CLOSE, id, 1))
+                await trio.sleep(1)
+        assert hop.server._adapters.total_bytes == LIMITS.total_bytes
+        for asker, adapter in (("evil", POND), ("evil", LAKE), ("twin", POND)):
+            await hop.open(asker, new_session_id(asker), adapted(adapter))
+        assert (await refused(hop, LAKE.ref, "twin"))[0] == "adapters_full"
+        await hop.open("honest", new_session_id("honest"), adapted(POND))
+        assert hop.server.sessions == 4
+
+
 @pytest.mark.parametrize("busy", ["", "evil"])
 async def test_adapters_beyond_a_fair_share_make_way(autojump_clock: MockClock, busy: str) -> None:
     async with adapted_hop(AdapterShelf(POND, LAKE, SEA)) as hop:

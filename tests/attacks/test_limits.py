@@ -33,7 +33,7 @@ from app.rounds import wire as round_wire
 from app.routing import capacity
 from app.routing.estimates import BELIEVED_S
 from app.routing.planner import WITHOUT_ADAPTER_S
-from app.serving import batching, block_server, handover, orders
+from app.serving import batching, block_server, handover, orders, shares
 from app.serving.adapters import AdapterLimits
 from app.serving.admission import TURN_S, AdmissionLimits
 from app.serving.block_server import IDLE_STREAM_S, LOOK_BYTES, ServerSettings
@@ -127,6 +127,10 @@ ROWS: dict[str, tuple[float, ...]] = {
         ADAPTERS.total_bytes / MIB,
         ADAPTERS.asker_loading,
         ADAPTERS.loading,
+        ADAPTERS.orders,
+        ADAPTERS.asker_orders,
+        ADAPTERS.idle_s,
+        ADAPTERS.turn_s,
         ADAPTERS.fetch_s,
         ADAPTERS.index_s,
         ADAPTERS.late_s,
@@ -397,6 +401,7 @@ def test_limits_in_words_are_those_of_the_code() -> None:
     table = limits_table()
     assert ("three quarters of them inbound" in table["connections"]) == (DOORS.inbound_share == 0.75)
     assert ("a quarter of the places and of the cache" in table["sessions at a hop"]) == (PLACES.reserve == 0.25)
+    assert ("A quarter of the room" in table["adapters at a hop"]) == (shares.RESERVE == 0.25)
     assert ("now and then 0.5 s" in table["waits of a step"]) == (batching.MAX_LONG_WAIT_S == 0.5)
     assert ("after a minute" in table["idle session streams"]) == (IDLE_STREAM_S == 60.0)
     assert ("for two minutes" in table["bodies and answers in memory"]) == (link.UNFINISHED_S == 120.0)
