@@ -96,17 +96,12 @@ class LoadedAdapter:
 
     key: AdapterKey
     holder: Holder
-    runner: BlockRunner
     weights: Any  # for `BlockRunner.open`
     size_bytes: int
     since: float  # its home has used adapters
     users: int = 0  # sessions, and orders that wait to be carried out
     used_at: float = 0.0
-    is_dropped: bool = False
-
-    def serves(self, runner: BlockRunner | None) -> bool:
-        """True if new sessions over these blocks may use it."""
-        return self.runner is runner and not self.is_dropped
+    is_dropped: bool = False  # no new session may use it
 
 
 @dataclass(eq=False)
@@ -147,6 +142,7 @@ class HopAdapters:
         self, device: Device, source: AdapterSource | None, limits: AdapterLimits, homes: Homes, users: AdapterUsers
     ) -> None:
         self._device, self._source, self._limits, self._homes, self._users = device, source, limits, homes, users
+        self._runner: BlockRunner | None = None
         self._loaded: dict[AdapterKey, LoadedAdapter] = {}
         self._orders: list[_Order] = []  # the oldest first
         self._over = Signal()  # an order is over
@@ -180,22 +176,25 @@ class HopAdapters:
     def _coming(self) -> list[_Order]:
         return [order for order in self._waiting if order.has_place]
 
-    def clear(self) -> None:
-        """Drop all adapters, those on their way too: the blocks that they were loaded for are given up."""
-        self._loaded.clear()
+    def host(self, runner: BlockRunner | None) -> None:
+        """Load adapters for these blocks from now on; drop all others, those on their way too."""
+        self._runner = runner
+        self._drop(list(self._loaded.values()), math.inf)
         for order in self._waiting:
             order.end(_GIVEN_UP)
 
-    def held(self, key: AdapterKey, runner: BlockRunner) -> LoadedAdapter | None:
-        """Return an adapter that is loaded for these blocks, held until `release`; None if it is not.
+    def may_load(self, span: Span) -> bool:
+        """True if adapters for these blocks are loaded here."""
+        runner = self._runner
+        return self.is_served and runner is not None and runner.start <= span.start < span.stop <= runner.stop
+
+    def held(self, key: AdapterKey) -> LoadedAdapter | None:
+        """Return an adapter that is loaded, held until `release`; None if it is not.
 
         One that nobody uses is left alone if that would be more than its asker may have.
         """
-        found = self._loaded.get(key)
-        if found is None or not found.serves(runner):
-            return None
-        in_use = self._in_use
-        if found not in in_use and not self._shares_of(in_use).fits(found.holder, found.size_bytes):
+        found, in_use = self._loaded.get(key), self._in_use
+        if found is None or (found not in in_use and not self._shares_of(in_use).fits(found.holder, found.size_bytes)):
             return None
         found.users += 1
         return found
@@ -206,19 +205,21 @@ class HopAdapters:
             adapter.users -= 1
             adapter.used_at = trio.current_time()
 
-    async def load(self, key: AdapterKey, ref: AdapterRef, runner: BlockRunner) -> LoadedAdapter | HopError:
+    async def load(self, key: AdapterKey, ref: AdapterRef) -> LoadedAdapter | HopError:
         """Fetch and load an adapter unless it is here, and hold it until `release`; or say why not.
 
         Waits for a place for a short time, and for the same adapter as long as it is on its way.
         """
+        if not self.may_load(key.span):
+            return _GIVEN_UP
         order = _Order(key, Holder(self._homes.of(key.asker), key.asker))
         if not self._may_wait(order.holder):
             return _TOO_MANY_WAIT
         self._orders.append(order)
         try:
             with order.scope:
-                found = await self._wait_for_place(order, runner)
-                return await self._fetch(order, ref, runner) if found is None else found
+                found = await self._wait_for_place(order)
+                return await self._fetch(order, ref) if found is None else found
             return order.why_ended
         finally:
             self._orders.remove(order)
@@ -238,11 +239,11 @@ class HopAdapters:
             to_end[-1].end(_TOO_MANY_WAIT)
         return bool(to_end)
 
-    async def _wait_for_place(self, order: _Order, runner: BlockRunner) -> LoadedAdapter | HopError | None:
+    async def _wait_for_place(self, order: _Order) -> LoadedAdapter | HopError | None:
         """Wait until an order has a place: None; or until its adapter is here, or it has waited for too long."""
         until = trio.current_time() + 2 * self._limits.late_s
         while True:
-            if (found := self.held(order.key, runner)) is not None:
+            if (found := self.held(order.key)) is not None:
                 return found
             if not any(other.key == order.key and other.has_place for other in self._orders):
                 if trio.current_time() >= until:
@@ -268,11 +269,11 @@ class HopAdapters:
         order.has_place, order.begun_at = True, now
         return True
 
-    async def _fetch(self, order: _Order, ref: AdapterRef, runner: BlockRunner) -> LoadedAdapter | HopError:
+    async def _fetch(self, order: _Order, ref: AdapterRef) -> LoadedAdapter | HopError:
         """Fetch and load an order's adapter, or say why not."""
         try:
             with trio.fail_after(self._limits.fetch_s):
-                return await self._load(order, ref, runner)
+                return await self._load(order, ref)
         except DeviceFull as error:
             return HopError("busy", f"no room for the adapter: {error}", "adapters_full")
         except trio.TooSlowError:
@@ -283,9 +284,10 @@ class HopAdapters:
             log.exception("an adapter could not be loaded")
             return HopError("refused", f"{type(error).__name__} while loading the adapter", "adapter_refused")
 
-    async def _load(self, order: _Order, ref: AdapterRef, runner: BlockRunner) -> LoadedAdapter | HopError:
+    async def _load(self, order: _Order, ref: AdapterRef) -> LoadedAdapter | HopError:
+        key, runner = order.key, self._runner
         assert self._source is not None, "a hop without a source refuses adapters"
-        key = order.key
+        assert runner is not None, "orders end with the blocks that they are for"
         with trio.fail_after(self._limits.index_s):
             index = await self._source.index(key.asker, ref)
         expected = runner.adapter_bytes(index.rank, index.targets)
@@ -309,8 +311,7 @@ class HopAdapters:
         weights = await self._device.run_later(runner.load_adapter, index.rank, index.alpha, index.targets, blocks)
         if order.scope.cancel_called:
             return order.why_ended
-        loaded = LoadedAdapter(key, order.holder, runner, weights, size, order.since, users=1)
-        self._loaded[key] = loaded
+        self._loaded[key] = loaded = LoadedAdapter(key, order.holder, weights, size, order.since, users=1)
         return loaded
 
     async def _make_room(self, order: _Order, size: int) -> HopError | None:

@@ -427,6 +427,7 @@ class BlockServer:
         self._device = device
         self._homes = Homes(network)
         self._adapters = HopAdapters(device, adapters, self._settings.adapters, self._homes, self)
+        self._adapters.host(runner)
         self._awaited: Counter[bytes] = Counter()  # key of a session -> its orders that wait for an adapter
         self._queue = BatchQueue(self._settings.batch)
         self._counters = ServerCounters()
@@ -564,7 +565,7 @@ class BlockServer:
     async def _change_runner(self, runner: BlockRunner | None) -> None:
         await self._end_outside(None)
         self._runner, self.draining = runner, False
-        self._adapters.clear()
+        self._adapters.host(runner)
         if self._nursery is not None:
             self._sender.width = runner.hidden_size if runner is not None else 0
 
@@ -767,27 +768,22 @@ class BlockServer:
         """Carry out an order between two steps, once its adapter is loaded."""
         assert self._nursery is not None, "streams are read while the server runs"
         assert turn.adapter is not None, "another order needs no adapter"
-        runner, on_turn = self._runner, partial(self._on_turn, frame, turn, peer, answers)
+        on_turn = partial(self._on_turn, frame, turn, peer, answers)
         key = AdapterKey(peer, turn.adapter.root, turn.span)
-        loaded = None if runner is None else self._adapters.held(key, runner)
-        if loaded is not None:
+        if (loaded := self._adapters.held(key)) is not None:
             self._order(partial(self._with_adapter, loaded, on_turn), peer)
-        elif runner is None or not self._may_await_adapter(turn.span, runner):
+        elif self.draining or not self._adapters.may_load(turn.span):
             self._order(on_turn, peer)  # a new session is refused
         else:
             self._awaited[session_key(peer, frame.session)] += 1
-            load = partial(self._load_adapter, key, turn.adapter, runner, frame, on_turn, answers)
+            load = partial(self._load_adapter, key, turn.adapter, frame, on_turn, answers)
             self._nursery.start_soon(guarded, "loading an adapter", load)
 
-    def _may_await_adapter(self, span: Span, runner: BlockRunner) -> bool:
-        hosted = runner.start <= span.start < span.stop <= runner.stop
-        return hosted and self._adapters.is_served and not self.draining
-
     async def _load_adapter(
-        self, key: AdapterKey, ref: AdapterRef, runner: BlockRunner, frame: Frame, on_turn: Turn, answers: PeerOutbox
+        self, key: AdapterKey, ref: AdapterRef, frame: Frame, on_turn: Turn, answers: PeerOutbox
     ) -> None:
         """Load an adapter, then have the order carried out that waits for it."""
-        loaded = await self._adapters.load(key, ref, runner)
+        loaded = await self._adapters.load(key, ref)
         self._awaited -= Counter([session_key(key.asker, frame.session)])
         if isinstance(loaded, HopError):
             log.info("%s asks for an adapter: %s", key.asker, loaded.text)
@@ -897,7 +893,7 @@ class BlockServer:
         source = None if turn.prefix is None else self._sessions.get(session_key(peer, turn.prefix.session))
         length = 0 if source is None else source.shares_with(turn)
         in_use = source is not None and source.rests_until is None  # else its cache counts as free room already
-        lacks_adapter = turn.adapter is not None and (adapter is None or not adapter.serves(self._runner))
+        lacks_adapter = turn.adapter is not None and (adapter is None or adapter.is_dropped)
         refusal = await self._find_room(peer, turn, length if in_use else 0, others_end=not lacks_adapter)
         if refusal is not None:
             return refusal

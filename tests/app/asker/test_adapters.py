@@ -165,6 +165,21 @@ async def test_hops_that_refuse_the_adapter_are_left_out_of_its_replies_alone(au
         assert [hop.peer for hop in (await ask(asker)).route] == ["large"]
 
 
+async def test_a_reply_whose_adapter_makes_way_goes_on_elsewhere(autojump_clock: MockClock) -> None:
+    async with open_swarm() as swarm:
+        crowded = await swarm.serve("crowded", HashRunner(0, 8), speed=1000.0, adapters=AdapterShelf(POND))
+        await swarm.serve("other", HashRunner(0, 8), adapters=AdapterShelf(POND))
+        asker = await swarm.asker()
+        async with asker.reply(PROMPT, 10, max_tokens=10, adapter=OFFERED) as reply:
+            async for _ in reply:
+                if len(reply.stats.token_ids) == 3:
+                    assert [hop.peer for hop in reply.stats.route] == ["crowded"]
+                    await crowded.end_users(list(crowded._adapters._loaded.values()))
+        assert reply.stats.token_ids == greedy(PROMPT, 10, adapter=POND)
+        assert ([hop.peer for hop in reply.stats.route], reply.stats.recoveries) == (["other"], 1)
+        assert not asker.bans.active(trio.current_time())
+
+
 async def test_audits_compute_with_the_same_adapter(autojump_clock: MockClock) -> None:
     async with open_fabric(profile=LinkProfile(delay_s=0.005)) as fabric, trio.open_nursery() as nursery:
         swarm = SessionSwarm(fabric, nursery)
