@@ -106,12 +106,11 @@ class LoadedAdapter:
 
 @dataclass(eq=False)
 class _Order:
-    """An order that waits for its adapter, which is on its way if this order has a place."""
+    """An order that waits for its adapter."""
 
     key: AdapterKey
     holder: Holder
-    has_place: bool = False
-    begun_at: float = 0.0  # it has had a place since then
+    begun_at: float = 0.0  # its adapter is on its way since then
     arrived_bytes: float = 0.0
     size_bytes: int = 0  # reserved; known with the index
     since: float = 0.0  # its home has used adapters
@@ -145,6 +144,7 @@ class HopAdapters:
         self._runner: BlockRunner | None = None
         self._loaded: dict[AdapterKey, LoadedAdapter] = {}
         self._orders: list[_Order] = []  # the oldest first
+        self._places: dict[AdapterKey, _Order] = {}  # those whose adapters are on their way
         self._over = Signal()  # an order is over
 
     @property
@@ -174,7 +174,7 @@ class HopAdapters:
 
     @property
     def _coming(self) -> list[_Order]:
-        return [order for order in self._waiting if order.has_place]
+        return [order for order in self._places.values() if not order.scope.cancel_called]
 
     def host(self, runner: BlockRunner | None) -> None:
         """Load adapters for these blocks from now on; drop all others, those on their way too."""
@@ -193,8 +193,11 @@ class HopAdapters:
 
         One that nobody uses is left alone if that would be more than its asker may have.
         """
-        found, in_use = self._loaded.get(key), self._in_use
-        if found is None or (found not in in_use and not self._shares_of(in_use).fits(found.holder, found.size_bytes)):
+        found = self._loaded.get(key)
+        if found is None:
+            return None
+        in_use = self._in_use
+        if found not in in_use and not self._shares_of(in_use).fits(found.holder, found.size_bytes):
             return None
         found.users += 1
         return found
@@ -223,6 +226,8 @@ class HopAdapters:
             return order.why_ended
         finally:
             self._orders.remove(order)
+            if self._places.get(key) is order:
+                del self._places[key]
             self._over.notify()
 
     def _may_wait(self, holder: Holder) -> bool:
@@ -234,7 +239,7 @@ class HopAdapters:
         if shares.fits(holder, 1):
             return True
         crowding = shares.in_the_way(holder, 1)
-        to_end = [order for order in waiting if order.holder in crowding and not order.has_place]
+        to_end = [order for order in waiting if order.holder in crowding and self._places.get(order.key) is not order]
         if to_end:
             to_end[-1].end(_TOO_MANY_WAIT)
         return bool(to_end)
@@ -245,7 +250,7 @@ class HopAdapters:
         while True:
             if (found := self.held(order.key)) is not None:
                 return found
-            if not any(other.key == order.key and other.has_place for other in self._orders):
+            if order.key not in self._places:
                 if trio.current_time() >= until:
                     return _TOO_MANY_COME
                 if self._take_place(order):
@@ -266,7 +271,7 @@ class HopAdapters:
             if latest.holder not in crowding and (latest.late_at(limits) > now or not has_none):
                 return False
             latest.end(MADE_WAY)
-        order.has_place, order.begun_at = True, now
+        self._places[order.key], order.begun_at = order, now
         return True
 
     async def _fetch(self, order: _Order, ref: AdapterRef) -> LoadedAdapter | HopError:
