@@ -115,7 +115,7 @@ class _Order:
     size_bytes: int = 0  # reserved; known with the index
     since: float = 0.0  # its home has used adapters
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
-    why_ended: HopError = _GIVEN_UP
+    why_ended: HopError | None = None
 
     def arrived(self, size: float) -> None:
         """Count bytes that have come."""
@@ -145,7 +145,7 @@ class HopAdapters:
         self._loaded: dict[AdapterKey, LoadedAdapter] = {}
         self._orders: list[_Order] = []  # the oldest first
         self._places: dict[AdapterKey, _Order] = {}  # those whose adapters are on their way
-        self._over = Signal()  # an order is over
+        self._over = Signal()  # an order with a place is over
 
     @property
     def is_served(self) -> bool:
@@ -170,11 +170,11 @@ class HopAdapters:
 
     @property
     def _waiting(self) -> list[_Order]:
-        return [order for order in self._orders if not order.scope.cancel_called]
+        return [order for order in self._orders if order.why_ended is None]
 
     @property
     def _coming(self) -> list[_Order]:
-        return [order for order in self._places.values() if not order.scope.cancel_called]
+        return [order for order in self._places.values() if order.why_ended is None]
 
     def host(self, runner: BlockRunner | None) -> None:
         """Load adapters for these blocks from now on; drop all others, those on their way too."""
@@ -223,12 +223,13 @@ class HopAdapters:
             with order.scope:
                 found = await self._wait_for_place(order)
                 return await self._fetch(order, ref) if found is None else found
+            assert order.why_ended is not None, "only `end` cancels an order alone"
             return order.why_ended
         finally:
             self._orders.remove(order)
             if self._places.get(key) is order:
                 del self._places[key]
-            self._over.notify()
+                self._over.notify()
 
     def _may_wait(self, holder: Holder) -> bool:
         """True if one more order may wait; the newest of those who have too many makes way."""
@@ -314,7 +315,7 @@ class HopAdapters:
         order.arrived(math.inf)
         blocks = dict(zip(key.span.blocks(), vectors, strict=True))
         weights = await self._device.run_later(runner.load_adapter, index.rank, index.alpha, index.targets, blocks)
-        if order.scope.cancel_called:
+        if order.why_ended is not None:
             return order.why_ended
         self._loaded[key] = loaded = LoadedAdapter(key, order.holder, weights, size, order.since, users=1)
         return loaded
