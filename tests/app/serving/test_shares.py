@@ -39,16 +39,17 @@ def test_what_a_home_has_is_shared_among_its_askers() -> None:
 
 
 @given(st.lists(st.sampled_from([A, B, C, TWIN, Holder("d", "5"), Holder("e", "6")]), max_size=200))
-def test_who_makes_way_ends_up_with_no_less(wishes: list[Holder]) -> None:
+def test_whoever_comes_finds_room(wishes: list[Holder]) -> None:
     held: list[tuple[Holder, int]] = []
     for who in wishes:
         now = Shares(TOTAL, held)
         if not now.fits(who, 1) and (crowding := now.in_the_way(who, 1)):
             held.remove(next(one for one in held if one[0] in crowding))
             now = Shares(TOTAL, held)
+            assert now.fits(who, 1)
         if now.fits(who, 1):
             held.append((who, 1))
     homes = [holder.home for holder, _ in held]
-    assert len(homes) <= TOTAL
-    if len({*homes}) == 1:
-        assert len(homes) <= (1 - RESERVE) * TOTAL
+    assert len(homes) <= TOTAL * (1 - RESERVE if len({*homes}) == 1 else 1)
+    now, last = Shares(TOTAL, held), Holder("f", "7")
+    assert now.fits(last, 1) or now.in_the_way(last, 1)
