@@ -67,7 +67,7 @@ class AdapterLimits:
     """Limits of the adapters at one hop."""
 
     asker_bytes: int = 256 * 2**20  # of the adapters of one asker, as they are sent
-    total_bytes: int = 512 * 2**20  # of all of them
+    total_bytes: int = 384 * 2**20  # of all of them: well below the memory that a device keeps free for others
     loading: int = 8  # at the same time
     asker_loading: int = 2  # of one asker
     orders: int = 256  # that wait for an adapter
