@@ -27,12 +27,11 @@ from p2p.errors import P2PError
 log = logging.getLogger("shoal.rounds")
 
 ASK_S = 10.0  # each member
-FIND_S = 60.0  # that members are asked for a job that the user names, in all
+FIND_S = 60.0  # that members are asked for a job that the user names, in all, until its record is here
 ASKED_AT_ONCE = 48  # members: most of them have to be dialled first
 MOST_BYTES = 256 * 1024  # of the records of one member, which is hundreds of usual ones
 KEPT_CHECKED = 2048  # records
 KEPT_NAMERS = 8  # of each, the latest
-ENOUGH_HOLDERS = 8  # of a job that is looked for by its hash, unless its founder is one of them
 
 
 @dataclass
@@ -58,7 +57,7 @@ class NamedJob:
 
 @dataclass
 class FoundJob:
-    """A job that was looked for: its signed record, and the members that take part in it."""
+    """A job that was looked for: its signed record, and members that say that they take part in it."""
 
     job: NamedJob
     raw: bytes
@@ -84,8 +83,7 @@ class JobSearch:
     async def find(self, target: str, members: Sequence[str], *, ask_s: float, within_s: float) -> Found:
         """Return the jobs that a user may mean by a name or a hash, within a time.
 
-        Two of a name are enough, as nobody knows which is meant. A whole hash is of one job alone: what is looked for
-        then is its founder, who is asked next, or several members that have its text. Anybody can repeat its record.
+        Two of a name are enough, as nobody knows which is meant, and one of a whole hash, whoever repeats its record.
         """
         found = Found()
         hints = {peer for job in self._checked.values() if job.is_named(target) for peer in job.namers}
@@ -96,19 +94,23 @@ class JobSearch:
             holders = found.jobs.setdefault(job.id, FoundJob(job, raw)).holders
             if peer not in holders:
                 holders.append(peer)
-            if len(found.jobs) > 1:
+            if len(found.jobs) > 1 or job.id.hex() == target:
                 scope.cancel()
-            if job.id.hex() == target and (peer == job.founder or len(holders) >= ENOUGH_HOLDERS):
-                scope.cancel()
-            if job.founder in left:
-                left.remove(job.founder)
-                left.appendleft(job.founder)
 
         left = deque(self._in_order(members, hints))
         with trio.move_on_after(within_s) as scope:
             await self._ask(left, take, ask_s)
         found.not_asked = len(left)
         return found
+
+    async def find_holders(self, record: TrainingRecord, members: Sequence[str], take: Callable[[str], None]) -> None:
+        """Ask members for a job, and give those that name it as they answer; its founder is asked among the first.
+
+        Anybody can name it, so this ends when all were asked, or is cancelled by whoever got the job's text.
+        """
+        named = (job.namers for job in self._checked.values() if job.id == record.id)
+        left = deque(self._in_order(members, {record.founder}.union(*named)))
+        await self._ask(left, lambda job, raw, peer: take(peer) if job.id == record.id else None, ASK_S)
 
     async def list_jobs(self, members: Sequence[str], *, ask_s: float) -> list[NamedJob]:
         """Return the jobs of these members, each once."""

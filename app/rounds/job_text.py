@@ -5,6 +5,7 @@ What was fetched rests among the states while that goes on, and is in the job's 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -12,13 +13,21 @@ import trio
 
 from app.core.canonical_json import canonical
 from app.core.errors import AppError
+from app.core.signal import Signal
 from app.core.units import format_size
-from app.rounds.job_search import ASK_S, FIND_S, JobSearch
+from app.rounds.job_search import JobSearch
 from app.rounds.place import TrainPlace
 from app.rounds.train_store import OWN_DATA_FILE, JoinWords, StoredTraining, TrainStore
+from p2p.errors import DeadlineExceeded
+
+log = logging.getLogger("shoal.rounds")
 
 LOOK_S = 10.0  # between two looks whether a member that has the text is still there
 HOLDERS_AGAIN_S, HOLDERS_AGAIN_MOST_S = 10.0, 600.0  # until members are asked again for the text of a job
+
+
+class _NotGiven(AppError):
+    """Members that said that they have a job's text did not give it."""
 
 
 class JobText:
@@ -27,33 +36,33 @@ class JobText:
     def __init__(self, place: TrainPlace, store: TrainStore, search: JobSearch, job: StoredTraining) -> None:
         self._place, self._store, self._search, self._job = place, store, search, job
         self._record, self._run = job.record, job.record.id[:16]
-        self._lacks_holders = self._fetches = False
+        self._fetches = self._all_asked = False
+        self._holders: list[str] = []  # members that say that they have the text
+        self._found = Signal()
 
     @property
     def waiting(self) -> str:
         """What is waited for, in words; empty if nothing is."""
-        if self._lacks_holders:
+        if not self._fetches:
+            return ""
+        if not self._holders:
             return "waits for a member that has its text"
-        if self._fetches:
-            states, parts = self._place.states, self._record.parts
-            here, whole = states.present_bytes(parts), sum(part.size_bytes for part in set(parts))
-            return f"fetches its text ({format_size(here)} of {format_size(whole)})"
-        return ""
+        states, parts = self._place.states, self._record.parts
+        here, whole = states.present_bytes(parts), sum(part.size_bytes for part in set(parts))
+        return f"fetches its text ({format_size(here)} of {format_size(whole)})"
 
     async def get(self, words: JoinWords, holders: Sequence[str]) -> None:
-        """Let all of the text be in the job's folder; without holders, members are asked for some until there are any.
+        """Let all of the text be in the job's folder; without holders, it is waited until some have it.
 
         `words` name the files of this node's own text, if the job's members have such. Raises what keeps it from that.
         """
         try:
             await self._keep_present()
-            if not holders:
-                holders = await self._found()
             texts = await self._fetched(holders)
             if self._record.own_data:
                 texts |= await self._own(words, texts)
             await trio.to_thread.run_sync(self._store.create, self._job.raw, texts)
-            await self.note(holders)
+            await self.note(self._holders)
             await trio.to_thread.run_sync(self._store.end_joining, self._job)
         except trio.Cancelled:  # left, or the node ends
             with trio.CancelScope(shield=True):
@@ -72,48 +81,71 @@ class JobText:
                 data = await trio.to_thread.run_sync(path.read_bytes)
                 await self._place.states.keep(self._run, data)
 
-    async def _found(self) -> Sequence[str]:
-        """Return members that have what is not here of the text, once there are any."""
-        again_s, holders = HOLDERS_AGAIN_S, list[str]()
-        self._lacks_holders = True
-        while not holders and self._place.states.absent_bytes(self._record.parts):
-            target, members = self._record.id.hex(), self._place.members()
-            found = await self._search.find(target, members, ask_s=ASK_S, within_s=FIND_S)
-            holders = [peer for one in found.jobs.values() for peer in one.holders]
-            if not holders:
-                await trio.sleep(again_s)
-                again_s = min(2 * again_s, HOLDERS_AGAIN_MOST_S)
-        self._lacks_holders = False
-        return holders
+    async def _fetched(self, named: Sequence[str]) -> dict[str, bytes]:
+        """Return the texts that all members have, from members as far as they are not here; raises `AppError`.
 
-    async def _fetched(self, holders: Sequence[str]) -> dict[str, bytes]:
-        """Return the texts that all members have, from holders as far as they are not here; raises `AppError`."""
-        name, fetched, failure = self._record.name, None, None
+        `named` say that they have them. Without these it is tried again until somebody has given them.
+        """
         self._fetches = True
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._follow, holders, nursery.cancel_scope)
+        while True:
+            self._holders, self._all_asked = list(named), False
             try:
-                fetched = await self._place.states.fetch(self._run, self._record.parts, holders)
+                fetched = await self._from_holders()
+            except _NotGiven as error:
+                if named:
+                    raise
+                log.info("%s", error)
+            else:
+                self._fetches = False
+                return dict(zip(self._record.texts, fetched, strict=True))
+
+    async def _from_holders(self) -> list[bytes]:
+        """Return the texts, while more members that have them are looked for: anybody can say that it has them."""
+        states, parts, fetched, failure = self._place.states, self._record.parts, None, None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._look_for_holders)
+            nursery.start_soon(self._follow, nursery.cancel_scope)
+            try:
+                await self._found.wait_for(lambda: self._has_holder() or not states.absent_bytes(parts))
+                fetched = await states.fetch(self._run, parts, self._holders, is_patient=True, waits=True)
             except Exception as error:
                 failure = error  # raised below, outside of the nursery, which would wrap it
             nursery.cancel_scope.cancel()
-        self._fetches = False
+        name = self._record.name
         again = f"try again with `shoal train join {name}`"
-        if isinstance(failure, trio.TooSlowError):
-            raise AppError(f"the text of {name} comes too slowly from the members that have it: {again}")
+        if isinstance(failure, DeadlineExceeded):
+            raise _NotGiven(f"the text of {name} comes too slowly from the members that have it: {again}")
         if failure is not None:
             raise failure
         if fetched is None:
-            raise AppError(f"no member that has the text of {name} is in the swarm any more: {again}")
-        return dict(zip(self._record.texts, fetched, strict=True))
+            raise _NotGiven(f"no member that has the text of {name} is in the swarm any more: {again}")
+        return fetched
 
-    async def _follow(self, holders: Sequence[str], fetch: trio.CancelScope) -> None:
-        """End the fetch once no holder is a member any more."""
-        others = [peer for peer in holders if peer != self._place.network.peer_id]
+    async def _look_for_holders(self) -> None:
+        """Ask all members but those that are known to have the text, and again after a while, until cancelled."""
+
+        def take(peer: str) -> None:
+            if peer not in self._holders:
+                self._holders.append(peer)
+                self._found.notify()
+
+        again_s = HOLDERS_AGAIN_S
+        while True:
+            others = [peer for peer in self._place.members() if peer not in self._holders]
+            await self._search.find_holders(self._record, others, take)
+            self._all_asked = True
+            await trio.sleep(again_s)
+            again_s = min(2 * again_s, HOLDERS_AGAIN_MOST_S)
+
+    async def _follow(self, fetch: trio.CancelScope) -> None:
+        """End the fetch once all members were asked and nobody who was found is one any more."""
         states, parts = self._place.states, self._record.parts
-        while any(map(self._place.is_member, others)) or not states.absent_bytes(parts):  # noqa: ASYNC110
+        while not (self._all_asked and self._holders) or self._has_holder() or not states.absent_bytes(parts):  # noqa: ASYNC110
             await trio.sleep(LOOK_S)
         fetch.cancel()
+
+    def _has_holder(self) -> bool:
+        return any(map(self._place.is_member, self._holders))
 
     async def _own(self, words: JoinWords, texts: dict[str, bytes]) -> dict[str, bytes]:
         """Return the files of this node's own text, and what it says of it."""

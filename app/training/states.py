@@ -103,10 +103,11 @@ class StateStore:
         gave: Counter[str] | None = None,
         *,
         is_patient: bool = False,
+        waits: bool = False,
         arrived: Callable[[int], None] = lambda size: None,
     ) -> list[bytes]:
         """Return the bytes of states, all of them in memory; raises as `obtain` does."""
-        await self.obtain(run, states, holders, gave, is_patient=is_patient, arrived=arrived)
+        await self.obtain(run, states, holders, gave, is_patient=is_patient, waits=waits, arrived=arrived)
         return [await self.read(state) for state in states]
 
     async def read(self, state: StatePart, some: range | None = None) -> bytes:
@@ -149,26 +150,30 @@ class StateStore:
         gave: Counter[str] | None = None,
         *,
         is_patient: bool = False,
+        waits: bool = False,
         arrived: Callable[[int], None] = lambda size: None,
     ) -> None:
         """Keep states, downloaded from their holders to the disk as far as they are not here.
 
         What each holder has given, in bytes, is added to `gave`; meanwhile `arrived` is called with the size of what
         comes. Who `is_patient` waits for as long as they come, however slowly, but not for holders that do not have
-        them.
+        them, unless it `waits` for others: `holders` may grow meanwhile.
 
         Raises `WeightsError` if the disk cannot be written or no holder is a member, `trio.TooSlowError` if nobody
         sends them in time; to the patient, `PartsAbsent` and `DeadlineExceeded`.
         """
         parts = {state.root: self._part(run, state) for state in states}  # blocks may have equal states
         names = [part.name for part in parts.values()]
-        others = [peer for peer in holders if peer != self._network.peer_id and self._is_member(peer)]
+
+        def others(name: str = "") -> list[str]:
+            return [peer for peer in holders if peer != self._network.peer_id and self._is_member(peer)]
+
         limit_s = FETCH_S + sum(state.size_bytes for state in states) / SLOWEST_BYTES_PER_S
         with trio.fail_after(math.inf if is_patient else limit_s):
             await self._removed.wait_for(lambda: self._removing.isdisjoint(parts))
             self._add(parts.values())
             if missing := self._parts.missing(names):
-                if not others:
+                if not others():
                     raise WeightsError(f"{missing[0]} is not here, and no member that has it is named")
                 absent = [part.size_bytes for part in parts.values() if part.name in set(missing)]
                 await self.require_room(sum(absent))
@@ -176,10 +181,8 @@ class StateStore:
                 self._downloads.update(under_way)
                 try:
                     self._add(parts.values())  # another run may have named other sizes meanwhile
-                    ways = {"hangs_up": False, "waits": not is_patient}
-                    download = Download(
-                        self._network, self._parts, self._server, lambda name: others, arrived=arrived, **ways
-                    )
+                    ways = {"hangs_up": False, "waits": waits or not is_patient}
+                    download = Download(self._network, self._parts, self._server, others, arrived=arrived, **ways)
                     if is_patient:
                         fetch = partial(download.fetch, names)
                         await while_it_comes(lambda: sum(download.progress.from_peers.values()), SILENT_S, fetch)

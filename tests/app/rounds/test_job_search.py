@@ -13,7 +13,7 @@ from trio.testing import MockClock
 
 import app.rounds.train_store
 from app.rounds import job_search, wire
-from app.rounds.job_search import ASKED_AT_ONCE, ENOUGH_HOLDERS, KEPT_CHECKED, MOST_BYTES, JobSearch
+from app.rounds.job_search import ASKED_AT_ONCE, KEPT_CHECKED, MOST_BYTES, JobSearch
 from app.rounds.record import sign_training
 from app.rounds.train_store import require_record
 from p2p.memory.fabric import MemoryFabric, open_fabric
@@ -85,36 +85,35 @@ async def test_silent_members_make_a_search_no_longer_than_is_said(autojump_cloc
         assert 2 * ASKED_AT_ONCE <= found.not_asked <= 3 * ASKED_AT_ONCE
 
 
-async def test_a_search_for_a_hash_ends_with_its_founder_who_is_asked_as_soon_as_it_is_known(
-    autojump_clock: MockClock,
-) -> None:
-    founder = PEOPLE[0].peer_id
-    async with open_fabric() as fabric:
-        members = Members(fabric, 3 * ASKED_AT_ONCE, founder)
-        members.wait = SILENT
-        liar = members.names[0]  # it repeats the record, and answers first
-        members.jobs, members.waits = {liar: [signed()], founder: [signed()]}, {liar: 0.1, founder: 0.1}
-        search = members.search()
-        search._in_order = lambda members, first: list(members)  # type: ignore[method-assign]
-        began = trio.current_time()
-        found = await search.find(RECORD.id.hex(), members.names, ask_s=10, within_s=60)
-        assert [one.holders for one in found.jobs.values()] == [[liar, founder]]
-        assert trio.current_time() - began < 1
-
-
-async def test_a_search_for_a_hash_whose_founder_is_away_ends_with_several_holders(autojump_clock: MockClock) -> None:
+async def test_a_search_for_a_hash_ends_with_the_record_whoever_repeats_it(autojump_clock: MockClock) -> None:
     async with open_fabric() as fabric:
         members = Members(fabric, 3 * ASKED_AT_ONCE)
         members.wait = SILENT
-        holders = members.names[-ENOUGH_HOLDERS:]
-        members.jobs = {name: [signed()] for name in holders}
-        members.waits = dict.fromkeys(holders, 0.1)
+        one = members.names[-1]
+        members.jobs, members.waits = {one: [signed()]}, {one: 0.1}
         search = members.search()
         search._in_order = lambda members, first: list(members)  # type: ignore[method-assign]
         began = trio.current_time()
         found = await search.find(RECORD.id.hex(), members.names, ask_s=10, within_s=60)
-        assert [sorted(one.holders) for one in found.jobs.values()] == [sorted(holders)]
+        assert [job.holders for job in found.jobs.values()] == [[one]]
         assert 20 <= trio.current_time() - began < 21  # behind two batches of silent ones
+
+
+async def test_all_holders_of_a_job_are_found_its_founder_among_the_first(autojump_clock: MockClock) -> None:
+    founder, taken = PEOPLE[0].peer_id, dict[str, float]()
+    async with open_fabric() as fabric:
+        members = Members(fabric, 3 * ASKED_AT_ONCE, founder)
+        members.wait = SILENT
+        holders = [*members.names[:20], founder]
+        members.jobs = {name: [signed(name="cod"), signed()] for name in holders}
+        members.waits = dict.fromkeys(holders, 0.1)
+        began = trio.current_time()
+        await members.search().find_holders(
+            RECORD, members.names, lambda peer: taken.update({peer: trio.current_time() - began})
+        )
+        assert taken.keys() == {*holders}
+        assert taken[founder] < 1
+        assert sorted(members.asked) == sorted(members.names)
 
 
 async def test_a_search_for_a_name_ends_once_two_jobs_have_it(autojump_clock: MockClock) -> None:

@@ -16,6 +16,7 @@ from app.rounds import founding, train_jobs
 from app.rounds.founding import TrainWish
 from app.rounds.train_jobs import TrainJobs
 from engine.island import IslandModel
+from p2p.errors import DeadlineExceeded
 from p2p.memory.fabric import open_fabric
 from tests.app.rounds.test_own_data import Node, made_up, open_nodes, state_files
 from tests.app.swarms import identity
@@ -132,8 +133,8 @@ async def test_a_member_that_joins_again_trains_on_the_text_that_it_named_or_on_
 async def test_a_text_that_comes_too_slowly_is_an_error_with_a_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def too_slow(*args: Any) -> Any:
-        raise trio.TooSlowError
+    async def too_slow(*args: Any, **more: Any) -> Any:
+        raise DeadlineExceeded("next to nothing came")
 
     async with open_nodes(tmp_path) as nodes:
         await nodes[0].jobs.found(wish_in(tmp_path))

@@ -1,0 +1,98 @@
+"""Members that repeat a training job's record, and have nothing of its text, keep nobody out of the job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from app.rounds import wire
+from app.rounds.founding import prepare
+from app.rounds.record import sign_training
+from app.training.states import METHODS, StateStore, part_of
+from app.weights.wire import ABSENT
+from p2p.errors import RemoteError
+from p2p.memory.fabric import LinkProfile, MemoryFabric, MemoryNode, open_fabric
+from tests.app.rounds.test_own_data import Node
+from tests.app.rounds.test_rejoining import wish_in
+from tests.app.swarms import identity
+
+MEMBERS, HONEST = 60, 3
+JOINER, FOUNDER = identity(0).peer_id, identity(1).peer_id
+WITHIN_S = 150.0
+
+
+async def silent(peer: str, body: bytes) -> Any:
+    """Never answer."""
+    await trio.sleep_forever()
+
+
+class Job:
+    """A job whose founder is gone, with members that have its text, and such that only repeat its record."""
+
+    def __init__(self, fabric: MemoryFabric, folder: Path) -> None:
+        self.fabric, self.folder = fabric, folder
+        founded = prepare(wish_in(folder), swarm="s" * 32, founder=FOUNDER, public=True, cache=folder)
+        self.texts = [founded.texts[name] for name in founded.record.texts]
+        self.hashes = {part.root: b"".join(leaves) for part, leaves in map(part_of, self.texts)}
+        self.raw, self.id = sign_training(identity(1), founded.record), founded.record.id.hex()
+
+    async def _named(self, peer: str, body: bytes) -> Any:
+        return wire.pack([self.raw])
+
+    async def _named_late(self, peer: str, body: bytes) -> Any:
+        await trio.sleep(5)
+        return wire.pack([self.raw])
+
+    async def _hashes(self, peer: str, body: bytes) -> Any:
+        return self.hashes[bytes(body)]
+
+    async def _lacking(self, peer: str, body: bytes) -> Any:
+        raise RemoteError("it is not here", ABSENT)
+
+    async def add_liar(self, name: str, how: str) -> MemoryNode:
+        """Add a member that has a link to the joiner, and answers it fast, but with nothing of the text."""
+        node = self.fabric.node(name)
+        self.fabric.machine_of[name] = "the liars'"
+        self.fabric.set_link(JOINER, name, LinkProfile(0.001))
+        await self.fabric.dial(node, JOINER)
+        node.serve(wire.JOBS, self._named)
+        node.serve(METHODS.leaves, {"lacks": self._lacking, "silent": silent}.get(how, self._hashes))
+        node.serve(METHODS.chunk, self._lacking if how == "lacks" else silent)
+        return node
+
+    async def add_honest(self, name: str) -> None:
+        """Add a member that has the text."""
+        node = self.fabric.node(name)
+        states = StateStore(node, self.folder / name, lambda peer: True)
+        states.serve()
+        for text in self.texts:
+            await states.keep(b"run", text)
+        node.serve(wire.JOBS, self._named_late)
+
+
+@pytest.mark.parametrize("how", ["lacks", "silent", "withholds"])
+@pytest.mark.parametrize("liars", [4, 8, 20])
+async def test_a_join_by_hash_gets_the_text_beside_members_that_only_repeat_the_record(
+    tmp_path: Path, patient_clock: MockClock, liars: int, how: str
+) -> None:
+    names = [f"member-{number}" for number in range(MEMBERS)]
+    async with open_fabric(1) as fabric, trio.open_nursery() as nursery:
+        job, joiner = Job(fabric, tmp_path), Node(fabric, 0, tmp_path / "0", names)
+        for name in names[:liars]:
+            await job.add_liar(name, how)
+        for name in names[liars : liars + HONEST]:
+            await job.add_honest(name)
+        for name in names[liars + HONEST :]:
+            fabric.node(name).serve(wire.JOBS, silent)
+        await nursery.start(joiner.jobs.run)
+        with trio.fail_after(WITHIN_S):
+            await joiner.jobs.join(job.id)
+            while not joiner.jobs.running:
+                await trio.sleep(1)
+                [facts] = await joiner.jobs.facts()
+                assert facts["status"] != "failed", facts["why"]
+        nursery.cancel_scope.cancel()
