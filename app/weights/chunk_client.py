@@ -32,6 +32,7 @@ SLOWEST_BYTES_PER_S = 4000  # of a link to a peer; slower ones count as failed
 CHUNK_S = 20.0  # a request is given up when the link was slower for so long, or silent
 ELSEWHERE_S = 16.0  # the same for a peer we were redirected to: it may itself still be receiving the chunks
 LONGEST_S = 180.0  # the same for a request, however much comes from the peer
+TRIAL_S = 30.0  # the same for each chunk of the first request to a peer, which may have none
 PROMPT_S = 1.0  # a refusal that took longer counts as a failure, a failed redirect against the peer that sent us there
 LEAVES_S = 5.0  # deadline for a list of leaves, plus its transfer time at the slowest accepted rate
 
@@ -94,7 +95,8 @@ class ChunkClient:
         request, begun = wire.ChunkRequest(new.part.root, piece.index, piece.count, tried), trio.current_time()
         try:
             silent_s = ELSEWHERE_S if is_named else CHUNK_S
-            ask = partial(self.network.call, peer, self.sharing.methods.chunk, request.encode(), timeout_s=LONGEST_S)
+            longest_s = min(LONGEST_S, TRIAL_S * piece.count) if self.performance.is_new(peer) else LONGEST_S
+            ask = partial(self.network.call, peer, self.sharing.methods.chunk, request.encode(), timeout_s=longest_s)
             raw = await while_it_comes(partial(self._came_from, peer), silent_s, partial(ask, priority=Priority.BULK))
             answer = wire.read_answer(raw)
             if isinstance(answer, str):

@@ -190,6 +190,10 @@ class PeerPerformance:
         """True if several chunks at a time could be more than a peer sends before they are given up."""
         return peer in self._failures or self.pace_s.get(peer, 0.0) > SLOW_S
 
+    def is_new(self, peer: str) -> bool:
+        """True if a peer has neither given chunks nor failed yet: it may have none."""
+        return peer not in self._averages and peer not in self._failures
+
     def answered(self, peer: str, taken_s: float) -> None:
         """Record a correct answer without chunks: until there is one with chunks, it stands for the peer's pace."""
         self.pace_s.setdefault(peer, taken_s)

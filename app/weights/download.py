@@ -254,12 +254,16 @@ class Download:
         return [peer for peer in self._holders(part) if self._performance.is_usable(peer, now)]
 
     def _start_workers(self) -> None:
-        """Choose up to `MAX_PEERS` peers and keep up to `WINDOW` requests in flight with each, one with a slow one."""
+        """Choose up to `MAX_PEERS` peers, those that failed last, and keep up to `WINDOW` requests in flight with each.
+
+        One with a slow or a new peer.
+        """
         parts_of: dict[str, set[str]] = {}
         for name in self._open:
             for peer in self._usable(name):
                 parts_of.setdefault(peer, set()).add(name)
-        chosen = self._performance.choose(self._shuffled(parts_of), MAX_PEERS)
+        ordered = sorted(self._shuffled(parts_of), key=self._performance.has_failed)
+        chosen = self._performance.choose(ordered, MAX_PEERS)
         self._chosen = {peer: parts_of[peer] for peer in chosen}
         self._chosen_at = trio.current_time()
         for peer in chosen:
@@ -276,11 +280,12 @@ class Download:
 
     def _next_from(self, peer: str) -> ChunkRun | None:
         """Take a run to request from a peer, counted as open from now on; None if there is none for it."""
-        now = trio.current_time()
+        now, is_new = trio.current_time(), self._performance.is_new(peer)
         is_over = self._failure is not None or peer not in self._chosen
-        if is_over or not self._has_room(peer, WINDOW) or not self._performance.is_usable(peer, now):
+        window = 1 if is_new else WINDOW
+        if is_over or not self._has_room(peer, window) or not self._performance.is_usable(peer, now):
             return None
-        at_most = 1 if self._performance.is_slow(peer) else MAX_RUN
+        at_most = 1 if is_new or self._performance.is_slow(peer) else MAX_RUN
         piece = self._queue.take(peer, self._chosen[peer], at_most=at_most, late_before=now - LATE_S, now=now)
         if piece is not None:
             self._busy[peer] = self._busy.get(peer, 0) + 1
