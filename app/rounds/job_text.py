@@ -70,8 +70,9 @@ class JobText:
             raise
 
     async def note(self, holders: Sequence[str]) -> None:
-        """Note who has the text: this node's island greets them first."""
-        if others := {*holders} - {self._place.network.peer_id}:
+        """Note who has the text, besides those that had it before: this node's island greets them first."""
+        known = await trio.to_thread.run_sync(self._store.acquaintances, self._job)
+        if others := {*known, *holders} - {self._place.network.peer_id}:
             await trio.to_thread.run_sync(self._store.note_acquaintances, self._job, others)
 
     async def _keep_present(self) -> None:

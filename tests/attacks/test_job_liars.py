@@ -11,14 +11,17 @@ from trio.testing import MockClock
 
 from app.rounds import wire
 from app.rounds.founding import prepare
+from app.rounds.job_text import HOLDERS_AGAIN_MOST_S
 from app.rounds.record import sign_training
-from app.training.states import METHODS, StateStore, part_of
+from app.rounds.train_store import JoinWords
+from app.training.states import METHODS, SILENT_S, StateStore, part_of
 from app.weights.wire import ABSENT
 from p2p.errors import RemoteError
 from p2p.memory.fabric import LinkProfile, MemoryFabric, MemoryNode, open_fabric
 from tests.app.rounds.test_own_data import Node
 from tests.app.rounds.test_rejoining import wish_in
 from tests.app.swarms import identity
+from tests.attacks.test_patience import trickle
 
 MEMBERS, HONEST = 60, 3
 JOINER, FOUNDER = identity(0).peer_id, identity(1).peer_id
@@ -74,7 +77,7 @@ class Job:
         node.serve(wire.JOBS, self._named_late)
 
 
-@pytest.mark.parametrize("how", ["lacks", "silent", "withholds"])
+@pytest.mark.parametrize("how", ["lacks", "silent", "withholds", "trickles"])
 @pytest.mark.parametrize("liars", [4, 8, 20])
 async def test_a_join_by_hash_gets_the_text_beside_members_that_only_repeat_the_record(
     tmp_path: Path, patient_clock: MockClock, liars: int, how: str
@@ -83,7 +86,9 @@ async def test_a_join_by_hash_gets_the_text_beside_members_that_only_repeat_the_
     async with open_fabric(1) as fabric, trio.open_nursery() as nursery:
         job, joiner = Job(fabric, tmp_path), Node(fabric, 0, tmp_path / "0", names)
         for name in names[:liars]:
-            await job.add_liar(name, how)
+            node = await job.add_liar(name, how)
+            if how == "trickles":
+                nursery.start_soon(trickle, node, JOINER)
         for name in names[liars : liars + HONEST]:
             await job.add_honest(name)
         for name in names[liars + HONEST :]:
@@ -95,4 +100,22 @@ async def test_a_join_by_hash_gets_the_text_beside_members_that_only_repeat_the_
                 await trio.sleep(1)
                 [facts] = await joiner.jobs.facts()
                 assert facts["status"] != "failed", facts["why"]
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_join_that_waits_for_members_after_a_restart_does_not_end_with_a_liar(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    async with open_fabric(1) as fabric, trio.open_nursery() as nursery:
+        job, joiner = Job(fabric, tmp_path), Node(fabric, 0, tmp_path / "0", ["liar", "honest"])
+        joiner.jobs._store.begin_joining(job.raw, JoinWords())
+        await job.add_liar("liar", "withholds")
+        await nursery.start(joiner.jobs.run)
+        await trio.sleep(10 * SILENT_S)
+        [facts] = await joiner.jobs.facts()
+        assert facts["status"] == "paused", facts["why"]
+        await job.add_honest("honest")
+        with trio.fail_after(HOLDERS_AGAIN_MOST_S + WITHIN_S):
+            while not joiner.jobs.running:  # noqa: ASYNC110
+                await trio.sleep(1)
         nursery.cancel_scope.cancel()
