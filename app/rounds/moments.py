@@ -24,7 +24,7 @@ from app.core.network import Network
 from app.manifest.merkle import HASH_BYTES
 from app.rounds import wire
 from app.rounds.decisions import SLOWER, SPARE_S, UNMEASURED_BYTES_PER_S
-from app.training.states import StateStore
+from app.training.states import FETCH_S, StateStore
 from app.training.wire import MAX_STATE_BYTES, StatePart
 from p2p.errors import P2PError, RemoteError
 
@@ -161,9 +161,15 @@ class MomentsExchange:
         return False
 
     async def _took(self, model: MomentsModel, peer: str, offer: Offer) -> bool:
-        with trio.move_on_after(self._patience_s(peer, offer)):
+        patience_s = self._patience_s(peer, offer)
+        until = trio.current_time() + patience_s
+
+        def gives(size: int) -> None:
+            scope.deadline = until
+
+        with trio.move_on_after(min(FETCH_S, patience_s)) as scope:  # until it has shown that it has any
             try:
-                parts = await self._states.fetch(self.run, offer.parts, [peer], is_patient=True)
+                parts = await self._states.fetch(self.run, offer.parts, [peer], is_patient=True, arrived=gives)
                 await self._device.run_beside(model.take_moments, Taken(offer.steps, parts, offer.norms))
                 return True
             except Exception as error:  # of torch, for one, if the card is full; fresh ones will do

@@ -1,31 +1,35 @@
-"""Members that repeat a training job's record, and have nothing of its text, keep nobody out of the job."""
+"""Members that only say that they have something of a training job keep nobody out of it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
 from trio.testing import MockClock
 
+from app.manifest.merkle import CHUNK_BYTES
 from app.rounds import wire
 from app.rounds.founding import prepare
 from app.rounds.job_text import HOLDERS_AGAIN_MOST_S
+from app.rounds.moments import MomentsExchange, Offer, Question, Taken
 from app.rounds.record import sign_training
 from app.rounds.train_store import JoinWords
-from app.training.states import METHODS, SILENT_S, StateStore, part_of
+from app.training.states import FETCH_S, METHODS, SILENT_S, part_of
 from app.weights.wire import ABSENT
 from p2p.errors import RemoteError
 from p2p.memory.fabric import LinkProfile, MemoryFabric, MemoryNode, open_fabric
 from tests.app.rounds.test_own_data import Node
 from tests.app.rounds.test_rejoining import wish_in
 from tests.app.swarms import identity
+from tests.app.training.test_states import store
 from tests.attacks.test_patience import trickle
 
 MEMBERS, HONEST = 60, 3
 JOINER, FOUNDER = identity(0).peer_id, identity(1).peer_id
 WITHIN_S = 150.0
+MOMENTS_BYTES = 30 * CHUNK_BYTES  # the larger, the longer they are waited for
 
 
 async def silent(peer: str, body: bytes) -> Any:
@@ -70,7 +74,7 @@ class Job:
     async def add_honest(self, name: str) -> None:
         """Add a member that has the text."""
         node = self.fabric.node(name)
-        states = StateStore(node, self.folder / name, lambda peer: True)
+        states = store(node, self.folder / name)
         states.serve()
         for text in self.texts:
             await states.keep(b"run", text)
@@ -119,3 +123,39 @@ async def test_a_join_that_waits_for_members_after_a_restart_does_not_end_with_a
             while not joiner.jobs.running:  # noqa: ASYNC110
                 await trio.sleep(1)
         nursery.cancel_scope.cancel()
+
+
+class Model:
+    """A model without moments, in the place of its device as well."""
+
+    has_moments, moments_bytes = False, [MOMENTS_BYTES]
+
+    def __init__(self) -> None:
+        self.taken: list[Taken] = []
+
+    def take_moments(self, moments: Taken) -> None:
+        self.taken.append(moments)
+
+    async def run_beside(self, function: Any, *args: Any) -> Any:
+        return function(*args)
+
+
+async def test_members_that_offer_moments_and_are_silent_then_are_given_up_one_after_the_other(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    liars = ["liar-0", "liar-1", "liar-2"]
+    async with open_fabric() as fabric:
+        honest, model = store(fabric.node("honest"), tmp_path / "honest"), Model()
+        honest.serve()
+        offer = Offer(5, (1.0, 1.0), (await honest.keep(b"run", bytes(MOMENTS_BYTES)),))
+        for liar in map(fabric.node, liars):
+            liar.serve(METHODS.leaves, silent)
+            liar.serve(METHODS.chunk, silent)
+        me, device = fabric.node("me"), cast(Any, model)
+        exchange = MomentsExchange(me, b"j" * 32, cast(Any, model), device, store(me, tmp_path / "me"))
+        question = Question([*liars, "honest"], dict.fromkeys([*liars, "honest"], offer))
+        question.answered.set()
+        began = trio.current_time()
+        assert await exchange.take(question, dict.fromkeys(liars, 10**9))  # who gave of the state comes first
+        assert trio.current_time() - began < (len(liars) + 1) * FETCH_S
+        assert len(model.taken) == 1
