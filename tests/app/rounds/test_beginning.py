@@ -251,6 +251,16 @@ async def test_a_job_that_waits_for_its_text_after_a_restart_is_left_and_joined_
         await some_rounds(nodes[1].jobs, 1)
 
 
+async def test_members_that_had_a_job_stay_known_when_it_is_joined_again(tmp_path: Path) -> None:
+    """A search by hash ends with the first member that names it, which may be one that has nothing of it."""
+    async with open_nodes(tmp_path) as nodes:
+        await nodes[0].jobs.found(wish_in(tmp_path))
+        [running] = nodes[0].jobs.running.values()
+        for names in (["one"], ["liar", running.island.peer]):
+            await nodes[0].jobs._text(running.job).note(names)
+        assert {*nodes[0].jobs._store.acquaintances(running.job)} == {"one", "liar"}
+
+
 async def test_what_was_said_to_join_may_be_damaged(tmp_path: Path) -> None:
     """The files of an own text are then asked for again."""
     async with open_nodes(tmp_path) as nodes:
