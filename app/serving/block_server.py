@@ -86,6 +86,7 @@ from app.session.wire import (
     EpochOrder,
     HopPace,
     Kind,
+    RowsError,
     decode,
     decode_give,
     decode_turn,
@@ -181,9 +182,11 @@ class HopSender:
             return
         if again:
             self._drop_waiting(session)
-        start = max(start, session.send_from)
+        epoch, start = session.epoch, max(start, session.send_from)
         for first in range(start, stop, self._chunk_rows):
-            data = session.kept_rows(first, min(first + self._chunk_rows, stop))
+            if session.epoch != epoch or first >= session.length:
+                return  # it was cut while rows were sent
+            data = session.kept_rows(first, min(first + self._chunk_rows, stop, session.length))
             if data is None:
                 if must:
                     await self.report_error(session, "missing", f"outputs at {first} are no longer kept")
@@ -599,14 +602,20 @@ class BlockServer:
             self._order(partial(self._end_sessions_of, answers), stream.peer)
 
     async def _take(self, attended: _InboundStream, message: bytes) -> None:
-        frame, peer = decode(message), attended.stream.peer
+        peer = attended.stream.peer
         attended.heard_at = now = trio.current_time()
         action, at_cost_of = None, peer
-        if frame.kind == Kind.DATA:
-            action, at_cost_of = await self._on_data(frame, peer)
+        try:
+            frame = decode(message)
+        except RowsError as error:
+            frame = error.frame
+            action, at_cost_of = await self._on_wrong_rows(error, peer)
         else:
-            await self._on_control(frame, peer, attended.answers)
-            await self._orders.wait_for_room(peer)
+            if frame.kind == Kind.DATA:
+                action, at_cost_of = await self._on_data(frame, peer)
+            else:
+                await self._on_control(frame, peer, attended.answers)
+                await self._orders.wait_for_room(peer)
         delay_s = self._frame_limit.delay_s(at_cost_of, now, frame_cost(frame.kind, action))
         if delay_s and at_cost_of == peer:  # nothing is lost: what it sends meanwhile waits in the stream's window
             await trio.sleep(delay_s)
@@ -646,6 +655,16 @@ class BlockServer:
         self._counters.dropped_frames += 1
         return FrameAction.DROP, peer
 
+    async def _on_wrong_rows(self, error: RowsError, peer: str) -> tuple[FrameAction, str]:
+        """End the session that such rows are for; the stream goes on, as those of other askers come over it too."""
+        session = self._by_id.get(error.frame.session)
+        if session is None or not session.hears(peer, error.frame.epoch):
+            self._counters.dropped_frames += 1
+            return FrameAction.DROP, peer
+        log.warning("%s sent wrong rows, their session ends: %s", peer, error)
+        await self._give_up(session, "input", str(error))  # the asker finds out whose doing it is
+        return FrameAction.GAP, session.asker
+
     async def _act_on(self, action: FrameAction, session: HopSession, frame: Frame) -> None:
         session.heard_at = now = trio.current_time()
         session.counters.bytes_in += HEADER_BYTES + len(frame.body)
@@ -673,7 +692,8 @@ class BlockServer:
             self._queue.put(queued)
             self._work.notify()
             while self._queue.bytes > self._settings.queued_bytes:
-                await self._give_up(self._sessions[self._queue.largest])
+                text = "more of its rows wait here than this node has memory for"
+                await self._give_up(self._sessions[self._queue.largest], "busy", text)
         elif action is FrameAction.REPEAT:
             await self._sender.resend(session, frame.position, frame.position + frame.rows, must=False)
         else:
@@ -681,12 +701,12 @@ class BlockServer:
                 session, "gap", f"tokens at {frame.position} do not follow {session.received}"
             )
 
-    async def _give_up(self, session: HopSession) -> None:
-        """End a session whose rows take too much memory while they wait: its asker sent them faster than it should."""
+    async def _give_up(self, session: HopSession, code: str, text: str) -> None:
+        """End a session because of the rows that were sent for it: too many of them, or wrong ones."""
         self._queue.drop_rows(session.key)
         session.is_over = True
         self._order(partial(self._end_over, session), session.asker)
-        await self._sender.report_error(session, "busy", "more of its rows wait here than this node has memory for")
+        await self._sender.report_error(session, code, text)
 
     async def _end_over(self, session: HopSession) -> None:
         if self._sessions.get(session.key) is session:

@@ -124,12 +124,13 @@ class HopSession:
     def begin_with(self, source: HopSession, length: int, *, ends: bool, copies: bool) -> int:
         """Begin with the first `length` tokens of another session, as the cache does; returns how many bytes it copied.
 
-        Outputs kept there are taken over if the other session `ends`, or else copied if this one `copies` them.
+        Outputs kept there are taken over if the other session `ends`, or else copied if this one `copies` them; none if
+        it was cut to fewer tokens while the device was at work.
         """
         assert not self.received, "a session begins once"
         self.received = self.length = length
         self.kept_from, self.row_bytes, self.dtype = length, source.row_bytes, source.dtype
-        if source.kept_from >= length or not (ends or copies):
+        if not source.kept_from < length <= source.length or not (ends or copies):
             return 0
         self.kept_from = source.kept_from
         if ends:
@@ -189,12 +190,17 @@ class HopSession:
         else:
             del self.kept[(position - self.kept_from) * self.row_bytes :]
 
+    def hears(self, sender: str, epoch: int) -> bool:
+        """True if this peer may send hidden states in this epoch, and the session is not over."""
+        may_send = sender in (self.turn.predecessor or self.asker, self.asker)
+        return epoch == self.epoch and may_send and not self.is_over and self.rests_until is None
+
     def judge(self, sender: str, epoch: int, position: int, rows: int, revision: int = 0) -> FrameAction:
         """What to do with hidden states for [position, position + rows) that `sender` sent.
 
         A gap in what another hop sends is told once an epoch: the asker has to begin another one.
         """
-        if epoch != self.epoch or sender not in (self.turn.predecessor or self.asker, self.asker):
+        if not self.hears(sender, epoch):
             return FrameAction.DROP
         action = self._judge(sender, position, rows, revision)
         if action is FrameAction.GAP and sender != self.asker:
@@ -202,7 +208,7 @@ class HopSession:
         return action
 
     def _judge(self, sender: str, position: int, rows: int, revision: int) -> FrameAction:
-        if self.is_over or self.rests_until is not None or self.fetching:
+        if self.fetching:
             return FrameAction.DROP
         stop = position + rows
         if revision < self.revision:

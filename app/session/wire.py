@@ -41,8 +41,10 @@ A new hop may begin with the cache of a hop that leaves the route: GIVE orders t
 TURN tells the new one where it is. The new hop fetches it (`app.session.cache_wire`) before it answers with READY,
 which says how many tokens it has then; the others are sent and computed again. Meanwhile it answers PROBE.
 
-Unknown kinds are an error, unknown JSON fields are ignored. `app.serving.hop_session` ignores frames that arrive late
-or from a peer that is not named in the epoch's TURN; what the asker sends twice is answered from kept outputs.
+Unknown kinds are an error and end the stream, unknown JSON fields are ignored. A hop sends the rows of many askers over
+one stream: rows that are not what their header says end their session at the receiver, not the stream.
+`app.serving.hop_session` ignores frames that arrive late or from a peer that is not named in the epoch's TURN; what the
+asker sends twice is answered from kept outputs.
 """
 
 from __future__ import annotations
@@ -199,13 +201,24 @@ def decode_pace(frame: Frame) -> HopPace:
     return HopPace(frame.position / 1e6, frame.rows / 1e6, frame.width / 1e6)
 
 
+class RowsError(RecordError):
+    """The rows of a frame are not what its header says; only the frame's session is concerned, not its stream."""
+
+    def __init__(self, frame: Frame, text: str) -> None:
+        super().__init__(text)
+        self.frame = frame
+
+
 def decode(message: bytes) -> Frame:
-    """Decode and check one message; raises `RecordError` if it is not a valid frame."""
+    """Decode and check one message; raises `RecordError` if it is not a valid frame, `RowsError` for its rows alone."""
     frame = split(message, "session")
     if frame.kind in _WITH_DATA:
-        check_numbers(frame, "session", frame.rows)
+        try:
+            check_numbers(frame, "session", frame.rows)
+        except RecordError as error:
+            raise RowsError(frame, str(error)) from None
         if frame.position + frame.rows > MAX_TOKENS:
-            raise RecordError(f"session frame: {frame.rows} rows at {frame.position} are out of bounds")
+            raise RowsError(frame, f"session frame: {frame.rows} rows at {frame.position} are out of bounds")
     elif frame.kind not in _KINDS or len(frame.body) > (MAX_JSON_BYTES if frame.kind in _WITH_JSON else 0):
         raise RecordError(
             f"session frame: kind {frame.kind} with {len(frame.body)} bytes is not understood; update Shoal"
