@@ -24,11 +24,22 @@ OVERDUE_TIMES = 8.0  # what takes so many times as long as was believed is overd
 
 
 class HopFailed(Exception):
-    """A hop cannot be used now; `blameless` if that is not its fault, or was reported already."""
+    """A hop cannot be used now; `blameless` if that is not its fault, or was reported already.
 
-    def __init__(self, peer: str, why: Reason, *, busy: bool = False, blameless: bool = False) -> None:
+    With `link`, sender and receiver, something was lost between these two, and neither of them may be at fault.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        why: Reason,
+        *,
+        busy: bool = False,
+        blameless: bool = False,
+        link: tuple[str, str] | None = None,
+    ) -> None:
         super().__init__(why.text)
-        self.peer, self.why, self.busy, self.blameless = peer, why, busy, blameless
+        self.peer, self.why, self.busy, self.blameless, self.link = peer, why, busy, blameless, link
 
 
 class HopLoss(NamedTuple):

@@ -309,6 +309,9 @@ class RouteSource(Protocol):
     def leaves(self, peer: str, why: Reason) -> None:
         """Record that a hop says that it is about to leave."""
 
+    def link_broke(self, sender: str, receiver: str) -> None:
+        """Record that rows were lost between two hops, of which neither may be at fault."""
+
     def worked(self, peer: str) -> None:
         """Record that a hop did its part."""
 
@@ -505,16 +508,21 @@ class RouteHops:
             gone = error.why == "not_hosted"
             self.trouble = HopFailed(peer, why, busy=gone or error.code == "busy", blameless=gone)
             return
+        link = None
         if error.code == "draining":
             if peer in self.leaving and peer in self._ready:
                 return  # it says so in each epoch, and carries the session on for want of another hop
             self._note_leaving(peer, why)
         elif error.code == "link":
-            self._note_bad_link(peer)
-        elif error.code in ("input", "gap") and not self._suspect_link_to(peer):
-            self.trouble = HopFailed(peer, why)
-            return
-        self.trouble = self.trouble or HopFailed(peer, why, blameless=True)
+            if (peer, self._successor(peer)) in self._ordered:
+                return  # nothing of this session goes over it
+            link = self._note_bad_link(peer)
+        elif error.code in ("input", "gap"):
+            link = self._suspect_link_to(peer)
+            if link is None:
+                self.trouble = HopFailed(peer, why)
+                return
+        self.trouble = self.trouble or HopFailed(peer, why, blameless=True, link=link)
 
     def _note_leaving(self, peer: str, why: Reason) -> None:
         self.leaving.add(peer)
@@ -540,25 +548,30 @@ class RouteHops:
         why = because("hop_unopened", "the adapter has not got to it so far", peer)
         self.trouble = HopFailed(peer, why, blameless=True)
 
-    def _note_bad_link(self, peer: str) -> None:
-        """Count a failure of the link from a hop to its successor; after the second, relay it through this asker."""
-        successor = self._successor(peer)
-        if successor:
-            times = self._bad_links[peer, successor] = self._bad_links.get((peer, successor), 0) + 1
-            if times >= 2:
-                self._relayed.add((peer, successor))
+    def _note_bad_link(self, peer: str) -> tuple[str, str] | None:
+        """Count a failure of the link from a hop to its successor; after the second, relay it through this asker.
 
-    def _suspect_link_to(self, peer: str) -> bool:
+        Returns the link; None for the last hop, which has none.
+        """
+        link = peer, self._successor(peer)
+        if not link[1]:
+            return None
+        self._bad_links[link] = self._bad_links.get(link, 0) + 1
+        if self._bad_links[link] >= 2:
+            self._relayed.add(link)
+        return link
+
+    def _suspect_link_to(self, peer: str) -> tuple[str, str] | None:
         """Let what a hop receives go through this asker from now on: it says that it is bad, or that some is missing.
 
         Either that hop or its predecessor lies, or the link between them is bad; what goes through this asker shows
-        which. False if all that the hop received in this epoch came from this asker.
+        which. Returns the link; None if all that the hop received in this epoch came from this asker.
         """
-        sender = self._predecessor(peer)
-        if not sender or (sender, peer) in self._ordered:
-            return False
-        self._relayed.add((sender, peer))
-        return True
+        link = self._predecessor(peer), peer
+        if not link[0] or link in self._ordered:
+            return None
+        self._relayed.add(link)
+        return link
 
     def blame_for(self, loss: HopLoss) -> HopFailed:
         """Return the failure for tokens that were lost between two hops.
@@ -567,7 +580,9 @@ class RouteHops:
         arrived here is blamed: it said that it has computed them.
         """
         peer, sender = loss.failure.peer, loss.sender
-        if sender and not self._suspect_link_to(peer) and self._forwarded.get(sender, 0) < loss.stop:
+        if sender and (link := self._suspect_link_to(peer)):
+            return HopFailed(peer, loss.failure.why, blameless=True, link=link)
+        if sender and self._forwarded.get(sender, 0) < loss.stop:
             why = because("hop_failed", "it does not send what it says it has computed", sender)
             return HopFailed(sender, why)
         return loss.failure
@@ -1389,10 +1404,15 @@ class RouteSession:
         """Report the present failure to the route source; returns how many seconds to pause before the next attempt.
 
         A failure that is not the hop's fault is excused `_EXCUSES` times: after that the hop is avoided like any other
-        that does not work, whatever it says, and be it that it gives a token in between.
+        that does not work, whatever it says, and be it that it gives a token in between. A lost link counts for neither
+        end: after the second time its rows go through this asker.
         """
         failure, self._hops.trouble = self._hops.trouble, None
         if failure is None:
+            return 0.0
+        if failure.link is not None:
+            log.info("session %s: the link from %s to %s: %s", self.id.hex()[:8], *failure.link, failure.why.text)
+            self._guide.link_broke(*failure.link)
             return 0.0
         times = self._excuses[failure.peer] = self._excuses.get(failure.peer, 0) + 1
         if failure.blameless and times <= _EXCUSES:

@@ -81,6 +81,8 @@ class _OwnBlocks:
     async def would_use(self, hop: Hop, avoid: Sequence[str]) -> bool:
         return True
 
+    def link_broke(self, sender: str, receiver: str) -> None: ...
+
     def lacks_adapter(self, peer: str) -> None: ...
 
     def without_adapter(self) -> Collection[str]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import trio
 
@@ -19,6 +20,7 @@ from app.core.pieces import Pieces, at_once, by_chunks, in_pieces
 from app.core.reasons import Reason, because
 from app.core.span import Span
 from app.routing.bans import Bans
+from app.routing.broken_links import BrokenLinks
 from app.routing.capacity import FullHops, largest_session
 from app.routing.cost import (
     believed_in_pieces,
@@ -51,6 +53,7 @@ _REMEMBERED_WORKED = 1024
 WITHOUT_ADAPTER_S = 600.0  # for so long, replies with an adapter go round a peer to which it did not get
 _REMEMBERED_WITHOUT = 1024
 _SEARCHES = 3  # for one route, if those found are out of date at once
+_DETOURS = 4  # searches for one that goes round the links that broke
 _AGAIN_S, _LATEST_AGAIN_S = 0.25, 300.0  # until a session asks a hop again that had no room for it, doubled each time
 _PAUSED_HERE = "this node is paused; `shoal status` says why, and what lets it host again"
 _HOST_MORE = "wait for a member that does, invite one (`shoal invite`), or raise this node's memory limit (max_vram)"
@@ -78,6 +81,7 @@ class RoutePlanner:
         self._network, self.members, self._preferences = network, members, preferences or PrivacyPreferences
         self.book = book or TrustBook(clock=time.time)
         self.bans = Bans()
+        self.broken_links = BrokenLinks()
         self.full_hops = FullHops()
         self.measured = MeasuredSpeeds()
         self._rates = RateClaims()
@@ -298,12 +302,42 @@ class RoutePlanner:
         if self._worked and now < self._wary_until:
             tried = {member.peer for member in members} - self._worked.keys() - own
         try:
-            route = yield from search(excluded | tried)
+            route = yield from self._past_broken_links(search, excluded | tried, own)
         except NoRoute:
             if not tried - excluded:
                 raise
-            route = yield from search(excluded)
+            route = yield from self._past_broken_links(search, excluded, own)
         return route
+
+    def _past_broken_links(
+        self, search: Callable[[Collection[str]], Pieces[Route]], excluded: set[str], kept: set[str]
+    ) -> Pieces[Route]:
+        """Search for a route that goes round links that broke, and hops that share several, if there is one.
+
+        Links between peers of `kept` stay: a session that uses them has their rows sent through this asker.
+        """
+        now = trio.current_time()
+        broken = {link for link in self.broken_links.active(now) if not link <= kept}
+        if not broken:
+            return (yield from search(excluded))
+        shared = self.broken_links.shared_ends(now, lambda peer: self._network.source(peer) or peer)
+        first: Route = ()
+        to_try = [shared - kept]  # peers to leave out
+        for _ in range(_DETOURS):
+            if not to_try:
+                break
+            left_out = to_try.pop(0)
+            try:
+                found = yield from search(excluded | left_out)
+            except NoRoute:
+                continue
+            first = first or found
+            peers = [hop.peer for hop in found]
+            link = next((pair for pair in pairwise(peers) if frozenset(pair) in broken), None)
+            if link is None:
+                return found
+            to_try[:0] = [left_out | {peer} for peer in reversed(link) if peer not in kept]
+        return first or (yield from search(excluded))
 
     def _begin_trials(self, route: Route, current: Route) -> None:
         """Note the peers that a session is about to use for the first time."""
@@ -559,6 +593,10 @@ class SessionRoutes:
     def leaves(self, peer: str, why: Reason) -> None:
         """Record that a hop says that it is about to leave."""
         self._planner.leaves(peer, self._request.tokens, why)
+
+    def link_broke(self, sender: str, receiver: str) -> None:
+        """Have later routes go round a link between two hops for a while."""
+        self._planner.broken_links.note(sender, receiver, trio.current_time())
 
     def worked(self, peer: str) -> None:
         """Lift a hop's ban; note if its blocks were computed in another number format before."""

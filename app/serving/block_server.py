@@ -273,7 +273,7 @@ class HopSender:
 
     async def _report_lost_link(self, peer: str) -> None:
         for session in list(self._sessions.values()):
-            if session.turn.successor == peer:
+            if session.turn.successor == peer and not session.turn.relay:  # else nothing of it went over the link
                 await self.report_error(session, "link", f"the link to the next hop {peer} broke")
 
 
