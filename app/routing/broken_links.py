@@ -1,8 +1,8 @@
 """Links between hops that broke lately. Routes go round the link for a while, and not round the hops at its ends.
 
-Either end may have broken it, or somebody else, and each may say that it was the other. So nobody is banned for it. Only
-a hop whose links to several others broke is gone round itself: others on one machine count once, since whoever has it
-may have any number of peer ids.
+Either end may have broken it, or somebody else, and each may say that it was the other. So nobody is banned for it.
+Only a hop whose links to several others broke is gone round itself: others on one machine count once, since whoever has
+it may have any number of peer ids.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Plans the routes of an asker's sessions from announcements, measurements, refusals, bans and trust.
 
-The search itself is in `app.routing.search`, moving a running session in `app.routing.reroute`. A search lets other
-tasks run in between, so members and bans can change while it runs. A route through a peer that was banned or left
-meanwhile is searched again; what changes later, the session finds out when it uses the route, and has it repaired.
+The search itself is in `app.routing.search`, moving a running session in `app.routing.reroute`, the links that routes go
+round in `app.routing.broken_links`. A search lets other tasks run in between, so members and bans can change while it
+runs. A route through a peer that was banned or left meanwhile is searched again; what changes later, the session finds
+out when it uses the route, and has it repaired.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _REMEMBERED_WORKED = 1024
 WITHOUT_ADAPTER_S = 600.0  # for so long, replies with an adapter go round a peer to which it did not get
 _REMEMBERED_WITHOUT = 1024
 _SEARCHES = 3  # for one route, if those found are out of date at once
-_DETOURS = 4  # searches for one that goes round the links that broke
+_DETOURS = 4  # searches, or one more, for one that goes round the links that broke
 _AGAIN_S, _LATEST_AGAIN_S = 0.25, 300.0  # until a session asks a hop again that had no room for it, doubled each time
 _PAUSED_HERE = "this node is paused; `shoal status` says why, and what lets it host again"
 _HOST_MORE = "wait for a member that does, invite one (`shoal invite`), or raise this node's memory limit (max_vram)"
@@ -322,11 +323,8 @@ class RoutePlanner:
             return (yield from search(excluded))
         shared = self.broken_links.shared_ends(now, lambda peer: self._network.source(peer) or peer)
         first: Route = ()
-        to_try = [shared - kept]  # peers to leave out
-        for _ in range(_DETOURS):
-            if not to_try:
-                break
-            left_out = to_try.pop(0)
+        to_try = list(dict.fromkeys((shared - kept, frozenset[str]())))  # peers to leave out, few of them first
+        for left_out in to_try:
             try:
                 found = yield from search(excluded | left_out)
             except NoRoute:
@@ -336,7 +334,8 @@ class RoutePlanner:
             link = next((pair for pair in pairwise(peers) if frozenset(pair) in broken), None)
             if link is None:
                 return found
-            to_try[:0] = [left_out | {peer} for peer in reversed(link) if peer not in kept]
+            if len(to_try) < _DETOURS:
+                to_try += [left_out | {peer} for peer in reversed(link) if peer not in kept]
         return first or (yield from search(excluded))
 
     def _begin_trials(self, route: Route, current: Route) -> None:

@@ -50,7 +50,8 @@ async def test_a_link_that_breaks_again_and_again_is_no_hops_fault(pause_s: floa
                 pass
         assert reply.stats.token_ids == greedy(PROMPT, 60)
         assert reply.stats.recoveries <= 2, "then the rows go through the asker, and the link is not used"
-        assert stands_well(asker, "n0") and stands_well(asker, "n1")
+        assert stands_well(asker, "n0")
+        assert stands_well(asker, "n1")
 
 
 class BreakingStream:
@@ -102,7 +103,8 @@ async def test_hops_of_one_attacker_cannot_have_another_one_left(autojump_clock:
         stats = await ask(asker, PROMPT, 40)
         assert [breaker.broken for breaker in breakers] == [2] * 4
         assert stats.token_ids == greedy(PROMPT, 40)
-        assert stands_well(asker, "n0") and stands_well(asker, "n1")
+        assert stands_well(asker, "n0")
+        assert stands_well(asker, "n1")
 
 
 async def test_a_hop_that_says_that_its_link_broke_harms_no_other(autojump_clock: MockClock) -> None:

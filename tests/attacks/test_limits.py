@@ -31,7 +31,7 @@ from app.rounds import (
 )
 from app.rounds import log as round_log
 from app.rounds import wire as round_wire
-from app.routing import capacity
+from app.routing import broken_links, capacity
 from app.routing.estimates import BELIEVED_S
 from app.routing.planner import WITHOUT_ADAPTER_S
 from app.serving import batching, block_server, handover, orders, shares
@@ -150,6 +150,7 @@ ROWS: dict[str, tuple[float, ...]] = {
         outbound.DIALS_BURST,
         1 / outbound.DIALS_PER_S,
     ),
+    "links between two hops that break": (broken_links.REMEMBERED, broken_links.AVOIDED_S, broken_links.SHARED),
     "waits for a hop of a reply": (
         SESSION.stuck_s,
         recovery.OVERDUE_TIMES,

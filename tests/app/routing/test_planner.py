@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from app.core import pieces
 from app.core.reasons import because
+from app.routing.broken_links import AVOIDED_S
 from app.routing.planner import PrivacyPreferences, RoutePlanner
 from app.routing.route import NoRoute, Route
 from app.swarm.records import Announcement
@@ -24,6 +26,66 @@ def test_a_reply_may_ask_for_more_privacy_than_the_settings_and_never_for_less(w
     planner = RoutePlanner(network, tuple, lambda: PrivacyPreferences(2, frozenset({"friend"})))
     privacy = planner.privacy(30, wanted)
     assert (privacy.edge, privacy.blocks, privacy.trusted) == (edge, 30, frozenset({"me", "friend"}))
+
+
+# --- links that broke -------------------------------------------------------------------------------------------------
+
+
+def halves(*peers: tuple[str, float], machines: Mapping[str, str] | None = None) -> RoutePlanner:
+    """A planner for members of such speeds; those named `a…` serve the first half of the blocks, others the rest."""
+    network: Any = SimpleNamespace(
+        peer_id="me", links=lambda: (), source=lambda peer: (machines or {}).get(peer, f"{peer}'s machine")
+    )
+    half = BLOCKS // 2
+    members = [
+        member(peer, *((0, half) if peer.startswith("a") else (half, BLOCKS)), speed=speed) for peer, speed in peers
+    ]
+    return RoutePlanner(network, lambda: members)
+
+
+async def peers_of(planner: RoutePlanner, current: Route = ()) -> list[str]:
+    return [hop.peer for hop in await planner.find(current, WHOLE, ())]
+
+
+async def test_new_routes_go_round_a_link_that_broke_and_not_round_its_ends(autojump_clock: MockClock) -> None:
+    planner = halves(("a1", 90.0), ("a2", 50.0), ("b1", 90.0), ("b2", 50.0))
+    held = await planner.find((), WHOLE, ())
+    assert [hop.peer for hop in held] == ["a1", "b1"]
+    planner.broken_links.note("a1", "b1", trio.current_time())
+    assert await peers_of(planner) in (["a1", "b2"], ["a2", "b1"])
+    assert await peers_of(planner, held) == ["a1", "b1"], "a session that uses the link keeps its hops"
+    assert not planner.avoided()
+    await trio.sleep(AVOIDED_S)
+    assert await peers_of(planner) == ["a1", "b1"]
+
+
+async def test_a_link_that_broke_is_used_where_there_is_no_other(autojump_clock: MockClock) -> None:
+    planner = halves(("a1", 90.0), ("b1", 90.0))
+    planner.broken_links.note("a1", "b1", trio.current_time())
+    assert await peers_of(planner) == ["a1", "b1"]
+
+
+async def test_routes_go_round_every_link_that_broke(autojump_clock: MockClock) -> None:
+    planner = halves(("a1", 90.0), ("a2", 10.0), ("b1", 90.0), ("b2", 50.0))
+    for receiver in ("b1", "b2"):
+        planner.broken_links.note("a1", receiver, trio.current_time())
+    assert await peers_of(planner) == ["a2", "b1"]
+
+
+@pytest.mark.parametrize(
+    ("machines", "used"), [({}, "b2"), (dict.fromkeys(("a1", "a2", "a3"), "the attacker's machine"), "b1")]
+)
+async def test_a_hop_whose_links_to_several_others_broke_is_gone_round(
+    machines: dict[str, str], used: str, autojump_clock: MockClock
+) -> None:
+    """Not if the others are on one machine: whoever has it would only have to say that these links broke."""
+    planner = halves(
+        *((f"a{n}", 50.0) for n in range(1, 4)), ("a4", 90.0), ("b1", 90.0), ("b2", 5.0), machines=machines
+    )
+    for sender in ("a1", "a2", "a3"):
+        planner.broken_links.note(sender, "b1", trio.current_time())
+    assert await peers_of(planner) == ["a4", used]
+    assert not planner.avoided()
 
 
 # --- searches in pieces -----------------------------------------------------------------------------------------------
