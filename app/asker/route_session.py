@@ -1404,8 +1404,8 @@ class RouteSession:
         """Report the present failure to the route source; returns how many seconds to pause before the next attempt.
 
         A failure that is not the hop's fault is excused `_EXCUSES` times: after that the hop is avoided like any other
-        that does not work, whatever it says, and be it that it gives a token in between. A lost link counts for neither
-        end: after the second time its rows go through this asker.
+        that does not work, whatever it says, and be it that it gives a token in between. All lost links together count
+        as one failure of either end: others may have broken them, and rows go through this asker after the second time.
         """
         failure, self._hops.trouble = self._hops.trouble, None
         if failure is None:
@@ -1413,6 +1413,7 @@ class RouteSession:
         if failure.link is not None:
             log.info("session %s: the link from %s to %s: %s", self.id.hex()[:8], *failure.link, failure.why.text)
             self._guide.link_broke(*failure.link)
+            self._excuses = dict.fromkeys(failure.link, 1) | self._excuses
             return 0.0
         times = self._excuses[failure.peer] = self._excuses.get(failure.peer, 0) + 1
         if failure.blameless and times <= _EXCUSES:

@@ -1,9 +1,9 @@
 """Plans the routes of an asker's sessions from announcements, measurements, refusals, bans and trust.
 
-The search itself is in `app.routing.search`, moving a running session in `app.routing.reroute`, the links that routes go
-round in `app.routing.broken_links`. A search lets other tasks run in between, so members and bans can change while it
-runs. A route through a peer that was banned or left meanwhile is searched again; what changes later, the session finds
-out when it uses the route, and has it repaired.
+The search itself is in `app.routing.search`, moving a running session in `app.routing.reroute`, and the links that are
+gone round in `app.routing.broken_links`. A search lets other tasks run in between, so members and bans can change while
+it runs. A route through a peer that was banned or left meanwhile is searched again; what changes later, the session
+finds out when it uses the route, and has it repaired.
 """
 
 from __future__ import annotations
