@@ -21,7 +21,7 @@ from app.core.pieces import Pieces, at_once, by_chunks, in_pieces
 from app.core.reasons import Reason, because
 from app.core.span import Span
 from app.routing.bans import Bans
-from app.routing.broken_links import BrokenLinks
+from app.routing.broken_links import BrokenLinks, Link
 from app.routing.capacity import FullHops, largest_session
 from app.routing.cost import (
     believed_in_pieces,
@@ -215,6 +215,7 @@ class RoutePlanner:
             )
 
         search = repair if current else partial(self._search_new, comparison)
+        search = partial(self._past_broken_links, search, request, current)
         try:
             return (yield from self._without_trials(search, members, {*avoid, *avoided, *full}, current))
         except NoRoute as error:
@@ -303,22 +304,26 @@ class RoutePlanner:
         if self._worked and now < self._wary_until:
             tried = {member.peer for member in members} - self._worked.keys() - own
         try:
-            route = yield from self._past_broken_links(search, excluded | tried, own)
+            route = yield from search(excluded | tried)
         except NoRoute:
             if not tried - excluded:
                 raise
-            route = yield from self._past_broken_links(search, excluded, own)
+            route = yield from search(excluded)
         return route
 
     def _past_broken_links(
-        self, search: Callable[[Collection[str]], Pieces[Route]], excluded: set[str], kept: set[str]
+        self,
+        search: Callable[[Collection[str]], Pieces[Route]],
+        request: RouteRequest,
+        current: Route,
+        excluded: Collection[str],
     ) -> Pieces[Route]:
         """Search for a route that goes round links that broke, and hops that share several, if there is one.
 
-        Links between peers of `kept` stay: a session that uses them has their rows sent through this asker.
+        The hops of the current route stay together, and links that the session itself has tried are tried again.
         """
-        now = trio.current_time()
-        broken = {link for link in self.broken_links.active(now) if not link <= kept}
+        now, kept = trio.current_time(), {self._network.peer_id, *(hop.peer for hop in current)}
+        broken = {link for link in self.broken_links.active(now) - {*request.links} if not link <= kept}
         if not broken:
             return (yield from search(excluded))
         shared = self.broken_links.shared_ends(now, lambda peer: self._network.source(peer) or peer)
@@ -326,7 +331,7 @@ class RoutePlanner:
         to_try = list(dict.fromkeys((shared - kept, frozenset[str]())))  # peers to leave out, few of them first
         for left_out in to_try:
             try:
-                found = yield from search(excluded | left_out)
+                found = yield from search({*excluded, *left_out})
             except NoRoute:
                 continue
             first = first or found
@@ -424,6 +429,7 @@ class RoutePlanner:
         known = yield from self._known(members, scores)
         comparison = RouteComparison(members, request, (yield from self._link_s(members)), known)
         search, avoided = partial(self._search_new, comparison), {*avoid, *self._avoided(scores)}
+        search = partial(self._past_broken_links, search, request, current)
         return comparison, (yield from self._without_trials(search, members, avoided, current))
 
     def _search_better(self, standing: RunningRoute, request: RouteRequest, refusing: Refusing) -> Pieces[Route | None]:
@@ -493,6 +499,7 @@ class SessionRoutes:
         self._computed: dict[int, str] = {}  # block -> number format in which the session used it last
         self._able: set[str] = set()  # members met so far that understand rows of int8
         self._refused: dict[str, _Refused] = {}
+        self._links: set[Link] = set()  # on which this session has lost something
         self._asks: set[str] = set()  # hops of the latest route that have no session yet, as far as is known
         self._claims: dict[str, Announcement] = {}  # of hops when they were first proposed: later they can say anything
         self._paces: dict[str, ReadingPace] = {}  # of hops, as the session was told
@@ -507,9 +514,10 @@ class SessionRoutes:
         return self._propose(found)
 
     def _wish(self, current: Route) -> RouteRequest:
-        """Return the request with the peers that are to be asked only if there is no other."""
+        """Return the request with the peers to be asked only if there is no other, and the links to be tried again."""
         full = self._planner.full_hops.full(self._request.tokens, trio.current_time())
-        return replace(self._request, full={*(full.keys() - {hop.peer for hop in current}), *self._refused})
+        asked = {*(full.keys() - {hop.peer for hop in current}), *self._refused}
+        return replace(self._request, full=asked, links=frozenset(self._links))
 
     def _refusing(self, current: Route) -> dict[str, Reason]:
         """Return the peers that are not to be asked now, with the reasons.
@@ -594,7 +602,8 @@ class SessionRoutes:
         self._planner.leaves(peer, self._request.tokens, why)
 
     def link_broke(self, sender: str, receiver: str) -> None:
-        """Have later routes go round a link between two hops for a while."""
+        """Have the routes of other sessions go round a link between two hops for a while."""
+        self._links.add(frozenset((sender, receiver)))
         self._planner.broken_links.note(sender, receiver, trio.current_time())
 
     def worked(self, peer: str) -> None:

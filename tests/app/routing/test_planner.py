@@ -14,7 +14,7 @@ from trio.testing import MockClock
 from app.core import pieces
 from app.core.reasons import because
 from app.routing.broken_links import AVOIDED_S
-from app.routing.planner import PrivacyPreferences, RoutePlanner
+from app.routing.planner import PrivacyPreferences, RoutePlanner, SessionRoutes
 from app.routing.route import NoRoute, Route
 from app.swarm.records import Announcement
 from tests.app.routing.test_search import BLOCKS, WHOLE, member
@@ -54,6 +54,9 @@ async def test_new_routes_go_round_a_link_that_broke_and_not_round_its_ends(auto
     planner.broken_links.note("a1", "b1", trio.current_time())
     assert await peers_of(planner) in (["a1", "b2"], ["a2", "b1"])
     assert await peers_of(planner, held) == ["a1", "b1"], "a session that uses the link keeps its hops"
+    session = SessionRoutes(planner, WHOLE)
+    session.link_broke("a1", "b1")
+    assert await session.route((), ()) == held, "one that has tried it has its rows sent through this asker"
     assert not planner.avoided()
     await trio.sleep(AVOIDED_S)
     assert await peers_of(planner) == ["a1", "b1"]
