@@ -45,7 +45,7 @@ from app.core.signal import Signal
 from app.core.smoothing import Ewma
 from app.core.span import Span
 from app.serving.adapters import MADE_WAY, AdapterKey, AdapterLimits, AdapterSource, HopAdapters, LoadedAdapter
-from app.serving.admission import AdmissionLimits, CacheTurns, HopRoom, frame_cost, place_to_free, why_not
+from app.serving.admission import AdmissionLimits, CacheTurns, HopRoom, frame_cost, sessions_in_the_way, why_not
 from app.serving.batching import URGENT_ROWS, BatchLimits, BatchQueue, QueuedTokens
 from app.serving.handover import UNMEASURED_TOKENS_PER_S, CacheForm, CacheGiver, CacheTaker
 from app.serving.homes import Homes
@@ -914,12 +914,16 @@ class BlockServer:
         length = 0 if source is None else source.shares_with(turn)
         in_use = source is not None and source.rests_until is None  # else its cache counts as free room already
         lacks_adapter = turn.adapter is not None and (adapter is None or adapter.is_dropped)
-        refusal = await self._find_room(peer, turn, length if in_use else 0, others_end=not lacks_adapter)
+        home = self._homes.of(peer)
+        for session in self._sessions.values():
+            if session.asker == peer:
+                session.home = home  # it may have another address by now
+        refusal = await self._find_room(peer, home, turn, length if in_use else 0, others_end=not lacks_adapter)
         if refusal is not None:
             return refusal
         if lacks_adapter:
             return HopError("refused", "this node does not serve sessions with an adapter now", "adapter_refused")
-        session = HopSession(frame.session, peer, frame.epoch, turn, trio.current_time(), self._homes.of(peer))
+        session = HopSession(frame.session, peer, frame.epoch, turn, trio.current_time(), home)
         session.adapter = adapter
         most = self._settings.admission.sessions
         while len(self._sessions) >= most and self._end_one_resting(but=source if length else None):
@@ -992,32 +996,27 @@ class BlockServer:
             self._runner.resize(session.key, session.length)
             self._left.notify()
 
-    async def _find_room(self, asker: str, turn: EpochOrder, shared: int, *, others_end: bool) -> HopError | None:
-        """Say why a new session is not admitted; with `others_end`, some of askers above their share may end for it."""
-        refusal = self._charged(asker, self._why_not, asker, turn, shared)
-        if refusal is None or not others_end:
+    async def _find_room(
+        self, asker: str, home: str, turn: EpochOrder, shared: int, *, others_end: bool
+    ) -> HopError | None:
+        """Say why a new session is not admitted; with `others_end`, sessions of those above their share may end."""
+        room = self._room()
+        refusal = self._charged(asker, why_not, turn, asker, home, room, shared)
+        if refusal is None or room is None or not others_end:
             return refusal
-        to_end = self._charged(asker, self._in_the_way, asker, turn, shared, refusal)
+        tokens, now = room.needed(turn.tokens, shared), trio.current_time()
+        to_end = self._charged(asker, sessions_in_the_way, refusal, asker, home, tokens, room, self._cache_turns, now)
         for session in to_end:
             await self._sender.report_error(session, "busy", "its room is needed for others, who have less of it")
             self._end(session, session.epoch)
-        return self._why_not(asker, turn, shared) if to_end else refusal
-
-    def _why_not(self, asker: str, turn: EpochOrder, shared: int) -> HopError | None:
-        return why_not(turn, asker, self._room(), shared)
-
-    def _in_the_way(self, asker: str, turn: EpochOrder, shared: int, refusal: HopError) -> list[HopSession]:
-        """The sessions that are to end so that one can be admitted that was refused; those of this node stay."""
-        room = self._room()
-        if room is not None and refusal.why == "sessions_full":
-            return place_to_free(asker, room)
-        if room is not None and refusal.why == "cache_full":
-            return self._cache_turns.make_way(asker, room.needed(turn.tokens, shared), room, trio.current_time())
-        return []
+        return None if to_end else refusal
 
     def _room(self) -> HopRoom | None:
+        if self._runner is None:
+            return None
         limits, own = self._settings.admission, self._network.peer_id
-        return None if self._runner is None else HopRoom(self._runner, self._sessions.values(), limits, own)
+        held_back = self._cache_turns.held_back(trio.current_time())
+        return HopRoom(self._runner, self._sessions.values(), limits, own, held_back)
 
     async def _end_resting(self) -> None:
         while self._end_one_resting():

@@ -252,6 +252,10 @@ class HopSession:
             del self.kept[: (position - self.kept_from) * self.row_bytes]
             self.kept_from = position
 
+    def idle_s(self, now: float) -> float:
+        """Seconds for which nothing was computed, and nothing of it waits for the device."""
+        return 0.0 if self.received > self.length else now - self.counters.worked_at
+
     def stats(self, now: float) -> SessionStats:
         """The session's figures at this hop."""
         counters, span = self.counters, self.turn.span
@@ -279,25 +283,33 @@ class HopSession:
 
 
 def resting_to_end(sessions: Iterable[HopSession]) -> HopSession | None:
-    """The resting session that makes room for others: of the asker with the most cache at rest, the oldest.
+    """The resting session that makes room for others: of the home with the most cache at rest, and of its asker with
+    the most, the oldest.
 
-    An asker that opens and rests many sessions so displaces its own, and not those of others.
+    Whoever opens and rests many sessions so displaces its own, and not those of others.
     """
     resting = [session for session in sessions if session.rests_until is not None]
     if not resting:
         return None
-    held: Counter[str] = Counter()
-    for session in resting:
-        held[session.asker] += session.length + RESTING_PLACE_TOKENS
-    return min(resting, key=lambda session: (-held[session.asker], session.heard_at, session.id))
+    held = _by_holder((session, session.length + RESTING_PLACE_TOKENS) for session in resting)
+    return min(resting, key=lambda one: (-held[one.home, ""], -held[one.home, one.asker], one.heard_at, one.id))
 
 
 def first_to_evict(sessions: list[HopSession]) -> HopSession:
-    """The session whose kept outputs are dropped first: of the asker with the most of them, the one silent for longest.
+    """The session whose kept outputs are dropped first: of the home with the most of them, and of its asker with the
+    most, the one silent for longest.
 
-    An asker that opens many sessions so loses its own outputs, and not those of others.
+    Whoever opens many sessions so loses its own outputs, and not those of others.
     """
-    held: Counter[str] = Counter()
-    for session in sessions:
-        held[session.asker] += len(session.kept)
-    return min((s for s in sessions if s.kept), key=lambda s: (-held[s.asker], s.heard_at, s.id))
+    held = _by_holder((session, len(session.kept)) for session in sessions)
+    kept = (session for session in sessions if session.kept)
+    return min(kept, key=lambda one: (-held[one.home, ""], -held[one.home, one.asker], one.heard_at, one.id))
+
+
+def _by_holder(amounts: Iterable[tuple[HopSession, int]]) -> Counter[tuple[str, str]]:
+    """Sums of what sessions have, by home and asker, and by home and ""."""
+    held: Counter[tuple[str, str]] = Counter()
+    for session, amount in amounts:
+        held[session.home, session.asker] += amount
+        held[session.home, ""] += amount
+    return held

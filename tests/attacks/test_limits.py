@@ -36,7 +36,7 @@ from app.routing.estimates import BELIEVED_S
 from app.routing.planner import WITHOUT_ADAPTER_S
 from app.serving import batching, block_server, handover, orders, shares
 from app.serving.adapters import AdapterLimits
-from app.serving.admission import TURN_S, AdmissionLimits
+from app.serving.admission import IDLE_S, MAX_HELD_BACK, TURN_S, AdmissionLimits
 from app.serving.block_server import IDLE_STREAM_S, LOOK_BYTES, ServerSettings
 from app.serving.hop_session import MAX_RECEIVERS
 from app.session import cache_wire, outbound
@@ -109,6 +109,8 @@ ROWS: dict[str, tuple[float, ...]] = {
         PLACES.sessions,
         PLACES.own_share * PLACES.sessions,
         TURN_S,
+        IDLE_S,
+        MAX_HELD_BACK,
         ServerSettings().unused_s,
     ),
     "orders that change a hop's cache": (orders.MAX_ORDERS, orders.ORDERS_S * 1000),

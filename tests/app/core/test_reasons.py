@@ -142,10 +142,10 @@ def test_a_member_is_present_exactly_where_nothing_speaks_against_it(state: str)
 @pytest.mark.parametrize(
     ("load", "code"),
     [
-        (HopLoad(256, 0, 0, 0, 900, 1000), "sessions_full"),
-        (HopLoad(64, 64, 0, 0, 900, 1000), "asker_sessions_full"),
-        (HopLoad(1, 0, 1, 0, 99, 1000), "cache_full"),
-        (HopLoad(2, 1, 1, 700, 150, 1000), "cache_reserved"),
+        (HopLoad(256, 0, 0, 128, 0, 500, 900, 1000), "sessions_full"),
+        (HopLoad(64, 64, 64, 128, 0, 500, 900, 1000), "asker_sessions_full"),
+        (HopLoad(1, 0, 0, 85, 0, 333, 99, 1000), "cache_full"),
+        (HopLoad(2, 1, 1, 85, 700, 333, 150, 1000), "cache_reserved"),
     ],
 )
 def test_a_hops_refusal_reaches_the_asker_with_its_code(load: HopLoad, code: str) -> None:
