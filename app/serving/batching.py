@@ -2,9 +2,10 @@
 
 The policy:
 
-1. Every step takes all the sessions that wait, within `BatchLimits`. Peers take turns, so that one peer with many
-   sessions cannot starve the rest, and so do the sessions of a peer, so that a short prompt waits for no long one.
-   Sessions over other blocks or with other adapters are computed apart: a step takes one such group of each peer.
+1. Every step takes all the sessions that wait, within `BatchLimits`. Homes take turns (`app.serving.homes`), so that
+   none with many peers or sessions can starve the rest; so do the peers of a home, and the sessions of a peer, so that
+   a short prompt waits for no long one. Sessions over other blocks or with other adapters are computed apart: a step
+   takes one such group of each home.
 2. Tokens that a reply waits for (urgent) go before tokens that fill a cache (bulk); bulk runs in chunks and gets every
    second step at least, so neither waits for more than one step of the other. While replies are written, a chunk has
    as many rows as run in `BULK_STRETCH` urgent steps (`_bulk_rows`).
@@ -27,8 +28,9 @@ A session that is alone never waits but for the last.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from app.core.smoothing import Ewma, LinearTrend
 
@@ -54,6 +56,7 @@ class QueuedTokens:
 
     session: bytes
     peer: str  # the asker, for fairness
+    home: str  # the asker's, for the same
     epoch: int
     position: int
     rows: int
@@ -94,7 +97,7 @@ class BatchQueue:
         self._limits = limits or BatchLimits()
         self._queues: dict[bytes, deque[QueuedTokens]] = {}  # of each session, in order
         self._bulk_next = False
-        self._served: dict[str, int] = {}  # peer -> number of the step that last served it
+        self._served: dict[tuple[str, ...], int] = {}  # home, or home and peer -> the step that last served it
         self._steps = 0
         self._done_at = float("-inf")  # when the last step's outputs were sent
         self._step_s = Ewma(_SMOOTHING)  # an urgent step
@@ -152,12 +155,19 @@ class BatchQueue:
 
     @property
     def largest(self) -> bytes:
-        """The session with the most bytes among those of the peer with the most."""
+        """The session with the most bytes among those of the peer with the most, at the home with the most."""
         sizes = {session: sum(len(work.data) for work in queue) for session, queue in self._queues.items()}
-        of_peer: Counter[str] = Counter()
+        held: Counter[tuple[str, ...]] = Counter()
         for session, size in sizes.items():
-            of_peer[self._queues[session][0].peer] += size
-        return max(sizes, key=lambda session: (of_peer[self._queues[session][0].peer], sizes[session]))
+            first = self._queues[session][0]
+            held[first.home,] += size
+            held[first.home, first.peer] += size
+
+        def rank(session: bytes) -> tuple[int, ...]:
+            first = self._queues[session][0]
+            return held[first.home,], held[first.home, first.peer], sizes[session]
+
+        return max(sizes, key=rank)
 
     def drop(self, session: bytes) -> None:
         """Forget a session and everything that waits of it."""
@@ -314,31 +324,32 @@ class BatchQueue:
         return min(max(arrivals) + min(BURST_GAP_S, step_s / 8), min(arrivals) + step_s / 2)
 
     def _pick(self, heads: list[QueuedTokens], max_rows: int, *, in_shares: bool = False) -> list[QueuedTokens]:
-        """Take tokens of one group of sessions of each peer, of those that waited longest first, up to `max_rows`.
+        """Take tokens of one group of sessions of each home, of those that waited longest first, up to `max_rows`.
 
         With `in_shares` no session takes rows that another one with fewer could have.
         """
-        by_peer: dict[str, deque[QueuedTokens]] = {}
+        homes: dict[str, dict[str, list[QueuedTokens]]] = {}  # by home and peer
+        groups: dict[str, object] = {}
         for work in heads:
-            own = by_peer.setdefault(work.peer, deque())
-            if not own or work.group == own[0].group:
-                own.append(work)
-        heads = [work for own in by_peer.values() for work in own]
+            if groups.setdefault(work.home, work.group) == work.group:
+                homes.setdefault(work.home, {}).setdefault(work.peer, []).append(work)
+        taken = [work for peers in homes.values() for works in peers.values() for work in works]
+        share = fair_share([work.rows for work in taken], max_rows) if in_shares else max_rows
         picked: list[QueuedTokens] = []
         room = max_rows
-        share = fair_share([work.rows for work in heads], max_rows) if in_shares else max_rows
-        peers = deque(sorted(by_peer, key=lambda peer: self._served.get(peer, -1)))
         self._steps += 1
-        while peers and room > 0:
-            peer = peers.popleft()
-            work = by_peer[peer].popleft()
+        ordered = in_turns(
+            in_turns(peers[peer] for peer in sorted(peers, key=lambda peer: self._served.get((home, peer), -1)))
+            for home, peers in sorted(homes.items(), key=lambda item: self._served.get((item[0],), -1))
+        )
+        for work in ordered:
+            if room <= 0:
+                break
             picked.append(self._take_rows(work, min(room, share)))
             room -= picked[-1].rows
-            self._served[peer] = self._steps
-            if by_peer[peer]:
-                peers.append(peer)
+            self._served[work.home,] = self._served[work.home, work.peer] = self._steps
         if len(self._served) > 256:
-            self._served = {peer: at for peer, at in self._served.items() if at > self._steps - 256}
+            self._served = {name: at for name, at in self._served.items() if at > self._steps - 256}
         return picked
 
     def _take_rows(self, work: QueuedTokens, room: int) -> QueuedTokens:
@@ -354,6 +365,11 @@ class BatchQueue:
         if not queue:
             del self._queues[work.session]
         return work
+
+
+def in_turns(queues: Iterable[Sequence[QueuedTokens]]) -> list[QueuedTokens]:
+    """Return the first of each queue, then the second of each that has more, and so on."""
+    return [work for turn in zip_longest(*queues) for work in turn if work is not None]
 
 
 def even_part(rows: int, most: int) -> int:

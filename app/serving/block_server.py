@@ -3,9 +3,9 @@
 A token's way through this hop, all of it in this file: a stream's reader judges a DATA frame and queues its rows
 (`_on_data`), the step loop takes a batch from the queue, runs it on the device and sends each session's outputs on
 (`_step_forever`, `_step`, `_deliver`, `HopSender.send`). TURN and CLOSE frames change the cache, so they are carried
-out between two steps: those of an asker in the order in which they arrived, those of several in turns, and after some
-milliseconds comes a step (`app.serving.orders`). Their askers pay for the time that they take (`_charged`). Outputs for
-a successor that cannot be reached go through the asker.
+out between two steps: those of an asker in the order in which they arrived, those of several homes in turns, and after
+some milliseconds comes a step (`app.serving.orders`). Their askers pay for the time that they take (`_charged`).
+Outputs for a successor that cannot be reached go through the asker.
 
 A session that its asker has finished with may rest (`_on_close`): its cache stays for a new session of the same asker
 that begins with the same tokens (`_lease`). Resting sessions make way at once for whoever needs their room, and neither
@@ -677,6 +677,7 @@ class BlockServer:
             queued = QueuedTokens(
                 session=session.key,
                 peer=session.asker,
+                home=session.home,
                 epoch=session.epoch,
                 revision=session.revision,
                 position=frame.position,
@@ -1172,7 +1173,7 @@ class BlockServer:
 
     def _order(self, order: Order, asker: str = "") -> None:
         """Leave what touches the cache to the step loop: no two orders, and no step, ever overlap."""
-        self._orders.put(asker, order)
+        self._orders.put(asker, self._homes.of(asker or self._network.peer_id), order)
         self._work.notify()
 
     def _transfer(self, order: Order) -> None:

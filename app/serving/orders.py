@@ -1,6 +1,7 @@
-"""Orders that wait for the end of a hop's step: bounded for each asker, and askers take turns. Knows no sessions.
+"""Orders that wait for the end of a hop's step: bounded for each asker, and homes take turns. Knows no sessions.
 
-An order is whatever touches the cache (`app.serving.block_server`). Those of one asker are carried out as they came.
+An order is whatever touches the cache (`app.serving.block_server`). Those of one asker are carried out as they came;
+the askers of a home take its turns in turn.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class OrderQueue:
     """Orders of many askers for one step loop."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, _Waiting] = {}  # by asker, none without orders; whose turn it is comes first
+        self._waiting: dict[str, _Waiting] = {}  # by asker, none without orders
+        self._turns: dict[str, deque[str]] = {}  # by home its askers with orders; whose turn it is comes first
 
     def __len__(self) -> int:
         return sum(len(own.orders) for own in self._waiting.values())
@@ -42,17 +44,26 @@ class OrderQueue:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def put(self, asker: str, order: Order) -> None:
+    def put(self, asker: str, home: str, order: Order) -> None:
         """Add an order behind those of the same asker."""
-        self._waiting.setdefault(asker, _Waiting()).orders.append(order)
+        if asker not in self._waiting:
+            self._waiting[asker] = _Waiting()
+            self._turns.setdefault(home, deque()).append(asker)
+        self._waiting[asker].orders.append(order)
 
     def take(self) -> Order:
-        """Remove and return the next order; its asker's others come after one of everybody else."""
-        asker = next(iter(self._waiting))
-        own = self._waiting.pop(asker)
+        """Remove and return the next order; its home's others come after one of every other home."""
+        home = next(iter(self._turns))
+        askers = self._turns.pop(home)
+        asker = askers.popleft()
+        own = self._waiting[asker]
         order = own.orders.popleft()
         if own.orders:
-            self._waiting[asker] = own
+            askers.append(asker)
+        else:
+            del self._waiting[asker]
+        if askers:
+            self._turns[home] = askers
         own.taken.notify()
         return order
 

@@ -11,6 +11,7 @@ from trio.testing import MockClock
 from app.core.span import Span
 from app.serving.admission import IDLE_S, AdmissionLimits
 from app.serving.block_server import BlockServer, ServerSettings
+from app.serving.hop_session import HopSession, first_to_evict, resting_to_end
 from app.session.frame import new_session_id, plain
 from app.session.wire import KEEP, PROTOCOL, EpochOrder, Kind, decode, encode_turn
 from p2p.errors import P2PError
@@ -156,6 +157,24 @@ async def test_askers_of_one_machine_share_its_places_among_themselves(autojump_
             pass
         assert abs(len(hop.held["neighbour"]) - len(hop.held["hog"])) <= 1
         assert hop.server.sessions == sessions, "the house has no more than before"
+
+
+def test_what_several_identities_rest_or_keep_counts_together() -> None:
+    """Each of four had less of it than an honest asker, which lost its own first."""
+    sessions = []
+    for number in range(5):
+        asker, home = ("honest", "honest's") if number == 4 else (f"squatter {number}", "the attacker's")
+        turn = EpochOrder(Span(0, 4), "", "", 1000, 0)
+        session = HopSession(bytes([number]) * 16, asker, 1, turn, 10.0 - number, home)
+        session.received = 100 + number
+        session.computed(100 + number, bytes(100 + number), "f32")
+        sessions.append(session)
+    assert first_to_evict(sessions).asker == "squatter 3"
+    for session in sessions:
+        session.rest(900.0)
+    found = resting_to_end(sessions)
+    assert found is not None
+    assert found.asker == "squatter 3"
 
 
 async def test_who_holds_less_than_its_share_loses_nothing(autojump_clock: MockClock) -> None:

@@ -20,6 +20,7 @@ def waiting(
     rows: int = 1,
     *,
     peer: str = "p",
+    home: str = "",
     position: int = 0,
     urgent: bool | None = None,
     at: float = 0.0,
@@ -27,7 +28,7 @@ def waiting(
 ) -> QueuedTokens:
     urgent = rows == 1 if urgent is None else urgent
     return QueuedTokens(
-        session.encode(), peer, 1, position, rows, memoryview(bytes(4 * rows)), "f32", urgent, at, first
+        session.encode(), peer, home or peer, 1, position, rows, memoryview(bytes(4 * rows)), "f32", urgent, at, first
     )
 
 
@@ -44,6 +45,34 @@ def test_all_that_wait_go_together() -> None:
     assert take(queue) == [("a", 0, 1), ("b", 0, 1), ("c", 0, 1)]
     assert queue.take(0.0) is None
     assert (queue.rows, queue.bytes) == (0, 0)
+
+
+def test_homes_take_turns_and_so_do_the_peers_of_each() -> None:
+    """Each identity of one machine had a turn of its own."""
+    queue = BatchQueue(BatchLimits(urgent_rows=4))
+    for number in range(6):
+        queue.put(waiting(f"s{number}", peer=f"squatter {number}", home="the attacker's"))
+    for name in ("a1", "a2", "b1"):
+        queue.put(waiting(name, peer=name[0], home="a house"))
+    steps = [[name for name, _, _ in take(queue)] for _ in range(2)]
+    assert steps == [["s0", "a1", "s1", "b1"], ["s2", "a2", "s3", "s4"]]
+
+
+def test_a_step_takes_one_group_of_sessions_of_each_home() -> None:
+    queue = BatchQueue(LIMITS)
+    for number in range(3):
+        work = waiting(f"s{number}", peer=f"squatter {number}", home="the attacker's")
+        queue.put(replace(work, group=number))
+    queue.put(replace(waiting("a", peer="honest"), group=1))
+    assert [take(queue) for _ in range(3)] == [[("s0", 0, 1), ("a", 0, 1)], [("s1", 0, 1)], [("s2", 0, 1)]]
+
+
+def test_the_session_that_is_given_up_is_of_the_home_with_most_bytes() -> None:
+    queue = BatchQueue(LIMITS)
+    for number in range(3):
+        queue.put(waiting(f"s{number}", 20 + number, peer=f"squatter {number}", home="the attacker's"))
+    queue.put(waiting("a", 40, peer="honest"))
+    assert queue.largest == b"s2"
 
 
 def test_urgent_goes_first_and_bulk_gets_every_second_step_in_chunks() -> None:

@@ -215,7 +215,7 @@ def test_only_the_frame_that_was_expected_gets_the_result() -> None:
     session = HopSession(bytes(16), "asker", 3, EpochOrder(Span(0, 8), "", "", 100, 0, 0), 0.0)
     session.took(5)
     output, done = Output(b"out", "f32"), False
-    item = QueuedTokens(session.key, "asker", 3, 5, 1, memoryview(b"row"), "f32", True, 0.0)
+    item = QueuedTokens(session.key, "asker", "asker", 3, 5, 1, memoryview(b"row"), "f32", True, 0.0)
 
     def begun() -> StepAhead:
         started = LaunchedStep(lambda: done, lambda: [output], "on the device")
