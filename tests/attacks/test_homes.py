@@ -27,7 +27,7 @@ class Hop:
     """A hop with a small cache, and the sessions that others hold there."""
 
     def __init__(self, fabric: MemoryFabric, server: BlockServer, nursery: trio.Nursery) -> None:
-        self._fabric, self.server, self._nursery = fabric, server, nursery
+        self.fabric, self.server, self._nursery = fabric, server, nursery
         self._streams: dict[str, MemoryStream] = {}
         self._answers: dict[bytes, trio.Event] = {}
         self.held: dict[str, dict[bytes, int]] = {}  # tokens of each session, by asker
@@ -35,8 +35,8 @@ class Hop:
     async def open(self, asker: str, tokens: int, machine: str = "") -> bool:
         """Order a session and keep it open with probes; True if it was admitted."""
         if asker not in self._streams:
-            self._fabric.machine_of[asker] = machine or asker
-            node = self._fabric.nodes.get(asker) or self._fabric.node(asker)
+            self.fabric.machine_of[asker] = machine or asker
+            node = self.fabric.nodes.get(asker) or self.fabric.node(asker)
             self._streams[asker] = await node.open("victim", PROTOCOL)
             self.held[asker] = {}
             self._nursery.start_soon(self._listen, asker)
@@ -157,6 +157,15 @@ async def test_askers_of_one_machine_share_its_places_among_themselves(autojump_
             pass
         assert abs(len(hop.held["neighbour"]) - len(hop.held["hog"])) <= 1
         assert hop.server.sessions == sessions, "the house has no more than before"
+
+
+async def test_sessions_count_where_their_asker_is_now(autojump_clock: MockClock) -> None:
+    """Else one that moves would be in the way of itself, and what it begins with could end for it."""
+    async with open_hop() as hop:
+        assert await hop.open("asker", 100, "a relay")
+        hop.fabric.machine_of["asker"] = "its address"
+        assert await hop.open("asker", 100)
+        assert {session.home for session in hop.server._sessions.values()} == {"its address"}
 
 
 def test_what_several_identities_rest_or_keep_counts_together() -> None:
