@@ -31,6 +31,7 @@ class Heard:
     round: int
     head: bytes
     others: tuple[str, ...] = ()  # of the job, as it says
+    is_known: bool = False  # it once named a round that is in the log here
 
 
 class JobPeers(NamedTuple):

@@ -5,6 +5,7 @@ file: make the steps (`_train`), commit to a change and say so (`_arrive`), wait
 exchange (`app.rounds.exchange`), send the result to the one who leads, and take over the round's entry (`_adopt`).
 Whoever comes first in the round's order leads; if it is silent, the next one does. An island that missed a round takes
 over its result, by the merged change or by the parts of the state. Requests of others are answered in between.
+Other histories are looked at beside the steps (`_look_around`), until one was verified and is better than the own one.
 Whatever others say, the worst is a lost round: they can neither end this island's part nor keep it from its steps.
 """
 
@@ -179,6 +180,14 @@ class _Candidate(NamedTuple):
     parts: list[StatePart]
 
 
+class _History(NamedTuple):
+    """A log that another island has shown and that was verified here."""
+
+    peer: str
+    entries: list[RoundEntry]
+    standing: Standing
+
+
 class Pace(NamedTuple):
     """How fast an island was in a round, as seen from here."""
 
@@ -265,8 +274,7 @@ class Island:
         self._heads = {GENESIS}  # of all rounds in the log
         self._sizes: list[int] = []  # of the parts of a state
         self._disregarded: dict[str, tuple[int, float]] = {}  # peer -> how often its history was of no use, until when
-        self._strangers = (0, 0.0)  # the same for all who are not of the round
-        self._look_again_at = 0.0  # at histories that few have
+        self._strangers_until = 0.0  # the same for all who took part in none of the last rounds
         self.figures = IslandFigures()
         self._arrivals: dict[str, Arrival] = {}  # of the current round
         self._arrived_at: dict[str, float] = {}
@@ -282,6 +290,7 @@ class Island:
         self._results: dict[bytes, dict[str, Result]] = {}
         self._candidate: _Candidate | None = None
         self._ahead: RoundEntry | None = None
+        self._better: _History | None = None  # than the own one
         self._rests: dict[str, Rest] = {}  # members that failed in exchanges of the last rounds, as seen from here
         self._missed: dict[str, Missed] = {}  # members that did not arrive in the last rounds, as seen from here
         self._failed_here: set[str] = set()  # members whom this island accused in this round
@@ -393,6 +402,7 @@ class Island:
         failure: Exception | None = None
         async with trio.open_nursery() as greeting:
             greeting.start_soon(self._greet)
+            greeting.start_soon(self._look_around)
             async with trio.open_nursery() as self._nursery:
                 try:
                     with self._until_left:
@@ -410,6 +420,11 @@ class Island:
             raise failure
 
     @property
+    def _is_overtaken(self) -> bool:
+        """True if others have made this round, or a better history."""
+        return self._ahead is not None or self._better is not None
+
+    @property
     def _leaves(self) -> bool:
         """True if this island ends before the job does."""
         return self._until_left.cancel_called and not self.is_finished
@@ -421,7 +436,7 @@ class Island:
             standing = self.standing
             if why := standing.banned.get(self.peer):
                 raise LeftOut(f"the others left this island out of {self.record.name}: {why}")
-            if self._ahead is not None or self._behind():
+            if self._is_overtaken:
                 await self._catch_up()
             elif self.is_finished or self.peer not in standing.members or not self._has_state:
                 self._outside_from = self._outside_from or standing.round
@@ -475,7 +490,7 @@ class Island:
             return [self._text.sequence(sequence_at(place, self._text.count, record.seed)) for place in places]
 
         def stop(made: int) -> bool:
-            return self._ahead is not None or (made > 0 and self._is_late())
+            return self._is_overtaken or (made > 0 and self._is_late())
 
         def made(done: StepFigures) -> None:
             nonlocal steps, tokens
@@ -491,7 +506,7 @@ class Island:
         task = RoundTask(standing.every, standing.step, sequences, stop, made, traces)
         counts = await self._steps.make(task)
         ended = trio.current_time()
-        if counts and steps and self._ahead is None:
+        if counts and steps and not self._is_overtaken:
             self.figures.step_s = (ended - began) / steps
             await self._arrive(standing, steps, tokens, traces)
             self.figures.arrive_s = trio.current_time() - ended
@@ -530,10 +545,8 @@ class Island:
         began, done, attempts = trio.current_time(), set[bytes](), 0
         followed: dict[str, float] = {}  # leaders, and until when each may wait for the results of its first list
         while self.standing is standing:
-            if self._ahead is not None or self._behind():
+            if self._is_overtaken:
                 await self._catch_up()
-                if self.standing is standing:
-                    await self._pause(self.timing.hello_s)
                 continue
             offered = self._best_list(done)
             if offered is not None:
@@ -611,7 +624,7 @@ class Island:
         """
         out = set(self._failed_here)
         arrived = self._arrivals.keys() & {*standing.members}
-        while self.standing is standing and self._ahead is None:
+        while self.standing is standing and not self._is_overtaken:
             began = trio.current_time()
             order = leading_order(self.record.id, standing.round, self._without_copies(arrived - out))
             if not self._may_count(standing, order):
@@ -626,11 +639,11 @@ class Island:
             if missing := await self._offer(members) - out - arrived:
                 arrived |= missing
                 continue
-            if self._ahead is not None:
+            if self._is_overtaken:
                 break
             until = trio.current_time() + self._exchange_s() + self.timing.lead_s
             results = await self._gather(members, await self._exchanged(members), until)
-            if self._ahead is not None or results is None:
+            if self._is_overtaken or results is None:
                 break
             accusations = {peer: result.failed for peer, result in results.items() if result.failed}
             silent = [peer for peer in order if peer not in results]
@@ -716,7 +729,7 @@ class Island:
         """
         results, expected = self._results[members.hash], {*members.members}
         results[self.peer], soon = own, trio.current_time() + self.timing.lead_s
-        while (missing := expected - results.keys()) and self._ahead is None:
+        while (missing := expected - results.keys()) and not self._is_overtaken:
             if any(self._comes_before(one, members) for one in self._lists.values()):
                 return None
             may_succeed = missing <= self.alive() and all(result.root for result in results.values())
@@ -952,91 +965,116 @@ class Island:
         self.figures.settle_s = self.figures.settled_at - began
         self._news.notify()
 
-    def _behind(self) -> list[str]:
-        """Islands that are further, or that have another history: first what most have, then those of the round.
+    async def _look_around(self) -> None:
+        """Look at the histories of others beside the steps, one at a time, and leave a better one to the main task."""
+        while True:
+            peer = self._next_to_show() if self._better is None else None
+            if peer is not None:
+                await self._look_at(peer)
+            else:
+                await self._pause(self.timing.hello_s)
+            await trio.lowlevel.checkpoint()
 
-        No steps are made while a history is looked at, so after one that was of no use others have to wait, unless
-        most members of the round that are there have them.
+    def _next_to_show(self) -> str | None:
+        """Return whose history to look at next, of those that name a round which is not known here.
+
+        First come those that took part in one of the last rounds, then those that once named a round which is known
+        here, and of these those that were looked at in vain least often. A lot decides among equals.
         """
-        known = self._heads if self._has_state else set()
-        alive, now, members = self.alive(), trio.current_time(), self.standing.members
-        there = Counter([self.head, *(self.heard[peer].head for peer in alive & {*members})])
-        ahead = [peer for peer, one in self.heard.items() if one.head not in known and peer in alive]
-        of_most = {peer for peer in ahead if 2 * there[self.heard[peer].head] > there.total()}
-        useful = [
+        known, now = self._heads if self._has_state else set(), trio.current_time()
+        others_may = not self._has_state or self._strangers_until <= now
+        found = [
             peer
-            for peer in ahead
-            if self._disregarded.get(peer, (0, 0.0))[1] <= now
-            and (peer in members or not self._has_state or self._strangers[1] <= now)
-            and (peer in of_most or not self._has_state or self._look_again_at <= now)
+            for peer in self.alive()
+            if self.heard[peer].head not in known
+            and self._disregarded.get(peer, (0, 0.0))[1] <= now
+            and (others_may or peer in self.recent)
         ]
-        return sorted(useful, key=lambda peer: (peer not in of_most, peer not in members, -self.heard[peer].round))
 
-    def _disregard(self, peer: str, *, is_brief: bool = False) -> None:
-        """Do not look at the history of a peer for a while, longer each time, because it was of no use.
+        def rank(peer: str) -> tuple[bool, bool, int, int]:
+            times = self._disregarded.get(peer, (0, 0.0))[0]
+            return peer not in self.recent, not self.heard[peer].is_known, times, self._lot(peer)
 
-        Nor at that of anybody else who is not of the round: new names cost nothing, and looking costs steps. Briefly
-        for one that made another round meanwhile; not as long while there are no steps to lose.
+        return min(found, key=rank, default=None)
+
+    async def _look_at(self, peer: str) -> None:
+        """Fetch and verify another island's log, and remember it if it is the better one."""
+        began, named = trio.current_time(), self.heard[peer].head
+        try:
+            found = _History(peer, *await self._log_of(peer))
+            if await self._is_wanted(found.entries):
+                self._better = found
+                self._news.notify()
+                return
+            if named in self._heads:  # this island has made that round meanwhile
+                return
+        except (RecordError, AppError, P2PError, OSError) as error:
+            log.info("%s does not show what it has of %s: %s", peer, self.record.name, error)
+        self._disregard(peer, began)
+
+    def _disregard(self, peer: str, began: float, *, is_brief: bool = False) -> None:
+        """Do not look at the history of a peer for a while, longer each time, because a look since then was in vain.
+
+        Nor at that of anybody else who took part in none of the last rounds: new names cost nothing. Briefly for one
+        that made another round meanwhile; not as long while there is no state here.
         """
-        times, now = self._disregarded.get(peer, (0, 0.0))[0], trio.current_time()
+        times, now = self._disregarded.pop(peer, (0, 0.0))[0], trio.current_time()
         if is_brief:
             self._disregarded[peer] = times, now + _BRIEFLY_S
         elif not self._has_state:
             self._disregarded[peer] = times + 1, now + _BRIEFLY_S * 2 ** min(times, _LONGEST_STATELESS)
         else:
-            self._disregarded[peer] = self._longer(times)
+            self._disregarded[peer] = times + 1, now + self.timing.alive_s * 2 ** min(times, _LONGEST_DISREGARD)
+            if peer not in self.recent:
+                self._strangers_until = now + max(self.timing.hello_s, _LOOKS_APART * (now - began))
         while len(self._disregarded) > MAX_PEERS:
             del self._disregarded[next(iter(self._disregarded))]
-        if not is_brief and self._has_state and peer not in self.standing.members:
-            self._strangers = self._longer(self._strangers[0])
 
-    def _longer(self, times: int) -> tuple[int, float]:
-        return times + 1, trio.current_time() + self.timing.alive_s * 2 ** min(times, _LONGEST_DISREGARD)
+    async def _is_wanted(self, entries: list[RoundEntry]) -> bool:
+        """True for the better one of two histories; without a state here, for any."""
+        if not self._has_state:
+            return True
+        if self._goes_on(entries):
+            return self._counts(entries[len(self.log)])
+        return bool(await self._in_thread(is_better, list(self.log), entries))  # reads old entries from disk
+
+    def _goes_on(self, entries: list[RoundEntry]) -> bool:
+        """True for a history that begins with all of this island's own."""
+        return len(entries) > len(self.log) and entries[len(self.log)].prev == self.head
 
     async def _catch_up(self) -> None:
-        """Take over the round that is over, or all that another island has; raises if there is no room for it here."""
-        entry, behind, made_it = self._ahead, self._behind(), list[str]()
-        self._ahead = None
-        try:
-            if entry is not None and entry.round == self.standing.round:
-                await self._adopt(entry)
-                return
-        except (RecordError, ExchangeFailed, EngineError, P2PError) as error:
-            log.info("round %s could not be taken over: %s", self.standing.round, error)
-            made_it = entry.list.members if entry is not None else []
-        for peer in dict.fromkeys([*made_it, *behind]):
-            if peer == self.peer or (peer not in made_it and peer not in self._behind()):
-                continue
-            began, is_brief = trio.current_time(), False
+        """Take over the round that is over, or a better history; raises if there is no room for it here."""
+        began, entry, better = trio.current_time(), self._ahead, self._better
+        if entry is not None:
+            self._ahead = None
             try:
-                if await self._take_over(peer):
-                    self._disregarded.pop(peer, None)
-                    self._strangers = (0, 0.0)
-                    return
+                if entry.round == self.standing.round:
+                    await self._adopt(entry)
+            except (RecordError, ExchangeFailed, EngineError, P2PError) as error:
+                log.info("round %s could not be taken over: %s", self.standing.round, error)
+        elif better is not None:
+            try:
+                await self._take_over(better)
+                self._disregarded.pop(better.peer, None)
             except (RecordError, AppError, EngineError, P2PError, trio.TooSlowError) as error:
                 if what_it_waits_for(error):
                     raise  # whoever gives the state, there is no room for it here
-                log.info("what %s has of %s could not be taken over: %s", peer, self.record.name, error)
-                is_brief = isinstance(error, WentOn)
-            self._disregard(peer, is_brief=is_brief)
-            if not is_brief and self._has_state:
-                now = trio.current_time()
-                self._look_again_at = now + _LOOKS_APART * (now - began)
+                log.info("what %s has of %s could not be taken over: %s", better.peer, self.record.name, error)
+                self._disregard(better.peer, began, is_brief=isinstance(error, WentOn))
+            finally:
+                self._better = None
+                self._news.notify()
         await trio.lowlevel.checkpoint()
 
-    async def _take_over(self, peer: str) -> bool:
-        """Fetch another island's log and, if it is the better history, its state; False if ours is."""
-        entries, standing = await self._log_of(peer)
-        if self._has_state:
-            is_next = len(entries) > len(self.log) and entries[len(self.log)].prev == self.head
-            if is_next:
-                is_wanted = self._counts(entries[len(self.log)])
-            else:
-                is_wanted = await self._in_thread(is_better, list(self.log), entries)  # reads old entries from disk
-            if not is_wanted:
-                return False
-            if is_next and await self._caught_up(entries[len(self.log) :]):
-                return True
+    async def _take_over(self, better: _History) -> None:
+        """Go on from another island's history, if it is still the better one."""
+        peer, entries, standing = better
+        if not await self._is_wanted(entries):
+            return
+        if self._has_state and self._goes_on(entries) and await self._caught_up(entries[len(self.log) :]):
+            return
+        if peer not in self.heard or self.heard[peer].head != standing.prev:  # it has made more rounds meanwhile
+            entries, standing = await self._log_of(peer, better)
         try:
             answer = await self._ask(peer, wire.PARTS, {"round": standing.round})
         except RemoteError as error:
@@ -1056,10 +1094,9 @@ class Island:
             log.info("%s goes on with fresh moments: nobody has given any", self.record.name)
         self.figures.fetched += 1
         if not self._has_state:
-            self._disregarded.clear()  # they were counted by looks that cost no steps
+            self._disregarded.clear()  # they were counted while there was no state
         self._has_state, self._rounds_behind = True, math.inf
         await self._settle(standing, entries, states, parts)
-        return True
 
     async def _caught_up(self, entries: Sequence[RoundEntry]) -> bool:
         """Take over rounds one after the other by their merged changes; False if nobody has them all any more.
@@ -1083,16 +1120,20 @@ class Island:
         return True
 
     def _same_head(self, head: bytes) -> list[str]:
-        """Islands that have the state after a round."""
-        return [peer for peer in self.alive() if self.heard[peer].head == head]
+        """Islands that say they have the state after a round: first those that took part lately."""
+        same = (peer for peer in self.alive() if self.heard[peer].head == head)
+        return sorted(same, key=lambda peer: (peer not in self.recent, self._lot(peer)))
 
-    async def _log_of(self, peer: str) -> tuple[list[RoundEntry], Standing]:
+    async def _log_of(self, peer: str, known: _History | None = None) -> tuple[list[RoundEntry], Standing]:
         """Return another island's log and where the job stands after it; raises `RecordError` at the first wrong entry.
 
-        Every entry is checked as it comes, so that nobody can send more of them than members of the job have signed.
-        No steps are made meanwhile, so a peer that sends them far slower than its link can is given up.
+        It goes on with `known`, which that island has shown before, or with this island's own log if it has the same.
+        Every entry is checked as it comes, so that nobody can send more of them than members of the job have signed. A
+        peer that sends them far slower than its link can is given up.
         """
         entries, standing, may_differ = list(self.log), self.standing, bool(self.log)
+        if known is not None:
+            entries, standing, may_differ = list(known.entries), known.standing, False
         spare_s = self.timing.exchange_s
         while True:
             asked_at = trio.current_time()
@@ -1148,7 +1189,9 @@ class Island:
     def _note_hello(self, peer: str, fields: Fields) -> None:
         """Remember how far another island is, and what it trains on; raises `RecordError`."""
         now, others = trio.current_time(), fields.texts("others", MOST_NAMED, PEER_ID_CHARS, [])
-        seen = Heard(now, fields.integer("round", 0, MAX_ROUNDS), fields.hex_bytes("head", HASH_BYTES), others)
+        number, head = fields.integer("round", 0, MAX_ROUNDS), fields.hex_bytes("head", HASH_BYTES)
+        is_known = (head in self._heads and head != GENESIS) or (peer in self.heard and self.heard[peer].is_known)
+        seen = Heard(now, number, head, others, is_known)
         self._note_data(peer, fields)
         self._greetings.answered(peer)
         if peer not in self.heard and len(self.heard) >= MAX_PEERS:
@@ -1173,8 +1216,12 @@ class Island:
         oldest = min(strangers or self.heard, key=lambda other: self.heard[other].at)
         if peer in kept or trio.current_time() - self.heard[oldest].at >= self.timing.alive_s:
             return oldest
-        last = max({peer, *strangers}, key=lambda other: hash((self._secret, self.head, other)))
+        last = max({peer, *strangers}, key=self._lot)
         return None if last == peer else last
+
+    def _lot(self, peer: str) -> int:
+        """A peer's lot in this round, which nobody else can know."""
+        return hash((self._secret, self.head, peer))
 
     def _note_data(self, peer: str, fields: Fields) -> None:
         """Remember what another island says of its own text; raises `RecordError` if that is wrong."""
