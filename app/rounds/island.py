@@ -115,7 +115,6 @@ OUTSIDE_LONG = 3  # rounds of the others, after which an island without moments 
 KEPT_ATTEMPTS = 4  # whose merged leaves are kept for members that are late, at most
 KNOWN_ROUNDS = 16  # the last ones, of which nobody waits for a merged change that was dropped
 MAX_PEERS = 256
-_LISTS_MORE = 2  # lists of one leader in a round, beyond one for each member that it may have to leave out
 _LONGEST_DISREGARD = 7  # doublings
 _LOOKS_APART = 4  # times as long as a look at a history that was of no use took, no other is looked at
 LEAVE_S = 1.0  # in which an island that leaves tells that to the one who leads
@@ -283,7 +282,8 @@ class Island:
         self._own: OwnChange | None = None
         self._tested: OwnChange | None = None  # of the last round, for those who were drawn to test it
         self._lists: dict[str, MemberList] = {}  # the latest of each leader in this round, if it names this island
-        self._lists_of = Counter[str]()  # how many each leader has made
+        self._listed: dict[str, tuple[int, bytes]] = {}  # attempt and hash of the latest of each, this island's too
+        self._leads: dict[str, tuple[int, float]] = {}  # leader -> how often it led in vain, until when it leads now
         self._first_list_at: dict[str, float] = {}  # by its leader
         self._tried: set[str] = set()  # members of exchanges of this round in which this island took part
         self._attempts: dict[bytes, ExchangeAttempt] = {}  # by the hash of the list
@@ -542,34 +542,39 @@ class Island:
 
     async def _round(self, standing: Standing) -> None:
         """Wait for a list, or make one, until the round has an entry that this island has taken over."""
-        began, done, attempts = trio.current_time(), set[bytes](), 0
+        began, done = trio.current_time(), set[bytes]()
         followed: dict[str, float] = {}  # leaders, and until when each may wait for the results of its first list
         while self.standing is standing:
             if self._is_overtaken:
                 await self._catch_up()
                 continue
-            offered = self._best_list(done)
+            offered, now = self._best_list(done), trio.current_time()
+            lead_at = partial(self._lead_at, standing, began, first=not done)
+            given_until = max((followed[peer] for peer in followed.keys() & self.alive()), default=0.0)
+            next_at = max(given_until, lead_at(self.peer))
             if offered is not None:
-                done.add(offered.hash)
-                attempts = max(attempts, offered.attempt + 1)
-                followed.setdefault(offered.leader, await self._attend(offered))
-                began = trio.current_time() + self.timing.lead_s
-                continue
-            lead_at = self._lead_at(standing, began, first=not attempts)
-            lead_at = max([lead_at, *(followed[peer] for peer in followed.keys() & self.alive())])
-            if trio.current_time() >= lead_at:
-                attempts = await self._lead(standing, attempts, done)
+                # who led in vain has to wait for its place, so that it does not keep others from leading
+                is_doubtful = self._times_in_vain(offered.leader) > 0
+                follow_at = max(given_until, lead_at(offered.leader)) if is_doubtful else now
+                if follow_at <= now:
+                    done.add(offered.hash)
+                    followed.setdefault(offered.leader, await self._attend(offered))
+                    began = trio.current_time() + self.timing.lead_s
+                    continue
+                next_at = min(next_at, follow_at)
+            if next_at <= now:
+                await self._lead(standing, done)
                 began = trio.current_time() + self.timing.lead_s
             else:
-                await self._pause(lead_at - trio.current_time())
+                await self._pause(next_at - now)
         self.figures.waiting = ""
 
     async def _pause(self, seconds: float) -> None:
         with trio.move_on_after(min(seconds, self.timing.hello_s)):
             await self._news.wait()
 
-    def _lead_at(self, standing: Standing, began: float, *, first: bool) -> float:
-        """When this island makes the list itself: once all have arrived or were waited for, and its place in the order.
+    def _lead_at(self, standing: Standing, began: float, leader: str, *, first: bool) -> float:
+        """When a member is to lead: once all have arrived or were waited for, by its place in the order.
 
         The time of each in the order counts from the moment when the first one was to lead, which all see alike, not
         from its own arrival: otherwise all who were early would lead at once.
@@ -578,7 +583,7 @@ class Island:
         # Whoever takes part in none of the last rounds, and misses one after the other, is waited for ever more seldom.
         idle = {peer for peer, one in self._missed.items() if one.rounds & (one.rounds - 1)} - self.recent
         alive = {self.peer, *self.alive()} & {*standing.members} - idle
-        order = leading_order(self.record.id, standing.round, self._without_copies(arrived))
+        order = self._leaders(self._without_copies(arrived))
         ready_at = began
         if first:
             if self._complete_at is None and alive <= arrived:
@@ -590,8 +595,33 @@ class Island:
         self.figures.waiting = ""
         if not self._may_count(standing, order):
             ready_at = max(ready_at, self._arrived_at[self.peer] + self.timing.quorum_s)
-        trusted = [peer for peer in order if peer not in self._failed_here]
-        return max(self._stands_down_until, ready_at + trusted.index(self.peer) * self.timing.lead_s)
+        if leader == self.peer:
+            ready_at = max(ready_at, self._stands_down_until)
+        before = [peer for peer in self._leaders({*order, leader}) if peer == leader or peer not in self._failed_here]
+        return ready_at + before.index(leader) * self.timing.lead_s
+
+    def _leaders(self, peers: Iterable[str]) -> list[str]:
+        """Peers in the order in which they are to lead, those last that led in vain most often."""
+        return sorted(leading_order(self.record.id, self.standing.round, peers), key=self._times_in_vain)
+
+    def _times_in_vain(self, leader: str) -> int:
+        """How often somebody led, and no round came of it, since a round of its own counted last."""
+        times, until = self._leads.get(leader, (0, math.inf))
+        return times + (until <= trio.current_time())
+
+    def _begin_lead(self, leader: str) -> None:
+        """Note that somebody leads, if it did not yet: it has the time of two exchanges for all its lists."""
+        until, now = self._leads.get(leader, (0, math.inf))[1], trio.current_time()
+        if until == math.inf or until <= now:
+            self._leads[leader] = self._times_in_vain(leader), now + 2 * (self._exchange_s() + self.timing.lead_s)
+
+    def _end_leads(self, entries: Sequence[RoundEntry]) -> None:
+        """Note whose round counted, and who led in vain."""
+        self._leads = {peer: (times + (until < math.inf), math.inf) for peer, (times, until) in self._leads.items()}
+        if entries:
+            self._leads.pop(entries[-1].list.leader, None)
+        while len(self._leads) > MAX_PEERS:
+            del self._leads[next(iter(self._leads))]
 
     def _without_copies(self, peers: Collection[str]) -> list[str]:
         """Those of some who arrived that were not heard to repeat another's commitment; this island is one of them."""
@@ -599,43 +629,47 @@ class Island:
         return first_to_commit({peer: self._arrivals[peer].change for peer in heard})
 
     def _best_list(self, done: set[bytes]) -> MemberList | None:
-        """The list to follow: of the latest attempt, by the one who comes first in the order of leading."""
+        """The list to follow: by the one who comes first in the order of leading."""
         open_lists = [
             one for one in self._lists.values() if one.hash not in done and one.leader not in self._failed_here
         ]
-        order = leading_order(self.record.id, self.standing.round, (one.leader for one in open_lists))
-        return min(open_lists, key=lambda one: (-one.attempt, order.index(one.leader)), default=None)
+        order = self._leaders(one.leader for one in open_lists)
+        return min(open_lists, key=lambda one: order.index(one.leader), default=None)
 
     async def _attend(self, members: MemberList) -> float:
         """Take part in an exchange that another island leads, and tell it how that ended.
 
         Returns until when it may still wait for the results of others. The round's entry may be here before its answer.
         """
+        self._begin_lead(members.leader)
         until = trio.current_time() + self._exchange_s() + 2 * self.timing.lead_s
         result = await self._exchanged(members)
         self._nursery.start_soon(self._say, members.leader, result.raw)
         return until if result.root else 0.0
 
-    async def _lead(self, standing: Standing, attempt: int, done: set[bytes]) -> int:
-        """Make lists until a round counts or another island leads better; return the number of attempts so far.
+    async def _lead(self, standing: Standing, done: set[bytes]) -> None:
+        """Make lists until a round counts, another island leads better or the time for it is over.
 
         Who arrives after the first list waits for the next round: members that are not in the first one could not judge
         whether somebody is left out of the second one with cause.
         """
-        out = set(self._failed_here)
+        self._begin_lead(self.peer)
+        out, vain = set(self._failed_here), self._times_in_vain(self.peer)
         arrived = self._arrivals.keys() & {*standing.members}
-        while self.standing is standing and not self._is_overtaken:
+        while self.standing is standing and not self._is_overtaken and self._times_in_vain(self.peer) == vain:
             began = trio.current_time()
             order = leading_order(self.record.id, standing.round, self._without_copies(arrived - out))
             if not self._may_count(standing, order):
                 break
             arrivals = [self._arrivals[peer] for peer in order]
-            number = min(attempt, MAX_ATTEMPTS)
+            attempt = self._listed.get(self.peer, (-1, b""))[0] + 1
+            if attempt > MAX_ATTEMPTS:
+                break
             members = await self._in_thread(
-                sign_list, self._identity, self.record.id, number, arrivals, self._wall_ms()
+                sign_list, self._identity, self.record.id, attempt, arrivals, self._wall_ms()
             )
             done.add(members.hash)
-            attempt += 1
+            self._listed[self.peer] = attempt, members.hash
             if missing := await self._offer(members) - out - arrived:
                 arrived |= missing
                 continue
@@ -661,7 +695,6 @@ class Island:
                 break
             out |= wrong
             log.info("round %s is repeated without %s", standing.round, ", ".join(sorted(out)))
-        return attempt
 
     async def _offer(self, members: MemberList) -> set[str]:
         """Tell all members of a list; return those who arrived, as some of them know, and are not in it."""
@@ -939,7 +972,8 @@ class Island:
         self._arrived_at.clear()
         self._results.clear()
         self._lists.clear()
-        self._lists_of.clear()
+        self._listed.clear()
+        self._end_leads(entries)
         self._first_list_at.clear()
         self._tried.clear()
         self._failed_here.clear()
@@ -1412,15 +1446,17 @@ class Island:
     def _note_list(self, members: MemberList) -> bytes:
         """Remember a list; return the arrival of somebody whom it leaves out without cause, if there is one.
 
-        Raises `RecordError` for one with a copy, for which both the copier and the copied would be doubted.
+        A leader has one list for each attempt, and later ones replace those before; any other is void. Raises `RecordError` for one with a copy, for which both the copier and the copied would be doubted.
         """
         check_arrivals(self.record, self.standing, members.arrivals)
         if len({one.change for one in members.arrivals}) < len(members.arrivals):
             raise RecordError("a member list names two who committed to the same change")
         if self._own is None or all(one.raw != self._own.arrival.raw for one in members.arrivals):
             return b""
-        if self._lists_of[members.leader] >= len(self.standing.members) + _LISTS_MORE:
+        known = self._listed.get(members.leader, (-1, b""))
+        if members.attempt <= known[0] and members.hash != known[1]:
             return b""
+        self._listed[members.leader] = members.attempt, members.hash
         same = [one for one in self._attempts.values() if one.members.round == members.round]
         for attempt in same:
             if attempt.members.leader == members.leader and attempt.members.attempt < members.attempt:
@@ -1430,19 +1466,14 @@ class Island:
         for attempt in same:
             if self._comes_before(members, attempt.members):
                 attempt.is_superseded = True  # others attend the same one of two lists, else both would wait in vain
-        self._lists_of[members.leader] += 1
-        before = self._lists.get(members.leader)
-        if before is None or before.attempt <= members.attempt:
-            self._lists[members.leader] = members
+        self._lists[members.leader] = members
         self._news.notify()
         return b""
 
     def _comes_before(self, members: MemberList, other: MemberList) -> bool:
         """True if a list is to be followed rather than one of another leader that is under way."""
-        if members.leader in self._failed_here or members.attempt < other.attempt:
-            return False
-        order = leading_order(self.record.id, members.round, (members.leader, other.leader))
-        return members.leader != other.leader and order[0] == members.leader
+        is_trusted = members.leader not in self._failed_here and members.leader != other.leader
+        return is_trusted and self._leaders((members.leader, other.leader))[0] == members.leader
 
     def _left_out_of(self, members: MemberList) -> str | None:
         """Somebody who arrived in time for a list and is not in it, though no exchange with it has failed here."""

@@ -112,7 +112,7 @@ async def test_newcomers_that_compute_nothing_do_not_outvote_those_that_do(
 def work_together(island: Any, rogues: set[str]) -> None:
     """Let an island take every round of its friends for one, and lead as soon as they are all there."""
 
-    def lead_at(standing: Any, began: float, *, first: bool) -> float:
+    def lead_at(standing: Any, began: float, leader: str, *, first: bool) -> float:
         is_first = island.peer == min(rogues)
         return (
             0.0 if not standing.round or (is_first and rogues <= island._arrivals.keys()) else trio.current_time() + 3

@@ -106,15 +106,14 @@ async def test_a_list_of_the_last_attempt_ends_nobodys_part(tmp_path: Path, pati
     async with open_islands(tmp_path, 0, 1, 2, steps=15) as swarm:
         liar = swarm.add(3)
 
-        async def lead(standing: Any, attempt: int, done: set[bytes]) -> int:
+        async def lead(standing: Any, done: set[bytes]) -> None:
             arrivals = list(liar.island._arrivals.values())
-            found = sign_list(identity(3), swarm.record.id, MAX_ATTEMPTS, arrivals, NOW_MS + attempt)
+            found = sign_list(identity(3), swarm.record.id, MAX_ATTEMPTS, arrivals, NOW_MS + len(done))
             done.add(found.hash)
             for peer in found.members:
                 if peer != liar.name:
                     await liar.island._say(peer, found.raw)
             await trio.sleep(5)  # more of them help it no further
-            return attempt + 1
 
         liar.island._lead = lead  # type: ignore[method-assign]
         liar.island._lead_at = lambda *args, **more: 0.0  # type: ignore[method-assign]
@@ -186,12 +185,13 @@ class Copier:
         self.tried = 0
         self._island._lead = self._lead  # type: ignore[method-assign]
 
-    async def _lead(self, standing: Any, attempt: int, done: set[bytes]) -> int:
+    async def _lead(self, standing: Any, done: set[bytes]) -> None:
         island = self._island
         peers = [peer for peer in island._arrivals if peer in standing.members]
         first = leading_order(self._swarm.record.id, standing.round, peers)[0]
-        if attempt or len(peers) < 4 or first != self._node.name or island._own is None:
-            return await self._honest(standing, attempt, done)
+        if done or len(peers) < 4 or first != self._node.name or island._own is None:
+            await self._honest(standing, done)
+            return
         self.tried += 1
         claim = replace(island._own.arrival, change=island._arrivals[self._victim].change)
         own = sign_arrival(identity(3), claim, NOW_MS)
@@ -203,7 +203,7 @@ class Copier:
                 self._swarm._nursery.start_soon(island._say, peer, found.raw)
             leaves += (got := await self._leaves(found, share))
             if len(got) < len(share):
-                return turn + 1
+                return
         island._own = OwnChange(own, leaves, hashes_of(leaves)[0])
         found = self._list([own, *others], len(peers))
         await island._offer(found)
@@ -211,7 +211,6 @@ class Copier:
         results = await island._gather(found, await island._exchanged(found), until)
         if results is not None and len(results) == len(peers):
             await island._count(standing, found, results, trio.current_time())
-        return len(peers) + 1
 
     def _list(self, arrivals: list[Arrival], attempt: int) -> MemberList:
         return sign_list(identity(3), self._swarm.record.id, attempt, arrivals, NOW_MS)

@@ -151,11 +151,11 @@ async def test_one_island_leads_however_long_the_others_have_waited(tmp_path: Pa
         for node in swarm.nodes.values():
             lead: Any = node.island._lead
 
-            async def counted(standing: Any, *args: Any, lead: Any = lead) -> int:
+            async def counted(standing: Any, *args: Any, lead: Any = lead) -> None:
                 led.append(standing.round)
-                return int(await lead(standing, *args))
+                await lead(standing, *args)
 
-            node.island._lead = counted  # type: ignore[method-assign, assignment]
+            node.island._lead = counted  # type: ignore[method-assign]
         await swarm.finished(0, 1, 2, 3)
         assert members_of(swarm.nodes[0].island.log) == [1, 4, 4, 4, 4]
         assert led == [0, 1, 2, 3, 4]

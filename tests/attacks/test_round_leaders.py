@@ -1,0 +1,65 @@
+"""Members that send list after list of a round and finish none: each has the time of two exchanges, and comes last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from app.rounds.statements import MAX_ATTEMPTS, sign_list
+from tests.app.rounds.island_swarm import ONE_STEP, TIMING, IslandSwarm, open_islands
+from tests.app.swarms import identity
+
+NOW_MS = 1_800_000_000_000
+
+
+async def make_lists(swarm: IslandSwarm, number: int, every_s: float) -> None:
+    """Let an island arrive and follow others as it should, and make lists all the time whose exchanges come to nothing.
+
+    Others ask it in vain for what it merges, and each list replaces the one before in time.
+    """
+    node = swarm.nodes[number]
+    island, attempts = node.island, dict[int, int]()
+
+    async def lead(*args: Any) -> int:
+        await trio.sleep(0.1)
+        return 1
+
+    island._lead = lead  # type: ignore[method-assign, assignment]
+    while True:
+        arrivals = [one for one in island._arrivals.values() if one.peer in island.standing.members]
+        if island._own is not None and len(arrivals) > 1:
+            attempt = attempts.setdefault(island.standing.round, 0)
+            attempts[island.standing.round] = attempt + 1
+            if attempt <= MAX_ATTEMPTS:
+                found = sign_list(identity(number), swarm.record.id, attempt, arrivals, NOW_MS + attempt)
+                for peer in found.members:
+                    if peer != node.name:
+                        swarm._nursery.start_soon(island._say, peer, found.raw)
+            await trio.sleep(every_s)
+        else:
+            await trio.sleep(0.1)
+
+
+@pytest.mark.parametrize("liars", [(3,), (5, 6)])
+async def test_lists_that_replace_one_another_stop_a_round_for_a_limited_time(
+    tmp_path: Path, patient_clock: MockClock, liars: tuple[int, ...]
+) -> None:
+    honest = (0, 1, 2) if len(liars) == 1 else (0, 1, 2, 3, 4)
+    async with open_islands(tmp_path, *honest, *liars, **ONE_STEP) as swarm, trio.open_nursery() as nursery:
+        island = swarm.nodes[0].island
+        await swarm.until(lambda: len(island.recent) == len(honest) + len(liars))
+        for number in liars:
+            nursery.start_soon(make_lists, swarm, number, TIMING.exchange_s / 2)
+        took = list[float]()
+        while len(took) < 24:
+            before, at = island.standing.round, trio.current_time()
+            await swarm.until(lambda before=before: island.standing.round > before, within_s=1000)
+            took.append(trio.current_time() - at)
+        limit = 3 * (TIMING.exchange_s + TIMING.lead_s)  # of who leads, and of the exchange that begins last
+        assert max(took) < limit, took
+        assert sum(took) < 2 * limit * len(liars), took  # once, and not in every round that it could lead
+        nursery.cancel_scope.cancel()
