@@ -1446,7 +1446,9 @@ class Island:
     def _note_list(self, members: MemberList) -> bytes:
         """Remember a list; return the arrival of somebody whom it leaves out without cause, if there is one.
 
-        A leader has one list for each attempt, and later ones replace those before; any other is void. Raises `RecordError` for one with a copy, for which both the copier and the copied would be doubted.
+        A leader has one list for each attempt, and later ones replace those before; any other is void.
+
+        Raises `RecordError` for one with a copy, for which both the copier and the copied would be doubted.
         """
         check_arrivals(self.record, self.standing, members.arrivals)
         if len({one.change for one in members.arrivals}) < len(members.arrivals):
