@@ -281,8 +281,10 @@ class Island:
         self._lags_s: list[float] = []
         self._own: OwnChange | None = None
         self._tested: OwnChange | None = None  # of the last round, for those who were drawn to test it
-        self._lists: dict[str, MemberList] = {}  # the latest of each leader in this round, if it names this island
-        self._listed: dict[str, tuple[int, bytes]] = {}  # attempt and hash of the latest of each, this island's too
+        self._lists: dict[
+            str, MemberList
+        ] = {}  # the latest of each leader that names this island, until it is followed
+        self._listed: dict[str, int] = {}  # leader -> attempt of its latest list, this island's too
         self._leads: dict[str, tuple[int, float]] = {}  # leader -> how often it led in vain, until when it leads now
         self._first_list_at: dict[str, float] = {}  # by its leader
         self._tried: set[str] = set()  # members of exchanges of this round in which this island took part
@@ -542,14 +544,14 @@ class Island:
 
     async def _round(self, standing: Standing) -> None:
         """Wait for a list, or make one, until the round has an entry that this island has taken over."""
-        began, done = trio.current_time(), set[bytes]()
+        began = trio.current_time()
         followed: dict[str, float] = {}  # leaders, and until when each may wait for the results of its first list
         while self.standing is standing:
             if self._is_overtaken:
                 await self._catch_up()
                 continue
-            offered, now = self._best_list(done), trio.current_time()
-            lead_at = partial(self._lead_at, standing, began, first=not done)
+            offered, now = self._best_list(), trio.current_time()
+            lead_at = partial(self._lead_at, standing, began, first=not self._tried)
             given_until = max((followed[peer] for peer in followed.keys() & self.alive()), default=0.0)
             next_at = max(given_until, lead_at(self.peer))
             if offered is not None:
@@ -557,13 +559,13 @@ class Island:
                 is_doubtful = self._times_in_vain(offered.leader) > 0
                 follow_at = max(given_until, lead_at(offered.leader)) if is_doubtful else now
                 if follow_at <= now:
-                    done.add(offered.hash)
+                    del self._lists[offered.leader]
                     followed.setdefault(offered.leader, await self._attend(offered))
                     began = trio.current_time() + self.timing.lead_s
                     continue
                 next_at = min(next_at, follow_at)
             if next_at <= now:
-                await self._lead(standing, done)
+                await self._lead(standing)
                 began = trio.current_time() + self.timing.lead_s
             else:
                 await self._pause(next_at - now)
@@ -628,13 +630,10 @@ class Island:
         heard = sorted((peer for peer in self._arrivals if peer in peers), key=lambda peer: peer != self.peer)
         return first_to_commit({peer: self._arrivals[peer].change for peer in heard})
 
-    def _best_list(self, done: set[bytes]) -> MemberList | None:
+    def _best_list(self) -> MemberList | None:
         """The list to follow: by the one who comes first in the order of leading."""
-        open_lists = [
-            one for one in self._lists.values() if one.hash not in done and one.leader not in self._failed_here
-        ]
-        order = self._leaders(one.leader for one in open_lists)
-        return min(open_lists, key=lambda one: order.index(one.leader), default=None)
+        leaders = self._leaders(self._lists.keys() - self._failed_here)
+        return self._lists[leaders[0]] if leaders else None
 
     async def _attend(self, members: MemberList) -> float:
         """Take part in an exchange that another island leads, and tell it how that ended.
@@ -647,7 +646,7 @@ class Island:
         self._nursery.start_soon(self._say, members.leader, result.raw)
         return until if result.root else 0.0
 
-    async def _lead(self, standing: Standing, done: set[bytes]) -> None:
+    async def _lead(self, standing: Standing) -> None:
         """Make lists until a round counts, another island leads better or the time for it is over.
 
         Who arrives after the first list waits for the next round: members that are not in the first one could not judge
@@ -662,14 +661,13 @@ class Island:
             if not self._may_count(standing, order):
                 break
             arrivals = [self._arrivals[peer] for peer in order]
-            attempt = self._listed.get(self.peer, (-1, b""))[0] + 1
+            attempt = self._listed.get(self.peer, -1) + 1
             if attempt > MAX_ATTEMPTS:
                 break
             members = await self._in_thread(
                 sign_list, self._identity, self.record.id, attempt, arrivals, self._wall_ms()
             )
-            done.add(members.hash)
-            self._listed[self.peer] = attempt, members.hash
+            self._listed[self.peer] = attempt
             if missing := await self._offer(members) - out - arrived:
                 arrived |= missing
                 continue
@@ -1013,7 +1011,7 @@ class Island:
         """Return whose history to look at next, of those that name a round which is not known here.
 
         First come those that took part in one of the last rounds, then those that once named a round which is known
-        here, and of these those that were looked at in vain least often. A lot decides among equals.
+        here, and of these the one that was looked at in vain longest ago. A lot decides among equals.
         """
         known, now = self._heads if self._has_state else set(), trio.current_time()
         others_may = not self._has_state or self._strangers_until <= now
@@ -1025,9 +1023,9 @@ class Island:
             and (others_may or peer in self.recent)
         ]
 
-        def rank(peer: str) -> tuple[bool, bool, int, int]:
-            times = self._disregarded.get(peer, (0, 0.0))[0]
-            return peer not in self.recent, not self.heard[peer].is_known, times, self._lot(peer)
+        def rank(peer: str) -> tuple[bool, bool, float, int]:
+            until = self._disregarded.get(peer, (0, 0.0))[1]
+            return peer not in self.recent, not self.heard[peer].is_known, until, self._lot(peer)
 
         return min(found, key=rank, default=None)
 
@@ -1089,7 +1087,8 @@ class Island:
         elif better is not None:
             try:
                 await self._take_over(better)
-                self._disregarded.pop(better.peer, None)
+                if better.standing.prev in self._heads:
+                    self._disregarded.pop(better.peer, None)
             except (RecordError, AppError, EngineError, P2PError, trio.TooSlowError) as error:
                 if what_it_waits_for(error):
                     raise  # whoever gives the state, there is no room for it here
@@ -1455,10 +1454,8 @@ class Island:
             raise RecordError("a member list names two who committed to the same change")
         if self._own is None or all(one.raw != self._own.arrival.raw for one in members.arrivals):
             return b""
-        known = self._listed.get(members.leader, (-1, b""))
-        if members.attempt <= known[0] and members.hash != known[1]:
+        if members.attempt <= self._listed.get(members.leader, -1):
             return b""
-        self._listed[members.leader] = members.attempt, members.hash
         same = [one for one in self._attempts.values() if one.members.round == members.round]
         for attempt in same:
             if attempt.members.leader == members.leader and attempt.members.attempt < members.attempt:
@@ -1468,7 +1465,7 @@ class Island:
         for attempt in same:
             if self._comes_before(members, attempt.members):
                 attempt.is_superseded = True  # others attend the same one of two lists, else both would wait in vain
-        self._lists[members.leader] = members
+        self._lists[members.leader], self._listed[members.leader] = members, members.attempt
         self._news.notify()
         return b""
 

@@ -106,10 +106,9 @@ async def test_a_list_of_the_last_attempt_ends_nobodys_part(tmp_path: Path, pati
     async with open_islands(tmp_path, 0, 1, 2, steps=15) as swarm:
         liar = swarm.add(3)
 
-        async def lead(standing: Any, done: set[bytes]) -> None:
+        async def lead(standing: Any) -> None:
             arrivals = list(liar.island._arrivals.values())
-            found = sign_list(identity(3), swarm.record.id, MAX_ATTEMPTS, arrivals, NOW_MS + len(done))
-            done.add(found.hash)
+            found = sign_list(identity(3), swarm.record.id, MAX_ATTEMPTS, arrivals, NOW_MS + int(trio.current_time()))
             for peer in found.members:
                 if peer != liar.name:
                     await liar.island._say(peer, found.raw)
@@ -185,12 +184,12 @@ class Copier:
         self.tried = 0
         self._island._lead = self._lead  # type: ignore[method-assign]
 
-    async def _lead(self, standing: Any, done: set[bytes]) -> None:
+    async def _lead(self, standing: Any) -> None:
         island = self._island
         peers = [peer for peer in island._arrivals if peer in standing.members]
         first = leading_order(self._swarm.record.id, standing.round, peers)[0]
-        if done or len(peers) < 4 or first != self._node.name or island._own is None:
-            await self._honest(standing, done)
+        if island._tried or len(peers) < 4 or first != self._node.name or island._own is None:
+            await self._honest(standing)
             return
         self.tried += 1
         claim = replace(island._own.arrival, change=island._arrivals[self._victim].change)
