@@ -155,7 +155,7 @@ async def test_one_island_leads_however_long_the_others_have_waited(tmp_path: Pa
                 led.append(standing.round)
                 await lead(standing, *args)
 
-            node.island._lead = counted  # type: ignore[method-assign, assignment]
+            node.island._lead = counted  # type: ignore[method-assign]
         await swarm.finished(0, 1, 2, 3)
         assert members_of(swarm.nodes[0].island.log) == [1, 4, 4, 4, 4]
         assert led == [0, 1, 2, 3, 4]
