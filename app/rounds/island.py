@@ -281,9 +281,7 @@ class Island:
         self._lags_s: list[float] = []
         self._own: OwnChange | None = None
         self._tested: OwnChange | None = None  # of the last round, for those who were drawn to test it
-        self._lists: dict[
-            str, MemberList
-        ] = {}  # the latest of each leader that names this island, until it is followed
+        self._lists: dict[str, MemberList] = {}  # the latest of each leader, if it names this island, until followed
         self._listed: dict[str, int] = {}  # leader -> attempt of its latest list, this island's too
         self._leads: dict[str, tuple[int, float]] = {}  # leader -> how often it led in vain, until when it leads now
         self._first_list_at: dict[str, float] = {}  # by its leader
