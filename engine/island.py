@@ -305,30 +305,27 @@ class IslandModel(RoundModel):
         return self._model.loss(self.batches(sequences))
 
     def trial(
-        self, states: Sequence[bytes], leaves: Sequence[bytes], codec: Codec, texts: Sequence[Sequence[Sequence[int]]]
-    ) -> Pieces[list[tuple[float, float]]]:
-        """Return the mean loss on each text of the shared weights in some states, and of where a change leads to.
+        self,
+        states: Sequence[bytes],
+        changes: Sequence[Sequence[bytes]],
+        codec: Codec,
+        texts: Sequence[Sequence[Sequence[int]]],
+    ) -> Pieces[list[list[list[float]]]]:
+        """Return the losses of each text's sequences: of the shared weights in some states, and with each change.
 
         The island's own weights stay as they are. Raises `TrainingError` if these are no leaves of a change.
         """
-        if len(leaves) != self.leaves:
-            raise TrainingError(f"{len(leaves)} leaves are not the {self.leaves} of a change")
-        values = yield from self._values_in(states)
-        decoded = []
-        for index, leaf in enumerate(leaves):
-            decoded.append(self._decoded(leaf, self._leaf_size(index), codec))
-            yield
-        change = torch.cat(decoded)
-        del decoded
-        losses = []
+        values, losses = (yield from self._values_in(states)), []
         with self._other_weights():
-            for weights in (values, values - change):
+            for leaves in (None, *changes):
+                weights = values if leaves is None else values - (yield from self._whole(leaves, codec))
                 self._model.set_vectors(divided(self.config, weights))
+                del weights
                 found = []
                 for text in texts:
-                    found.append((yield from self.loss(text)))
+                    found.append((yield from self._losses(text)))
                 losses.append(found)
-        return list(zip(*losses, strict=True))
+        return [list(of_text) for of_text in zip(*losses, strict=True)]
 
     # Traces
 
@@ -397,6 +394,23 @@ class IslandModel(RoundModel):
         return [2 * (first.numel() + second.numel()) for first, second in self._model.moments().values()]
 
     # Inside
+
+    def _whole(self, leaves: Sequence[bytes], codec: Codec) -> Pieces[Tensor]:
+        """The numbers in all leaves of a change; raises `TrainingError` if these are none."""
+        if len(leaves) != self.leaves:
+            raise TrainingError(f"{len(leaves)} leaves are not the {self.leaves} of a change")
+        decoded = []
+        for index, leaf in enumerate(leaves):
+            decoded.append(self._decoded(leaf, self._leaf_size(index), codec))
+            yield
+        return torch.cat(decoded)
+
+    def _losses(self, text: Sequence[Sequence[int]]) -> Pieces[list[float]]:
+        """The loss on each sequence of a text."""
+        found = []
+        for sequence in text:
+            found.append((yield from self.loss([sequence])))
+        return found
 
     def _values_in(self, states: Sequence[bytes]) -> Pieces[Tensor]:
         """The shared weights in the states of all parts."""

@@ -912,8 +912,9 @@ class Island:
             self._keep(ExchangeAttempt(entry.list, self.record.grid, merged=dict(enumerate(leaves))))
         await _to_the_end(self._device.run_beside, lambda: self._model.commit(counted=counted))
         self._rests, self._missed = self._rests_after(entry.list), self._missed_after(entry.list)
-        past = PastRound(self.standing, self.checkpoint.parts, entry)
-        can_test = self.checkpoint.round == self.standing.round  # else that state is not on disk
+        own = self._own.leaves if self._own is not None and counted else ()
+        past = PastRound(self.standing, self.checkpoint.parts, entry, own)
+        can_test = bool(own) and self.checkpoint.round == self.standing.round  # else that state is not on disk
         change = None
         if (made := self._attempts.get(entry.list.hash)) is not None:
             change = MergedChange(entry.list.hash, [made.merged[leaf] for leaf in range(self._model.leaves)])

@@ -9,7 +9,7 @@ import hashlib
 import math
 import random
 from collections.abc import Collection, Mapping, Sequence
-from statistics import median_low
+from statistics import fmean, median_low, stdev
 from typing import NamedTuple
 
 ROUNDS_A_TEST = 8  # one round in so many, in the mean, has a change tested that nobody doubts
@@ -25,6 +25,9 @@ HARM_UNSEEN_TRAINED = 1500
 TRAINED = 995
 HARM_ROUNDS = 4  # in a row, of which two with harm leave a member out
 LEAST_LOSS = 1.0  # by which a loss before is measured
+# Standard errors, over the sequences of a text, by which a change has to do more harm than none and than the tester's
+# own; for few sequences more, since they show little of how far they differ: with two it is six, with sixteen 2.3.
+NOISE, NOISE_OF_FEW = 2.0, 4.0
 RATIO_UNITS, MOST_RATIO = 1000, 10**6  # of a loss that is as before in a result's `tested`; of the worst
 # Thousandths by which a gradient may be off: those of honest islands were off by 70 at most, with weights of 16 bits
 # against 32; that of another text by about 1000.
@@ -84,13 +87,30 @@ def step_error(before: float, after: float, claimed: Sequence[float], found: Seq
     return max(1, round(RATIO_UNITS * math.dist(claimed, found) / max(lengths)))
 
 
-def loss_ratio(before: float, after: float) -> int:
-    """Return a loss in thousandths of the one before, as a result names it; never 0, which says that none was taken.
+def loss_ratio(before: Sequence[float], after: Sequence[float], own: Sequence[float]) -> int:
+    """Return what a change makes of the loss on a text, in thousandths of the one before, as a result names it.
 
-    What it grows or shrinks by is measured by one nat at least: below that, chance alone makes large shares.
+    The losses are of each sequence: before, with the change, and with the tester's `own` change of the same round. Harm
+    is only what is worse than both of these beyond the noise: where steps are large and few, the changes of all do harm
+    at times, to one sequence more than to another. Less than that is 1000, and 0 says that nothing can be told. What a
+    loss grows or shrinks by is measured by one nat at least: below that, chance alone makes large shares.
     """
-    ratio = 1 + (after - before) / max(before, LEAST_LOSS) if before > 0 else math.inf
-    return max(1, min(MOST_RATIO, round(RATIO_UNITS * ratio))) if math.isfinite(ratio) else MOST_RATIO
+    if len(before) < 2 or not all(map(math.isfinite, (*before, *own))):
+        return 0
+    if not all(map(math.isfinite, after)):
+        return MOST_RATIO
+    usual = fmean(before)
+    more = fmean(after) - usual
+    if more > 0:
+        more = max(0.0, min(_surely_more(after, before), _surely_more(after, own)))
+    return max(1, min(MOST_RATIO, round(RATIO_UNITS * (1 + more / max(usual, LEAST_LOSS)))))
+
+
+def _surely_more(losses: Sequence[float], others: Sequence[float]) -> float:
+    """Return by how much losses are larger than others on the same sequences, in the mean and less the noise."""
+    differences = [loss - other for loss, other in zip(losses, others, strict=True)]
+    count = len(differences)
+    return fmean(differences) - (NOISE + NOISE_OF_FEW / (count - 1)) * stdev(differences) / math.sqrt(count)
 
 
 def harmful(tests: Sequence[DrawnTest], told: Mapping[str, Sequence[int]]) -> dict[str, str]:

@@ -43,8 +43,12 @@ class TryingModel(Protocol):
     @property
     def trace_bytes(self) -> int: ...
     def trial(
-        self, states: Sequence[bytes], leaves: Sequence[bytes], codec: Any, texts: Sequence[Sequence[Sequence[int]]]
-    ) -> Pieces[list[tuple[float, float]]]: ...
+        self,
+        states: Sequence[bytes],
+        changes: Sequence[Sequence[bytes]],
+        codec: Any,
+        texts: Sequence[Sequence[Sequence[int]]],
+    ) -> Pieces[list[list[list[float]]]]: ...
     def retrace(
         self, states: Sequence[bytes], leaves: Sequence[bytes], sequences: Sequence[Sequence[int]], seed: bytes
     ) -> Pieces[tuple[float, float, Sequence[float]]]: ...
@@ -62,11 +66,15 @@ class Sequences(Protocol):
 
 @dataclass(frozen=True)
 class PastRound:
-    """A round whose changes are tested: where the job stood before it, the parts of that state, and its entry."""
+    """A round whose changes are tested: where the job stood before it, the parts of that state, and its entry.
+
+    `own` has the leaves of the tester's change.
+    """
 
     standing: Standing
     parts: Sequence[StatePart]
     entry: RoundEntry
+    own: Sequence[bytes]
 
 
 class ChangeTester:
@@ -135,7 +143,8 @@ class ChangeTester:
         used = [text for text in texts if text]
         try:
             states = await self._states.fetch(self._record.id[:16], past.parts, ())
-            losses = iter(await self._device.run_later(model.trial, states, leaves, past.standing.codec, used))
+            changes, codec = (leaves, past.own), past.standing.codec
+            losses = iter(await self._device.run_later(model.trial, states, changes, codec, used))
         except TrainingError as error:
             log.info("the change of %s in round %s is none: %s", test.peer, entry.round, error)
             return [MOST_RATIO, MOST_RATIO]

@@ -275,14 +275,17 @@ def test_a_trial_says_what_a_change_does_and_leaves_the_island_as_it_was() -> No
         at_once(island.step(lesson(1), step))
         at_once(other.step(lesson(3), step))
     own = joined(CONFIG, other._model.vectors())
-    (read, unseen) = at_once(other.trial(states, island.change(), "int8", text))
-    assert read[1] < read[0]
-    assert read[0] == at_once(made().loss(lesson(1)))
-    assert read[1] == pytest.approx(at_once(island.loss(lesson(1))), rel=1e-3)
-    assert unseen[0] == at_once(made().loss(lesson(2)))
+    (read, unseen) = at_once(other.trial(states, [island.change(), other.change()], "int8", text))
+    assert [[len(losses) for losses in found] for found in (read, unseen)] == [[4] * 3] * 2
+    before, after, by_other = map(mean, read)
+    assert after < min(before, by_other)
+    assert before == pytest.approx(at_once(made().loss(lesson(1))))
+    assert after == pytest.approx(at_once(island.loss(lesson(1))), rel=1e-3)
+    assert by_other == pytest.approx(at_once(other.loss(lesson(1))), rel=1e-3)
+    assert unseen[0] == [pytest.approx(at_once(made().loss([one]))) for one in lesson(2)]
     assert torch.equal(joined(CONFIG, other._model.vectors()), own)
     with pytest.raises(TrainingError):
-        at_once(other.trial(states, island.change()[:-1], "int8", text))
+        at_once(other.trial(states, [island.change()[:-1]], "int8", text))
     assert torch.equal(joined(CONFIG, other._model.vectors()), own)
 
 
@@ -444,7 +447,7 @@ def kinds_of_work(island: IslandModel) -> dict[str, Generator[None, None, Any]]:
         "step": island.step(text, 1),
         "traced step": island.step(text, 1, SEED),
         "loss": island.loss(text),
-        "trial": island.trial(states, made().change(), "int8", [text, text[:2]]),
+        "trial": island.trial(states, [made().change()], "int8", [text, text[:2]]),
         "retrace": island.retrace(states, made().trace(), text, SEED),
     }
 

@@ -136,15 +136,40 @@ def test_each_test_has_its_own_ratios() -> None:
     assert harmful(tests, {"a": (900, 900, *WORSE), "b": (900, 900, *WORSE)}).keys() == {"two"}
 
 
+USUAL = (2.0, 2.2, 1.8, 2.1)  # losses on four sequences
+
+
+def by(*more: float) -> tuple[float, ...]:
+    """The usual losses, each larger by so much."""
+    return tuple(loss + each for loss, each in zip(USUAL, more, strict=True))
+
+
 @pytest.mark.parametrize(
-    ("before", "after", "ratio"),
+    ("before", "after", "own", "ratio"),
     [
-        (2.0, 1.0, 500), (2.0, 2.0, 1000), (2.0, math.nan, MOST_RATIO), (2.0, math.inf, MOST_RATIO),
-        (0.0, 1.0, MOST_RATIO), (1.0, 1e9, MOST_RATIO), (1.0, 0.0, 1), (0.1, 0.2, 1100), (0.2, 0.1, 900),
+        ((2.0, 2.0), (1.0, 1.0), (2.0, 2.0), 500),
+        ((2.0, 2.0), (2.0, 2.0), (2.0, 2.0), 1000),
+        ((0.1, 0.1), (0.2, 0.2), (0.1, 0.1), 1100),
+        ((0.2, 0.2), (0.1, 0.1), (0.2, 0.2), 900),
+        ((1.0, 1.0), (0.0, 0.0), (1.0, 1.0), 1),
+        ((0.0, 0.0), (1.0, 1.0), (0.0, 0.0), 2000),
+        ((1.0, 1.0), (1e9, 1e9), (1.0, 1.0), MOST_RATIO),
+        ((2.0, 2.0), (2.0, math.nan), (2.0, 2.0), MOST_RATIO),
+        ((2.0, 2.0), (2.0, math.inf), (2.0, 2.0), MOST_RATIO),
+        ((2.0, math.nan), (2.0, 2.0), (2.0, 2.0), 0),  # the fault is not the change's
+        ((2.0, 2.0), (3.0, 3.0), (2.0, math.inf), 0),
+        ((2.0,), (3.0,), (2.0,), 0),  # of one sequence nobody can tell
+        (USUAL, by(0.9, -0.1, -0.1, -0.1), USUAL, 1000),  # worse by a tenth, for one sequence of them
+        (USUAL, by(0.2, 0.21, 0.2, 0.19), USUAL, 1092),
+        (USUAL, by(0.2, 0.21, 0.2, 0.19), by(0.2, 0.2, 0.2, 0.2), 1000),  # the tester's own does so, too
+        (USUAL, by(2.0, 2.1, 2.0, 1.9), by(0.2, 0.2, 0.2, 0.2), 1822),
+        ((2.0, 2.0), (2.1, 2.9), (2.0, 2.0), 1000),  # two tell little if they differ
     ],
-)  # fmt: skip
-def test_losses_as_thousandths(before: float, after: float, ratio: int) -> None:
-    assert loss_ratio(before, after) == ratio
+)
+def test_losses_as_thousandths(
+    before: Sequence[float], after: Sequence[float], own: Sequence[float], ratio: int
+) -> None:
+    assert loss_ratio(before, after, own) == ratio
 
 
 def test_the_log_doubts_whom_drawn_testers_found_harmful() -> None:
