@@ -83,14 +83,18 @@ def to_leave_out(
     accusations: Mapping[str, Iterable[str]],
     roots: Mapping[str, bytes],
     circles: Mapping[str, Iterable[Collection[str]]] | None = None,
+    *,
+    standings: Mapping[str, float] | None = None,
+    repeated: Collection[tuple[str, str]] = (),
 ) -> set[str]:
     """Return the members without whom a failed exchange is repeated; `accusations` are accuser -> accused.
 
     `circles` are groups of others with whom a member exchanges, which see it fail in one stage; without them, it is all
     others. One who accuses more than half of a circle, and at least two, is taken to be the one at fault. Nobody
-    can tell whether the few of a circle who accuse somebody are right, so they go with the accused: a false accusation
-    gains nothing. Without accusations it is whoever ended with another root than most, where no root (empty) is one as
-    well.
+    can tell whether the few of a circle who accuse somebody are right. So accuser and accused both go, and a false
+    accusation gains nothing, unless one of them has less than half of the other's standing and goes alone. Who accuses
+    the same member as before (`repeated`) goes with it: else it could keep a newcomer out for ever. Without accusations
+    it is whoever ended with another root than most, where no root (empty) is one as well.
     """
     known = {
         accuser: {one for one in accused if one in members}
@@ -112,12 +116,35 @@ def to_leave_out(
             accusers.setdefault(one, set()).add(accuser)
     found = set(faulty)
     for one, who in accusers.items():
-        found |= {one} if is_most(who, one) else {one, *who}
+        if is_most(who, one):
+            found.add(one)
+        else:
+            found.update(*(_at_fault(accuser, one, standings or {}, repeated) for accuser in who))
     if found or len(set(roots.values())) < 2:
         return found
     counts = Counter(roots.values())
     usual = max(counts, key=lambda root: (counts[root], bool(root), root))
     return {peer for peer in members if roots.get(peer) != usual}
+
+
+def _at_fault(
+    accuser: str, accused: str, standings: Mapping[str, float], repeated: Collection[tuple[str, str]]
+) -> set[str]:
+    """Return who of two goes, one of whom accuses the other."""
+    ours, theirs = standings.get(accuser, 0.0), standings.get(accused, 0.0)
+    if 2 * ours < theirs:
+        return {accuser}
+    return {accused} if 2 * theirs < ours and (accuser, accused) not in repeated else {accuser, accused}
+
+
+def standings_of(
+    members: Iterable[str], counted: Sequence[Collection[str]], failed: Collection[Collection[str]]
+) -> dict[str, float]:
+    """Return how much members are to be believed when exchanges fail: rounds that they made of late, per failure.
+
+    `counted` has the members that made each of the last rounds, `failed` those that others left out of exchanges.
+    """
+    return {peer: sum(peer in one for one in counted) / (1 + sum(peer in one for one in failed)) for peer in members}
 
 
 def exchange_limit_s(change_bytes: int, steps_s: float, *, least_s: float) -> float:
@@ -147,7 +174,7 @@ def request_timeout_s(size_bytes: int, bytes_per_s: float | None, *, wait_s: flo
 class Rest(NamedTuple):
     """A member that failed in exchanges which others finished."""
 
-    failures: int  # in a row
+    failures: int  # that are not forgotten
     until: int  # the round in which it is expected again
 
 
@@ -156,8 +183,9 @@ def rests_after(
 ) -> dict[str, Rest]:
     """Return who rests after a round in which some failed in an exchange, and others were counted.
 
-    The first failure costs nothing; then each one in a row doubles the rest. Half of it is drawn, so that of two who
-    fail only with each other one comes back before the other, and is counted without it.
+    The first failure costs nothing; then each one doubles the rest, until the member is among those `counted` whose
+    failures are forgotten. Half of it is drawn, so that of two who fail only with each other one comes back before the
+    other, and is counted without it.
     """
     kept = {peer: one for peer, one in rests.items() if one.until + KEPT_RESTS > number}
     for peer in failed:
@@ -167,6 +195,12 @@ def rests_after(
         rounds = half + 1 + int.from_bytes(drawn[:8], "big") % half if half else 0
         kept[peer] = Rest(failures, number + 1 + rounds)
     return {peer: one for peer, one in kept.items() if peer not in set(counted)}
+
+
+def established(standings: Mapping[str, float]) -> set[str]:
+    """Return the members whose standing is at least half of the best: a round that counts ends their rests."""
+    best = max(standings.values(), default=0.0)
+    return {peer for peer, own in standings.items() if 2 * own >= best}
 
 
 def resting(rests: Mapping[str, Rest], number: int) -> set[str]:

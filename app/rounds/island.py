@@ -15,7 +15,7 @@ import hashlib
 import logging
 import math
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,10 +33,12 @@ from app.manifest.merkle import HASH_BYTES
 from app.rounds import wire
 from app.rounds.checkpoint import HELD_CHANGES, CheckpointWriter, MergedChange
 from app.rounds.decisions import (
+    KEPT_RESTS,
     SLOWER,
     UNMEASURED_BYTES_PER_S,
     Missed,
     Rest,
+    established,
     exchange_limit_s,
     first_to_commit,
     grace_s,
@@ -49,6 +51,7 @@ from app.rounds.decisions import (
     quorum,
     resting,
     rests_after,
+    standings_of,
     to_leave_out,
 )
 from app.rounds.exchange import Exchange, ExchangeAttempt, ExchangeFailed, MergingModel, OwnChange, hashes_of
@@ -57,6 +60,7 @@ from app.rounds.grid import network_of
 from app.rounds.log import (
     ENTRY,
     MAX_ENTRY_BYTES,
+    RECENT_ROUNDS,
     RoundEntry,
     Standing,
     beginning,
@@ -292,6 +296,8 @@ class Island:
         self._ahead: RoundEntry | None = None
         self._better: _History | None = None  # than the own one
         self._rests: dict[str, Rest] = {}  # members that failed in exchanges of the last rounds, as seen from here
+        self._failures: deque[set[str]] = deque(maxlen=KEPT_RESTS)  # who did so in each of the last rounds made here
+        self._believed: dict[tuple[str, str], int] = {}  # whose word was taken here against whom, and in which round
         self._missed: dict[str, Missed] = {}  # members that did not arrive in the last rounds, as seen from here
         self._failed_here: set[str] = set()  # members whom this island accused in this round
         self._exchange_began = b"", 0.0  # the last one: hash of its list, and when
@@ -329,7 +335,7 @@ class Island:
     def resting(self) -> dict[str, str]:
         """Members that are not expected for some rounds, and why."""
         rests = {peer: self._rests[peer] for peer in resting(self._rests, self.standing.round)}
-        words = "failed in {0.failures} exchanges in a row, is expected again in round {0.until}"
+        words = "failed in {0.failures} exchanges, is expected again in round {0.until}"
         return {peer: words.format(one) for peer, one in rests.items()}
 
     @property
@@ -685,12 +691,33 @@ class Island:
             grid = self._attempts[members.hash].grid
             circles = await self._in_thread(grid.circles, self._model.leaves)
             wrong = {*silent} or await self._two_faced(members, roots)
-            wrong = wrong or to_leave_out(order, accusations, roots, circles)
+            wrong = wrong or self._to_leave_out(order, accusations, roots, circles)
             if self.peer in wrong or not wrong:  # others cannot work with this island: let the next one lead
                 self._stands_down_until = trio.current_time() + self.timing.quorum_s
                 break
             out |= wrong
             log.info("round %s is repeated without %s", standing.round, ", ".join(sorted(out)))
+
+    def _to_leave_out(
+        self,
+        members: Sequence[str],
+        accusations: Mapping[str, Collection[str]],
+        roots: Mapping[str, bytes],
+        circles: Mapping[str, Iterable[Collection[str]]],
+    ) -> set[str]:
+        """Decide without whom an exchange is repeated, and remember whose word was taken."""
+        number = self.standing.round
+        self._believed = {pair: last for pair, last in self._believed.items() if last + KEPT_RESTS > number}
+        standings = self._standings(members)
+        wrong = to_leave_out(members, accusations, roots, circles, standings=standings, repeated=self._believed)
+        for accuser in accusations.keys() - wrong:
+            self._believed |= {(accuser, accused): number for accused in accusations[accuser]}
+        return wrong
+
+    def _standings(self, members: Iterable[str]) -> dict[str, float]:
+        """How much members are to be believed, by the last rounds of the log and the failures seen here."""
+        counted = [entry.list.members for entry in self.log[-RECENT_ROUNDS:]]
+        return standings_of(members, counted, self._failures)
 
     async def _offer(self, members: MemberList) -> set[str]:
         """Tell all members of a list; return those who arrived, as some of them know, and are not in it."""
@@ -819,13 +846,17 @@ class Island:
             self.figures.overheads_s = [*past_s, self._overhead_since(began)][-_OVERHEADS:]
 
     def _rests_after(self, members: MemberList) -> dict[str, Rest]:
-        """Who rests after a round that these members made, by what this island has seen of its exchanges.
+        """Who rests after a round that these members made, by what this island has seen of its exchanges."""
+        standings = self._standings(members.members)
+        return rests_after(self._rests, members.round, failed=self._failed_in(members), counted=established(standings))
+
+    def _failed_in(self, members: MemberList) -> set[str]:
+        """Who failed in the exchanges of a round that these members made.
 
         Only one that made the round, and not alone, can tell that others failed in it.
         """
         counted = {*members.members}
-        failed = self._tried - counted if self.peer in counted and len(counted) > 1 else set[str]()
-        return rests_after(self._rests, members.round, failed=failed, counted=counted)
+        return self._tried - counted if self.peer in counted and len(counted) > 1 else set()
 
     def _missed_after(self, members: MemberList) -> dict[str, Missed]:
         """Who was there and missed a round that these members made, and the last ones, by what this island has seen.
@@ -912,6 +943,7 @@ class Island:
             self._keep(ExchangeAttempt(entry.list, self.record.grid, merged=dict(enumerate(leaves))))
         await _to_the_end(self._device.run_beside, lambda: self._model.commit(counted=counted))
         self._rests, self._missed = self._rests_after(entry.list), self._missed_after(entry.list)
+        self._failures.append(self._failed_in(entry.list))
         own = self._own.leaves if self._own is not None and counted else ()
         past = PastRound(self.standing, self.checkpoint.parts, entry, own)
         can_test = bool(own) and self.checkpoint.round == self.standing.round  # else that state is not on disk

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +18,7 @@ from app.rounds.decisions import (
     Rest,
     copied,
     doubted,
+    established,
     exchange_limit_s,
     few_steps,
     first_to_commit,
@@ -39,6 +40,7 @@ from app.rounds.decisions import (
     resting,
     rests_after,
     share_ranges,
+    standings_of,
     to_leave_out,
 )
 from app.rounds.reading import next_start, permuted, positions_of, sequence_at
@@ -132,6 +134,53 @@ def test_shares_cover_all_leaves(leaves: int, members: int) -> None:
 )
 def test_who_is_left_out_of_a_repeated_exchange(accusations: dict[str, list[str]], wanted: set[str]) -> None:
     assert to_leave_out(["a", "b", "c", "d"], accusations, {}) == wanted
+
+
+@pytest.mark.parametrize(
+    ("accuser", "accused", "repeated", "wanted"),
+    [
+        (0, 16, False, "a"),  # a newcomer takes nobody with it
+        (7, 16, True, "a"),
+        (8, 16, False, "ab"),
+        (16, 8, False, "ab"),
+        (16, 7, False, "b"),
+        (16, 0, True, "ab"),  # it cannot keep a newcomer out for ever
+        (0, 0, False, "ab"),
+    ],
+)
+def test_who_has_far_less_standing_goes_alone(accuser: float, accused: float, repeated: bool, wanted: str) -> None:
+    standings, before = {"a": accuser, "b": accused, "c": 16.0, "d": 16.0}, {("a", "b")} if repeated else set()
+    found = to_leave_out(["a", "b", "c", "d"], {"a": ["b"]}, {}, standings=standings, repeated=before)
+    assert found == {*wanted}
+
+
+def test_a_standing_is_earned_by_rounds_and_lost_by_failures() -> None:
+    counted, failed = [{"a", "b", "c"}] * 15 + [{"a"}], [{"b", "c"}, {"c"}, {"new"}]
+    assert standings_of(["a", "b", "c", "new"], counted, failed) == {"a": 16.0, "b": 7.5, "c": 5.0, "new": 0.0}
+    assert established({"a": 16.0, "b": 8.0, "c": 7.5}) == {"a", "b"}
+    assert established({}) == set()
+
+
+def test_attackers_that_fail_in_turn_take_few_with_them() -> None:
+    """Six come to six that have made some rounds, and one in each round accuses a member: all goes as if they idled."""
+    honest, liars = "abcdef", "uvwxyz"
+    counted, failed, rests = (
+        deque[set[str]]([{*honest}] * 16, 16),
+        deque[set[str]](maxlen=KEPT_RESTS),
+        dict[str, Rest](),
+    )
+    lost = repeated = 0
+    for number in range(16, 216):
+        there = ({*honest} | {*liars}) - resting(rests, number)
+        liar, victim = liars[number % 6], honest[number // 6 % 6]
+        standings = standings_of(there, counted, failed)
+        out = to_leave_out(sorted(there), {liar: [victim]} if liar in there else {}, {}, standings=standings)
+        lost, repeated = lost + len({*honest} - (there - out)), repeated + bool(out)
+        rests = rests_after(rests, number, failed=out, counted=established(standings_of(there - out, counted, failed)))
+        counted.append(there - out)
+        failed.append(out)
+    assert lost == 0
+    print(repeated)
 
 
 def test_of_two_the_accused_is_left_out() -> None:
