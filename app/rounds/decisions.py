@@ -174,7 +174,7 @@ def request_timeout_s(size_bytes: int, bytes_per_s: float | None, *, wait_s: flo
 class Rest(NamedTuple):
     """A member that failed in exchanges which others finished."""
 
-    failures: int  # that are not forgotten
+    failures: int  # in a row
     until: int  # the round in which it is expected again
 
 
@@ -183,9 +183,8 @@ def rests_after(
 ) -> dict[str, Rest]:
     """Return who rests after a round in which some failed in an exchange, and others were counted.
 
-    The first failure costs nothing; then each one doubles the rest, until the member is among those `counted` whose
-    failures are forgotten. Half of it is drawn, so that of two who fail only with each other one comes back before the
-    other, and is counted without it.
+    The first failure costs nothing; then each one in a row doubles the rest. Half of it is drawn, so that of two who
+    fail only with each other one comes back before the other, and is counted without it.
     """
     kept = {peer: one for peer, one in rests.items() if one.until + KEPT_RESTS > number}
     for peer in failed:
@@ -195,12 +194,6 @@ def rests_after(
         rounds = half + 1 + int.from_bytes(drawn[:8], "big") % half if half else 0
         kept[peer] = Rest(failures, number + 1 + rounds)
     return {peer: one for peer, one in kept.items() if peer not in set(counted)}
-
-
-def established(standings: Mapping[str, float]) -> set[str]:
-    """Return the members whose standing is at least half of the best: a round that counts ends their rests."""
-    best = max(standings.values(), default=0.0)
-    return {peer for peer, own in standings.items() if 2 * own >= best}
 
 
 def resting(rests: Mapping[str, Rest], number: int) -> set[str]:

@@ -38,7 +38,6 @@ from app.rounds.decisions import (
     UNMEASURED_BYTES_PER_S,
     Missed,
     Rest,
-    established,
     exchange_limit_s,
     first_to_commit,
     grace_s,
@@ -335,7 +334,7 @@ class Island:
     def resting(self) -> dict[str, str]:
         """Members that are not expected for some rounds, and why."""
         rests = {peer: self._rests[peer] for peer in resting(self._rests, self.standing.round)}
-        words = "failed in {0.failures} exchanges, is expected again in round {0.until}"
+        words = "failed in {0.failures} exchanges in a row, is expected again in round {0.until}"
         return {peer: words.format(one) for peer, one in rests.items()}
 
     @property
@@ -847,8 +846,7 @@ class Island:
 
     def _rests_after(self, members: MemberList) -> dict[str, Rest]:
         """Who rests after a round that these members made, by what this island has seen of its exchanges."""
-        standings = self._standings(members.members)
-        return rests_after(self._rests, members.round, failed=self._failed_in(members), counted=established(standings))
+        return rests_after(self._rests, members.round, failed=self._failed_in(members), counted=members.members)
 
     def _failed_in(self, members: MemberList) -> set[str]:
         """Who failed in the exchanges of a round that these members made.

@@ -758,6 +758,39 @@ async def test_a_false_accusation_costs_the_accuser_its_place(tmp_path: Path, pa
         assert all(liar.name not in one.members for one in made if victim not in one.members)
 
 
+def accuses(swarm: IslandSwarm, number: int) -> None:
+    """Let an island accuse a member of every exchange, another one in each round."""
+    island, me = swarm.nodes[number].island, swarm.nodes[number].name
+    exchanged = island._exchanged
+
+    async def accusing(members: MemberList) -> Result:
+        made = await exchanged(members)
+        others = sorted({*members.members} - {me})
+        if len(others) < 2:
+            return made
+        victim = others[(made.round + number) % len(others)]
+        false = Result(made.job, made.round, made.list, b"", {victim: "it is silent"}, made.report)
+        return sign_result(identity(number), false, NOW_MS)
+
+    island._exchanged = accusing  # type: ignore[method-assign]
+
+
+async def test_as_many_newcomers_as_members_take_nobody_with_them(tmp_path: Path, patient_clock: MockClock) -> None:
+    """Each false accusation cost a member its place in the round: three in ten of their changes were lost."""
+    async with open_islands(tmp_path, 0, 1, 2, 3, steps=100, every=2, least_every=2, most_every=2) as swarm:
+        honest = {node.name for node in swarm.nodes.values()}
+        island = swarm.nodes[0].island
+        await swarm.until(lambda: island.standing.round >= 17)
+        began = len(island.log)
+        for number in (4, 5, 6, 7):
+            swarm.add(number)
+            accuses(swarm, number)
+        await swarm.finished(0, 1, 2, 3)
+        assert island.figures.repeated or any(swarm.nodes[number].island.figures.repeated for number in (1, 2, 3))
+        lost = sum(len(honest - {*entry.list.members}) for entry in island.log[began:])
+        assert lost <= 0.05 * len(honest) * len(island.log[began:])
+
+
 @pytest.mark.soak
 async def test_an_accomplice_that_is_no_member_does_not_end_the_wait_for_results(
     tmp_path: Path, patient_clock: MockClock

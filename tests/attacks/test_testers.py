@@ -104,6 +104,10 @@ def test_honest_changes_of_short_rounds_do_no_harm() -> None:
 
 def test_changes_that_do_harm_are_found() -> None:
     kinds = ("honest", "nothing", "flipped", "tenfold", "flipped tenfold", "noise")
-    found = verdicts_in(15, 5, 1, *kinds)
+    found = verdicts_in(10, 5, 1, *kinds)
     harmful_of = Counter(one.kind for one in found if one.is_harmful)
-    print(harmful_of, len(found))
+    assert harmful_of["honest"] == harmful_of["nothing"] == 0
+    tests = len(found) / len(kinds)
+    assert min(harmful_of["tenfold"], harmful_of["flipped tenfold"]) >= 0.8 * tests
+    assert harmful_of["flipped"] >= tests / 2
+    assert harmful_of["noise"] >= tests / 4

@@ -100,7 +100,7 @@ async def check_broken_member(folder: Path, *, rounds: int, most: int) -> None:
         assert 3 <= len(tried) <= most, tried
         assert members_of(island.log)[-1] == MEMBERS - 1  # the others lose nothing
         await swarm.until(lambda: "until round" in broken.island.figures.waiting)
-        assert "exchanges" in island.resting[broken.name]
+        assert "exchanges in a row" in island.resting[broken.name]
         broken.model.merge = merge
         await swarm.until(lambda: broken.name in island.log[-1].list.members, within_s=3000)
         before = island.standing.round
