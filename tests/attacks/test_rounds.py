@@ -776,7 +776,7 @@ def accuses(swarm: IslandSwarm, number: int) -> None:
 
 
 async def test_as_many_newcomers_as_members_take_nobody_with_them(tmp_path: Path, patient_clock: MockClock) -> None:
-    """Each false accusation cost a member its place in the round: three in ten of their changes were lost."""
+    """Each false accusation cost a member its place in the round, and with it most of a job's time."""
     async with open_islands(tmp_path, 0, 1, 2, 3, steps=100, every=2, least_every=2, most_every=2) as swarm:
         honest = {node.name for node in swarm.nodes.values()}
         island = swarm.nodes[0].island

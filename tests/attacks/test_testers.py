@@ -86,7 +86,8 @@ def verdicts_of(
     told: dict[str, dict[str, tuple[int, ...]]] = {kind: {} for kind in kinds}
     means = dict.fromkeys(kinds, 0.0)
     for tester in testers:
-        model, texts = models[tester], [read[author][:16], text.held]
+        model = models[tester]
+        texts: list[Sequence[Sequence[int]]] = [read[author][:16], text.held]
         losses = at_once(model.trial(model.states(), [sent[tester], *lies], "int8", texts))
         for at, kind in enumerate(kinds, 2):
             told[kind][tester] = tuple(loss_ratio(of_text[0], of_text[at], of_text[1]) for of_text in losses)
