@@ -83,7 +83,8 @@ def why_busy(load: HopLoad, tokens: int, limits: AdmissionLimits) -> HopError | 
     within_share = load.home_tokens + tokens <= load.fair_tokens
     takes_last = load.home_sessions and load.free_tokens - tokens < limits.reserve * load.total_tokens
     if not within_share and (takes_last or load.held_back):
-        text = f"cache slots are kept for others, {load.home_tokens} of your share of {load.fair_tokens:.0f} are taken"
+        share = f"{load.home_tokens} cache slots are taken from your address, whose share is {load.fair_tokens:.0f}"
+        text = f"no room for {tokens} tokens: {share}"
         return HopError("busy", text, "cache_reserved")
     if tokens > load.free_tokens:
         text = f"no room for {tokens} tokens, {load.free_tokens} of {load.total_tokens} cache slots are free"

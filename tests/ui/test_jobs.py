@@ -440,7 +440,7 @@ def test_a_training_job_is_left_by_a_key_and_never_paused() -> None:
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
         await pilot.press("4")
         await until(app, pilot, lambda: "x leave job" in text_of_screen(app))
-        assert "12 rounds, step 600 of 2 000" in text_of_screen(app)
+        await until(app, pilot, lambda: "12 rounds, step 600 of 2 000" in text_of_screen(app))
         assert "pause job" not in text_of_screen(app)
         await pilot.press("p")
         await until(app, pilot, lambda: app.said)

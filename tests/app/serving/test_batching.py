@@ -367,15 +367,15 @@ def test_everything_is_taken_once_and_in_order(puts: list[tuple[str, str, int, b
     [
         (HopLoad(0, 0, 0, 128, 0, 500, 1000, 1000), 900, None),  # alone, one session may be large
         (HopLoad(1, 1, 1, 128, 400, 500, 600, 1000), 300, None),
-        (HopLoad(1, 1, 1, 128, 400, 500, 600, 1000), 400, "kept for others"),
-        (HopLoad(1, 0, 1, 128, 400, 500, 600, 1000), 400, "kept for others"),  # another asker at its address
+        (HopLoad(1, 1, 1, 128, 400, 500, 600, 1000), 400, "whose share is"),
+        (HopLoad(1, 0, 1, 128, 400, 500, 600, 1000), 400, "whose share is"),  # another asker at its address
         (HopLoad(4, 1, 1, 51, 50, 200, 300, 1000), 150, None),  # within its share of a fifth
-        (HopLoad(4, 1, 1, 51, 200, 200, 300, 1000), 150, "kept for others"),
-        (HopLoad(4, 1, 1, 51, 200, 200, 100, 1000), 150, "kept for others"),  # nobody is to make way for it
+        (HopLoad(4, 1, 1, 51, 200, 200, 300, 1000), 150, "whose share is"),
+        (HopLoad(4, 1, 1, 51, 200, 200, 100, 1000), 150, "whose share is"),  # nobody is to make way for it
         (HopLoad(4, 0, 0, 51, 0, 200, 300, 1000), 290, None),  # a newcomer takes what is there
         (HopLoad(4, 0, 0, 51, 0, 200, 300, 1000), 301, "no room for 301 tokens"),
         (HopLoad(4, 0, 0, 51, 0, 200, 300, 1000, held_back=True), 200, None),
-        (HopLoad(4, 0, 0, 51, 0, 200, 300, 1000, held_back=True), 201, "kept for others"),
+        (HopLoad(4, 0, 0, 51, 0, 200, 300, 1000, held_back=True), 201, "whose share is"),
         (HopLoad(64, 64, 64, 128, 64, 500, 900, 1000), 1, "of yours"),
         (HopLoad(200, 0, 90, 85, 90, 500, 900, 1000), 1, "from your address"),
         (HopLoad(256, 0, 0, 23, 0, 90, 900, 1000), 1, "256 sessions"),
