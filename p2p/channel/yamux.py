@@ -75,9 +75,9 @@ class YamuxConnection:
         return self.event_started.is_set() and self._ending is None
 
     @property
-    def is_closed(self) -> bool:
-        """True if the connection has ended."""
-        return self.event_closed.is_set()
+    def is_ending(self) -> bool:
+        """True if no stream can be opened any more; `event_closed` follows once the session below has been closed."""
+        return self._ending is not None
 
     def rtt(self) -> float:
         """The last measured round-trip time in seconds, 0 if there is none yet."""

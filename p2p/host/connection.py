@@ -121,7 +121,7 @@ class Connection:
     @property
     def is_open(self) -> bool:
         """True if streams can still be opened."""
-        return not self.closed.is_set() and not self.muxed.is_closed
+        return not self.closed.is_set() and not self.muxed.is_ending
 
     async def run(
         self,

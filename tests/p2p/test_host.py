@@ -122,6 +122,26 @@ async def _boom() -> None:
     raise RuntimeError("a defect in a service task")
 
 
+async def test_a_connection_that_is_still_closing_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saying goodbye takes up to half a second; whoever asks meanwhile is dialled anew."""
+    a, b = make_host(), make_host()
+    async with running(a, b):
+        old = await b.connect(a.peer_id, a.addresses)
+        close, goes_on = old.muxed.session.close, trio.Event()
+
+        async def closes_late() -> None:
+            await goes_on.wait()
+            await close()
+
+        monkeypatch.setattr(old.muxed.session, "close", closes_late)
+        (other,) = a.connections_to(b.peer_id)
+        other.abort()
+        await until(lambda: not old.is_open)
+        assert not old.closed.is_set()
+        assert await ask_echo(b, a) == b"hello"
+        goes_on.set()
+
+
 # --- dialling --------------------------------------------------------------------------------------------------------
 
 
