@@ -32,6 +32,7 @@ from app.core.signal import Signal
 from app.manifest.merkle import HASH_BYTES
 from app.rounds import wire
 from app.rounds.checkpoint import HELD_CHANGES, CheckpointWriter, MergedChange
+from app.rounds.counting import Islands, counts, joined, taken_over
 from app.rounds.decisions import (
     KEPT_RESTS,
     SLOWER,
@@ -66,7 +67,6 @@ from app.rounds.log import (
     check_arrivals,
     check_counts,
     follow,
-    is_better,
     make_entry,
     read_entry,
     replay,
@@ -118,7 +118,10 @@ OUTSIDE_LONG = 3  # rounds of the others, after which an island without moments 
 KEPT_ATTEMPTS = 4  # whose merged leaves are kept for members that are late, at most
 KNOWN_ROUNDS = 16  # the last ones, of which nobody waits for a merged change that was dropped
 MAX_PEERS = 256
+MOST_ASKED = 8  # for a state
+MAX_LOG_BYTES = 1 << 29  # of rounds that are not known here; their members could pad them
 _LONGEST_DISREGARD = 7  # doublings
+LOOKS, NEXT_LOOK_S = 8, 5.0  # at histories at once while there is no state, each begun so long after the one before
 _LOOKS_APART = 4  # times as long as a look at a history that was of no use took, no other is looked at
 LEAVE_S = 1.0  # in which an island that leaves tells that to the one who leads
 _BRIEFLY_S = 0.5
@@ -294,6 +297,7 @@ class Island:
         self._candidate: _Candidate | None = None
         self._ahead: RoundEntry | None = None
         self._better: _History | None = None  # than the own one
+        self._shown_by: dict[str, str] = {}  # whose history is being looked at, and its home
         self._rests: dict[str, Rest] = {}  # members that failed in exchanges of the last rounds, as seen from here
         self._failures: deque[set[str]] = deque(maxlen=KEPT_RESTS)  # who did so in each of the last rounds made here
         self._believed: dict[tuple[str, str], int] = {}  # whose word was taken here against whom, and in which round
@@ -306,6 +310,7 @@ class Island:
         self._news = Signal()
         self._nursery: trio.Nursery
         self._until_left = trio.CancelScope()  # of the main task
+        self._listens_since = math.inf
         self._has_state = False
         self._asked_in = 0  # the latest round in which others were asked for moments
         self._outside_from = 0  # the first round without this island, since it last took part
@@ -405,6 +410,7 @@ class Island:
         raises; several errors at once as a group.
         """
         failure: Exception | None = None
+        self._listens_since = trio.current_time()
         async with trio.open_nursery() as greeting:
             greeting.start_soon(self._greet)
             greeting.start_soon(self._look_around)
@@ -1027,14 +1033,21 @@ class Island:
         self._news.notify()
 
     async def _look_around(self) -> None:
-        """Look at the histories of others beside the steps, one at a time, and leave a better one to the main task."""
-        while True:
-            peer = self._next_to_show() if self._better is None else None
-            if peer is not None:
-                await self._look_at(peer)
-            else:
-                await self._pause(self.timing.hello_s)
-            await trio.lowlevel.checkpoint()
+        """Look at the histories of others beside the steps, and leave a better one to the main task.
+
+        One at a time. Without a state another one begins every few seconds, one of each home, so that many who answer
+        late do not hide the others.
+        """
+        async with trio.open_nursery() as nursery:
+            while True:
+                peer, looks = self._next_to_show() if self._better is None else None, len(self._shown_by)
+                if peer is None or looks >= (1 if self._has_state else LOOKS):
+                    await self._pause(self.timing.hello_s)
+                else:
+                    self._shown_by[peer] = self._network.source(peer)
+                    nursery.start_soon(self._look_at, peer, self.heard[peer].head)
+                    await self._pause(NEXT_LOOK_S)
+                await trio.lowlevel.checkpoint()
 
     def _next_to_show(self) -> str | None:
         """Return whose history to look at next, of those that name a round which is not known here.
@@ -1048,6 +1061,7 @@ class Island:
             peer
             for peer in self.alive()
             if self.heard[peer].head not in known
+            and self._network.source(peer) not in self._shown_by.values()
             and self._disregarded.get(peer, (0, 0.0))[1] <= now
             and (others_may or peer in self.recent)
         ]
@@ -1058,19 +1072,21 @@ class Island:
 
         return min(found, key=rank, default=None)
 
-    async def _look_at(self, peer: str) -> None:
+    async def _look_at(self, peer: str, named: bytes) -> None:
         """Fetch and verify another island's log, and remember it if it is the better one."""
-        began, named = trio.current_time(), self.heard[peer].head
+        began = trio.current_time()
         try:
             found = _History(peer, *await self._log_of(peer))
-            if await self._is_wanted(found.entries):
-                self._better = found
-                self._news.notify()
+            if await self._wanted(found.entries) is not None:
+                self._better = self._better or found
                 return
             if named in self._heads:  # this island has made that round meanwhile
                 return
         except (RecordError, AppError, P2PError, OSError) as error:
             log.info("%s does not show what it has of %s: %s", peer, self.record.name, error)
+        finally:
+            del self._shown_by[peer]
+            self._news.notify()
         self._disregard(peer, began)
 
     def _disregard(self, peer: str, began: float, *, is_brief: bool = False) -> None:
@@ -1091,17 +1107,18 @@ class Island:
         while len(self._disregarded) > MAX_PEERS:
             del self._disregarded[next(iter(self._disregarded))]
 
-    async def _is_wanted(self, entries: list[RoundEntry]) -> bool:
-        """True for the better one of two histories; without a state here, for any."""
+    async def _wanted(self, entries: list[RoundEntry]) -> int | None:
+        """Return how many rounds of another history to go on from, None for none of them."""
+        islands = Islands(self.peer, {peer: self.heard[peer].head for peer in self.alive()}, self._knows_others)
         if not self._has_state:
-            return True
-        if self._goes_on(entries):
-            return self._counts(entries[len(self.log)])
-        return bool(await self._in_thread(is_better, list(self.log), entries))  # reads old entries from disk
+            return await self._in_thread(joined, entries, self.record.founder, islands)
+        # reads old entries from disk
+        return await self._in_thread(taken_over, list(self.log), entries, self.record.founder, islands)
 
-    def _goes_on(self, entries: list[RoundEntry]) -> bool:
-        """True for a history that begins with all of this island's own."""
-        return len(entries) > len(self.log) and entries[len(self.log)].prev == self.head
+    @property
+    def _knows_others(self) -> bool:
+        """True once this island has listened for long enough to have heard all who are there."""
+        return trio.current_time() - self._listens_since >= self.timing.alive_s
 
     async def _catch_up(self) -> None:
         """Take over the round that is over, or a better history; raises if there is no room for it here."""
@@ -1129,22 +1146,22 @@ class Island:
         await trio.lowlevel.checkpoint()
 
     async def _take_over(self, better: _History) -> None:
-        """Go on from another island's history, if it is still the better one."""
+        """Go on from another island's history, if it is still the better one, as far as its rounds count here."""
         peer, entries, standing = better
-        if not await self._is_wanted(entries):
+        wanted, same = await self._wanted(entries), len(self.log)
+        if wanted is None:
             return
-        if self._has_state and self._goes_on(entries) and await self._caught_up(entries[len(self.log) :]):
+        goes_on = self._has_state and len(entries) > same and entries[same].prev == self.head
+        if goes_on and await self._caught_up(entries[same:wanted]):
             return
         if peer not in self.heard or self.heard[peer].head != standing.prev:  # it has made more rounds meanwhile
             entries, standing = await self._log_of(peer, better)
-        try:
-            answer = await self._ask(peer, wire.PARTS, {"round": standing.round})
-        except RemoteError as error:
-            raise WentOn(f"{peer} has made another round meanwhile: {error}") from error
-        parts = parts_in(wire.fields_of(answer, "parts"))
-        if root_over(parts) != standing.root or [part.size_bytes for part in parts] != self._sizes:
-            raise RecordError(f"{peer} names other parts than those of round {standing.round}")
-        holders = list(dict.fromkeys([peer, *self._same_head(standing.prev)]))[:8]
+            wanted = await self._wanted(entries)
+        if wanted != len(entries):
+            raise RecordError(f"{peer} goes on with rounds that were made past islands which are there")
+        lately = [one for one in self._same_head(standing.prev) if one in took_part(entries)]
+        holders = list(dict.fromkeys([*lately[:MOST_ASKED], peer, *self._same_head(standing.prev)]))[:MOST_ASKED]
+        parts = await self._parts(holders, standing)
         self._asked_in, gave, question = standing.round, Counter[str](), Question(holders)
         self._nursery.start_soon(self._moments.ask, question)
         try:
@@ -1159,6 +1176,34 @@ class Island:
             self._disregarded.clear()  # they were counted while there was no state
         self._has_state, self._rounds_behind = True, math.inf
         await self._settle(standing, entries, states, parts)
+
+    async def _parts(self, holders: Sequence[str], standing: Standing) -> list[StatePart]:
+        """Return the parts of a state, from the first of these who names them; raises `WentOn` if none does.
+
+        Each is asked a second after the one before.
+        """
+        found: list[list[StatePart]] = []
+
+        async def ask(peer: str, scope: trio.CancelScope, answered: trio.Event) -> None:
+            try:
+                parts = parts_in(wire.fields_of(await self._ask(peer, wire.PARTS, {"round": standing.round}), "parts"))
+                if root_over(parts) == standing.root and [part.size_bytes for part in parts] == self._sizes:
+                    found.append(parts)
+                    scope.cancel()
+            except (P2PError, RecordError) as error:
+                log.info("%s does not name the parts of round %s: %s", peer, standing.round, error)
+            finally:
+                answered.set()
+
+        async with trio.open_nursery() as nursery:
+            for peer in holders:
+                answered = trio.Event()
+                nursery.start_soon(ask, peer, nursery.cancel_scope, answered)
+                with trio.move_on_after(1):
+                    await answered.wait()
+        if not found:
+            raise WentOn(f"nobody names the parts of the state after round {standing.round - 1} any more")
+        return found[0]
 
     async def _caught_up(self, entries: Sequence[RoundEntry]) -> bool:
         """Take over rounds one after the other by their merged changes; False if nobody has them all any more.
@@ -1196,7 +1241,7 @@ class Island:
         entries, standing, may_differ = list(self.log), self.standing, bool(self.log)
         if known is not None:
             entries, standing, may_differ = list(known.entries), known.standing, False
-        spare_s = self.timing.exchange_s
+        spare_s, spare_bytes = self.timing.exchange_s, MAX_LOG_BYTES
         while True:
             asked_at = trio.current_time()
             answer = await self._ask(peer, wire.LOG, {"round": len(entries), "count": wire.RUN_ENTRIES})
@@ -1205,6 +1250,9 @@ class Island:
             if spare_s < 0:
                 raise RecordError(f"{peer} shows its log too slowly")
             raws = wire.unpack(answer, wire.RUN_ENTRIES)
+            spare_bytes -= len(answer)
+            if spare_bytes < 0:
+                raise RecordError(f"{peer} shows a log of more than {MAX_LOG_BYTES} bytes")
             found = [await self._verified(peer, read_entry, raw) for raw in raws]
             if may_differ and (not found or found[0].prev != standing.prev):
                 entries, standing, may_differ = [], beginning(self.record), False  # another history: all of it
@@ -1366,17 +1414,11 @@ class Island:
                 self._news.notify()
 
     def _counts(self, entry: RoundEntry) -> bool:
-        """True for a round of a quorum, or if nobody else who was expected in it is there and has yet to make it.
-
-        A quorum of others needs half of those that took part lately and are there, too: newcomers that arrive at once
-        would else outvote those that still make their steps.
-        """
-        expected, made = {*self.standing.members}, {*entry.list.members}
-        there = {self.peer, *self.alive()} & self.recent & expected
-        has_enough = self.peer in made or 2 * len(made & there) >= len(there)
-        if has_enough and len(made) >= quorum(len(self._met(self.standing) | made)):
-            return True
-        return all(self.heard[peer].round > entry.round for peer in (self.alive() & expected) - made)
+        """True for the current round's entry if it is one to go on from."""
+        heads = {peer: self.heard[peer].head for peer in self.alive()}
+        gone_on = {peer for peer, head in heads.items() if head == entry.hash}
+        islands = Islands(self.peer, heads, self._knows_others)
+        return counts(entry, {*self.standing.members}, {*self.recent}, self._met(self.standing), gone_on, islands)
 
     def _is_late(self) -> bool:
         """True if most others have arrived, and the grace for the rest is over."""

@@ -366,29 +366,43 @@ def up_to(entries: Sequence[RoundEntry], root: bytes) -> list[RoundEntry]:
     return list(entries[:count])
 
 
+def shared(mine: Sequence[RoundEntry], theirs: Sequence[RoundEntry]) -> int:
+    """Return how many rounds two histories have before they part."""
+    pairs = zip(mine, theirs, strict=False)
+    return next((at for at, (one, other) in enumerate(pairs) if one.hash != other.hash), min(len(mine), len(theirs)))
+
+
 def is_better(mine: Sequence[RoundEntry], theirs: Sequence[RoundEntry]) -> bool:
     """True if the other of two histories that parted is the one to go on with.
 
-    It is the one with more tokens of members who were there before they parted, where rounds of a quorum of them count
-    first, so that nobody makes up a long history alone. The lower hash decides a tie.
+    It is the one with more tokens of those who made the last round before they parted, where rounds of a quorum of them
+    count first: nobody makes up a long history alone, nor with members that were only to take part.
     """
-    same = 0
-    while same < min(len(mine), len(theirs)) and mine[same].hash == theirs[same].hash:
-        same += 1
+    same = shared(mine, theirs)
     if same == len(mine) or same == len(theirs):
         return len(theirs) > len(mine)
-    known = set(mine[same - 1].next) if same else {mine[0].list.leader, theirs[0].list.leader}
-
-    def worth(entries: Sequence[RoundEntry]) -> tuple[int, int]:
-        quorate = every = 0
-        for entry in entries[same:]:
-            counted = [arrival.tokens for arrival in entry.list.arrivals if arrival.peer in known]
-            every += sum(counted)
-            quorate += sum(counted) if len(counted) >= quorum(len(known)) else 0
-        return quorate, every
-
-    ours, other = worth(mine), worth(theirs)
+    known = _known(mine[:same]) or {mine[0].list.leader, theirs[0].list.leader}
+    ours, other = _worth(mine[same:], known), _worth(theirs[same:], known)
     return other > ours if other != ours else theirs[-1].hash < mine[-1].hash
+
+
+def had_quorum(common: Sequence[RoundEntry], entries: Sequence[RoundEntry]) -> bool:
+    """True if a quorum of those who made the last common round of two histories made a round after it."""
+    return _worth(entries, _known(common))[0] > 0
+
+
+def _known(common: Sequence[RoundEntry]) -> set[str]:
+    return {*common[-1].list.members} if common else set()
+
+
+def _worth(entries: Sequence[RoundEntry], known: set[str]) -> tuple[int, int]:
+    """Tokens that known members counted, in rounds of a quorum of them and in all."""
+    quorate = every = 0
+    for entry in entries:
+        counted = [arrival.tokens for arrival in entry.list.arrivals if arrival.peer in known]
+        every += sum(counted)
+        quorate += sum(counted) if known and len(counted) >= quorum(len(known)) else 0
+    return quorate, every
 
 
 class _Doubts(NamedTuple):

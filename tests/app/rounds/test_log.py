@@ -27,6 +27,7 @@ from app.rounds.log import (
     codec_of,
     entry_bytes,
     follow,
+    had_quorum,
     is_better,
     make_entry,
     most_entry_bytes,
@@ -560,22 +561,35 @@ def test_members_with_different_roots_make_no_round() -> None:
 
 
 def test_of_two_histories_the_one_with_more_known_tokens_goes_on() -> None:
-    common = history(1, PEOPLE[:4])
+    common = history(2, PEOPLE[:4], every=5)
     standing = replay(RECORD, common)
-    few, after = round_of(standing, PEOPLE[:1], tokens=600, present=[PEOPLE[4].peer_id])
-    more, _ = round_of(standing, PEOPLE[1:3])
+    few, after = round_of(standing, PEOPLE[:1], tokens=320, every=5, present=[PEOPLE[4].peer_id])
+    more, _ = round_of(standing, PEOPLE[1:3], every=5)
     assert is_better([*common, few], [*common, more])
     assert not is_better([*common, more], [*common, few])
     # a long history of one member, or of strangers who came after the split, does not count before a quorum's
     longer = [*common, few]
     for people in (PEOPLE[:1], [PEOPLE[0], PEOPLE[4]]):
-        entry, after = round_of(after, people, tokens=600, present=[PEOPLE[4].peer_id])
+        entry, after = round_of(after, people, tokens=320, every=5, present=[PEOPLE[4].peer_id])
         longer.append(entry)
     assert is_better(longer, [*common, more])
     assert not is_better([*common, more], longer)
     assert is_better(common, [*common, few])
     assert not is_better([*common, few], common)
     assert not is_better(common, common)
+
+
+def test_members_that_were_only_to_take_part_decide_nothing_where_histories_part() -> None:
+    standing = replay(RECORD, history(2, PEOPLE[:3], every=5))
+    common, (honest, named) = history(2, PEOPLE[:3], every=5), (PEOPLE[:3], PEOPLE[3:])
+    entry, standing = round_of(standing, honest, every=5, present=[one.peer_id for one in named])
+    common.append(entry)
+    true, _ = round_of(standing, honest, every=5)
+    made_up, after = round_of(standing, named, every=5)
+    longer = [*common, made_up, round_of(after, named, every=5)[0]]
+    assert had_quorum(common, [true])
+    assert not is_better([*common, true], longer)
+    assert is_better(longer, [*common, true])
 
 
 def timed(arrived_s: list[list[float]], ended_s: list[list[float]]) -> list[RoundEntry]:

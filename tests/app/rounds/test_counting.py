@@ -1,0 +1,84 @@
+"""Which rounds of others count: those that enough of the islands which are there made, or went on from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from app.rounds.counting import Islands, joined, taken_over
+from app.rounds.log import RoundEntry, replay
+from p2p.identity import Identity
+from tests.app.rounds.statements import PEOPLE, RECORD, history, round_of
+
+FOUNDER, OWN = PEOPLE[0].peer_id, PEOPLE[1].peer_id
+ALL = [one.peer_id for one in PEOPLE]
+
+
+def going_on(log: Sequence[RoundEntry], *rounds: Sequence[Identity], present: Sequence[str] = ()) -> list[RoundEntry]:
+    """A log that goes on with rounds of these."""
+    entries, standing = list(log), replay(RECORD, log)
+    for people in rounds:
+        entry, standing = round_of(standing, people, every=5, present=present)
+        entries.append(entry)
+    return entries
+
+
+def islands(heads: dict[int, bytes] | None = None, *, knows_others: bool = True) -> Islands:
+    """The islands that are there beside the second one, and the head that each has named."""
+    return Islands(OWN, {PEOPLE[number].peer_id: head for number, head in (heads or {}).items()}, knows_others)
+
+
+COMMON = history(2, PEOPLE[:4], every=5)
+HEAD = COMMON[-1].hash
+OTHERS = dict.fromkeys((0, 2, 3), HEAD)  # they are where this island is
+
+
+def test_rounds_of_most_who_are_there_count() -> None:
+    entries = going_on(COMMON, PEOPLE[2:4], [PEOPLE[0], *PEOPLE[2:4]], present=ALL[:2])
+    assert taken_over(COMMON, entries, FOUNDER, islands(OTHERS)) == len(entries)
+
+
+def test_of_rounds_that_one_made_past_the_others_only_those_before_count() -> None:
+    entries = going_on(COMMON, PEOPLE[:4], PEOPLE[3:4], PEOPLE[3:4])
+    assert taken_over(COMMON, entries, FOUNDER, islands(OTHERS | {3: entries[-1].hash})) == len(COMMON) + 1
+    assert taken_over(entries[:-2], entries, FOUNDER, islands(OTHERS | {3: entries[-1].hash})) is None
+
+
+def test_rounds_of_one_count_if_the_others_went_on_from_them() -> None:
+    entries = going_on(COMMON, PEOPLE[3:4], PEOPLE[3:4], present=ALL[:3])
+    assert taken_over(COMMON, entries, FOUNDER, islands(OTHERS)) is None
+    assert taken_over(COMMON, entries, FOUNDER, islands(dict.fromkeys((0, 2, 3), entries[-1].hash))) == len(entries)
+
+
+@pytest.mark.parametrize(("knows_others", "count"), [(True, len(COMMON) + 2), (False, None)])
+def test_rounds_of_one_count_if_nobody_else_is_there_and_there_was_time_to_hear_others(
+    knows_others: bool, count: int | None
+) -> None:
+    entries = going_on(COMMON, PEOPLE[3:4], PEOPLE[3:4])
+    there = islands({3: entries[-1].hash}, knows_others=knows_others)
+    assert taken_over(COMMON, entries, FOUNDER, there) == count
+
+
+def test_a_history_that_parted_is_taken_over_whole_or_not_at_all() -> None:
+    """The own one had a quorum since then: the other's last rounds were made past islands that are there."""
+    mine = going_on(COMMON, PEOPLE[:3])
+    theirs = going_on(COMMON, PEOPLE[:4], PEOPLE[3:4])
+    assert taken_over(mine, theirs[:-1], FOUNDER, islands(OTHERS)) == len(theirs) - 1
+    assert taken_over(mine, theirs, FOUNDER, islands(OTHERS)) is None
+
+
+def test_an_island_alone_goes_over_to_the_history_of_others_alone() -> None:
+    """Neither had a quorum, so the one with more tokens is the better one for both."""
+    mine = going_on(COMMON, PEOPLE[1:2])
+    theirs = going_on(COMMON, PEOPLE[2:3], PEOPLE[2:3])
+    assert taken_over(mine, theirs, FOUNDER, islands({2: theirs[-1].hash, 3: HEAD})) == len(theirs)
+
+
+def test_a_newcomer_begins_with_a_history_in_which_all_rounds_count() -> None:
+    entries = going_on(COMMON, PEOPLE[3:4])
+    there = dict.fromkeys((0, 2, 3), COMMON[-1].hash)
+    own = PEOPLE[4].peer_id
+    assert joined(COMMON, FOUNDER, islands(there)._replace(own=own)) == len(COMMON)
+    assert joined(entries, FOUNDER, islands(there)._replace(own=own)) is None
+    assert joined([], FOUNDER, islands({0: HEAD})._replace(own=own)) == 0
