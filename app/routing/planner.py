@@ -326,7 +326,7 @@ class RoutePlanner:
         broken = {link for link in self.broken_links.active(now) - {*request.links} if not link <= kept}
         if not broken:
             return (yield from search(excluded))
-        shared = self.broken_links.shared_ends(now, lambda peer: self._network.source(peer) or peer)
+        shared = self.broken_links.shared_ends(now)
         first: Route = ()
         to_try = list(dict.fromkeys((shared - kept, frozenset[str]())))  # peers to leave out, few of them first
         for left_out in to_try:
@@ -349,6 +349,16 @@ class RoutePlanner:
         for hop in route:
             if hop.peer not in self._worked and hop.peer not in own:
                 self._trials.setdefault(hop.peer, until)
+
+    def link_broke(self, sender: str, receiver: str) -> None:
+        """Go round a link between two hops for a while."""
+        machines = {peer: self._machine_of(peer) for peer in (sender, receiver)}
+        self.broken_links.note(machines, trio.current_time())
+
+    def _machine_of(self, peer: str) -> str:
+        """Return the address of a peer's machine; empty if the peer is behind a relay or has no link."""
+        is_relayed = any(link.peer == peer and link.kind == "relayed" for link in self._network.links())
+        return "" if is_relayed else self._network.source(peer)
 
     def worked(self, peer: str) -> None:
         """Record that a peer did its part in a session."""
@@ -604,7 +614,7 @@ class SessionRoutes:
     def link_broke(self, sender: str, receiver: str) -> None:
         """Have the routes of other sessions go round a link between two hops for a while."""
         self._links.add(frozenset((sender, receiver)))
-        self._planner.broken_links.note(sender, receiver, trio.current_time())
+        self._planner.link_broke(sender, receiver)
 
     def worked(self, peer: str) -> None:
         """Lift a hop's ban; note if its blocks were computed in another number format before."""
