@@ -135,13 +135,15 @@ class RoutePlanner:
         found = await in_pieces(largest_session(self.members(), request, room_of))
         return MAX_TOKENS if found is None else found
 
-    def _known(self, members: Sequence[Announcement], scores: Mapping[str, TrustScore]) -> Pieces[KnownCosts]:
-        """Return measured block times, trust penalties, and what bytes cost at each member."""
+    def _known(
+        self, members: Sequence[Announcement], scores: Mapping[str, TrustScore], again: str = ""
+    ) -> Pieces[KnownCosts]:
+        """Return measured block times, trust penalties, and what bytes cost; `again` is a hop to be measured again."""
         penalty_s = {peer: one.penalty_s for peer, one in scores.items() if one.score < 1}
         yield from self._rates.update(members)
         rates = self._rates.estimates(self._network.peer_id, self._network.links())
         byte_s = yield from by_chunks(lambda some: rates.byte_s(m.peer for m in some), members)
-        return KnownCosts(self.measured.block_s(trio.current_time()), penalty_s, byte_s)
+        return KnownCosts(self.measured.block_s(trio.current_time(), again), penalty_s, byte_s)
 
     def link_s(self) -> LinkSeconds:
         """Return a function for the estimated one-way seconds between two peers; "" is this node."""
@@ -186,11 +188,13 @@ class RoutePlanner:
         refusing: Refusing,
         formats: Mapping[str, str] | None = None,
     ) -> Pieces[Route]:
+        again = "" if current else self.measured.to_measure_again(trio.current_time())
         for _ in range(_SEARCHES):
             members = self.members()
-            route = yield from self._search_among(members, current, request, avoid, refusing, formats)
+            route = yield from self._search_among(members, current, request, avoid, refusing, formats, again)
             if not self._is_outdated(route, members):
                 break
+        self.measured.searched(again, route, trio.current_time())
         self._begin_trials(route, current)
         return route
 
@@ -202,11 +206,12 @@ class RoutePlanner:
         avoid: Sequence[str],
         refusing: Refusing,
         formats: Mapping[str, str] | None,
+        again: str,
     ) -> Pieces[Route]:
         full = refusing()
         scores = yield from self._standings(members)
         avoided = self._avoided(scores)
-        known = yield from self._known(members, scores)
+        known = yield from self._known(members, scores, again)
         comparison = RouteComparison(members, request, (yield from self._link_s(members)), known)
 
         def repair(excluded: Collection[str]) -> Pieces[Route]:
