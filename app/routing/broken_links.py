@@ -2,13 +2,14 @@
 
 Either end may have broken it, or somebody else, and each may say that it was the other. So nobody is banned for it.
 Only a hop whose links to several others broke is gone round itself: others on one machine count once, since whoever has
-it may have any number of peer ids.
+it may have any number of peer ids. The machine is noted when the link breaks: later a peer may have closed its own link
+to this node. All whose machine is unknown then count once too.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Mapping
 
 AVOIDED_S = 60.0  # new routes go round a link for so long after it broke, if there is another way
 SHARED = 3  # and round a hop whose links to so many others broke in that time
@@ -22,23 +23,25 @@ class BrokenLinks:
 
     def __init__(self) -> None:
         self._until: dict[Link, float] = {}  # the one that broke last at the end
+        self._machines: dict[Link, Mapping[str, str]] = {}  # of the peers at its ends
 
-    def note(self, sender: str, receiver: str, now: float) -> None:
-        """Note that rows that one hop sent to another were lost."""
-        link = frozenset((sender, receiver))
+    def note(self, machines: Mapping[str, str], now: float) -> None:
+        """Note that rows were lost between two hops; `machines` has the machine of each, empty if it is unknown."""
+        link = frozenset(machines)
         self._until.pop(link, None)
-        self._until[link] = now + AVOIDED_S
+        self._until[link], self._machines[link] = now + AVOIDED_S, machines
         while len(self._until) > REMEMBERED:
-            del self._until[next(iter(self._until))]
+            oldest = next(iter(self._until))
+            del self._until[oldest], self._machines[oldest]
 
     def active(self, now: float) -> frozenset[Link]:
         """Return the links that are gone round now."""
         return frozenset(link for link, until in self._until.items() if now < until)
 
-    def shared_ends(self, now: float, machine_of: Callable[[str], str]) -> frozenset[str]:
+    def shared_ends(self, now: float) -> frozenset[str]:
         """Return the hops whose links to several others, on different machines, are gone round now."""
         others: defaultdict[str, set[str]] = defaultdict(set)
         for link in self.active(now):
             for peer in link:
-                others[peer] |= {machine_of(other) for other in link - {peer}}
+                others[peer] |= {self._machines[link][other] for other in link - {peer}}
         return frozenset(peer for peer, machines in others.items() if len(machines) >= SHARED)

@@ -2,14 +2,16 @@
 
 Figures of links come from announcements and from this node's own links. The time per block is learned from whole
 tokens over known routes, because only the hop itself knows its own share and it may lie. Each token's surplus over the
-expected time is spread over all hops of its route in proportion to their blocks; routes overlap, so a hop that is slow
-on every route stands out soon.
+expected time is spread evenly over the hops of its route, however many blocks they have: any of them may have made it.
+Routes overlap, so a hop that is slow on every route stands out soon. One that a single reply made slower is measured
+again soon, without the others of that reply where that is possible, and later each time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median_high
 
 from app.core.network import Link
 from app.core.pieces import CHUNK, Pieces, at_once, by_chunks
@@ -241,6 +243,9 @@ def _nearest(hosted: Span | None, members: Sequence[Announcement], among: Contai
 
 
 _STEP = 0.5  # fraction of the surplus that one reply corrects
+_MOST_TIMES = 2.0  # one reply makes all blocks of its route together count as so many times as slow at most
+_CLEARLY = 1.1  # a hop that one reply makes count as so many times as slow is measured again
+AGAIN_S = 60.0  # after so long; doubled each time, up to `BELIEVED_S`
 _LEAST_S = 1e-6  # lower bound of an estimate
 _REMEMBERED = 1024  # peers
 BELIEVED_S = (
@@ -248,22 +253,52 @@ BELIEVED_S = (
 )
 
 
+@dataclass(frozen=True)
+class _Slowed:
+    """A hop that a reply made count as slower, though another hop of that reply may have been slow."""
+
+    before_s: float  # its estimate before
+    after_s: Mapping[str, float]  # the estimates of all the reply's hops after it
+    again_at: float  # from when on another reply may measure it
+    is_likely: bool = False  # another of these hops was as fast as before, without this one
+
+
 class MeasuredSpeeds:
     """Measured seconds per token and block of each peer."""
 
     def __init__(self) -> None:
+        self._slowed: dict[str, _Slowed] = {}
+        self._pause_s: dict[str, float] = {}  # until such a hop is measured again; kept while it is likely the slow one
         self._block_s: dict[str, float] = {}  # the latest measured last
         self._noted_at: dict[str, float] = {}
         self._at_least: dict[str, tuple[float, float]] = {}  # by `note_wait`: seconds, when; the latest last
 
-    def block_s(self, now: float) -> dict[str, float]:
-        """Current estimates by peer."""
+    def block_s(self, now: float, again: str = "") -> dict[str, float]:
+        """Current estimates by peer; with `again`, those by which a route is found that measures this hop again.
+
+        It counts as before the slow reply, and the other hops of that reply as after it: without them, a reply shows
+        which of them was slow.
+        """
         while self._block_s and self._noted_at[peer := next(iter(self._block_s))] < now - BELIEVED_S:
             self._forget(peer)
         self._at_least = {peer: noted for peer, noted in self._at_least.items() if noted[1] >= now - BELIEVED_S}
-        return self._block_s | {
-            peer: max(seconds, self._block_s.get(peer, 0.0)) for peer, (seconds, _) in self._at_least.items()
-        }
+        found = dict(self._block_s)
+        if (slowed := self._slowed.get(again)) is not None:
+            found |= {peer: max(seconds, found.get(peer, 0.0)) for peer, seconds in slowed.after_s.items()}
+            found[again] = slowed.before_s
+        return found | {peer: max(seconds, found.get(peer, 0.0)) for peer, (seconds, _) in self._at_least.items()}
+
+    def to_measure_again(self, now: float) -> str:
+        """Return a hop that the next reply may measure again; empty if there is none."""
+        return next((peer for peer, slowed in self._slowed.items() if now >= slowed.again_at), "")
+
+    def searched(self, again: str, route: Route, now: float) -> None:
+        """Note the route that was found to measure a hop again, which is on it only if that route is the best one."""
+        slowed = self._slowed.pop(again, None)
+        if slowed is not None:
+            if any(hop.peer == again for hop in route):
+                self._lengthen(again)
+            self._slowed[again] = replace(slowed, again_at=now + self._pause_s[again])
 
     def was_late(self, peer: str, now: float) -> bool:
         """True if a peer was waited for lately, for longer than was believed."""
@@ -289,20 +324,48 @@ class MeasuredSpeeds:
         """Correct the estimates of a route's hops by a measured token time (normalised least mean squares).
 
         `token_s` is a reply's typical seconds per token, `links_s` the part of it on links; `expected_block_s` is the
-        start value for peers that were not measured yet.
+        start value for peers that were not measured yet; who left meanwhile counts as the middle one of them. A hop
+        that a slow reply made count as slower counts as before it, if that explains this one better.
         """
-        estimates = {hop.peer: self._block_s.pop(hop.peer, expected_block_s.get(hop.peer, _LEAST_S)) for hop in route}
+        unknown_s = median_high(expected_block_s.values()) if expected_block_s else _LEAST_S
+        estimates = {hop.peer: self._block_s.pop(hop.peer, expected_block_s.get(hop.peer, unknown_s)) for hop in route}
         overhead_s = overhead_seconds(route, links_s, dict.fromkeys(estimates, HOP_S))
         surplus_s = max(token_s - overhead_s, 0.0) - compute_seconds(route, estimates)
-        squares = sum(len(hop.span) ** 2 for hop in route)
         for hop in route:
-            moved_s = estimates[hop.peer] + _STEP * surplus_s * len(hop.span) / squares
-            self._block_s[hop.peer], self._noted_at[hop.peer] = max(moved_s, _LEAST_S), now
+            if (slowed := self._slowed.get(hop.peer)) is not None:
+                as_before_s = surplus_s + len(hop.span) * (estimates[hop.peer] - slowed.before_s)
+                if abs(as_before_s) < abs(surplus_s):
+                    estimates[hop.peer], surplus_s = slowed.before_s, as_before_s
+                    self._clear(hop.peer, estimates)
+        most_s = (_MOST_TIMES - 1) * compute_seconds(route, estimates)
+        share_s = min(_STEP * surplus_s, most_s) / len(route)
+        moved = {hop.peer: max(estimates[hop.peer] + share_s / len(hop.span), estimates[hop.peer] / 2) for hop in route}
+        for peer, block_s in moved.items():
+            self._block_s[peer], self._noted_at[peer] = max(block_s, _LEAST_S), now
+            if block_s > _CLEARLY * estimates[peer]:
+                pause_s = self._pause_s.setdefault(peer, AGAIN_S)
+                self._slowed.pop(peer, None)
+                self._slowed[peer] = _Slowed(estimates[peer], moved, now + pause_s)
         while len(self._block_s) > _REMEMBERED:
             self._forget(next(iter(self._block_s)))
 
+    def _clear(self, peer: str, route: Container[str]) -> None:
+        """Let a hop count as before the slow reply; likely, one of that reply that is not on this route was slow."""
+        cleared = self._slowed.pop(peer)
+        if not cleared.is_likely:
+            del self._pause_s[peer]
+        for other in cleared.after_s:
+            if other in self._slowed and other not in route:
+                self._slowed[other] = replace(self._slowed[other], is_likely=True)
+                self._lengthen(other)
+
+    def _lengthen(self, peer: str) -> None:
+        self._pause_s[peer] = min(2 * self._pause_s[peer], BELIEVED_S)
+
     def _forget(self, peer: str) -> None:
         del self._block_s[peer], self._noted_at[peer]
+        self._slowed.pop(peer, None)
+        self._pause_s.pop(peer, None)
 
 
 MOST = 12  # peers that `route_neighbours` returns at most

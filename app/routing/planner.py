@@ -135,13 +135,15 @@ class RoutePlanner:
         found = await in_pieces(largest_session(self.members(), request, room_of))
         return MAX_TOKENS if found is None else found
 
-    def _known(self, members: Sequence[Announcement], scores: Mapping[str, TrustScore]) -> Pieces[KnownCosts]:
-        """Return measured block times, trust penalties, and what bytes cost at each member."""
+    def _known(
+        self, members: Sequence[Announcement], scores: Mapping[str, TrustScore], again: str = ""
+    ) -> Pieces[KnownCosts]:
+        """Return measured block times, trust penalties, and what bytes cost; `again` is a hop to be measured again."""
         penalty_s = {peer: one.penalty_s for peer, one in scores.items() if one.score < 1}
         yield from self._rates.update(members)
         rates = self._rates.estimates(self._network.peer_id, self._network.links())
         byte_s = yield from by_chunks(lambda some: rates.byte_s(m.peer for m in some), members)
-        return KnownCosts(self.measured.block_s(trio.current_time()), penalty_s, byte_s)
+        return KnownCosts(self.measured.block_s(trio.current_time(), again), penalty_s, byte_s)
 
     def link_s(self) -> LinkSeconds:
         """Return a function for the estimated one-way seconds between two peers; "" is this node."""
@@ -186,11 +188,13 @@ class RoutePlanner:
         refusing: Refusing,
         formats: Mapping[str, str] | None = None,
     ) -> Pieces[Route]:
+        again = "" if current else self.measured.to_measure_again(trio.current_time())
         for _ in range(_SEARCHES):
             members = self.members()
-            route = yield from self._search_among(members, current, request, avoid, refusing, formats)
+            route = yield from self._search_among(members, current, request, avoid, refusing, formats, again)
             if not self._is_outdated(route, members):
                 break
+        self.measured.searched(again, route, trio.current_time())
         self._begin_trials(route, current)
         return route
 
@@ -202,11 +206,12 @@ class RoutePlanner:
         avoid: Sequence[str],
         refusing: Refusing,
         formats: Mapping[str, str] | None,
+        again: str,
     ) -> Pieces[Route]:
         full = refusing()
         scores = yield from self._standings(members)
         avoided = self._avoided(scores)
-        known = yield from self._known(members, scores)
+        known = yield from self._known(members, scores, again)
         comparison = RouteComparison(members, request, (yield from self._link_s(members)), known)
 
         def repair(excluded: Collection[str]) -> Pieces[Route]:
@@ -326,7 +331,7 @@ class RoutePlanner:
         broken = {link for link in self.broken_links.active(now) - {*request.links} if not link <= kept}
         if not broken:
             return (yield from search(excluded))
-        shared = self.broken_links.shared_ends(now, lambda peer: self._network.source(peer) or peer)
+        shared = self.broken_links.shared_ends(now)
         first: Route = ()
         to_try = list(dict.fromkeys((shared - kept, frozenset[str]())))  # peers to leave out, few of them first
         for left_out in to_try:
@@ -349,6 +354,16 @@ class RoutePlanner:
         for hop in route:
             if hop.peer not in self._worked and hop.peer not in own:
                 self._trials.setdefault(hop.peer, until)
+
+    def link_broke(self, sender: str, receiver: str) -> None:
+        """Go round a link between two hops for a while."""
+        machines = {peer: self._machine_of(peer) for peer in (sender, receiver)}
+        self.broken_links.note(machines, trio.current_time())
+
+    def _machine_of(self, peer: str) -> str:
+        """Return the address of a peer's machine; empty if the peer is behind a relay or has no link."""
+        is_relayed = any(link.peer == peer and link.kind == "relayed" for link in self._network.links())
+        return "" if is_relayed else self._network.source(peer)
 
     def worked(self, peer: str) -> None:
         """Record that a peer did its part in a session."""
@@ -604,7 +619,7 @@ class SessionRoutes:
     def link_broke(self, sender: str, receiver: str) -> None:
         """Have the routes of other sessions go round a link between two hops for a while."""
         self._links.add(frozenset((sender, receiver)))
-        self._planner.broken_links.note(sender, receiver, trio.current_time())
+        self._planner.link_broke(sender, receiver)
 
     def worked(self, peer: str) -> None:
         """Lift a hop's ban; note if its blocks were computed in another number format before."""

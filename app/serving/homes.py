@@ -2,14 +2,17 @@
 
 A hop shares what it has among homes, and what a home gets among its askers. A home is an IPv4 address, a /48 of IPv6
 (providers give a customer a /64 to a /48), or a relay with all askers behind it. Askers on this machine are a home
-each, as their programs are its user's own.
+each, as their programs are its user's own; those behind a relay on this machine are not.
 """
 
 from __future__ import annotations
 
 import ipaddress
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Protocol
+
+from app.core.network import Link
 
 REMEMBERED = 4096  # askers
 _IPV6_BITS = 48
@@ -21,6 +24,7 @@ class Sources(Protocol):
     @property
     def peer_id(self) -> str: ...
     def source(self, peer: str) -> str: ...
+    def links(self) -> Sequence[Link]: ...
 
 
 class Homes:
@@ -35,13 +39,16 @@ class Homes:
         if asker == self._network.peer_id:
             return asker
         if source := self._network.source(asker):
-            self._known[asker] = _home_at(source) or asker
+            self._known[asker] = _home_at(source) or (source if self._is_relayed(asker) else asker)
         if asker not in self._known:
             return ""
         self._known.move_to_end(asker)
         while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return self._known[asker]
+
+    def _is_relayed(self, asker: str) -> bool:
+        return any(link.peer == asker and link.kind == "relayed" for link in self._network.links())
 
 
 def _home_at(source: str) -> str:

@@ -126,3 +126,30 @@ async def test_a_hop_that_says_that_its_link_broke_harms_no_other(autojump_clock
         assert stands_well(asker, "n1")
         assert "liar" not in {hop.peer for hop in stats.route}, "later replies go round the link"
         assert stands_well(asker, "liar"), "nobody knows whose fault it was"
+
+
+async def test_hops_that_hang_up_after_breaking_their_links_count_as_one_machine(autojump_clock: MockClock) -> None:
+    """Three peers of one machine break the link from an honest hop and then leave the asker: their address is gone."""
+    async with open_swarm((0, 4), (4, 8), delay_s=0.001) as swarm:
+        names = ("b1", "b2", "b3")
+        for name in names:
+            swarm.fabric.machine_of[name] = "the attacker's"
+            await swarm.serve(name, HashRunner(4, 8), speed=500.0)
+
+            async def attend(stream: FrameStream, name: str = name) -> None:
+                if stream.peer != "asker":
+                    stream = BreakingStream(stream, 3, lambda: None)
+                await swarm.servers[name].attend(stream)
+
+            swarm.fabric.nodes[name].accept(SESSIONS, attend)
+        await swarm.serve("slower", HashRunner(0, 4), speed=50.0)
+        asker = await swarm.asker()
+        used = []
+        for number in range(8):
+            stats = await ask(asker, [number, *PROMPT], 12)
+            used.append(stats.route[0].peer)
+            for name in names:
+                await swarm.fabric.nodes[name].disconnect("asker")
+        broken = asker.planner.broken_links.active(trio.current_time())
+        assert broken >= {frozenset(("n0", name)) for name in names}, "each of them broke its link"
+        assert used[-1] == "n0", "the slower one is used only while its own links are the ones that did not break"

@@ -32,7 +32,7 @@ from app.rounds import (
 from app.rounds import log as round_log
 from app.rounds import wire as round_wire
 from app.routing import broken_links, capacity
-from app.routing.estimates import BELIEVED_S
+from app.routing.estimates import AGAIN_S, BELIEVED_S
 from app.routing.planner import WITHOUT_ADAPTER_S
 from app.serving import batching, block_server, handover, orders, shares
 from app.serving.adapters import AdapterLimits
@@ -162,6 +162,7 @@ ROWS: dict[str, tuple[float, ...]] = {
         SESSION.adapter_s,
         WITHOUT_ADAPTER_S,
     ),
+    "replies that take longer than was believed": (AGAIN_S, BELIEVED_S),
     "caches that move": (
         handover.MAX_GIVEN,
         handover.GIVE_S,

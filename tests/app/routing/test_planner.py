@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from app.routing.broken_links import AVOIDED_S
 from app.routing.planner import PrivacyPreferences, RoutePlanner, SessionRoutes
 from app.routing.route import NoRoute, Route
 from app.swarm.records import Announcement
+from p2p.values import LinkInfo
 from tests.app.routing.test_search import BLOCKS, WHOLE, member
 
 
@@ -31,10 +32,13 @@ def test_a_reply_may_ask_for_more_privacy_than_the_settings_and_never_for_less(w
 # --- links that broke -------------------------------------------------------------------------------------------------
 
 
-def halves(*peers: tuple[str, float], machines: Mapping[str, str] | None = None) -> RoutePlanner:
+def halves(
+    *peers: tuple[str, float], machines: Mapping[str, str] | None = None, relayed: Sequence[str] = ()
+) -> RoutePlanner:
     """A planner for members of such speeds; those named `a…` serve the first half of the blocks, others the rest."""
+    links = [LinkInfo(peer, "relayed" if peer in relayed else "direct", None, 0, 0) for peer, _ in peers]
     network: Any = SimpleNamespace(
-        peer_id="me", links=lambda: (), source=lambda peer: (machines or {}).get(peer, f"{peer}'s machine")
+        peer_id="me", links=lambda: links, source=lambda peer: (machines or {}).get(peer, f"{peer}'s machine")
     )
     half = BLOCKS // 2
     members = [
@@ -51,7 +55,7 @@ async def test_new_routes_go_round_a_link_that_broke_and_not_round_its_ends(auto
     planner = halves(("a1", 90.0), ("a2", 50.0), ("b1", 90.0), ("b2", 50.0))
     held = await planner.find((), WHOLE, ())
     assert [hop.peer for hop in held] == ["a1", "b1"]
-    planner.broken_links.note("a1", "b1", trio.current_time())
+    planner.link_broke("a1", "b1")
     assert await peers_of(planner) in (["a1", "b2"], ["a2", "b1"])
     assert await peers_of(planner, held) == ["a1", "b1"], "a session that uses the link keeps its hops"
     session = SessionRoutes(planner, WHOLE)
@@ -64,29 +68,42 @@ async def test_new_routes_go_round_a_link_that_broke_and_not_round_its_ends(auto
 
 async def test_a_link_that_broke_is_used_where_there_is_no_other(autojump_clock: MockClock) -> None:
     planner = halves(("a1", 90.0), ("b1", 90.0))
-    planner.broken_links.note("a1", "b1", trio.current_time())
+    planner.link_broke("a1", "b1")
     assert await peers_of(planner) == ["a1", "b1"]
 
 
 async def test_routes_go_round_every_link_that_broke(autojump_clock: MockClock) -> None:
     planner = halves(("a1", 90.0), ("a2", 10.0), ("b1", 90.0), ("b2", 50.0))
     for receiver in ("b1", "b2"):
-        planner.broken_links.note("a1", receiver, trio.current_time())
+        planner.link_broke("a1", receiver)
     assert await peers_of(planner) == ["a2", "b1"]
 
 
 @pytest.mark.parametrize(
-    ("machines", "used"), [({}, "b2"), (dict.fromkeys(("a1", "a2", "a3"), "the attacker's machine"), "b1")]
+    ("machines", "relayed", "used"),
+    [
+        ({}, "", "b2"),
+        (dict.fromkeys(("a1", "a2", "a3"), "the attacker's machine"), "", "b1"),
+        (dict.fromkeys(("a1", "a2", "a3"), ""), "", "b1"),
+        ({}, "a1 a2 a3", "b1"),
+        ({"a1": ""}, "a2", "b1"),
+        ({"a1": ""}, "", "b2"),  # what is unknown counts as one machine
+    ],
 )
 async def test_a_hop_whose_links_to_several_others_broke_is_gone_round(
-    machines: dict[str, str], used: str, autojump_clock: MockClock
+    machines: dict[str, str], relayed: str, used: str, autojump_clock: MockClock
 ) -> None:
-    """Not if the others are on one machine: whoever has it would only have to say that these links broke."""
+    """Not if the others may be on one machine: whoever has it would only have to say that these links broke."""
     planner = halves(
-        *((f"a{n}", 50.0) for n in range(1, 4)), ("a4", 90.0), ("b1", 90.0), ("b2", 5.0), machines=machines
+        *((f"a{n}", 50.0) for n in range(1, 4)),
+        ("a4", 90.0),
+        ("b1", 90.0),
+        ("b2", 5.0),
+        machines=machines,
+        relayed=relayed.split(),
     )
     for sender in ("a1", "a2", "a3"):
-        planner.broken_links.note(sender, "b1", trio.current_time())
+        planner.link_broke(sender, "b1")
     assert await peers_of(planner) == ["a4", used]
     assert not planner.avoided()
 

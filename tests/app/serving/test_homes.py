@@ -6,6 +6,7 @@ import pytest
 
 from app.serving import homes
 from app.serving.homes import Homes
+from p2p.values import LinkInfo
 
 
 class Sources:
@@ -13,12 +14,16 @@ class Sources:
 
     peer_id = "this node"
 
-    def __init__(self, **found: str) -> None:
-        self.found = found
+    def __init__(self, *relayed: str, **found: str) -> None:
+        self.relayed, self.found = relayed, found
 
     def source(self, peer: str) -> str:
         """The address of a peer."""
         return self.found.get(peer, "")
+
+    def links(self) -> list[LinkInfo]:
+        """The links, some of them through a relay."""
+        return [LinkInfo(peer, "relayed" if peer in self.relayed else "direct", None, 0, 0) for peer in self.found]
 
 
 def test_who_has_one_address_is_one_home() -> None:
@@ -37,6 +42,13 @@ def test_all_that_a_provider_may_give_one_customer_is_one_home() -> None:
 def test_programs_of_this_machine_are_a_home_each(address: str) -> None:
     known = Homes(Sources(one=address, two=address))
     assert (known.of("one"), known.of("two")) == ("one", "two")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_strangers_behind_a_relay_on_this_machine_are_one_home(address: str) -> None:
+    known = Homes(Sources("one", "two", one=address, two=address, program=address))
+    assert known.of("one") == known.of("two") == address
+    assert known.of("program") == "program"
 
 
 def test_a_home_is_known_after_the_link_was_closed_and_follows_a_new_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,127 @@
+"""Attacks on measured speeds: a hop that delays replies has no honest hop beside it left out for long."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from app.core.span import Span
+from app.routing.cost import HOP_S, compute_seconds, links_seconds, overhead_seconds
+from app.routing.estimates import AGAIN_S, MeasuredSpeeds
+from app.routing.planner import RoutePlanner
+from app.routing.route import Hop, Route, RouteRequest
+from app.swarm.records import Announcement
+from tests.app.routing.test_search import member
+
+WHOLE = RouteRequest(Span(0, 8), 200, 20)
+EVERY_S = 6.0
+Delay = Callable[[Sequence[str], int], float]  # (the route's peers, earlier replies over it) -> seconds a token
+
+
+async def replies(members: Sequence[Announcement], delay_s: Delay, count: int) -> list[tuple[float, str]]:
+    """When replies began, one every few seconds, and over which hops; these keep their word but for the delay."""
+    network: Any = SimpleNamespace(peer_id="me", links=lambda: ())
+    planner = RoutePlanner(network, lambda: members)
+    block_s = {one.peer: one.decode_block_s for one in members}
+    used: list[tuple[float, str]] = []
+    for _ in range(count):
+        route = await planner.find((), WHOLE, ())
+        peers = [hop.peer for hop in route]
+        usual_s = overhead_seconds(route, links_seconds(route, planner.link_s()), dict.fromkeys(peers, HOP_S))
+        before = sum(names == "+".join(peers) for _, names in used)
+        token_s = usual_s + compute_seconds(route, block_s) + delay_s(peers, before)
+        for peer in peers:
+            planner.worked(peer)
+        planner.record_token_time(route, token_s, WHOLE)
+        used.append((trio.current_time(), "+".join(peers)))
+        await trio.sleep(EVERY_S)
+    return used
+
+
+SMALL_FIRST = (member("x", 0, 1, 800.0), member("y", 0, 1, 400.0), member("honest", 1, 8, 100.0))
+LARGE_LAST = (member("honest", 0, 1, 800.0), member("y", 0, 1, 300.0), member("x", 1, 8, 150.0))
+
+
+@pytest.mark.parametrize("delay_s", [0.02, 0.2, 5.0])
+@pytest.mark.parametrize("times", [1, 1000])
+async def test_a_small_hop_that_delays_replies_has_the_large_one_left_out_for_no_longer_than_a_minute_or_two(
+    delay_s: float, times: int, autojump_clock: MockClock
+) -> None:
+    """It delays replies to this hop alone, once or always: nearly all of that was put down to the large one."""
+    members = [*SMALL_FIRST, member("other", 1, 8, 60.0)]
+    used = await replies(members, lambda peers, before: delay_s * (peers == ["x", "honest"] and before < times), 150)
+    assert sum("honest" in names for _, names in used) > 0.85 * len(used)
+    assert sum(names == "x+honest" for _, names in used) <= 5 or times == 1
+
+
+async def test_a_large_hop_that_delays_replies_has_the_small_one_left_out_at_first_alone(
+    autojump_clock: MockClock,
+) -> None:
+    members = [*LARGE_LAST, member("other", 1, 8, 100.0)]
+    used = await replies(members, lambda peers, before: 0.2 * (peers == ["honest", "x"]), 450)
+    assert sum("honest" in names for _, names in used) > 0.85 * len(used)
+    assert Counter(names for _, names in used)["honest+x"] <= 6, "and seldom has it another reply to delay"
+
+
+async def test_a_hop_that_delays_replies_now_and_then_has_fewer_of_them_each_time(autojump_clock: MockClock) -> None:
+    """It does well when it is measured again, and delays the next reply."""
+    members = [*SMALL_FIRST, member("other", 1, 8, 60.0)]
+    used = await replies(members, lambda peers, before: 0.2 * (peers == ["x", "honest"] and before % 2), 450)
+    assert sum("honest" in names for _, names in used) > 0.95 * len(used)
+    assert Counter(names for _, names in used)["x+honest"] <= 12
+
+
+async def test_a_hop_that_is_slow_is_left_after_few_replies(autojump_clock: MockClock) -> None:
+    """It takes a hundred times as long as it says; it is measured again, but not by the replies of every minute."""
+    members = [member("slow", 0, 8, 200.0), member("fine", 0, 8, 60.0)]
+    used = await replies(members, lambda peers, before: 0.5 * (peers == ["slow"]), 290)
+    begun_at = [at for at, names in used if names == "slow"]
+    assert len(begun_at) <= 5
+    assert sum(at < AGAIN_S for at in begun_at) <= 2
+
+
+def route_of(*hops: tuple[str, int, int]) -> Route:
+    return tuple(Hop(peer, Span(start, stop)) for peer, start, stop in hops)
+
+
+def test_one_reply_says_little_of_its_hops_and_no_more_of_large_ones() -> None:
+    speeds, route = MeasuredSpeeds(), route_of(("small", 0, 1), ("large", 1, 8))
+    believed = {"small": 0.01, "large": 0.01}
+    speeds.note(route, 1000.0, 0.0, believed, 0.0)
+    after = speeds.block_s(0.0)
+    assert compute_seconds(route, after) == pytest.approx(2 * compute_seconds(route, believed))
+    assert after["small"] - 0.01 == pytest.approx(7 * (after["large"] - 0.01))
+    speeds.note(route, 0.0, 0.0, believed, 1.0)
+    assert all(block_s >= 0.01 / 2 for block_s in speeds.block_s(1.0).values())
+
+
+def test_a_hop_is_measured_again_without_those_of_the_slow_reply_and_later_each_time() -> None:
+    speeds, believed = MeasuredSpeeds(), dict.fromkeys(("x", "y", "honest"), 0.01)
+    together, apart = route_of(("x", 0, 4), ("honest", 4, 8)), route_of(("y", 0, 4), ("honest", 4, 8))
+    speeds.note(together, 1.0, 0.0, believed, 0.0)
+    assert speeds.to_measure_again(AGAIN_S - 1) == ""
+    assert speeds.to_measure_again(AGAIN_S) == "x"
+    speeds.searched("x", apart, AGAIN_S)
+    assert speeds.to_measure_again(AGAIN_S) == "honest", "one that no route is better with keeps no other waiting"
+    trial_s = speeds.block_s(AGAIN_S, "honest")
+    assert trial_s["honest"] == 0.01 < trial_s["x"]
+    speeds.searched("honest", apart, AGAIN_S)
+    assert speeds.to_measure_again(2 * AGAIN_S) == "x"
+    speeds.searched("x", together, 2 * AGAIN_S)
+    assert speeds.to_measure_again(3 * AGAIN_S - 1) == ""
+    assert speeds.to_measure_again(3 * AGAIN_S) == "honest", "twice as long"
+    speeds.note(apart, 2 * HOP_S + 0.08, 0.0, believed, 3 * AGAIN_S)
+    assert speeds.block_s(3 * AGAIN_S)["honest"] == pytest.approx(0.01), "one good reply is enough"
+    assert speeds.block_s(3 * AGAIN_S)["x"] > 0.015
+
+
+def test_a_hop_that_leaves_before_it_is_measured_does_not_count_as_fast() -> None:
+    speeds = MeasuredSpeeds()
+    speeds.note(route_of(("gone", 0, 8)), 1.0, 0.0, {"other": 0.01, "third": 0.02}, 0.0)
+    assert speeds.block_s(0.0)["gone"] >= 0.01
