@@ -554,6 +554,11 @@ class SessionRoutes:
         self._claims = {peer: serving[peer] for peer in self._proposed if peer in serving} | self._claims
         return route
 
+    @property
+    def formats(self) -> frozenset[tuple[str, str]]:
+        """The hops of all routes so far, each with the number format that it announced when it was first proposed."""
+        return frozenset((peer, claim.number_format) for peer, claim in self._claims.items())
+
     def paces(self, route: Route) -> Mapping[str, ReadingPace]:
         """Return how fast hops are believed to read, by their word when they were proposed, as far as that is known."""
         measured_s = self._planner.measured.block_s(trio.current_time())

@@ -55,6 +55,15 @@ async def test_a_hop_that_is_waited_for_in_vain_is_left_for_one_of_four_bits_too
     assert not await planner.would_use(Hop("fine", Span(0, BLOCKS)), WHOLE, ())
 
 
+async def test_a_session_goes_by_the_format_that_a_hop_announced_when_it_was_chosen(autojump_clock: MockClock) -> None:
+    planner, members = rough_and_fine()
+    session = SessionRoutes(planner, WHOLE)
+    route = await session.route((), ())
+    members["fine"] = replace(members["fine"], quantisation="int4")
+    await session.route(route, ())
+    assert session.formats == {("fine", "none f32")}
+
+
 # --- links that broke -------------------------------------------------------------------------------------------------
 
 
