@@ -217,12 +217,14 @@ class Asker:
         text, ref = self._ends.begin(prompt_ids, settings), None if adapter is None else adapter.ref
         prefix = await self._shared_prefix(prompt_ids, request.privacy, ref, turn.owner)
         routes = self._routes(request, prefix, ref)
-        sampled = () if prefix is None else prefix.source.routes
         own_node, taken = OwnNode(self._loading, turn.needs_room), self._taken(prefix)
         async with self._counted(routes, request.tokens, taken, ref, own_node) as session:
             assert self._nursery is not None, "the asker is not running"
             self._nursery.start_soon(_note_reading, session, turn)
-            sampler = AuditSampler(self._rng, sampled, rounded=prefix is not None and bool(prefix.source.wires))
+            sampler = AuditSampler(self._rng)
+            if prefix is not None:
+                begun = prefix.source
+                sampler = AuditSampler(self._rng, begun.routes, begun.formats, rounded=bool(begun.wires))
             guesser = self._guesser(prompt_ids, self._history)
             draft = None if guesser is None else self._begin_draft(prompt_ids, request.tokens, settings)
             reply = Reply(
@@ -238,7 +240,7 @@ class Asker:
                 request.tokens,
                 adapter,
             )
-            running = RunningReply(reply, session, tuple(prompt_ids), request.privacy, ref, turn.owner)
+            running = RunningReply(reply, session, routes, tuple(prompt_ids), request.privacy, ref, turn.owner)
             self._replies[session.id] = running
             self._begun += 1
             is_sound = True
@@ -251,7 +253,7 @@ class Asker:
                 if draft is not None:
                     draft.end()
                 del self._replies[session.id]
-                self._ended(reply, request, settings, adapter)
+                self._ended(running, request, settings, adapter)
                 if prefix is not None and taken is not None and taken.wire.ends and not session.epoch:
                     self._kept.add(prefix.source)  # no hop has heard of the new session
                 elif is_sound:
@@ -413,9 +415,9 @@ class Asker:
         size = row_bytes(DTYPES[self._ends.dtype], self._ends.hidden_size)
         return RouteRequest(Span(0, blocks), tokens, prompt_tokens, privacy=privacy, row_bytes=size)
 
-    def _ended(self, reply: Reply, request: RouteRequest, settings: Any, adapter: ReplyAdapter | None) -> None:
+    def _ended(self, running: RunningReply, request: RouteRequest, settings: Any, adapter: ReplyAdapter | None) -> None:
         """Count a reply, learn the speed of its hops from it, and keep a sample for an audit."""
-        stats = reply.stats
+        reply, stats = running.reply, running.reply.stats
         self._latest = seen = reply.seen(self.planner.link_s(), trio.current_time())
         self._asked_tokens += len(stats.token_ids)
         if stats.was_read:
@@ -433,7 +435,7 @@ class Asker:
                 first=stats.prompt_tokens + sampler.first,
                 answers=tuple(sampler.answers),
                 peers=frozenset(hop.peer for route in sampler.routes for hop in route),
-                precisions=precisions(sampler.routes, self.planner.members(), rounded=sampler.rounded),
+                precisions=precisions(sampler.routes, running.formats, rounded=sampler.rounded),
                 room=request.tokens,
                 privacy=request.privacy,
                 settings=settings,
@@ -489,14 +491,20 @@ class Asker:
 
 @dataclass(frozen=True)
 class RunningReply:
-    """A reply under way and the session that carries it."""
+    """A reply under way, the session that carries it, and what proposes its routes."""
 
     reply: Reply
     session: RouteSession
+    guide: SessionRoutes
     prompt: tuple[int, ...]
     privacy: Privacy
     adapter: AdapterRef | None = None
     owner: str = ""
+
+    @property
+    def formats(self) -> frozenset[tuple[str, str]]:
+        """All peers that computed its cache, each with its number format when it was chosen."""
+        return self.reply.sampler.formats | self.guide.formats
 
     def cached(self) -> CachedSession:
         """What a reply that begins now may share: the tokens for which an answer has come."""
@@ -518,6 +526,7 @@ class RunningReply:
             adapter=self.adapter,
             wires=session.wires,
             owner=self.owner,
+            formats=self.formats,
         )
 
     def reads(self, prompt: Sequence[int], privacy: Privacy, more_than: int) -> bool:

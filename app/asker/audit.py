@@ -7,6 +7,10 @@ confirms it; if no route can, all remaining ones are doubted a little. Doubts ad
 again and again takes an ever larger part of them, until it is no longer used. This node's own blocks, and peers that
 the user trusts, are never accused, which makes them the best judges.
 
+How far answers may differ depends on the number formats that peers announce, and anybody can announce any. Where one
+side alone rounded its weights to 4 bits, honest answers differ so much that alike ones show nothing: such an audit
+neither passes nor fails, and nobody has agreed.
+
 What a hop can see. A reply's hops cannot know that it will be audited: that is decided when they are done. The hops of
 an audit see a whole reply, opened by the same code: its prompt, then its tokens with the same guesses and the time
 between them that choosing a token takes, to its end; room for a whole reply, a close. So does a user who asks the same
@@ -22,35 +26,39 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import trio
 
 from app.asker.evidence import (
+    COARSE,
     Deviation,
     Explanation,
     Observation,
     blame,
+    comparable,
+    computes_alike,
     is_confirmed,
     minimal_liar_sets,
     occasional_liar_sets,
     precisions,
     tolerance,
     worst_case_remaining,
+    wrong_answers,
 )
 from app.asker.guessing import right_guesses
 from app.asker.reply import AuditSample, HiddenState, ReplyAdapter
 from app.asker.route_session import RouteSession
 from app.asker.stats import AuditCounts
-from app.core.pieces import in_pieces
+from app.core.pieces import by_chunks, in_pieces
 from app.core.signal import Signal
 from app.core.span import Span
 from app.routing.estimates import link_seconds
 from app.routing.route import KnownCosts, NoRoute, Route, RouteRequest
 from app.routing.search import search_route
-from app.routing.trust import TrustBook
+from app.routing.trust import REMEMBERED_PEERS, TrustBook
 from app.swarm.records import Announcement
 
 log = logging.getLogger("shoal.trust")
@@ -63,6 +71,9 @@ MOST_ROUTES = 8  # in one audit
 MOST_BROKEN = 4  # sessions
 TRIES = 12  # random routes, of which the one that tells most is taken
 _AVOID_S = 100.0  # extra cost of a peer to avoid, more than any route costs
+# Share of the routes that go over hops of the reply's formats where there are such. Those that announce a format would
+# else be the only judges of one another.
+_ALIKE = 0.5
 
 
 class AuditContext(Protocol):
@@ -127,6 +138,7 @@ class Auditor:
         self._asked_tokens = self._replies = 0
         self._wake = Signal()
         self._tokens = self._sessions = self._passed = self._failed = 0
+        self._unclear: dict[str, int] = {}  # peer -> audits of it that showed nothing; the latest last
 
     @property
     def counts(self) -> AuditCounts:
@@ -184,7 +196,10 @@ class Auditor:
     def _is_settled(self, run: _AuditRun) -> bool:
         """True if no further answer could change the verdict."""
         stories, always = minimal_liar_sets(run.seen, self._context.not_accused())
-        return len(stories) < 2 and not (stories and always and not is_confirmed(stories[0], run.seen))
+        if len(stories) != 1 or not always or is_confirmed(stories[0], run.seen):
+            return len(stories) < 2
+        # One more answer confirms it, unless it says nothing: then others would not either.
+        return any(one.unclear and not one.peers.isdisjoint(stories[0]) for one in run.seen)
 
     def _affordable(self, sample: AuditSample) -> bool:
         tokens_fit = self._tokens + sample.cost <= SHARE * self._asked_tokens
@@ -199,7 +214,8 @@ class Auditor:
             return None
 
         def audited(sample: AuditSample) -> tuple[int, float]:
-            return min(self._book.agreed(peer) for peer in self._suspects(sample.peers)), self._rng.random()
+            times = [self._book.agreed(one) + self._unclear.get(one, 0) for one in self._suspects(sample.peers)]
+            return min(times), self._rng.random()
 
         sample = min(fresh, key=audited)
         self._kept.remove(sample)
@@ -241,26 +257,37 @@ class Auditor:
     async def _random_route(
         self, sample: AuditSample, avoid: Sequence[str] | frozenset[str], prefer: frozenset[str] = frozenset()
     ) -> Route | None:
-        """Return a random route; the peers to avoid are used only if there are no others."""
-        members = self._context.members()
+        """Return a random route; the peers to avoid are used only if there are no others.
+
+        Often one over hops that compute in the formats of the reply, if there is one: that shows most. Those to prefer
+        are used whatever their format.
+        """
+        members, excluded = self._context.members(), self._context.avoided()
         costs = {m.peer: (1 + self._rng.random()) * _AVOID_S / 100 for m in members}
         costs |= {peer: _AVOID_S for peer in avoid} | dict.fromkeys(prefer, 0.0)
         wanted, full = Span(0, len(sample.precisions)), self._context.full(sample.room)
-        request = RouteRequest(wanted, sample.room, privacy=sample.privacy, full=full)
-        try:
-            no_links = link_seconds("", dict.fromkeys(costs, 0.0), ())  # distances do not matter
-            avoided, known = self._context.avoided(), KnownCosts(penalty_s=costs)
-            return await in_pieces(search_route(members, request, no_links, avoid=avoided, known=known))
-        except NoRoute:
-            return None
+        request = RouteRequest(wanted, sample.room, privacy=sample.privacy, full=full, finest_first=not prefer)
+        no_links = link_seconds("", dict.fromkeys(costs, 0.0), ())  # distances do not matter
+        unlike = await in_pieces(
+            by_chunks(lambda some: {m.peer: m for m in some if not computes_alike(m, sample.precisions)}, members)
+        )
+        attempts = [excluded]
+        if unlike and not prefer and self._rng.random() < _ALIKE:
+            attempts.insert(0, excluded | unlike.keys() | frozenset(avoid))
+        for avoided in attempts:
+            with suppress(NoRoute):
+                known = KnownCosts(penalty_s=costs)
+                return await in_pieces(search_route(members, request, no_links, avoid=avoided, known=known))
+        return None
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    async def _compute(self, sample: AuditSample, route: Route) -> tuple[tuple[HiddenState, ...], bool]:
+    async def _compute(self, sample: AuditSample, route: Route) -> tuple[tuple[HiddenState, ...], tuple[str, ...]]:
         """Repeat the reply on this route, and return its answers where the sample's are; raises if the route breaks.
 
-        Also returns True if rows were rounded on the way.
+        Also returns the formats in which the blocks were computed, as announced before.
         """
+        announced = [(member.peer, member.number_format) for member in self._context.members()]
         answers: list[HiddenState] = []
         fed, until = 0, sample.prompt_tokens
         rounds = iter(sample.rounds)
@@ -280,25 +307,36 @@ class Auditor:
                     answers += [state for at, state in enumerate(states[: right + 1], until) if at in wanted]
                     fed, until = until + right, until + right + 1
                 rounded = bool(session.wires)
-        return tuple(answers), rounded
+        return tuple(answers), precisions([route], announced, rounded=rounded)
 
-    async def _weigh(self, run: _AuditRun, route: Route, answers: tuple[HiddenState, ...], rounded: bool) -> None:
-        """Add answers to the group that they agree with; if the first two agree, the audit is over."""
-        numbers = precisions([route], self._context.members(), rounded=rounded)
-        group = 1 + max(one.seen.group for one in run.answered)
+    async def _weigh(
+        self, run: _AuditRun, route: Route, answers: tuple[HiddenState, ...], numbers: tuple[str, ...]
+    ) -> None:
+        """Add answers to the group that they agree with; if the first two do not disagree, the audit is over."""
+        group, unclear = 1 + max(one.seen.group for one in run.answered), set[int]()
         for one in run.answered:
-            apart = await self._context.deviation(answers, one.answers)
-            if apart.within(tolerance(numbers, one.precisions)):
-                group = one.seen.group
+            apart, allowed = await self._context.deviation(answers, one.answers), tolerance(numbers, one.precisions)
+            if apart.within(allowed) and allowed == COARSE:
+                unclear.add(one.seen.group)
+            elif apart.within(allowed):
+                group, unclear = one.seen.group, set()
                 break
         peers = frozenset(hop.peer for hop in route)
-        run.answered.append(_AuditAnswer(route, answers, numbers, Observation(peers, group)))
-        if len(run.answered) == 2 and group == 0:
+        run.answered.append(_AuditAnswer(route, answers, numbers, Observation(peers, group, frozenset(unclear))))
+        if len(run.answered) > 2:
+            return
+        suspects = self._suspects(peers | run.sample.peers)
+        if group == 0:
             self._passed += 1
             self._under_way = None
-            for peer in self._suspects(peers | run.sample.peers):
+            for peer in suspects:
                 self._book.note(peer, "agreed", "agreed with others")
-        elif len(run.answered) == 2:
+        elif unclear:
+            self._under_way = None
+            for peer in suspects:
+                self._unclear[peer] = self._unclear.pop(peer, 0) + 1
+            self._unclear = dict([*self._unclear.items()][-REMEMBERED_PEERS:])
+        else:
             self._failed += 1
             log.warning("an audit of %s disagrees with what %s answered", sorted(peers), sorted(run.sample.peers))
 
@@ -318,12 +356,13 @@ class Auditor:
         else:
             for peer, share in blame(stories, self._book.doubt).items():
                 self._book.note(peer, "doubted", f"part of answers that {routes} routes disagree about", share)
-        cleared = self._suspects(frozenset[str]().union(*(one.peers for one in run.seen))) - blame(stories).keys()
+        compared = frozenset[str]().union(*(one.peers for one in comparable(run.seen)))
+        cleared = self._suspects(compared) - blame(stories).keys()
         for peer in cleared if stories else ():
             self._book.note(peer, "agreed", "agreed with others")
 
 
 def _against(run: _AuditRun, liars: Explanation) -> str:
     with_them = sum(not one.peers.isdisjoint(liars) for one in run.seen)
-    agree = len(run.answered) - with_them
-    return f"wrong in {with_them} of {with_them} answers, while {agree} without it agree"
+    wrong, agree = wrong_answers(liars, run.seen), len(run.answered) - with_them
+    return f"wrong in {wrong} of {with_them} answers, while {agree} without it agree"

@@ -4,6 +4,9 @@ Answers that agree form a group. An explanation is a smallest set of peers such 
 all routes with them (strictly) give another answer. Routes are tried until one explanation is left, or no other route
 could tell the remaining ones apart. The one that is left must be confirmed by a second wrong answer: a liar that
 recognises audits and answers well there would otherwise have another peer of its route convicted by elimination.
+
+Answers that are alike by `COARSE` alone are unclear: they may agree or not. They contradict no explanation, confirm
+none, and clear nobody.
 """
 
 from __future__ import annotations
@@ -17,21 +20,21 @@ from math import prod
 from operator import or_
 from typing import NamedTuple
 
+from app.core.span import Span
 from app.routing.route import Route
 from app.session.frame import INT8
-from app.swarm.records import Announcement
+from app.swarm.records import Announcement, is_coarse
 
 _OVER = f" over {INT8}"  # at the end of a block's precision: rows were rounded on the way
 _IN_CACHE = " int8 cache"  # and before that: keys and values were rounded in the cache
 _ROUNDS_ROWS = frozenset({"stored f32", "int4 f32"})  # formats whose products round a hop's rows to 8 bits on a CPU
 _NUMBERS = {"stored f32": "none f32"}  # formats with the same weights
-_FEWEST = "int4"  # weights that were rounded to 4 bits
 _MOST_LIARS = 2  # with more there are too many explanations to tell apart
 EARLIER_WEIGHT = 2.0  # how much more likely one whole earlier doubt makes a peer's guilt, against one without
 
 
 class Tolerance(NamedTuple):
-    """Largest difference between two honest answers."""
+    """Largest difference between two honest answers; `COARSE` is so large that less shows nothing."""
 
     relative: float  # mean length of the difference, over the length of the answer
     scale: float  # one answer as a multiple of the other, less 1
@@ -63,28 +66,41 @@ class Deviation(NamedTuple):
         return self.relative <= tolerance.relative and abs(self.scale) <= tolerance.scale
 
 
-def precisions(routes: Sequence[Route], members: Iterable[Announcement], *, rounded: bool = False) -> tuple[str, ...]:
+def precisions(
+    routes: Sequence[Route], announced: Iterable[tuple[str, str]], *, rounded: bool = False
+) -> tuple[str, ...]:
     """For each block, the number format of the peers that computed it on any of these routes.
 
-    Several formats are joined, and "?" stands for a peer that is no longer known: such blocks are never compared as
-    exact. Neither are those of sessions whose rows were `rounded` on the way.
+    `announced` has peers with their formats when they were chosen; what they say later could be made to fit a lie.
+    Several formats are joined, and "?" stands for a peer that was not known: such blocks are never compared as exact.
+    Neither are those of sessions whose rows were `rounded` on the way.
     """
-    announced = {m.peer: m.number_format for m in members}
+    by_peer: dict[str, set[str]] = {}
+    for peer, number_format in announced:
+        by_peer.setdefault(peer, set()).add(number_format)
     formats: dict[int, set[str]] = {}
     for route in routes:
         for hop in route:
             for block in hop.span.blocks():
-                formats.setdefault(block, set()).add(announced.get(hop.peer, "?"))
+                formats.setdefault(block, set()).update(by_peer.get(hop.peer, {"?"}))
     over = _OVER if rounded else ""
     return tuple(" or ".join(sorted(formats[block])) + over for block in sorted(formats))
+
+
+def computes_alike(member: Announcement, precisions: Sequence[str]) -> bool:
+    """True if a member computes the blocks that it hosts in the formats in which they were computed."""
+    part = None if member.span is None else member.span.overlap(Span(0, len(precisions)))
+    if part is None:
+        return True
+    return {*precisions[part.start : part.stop]} <= {member.number_format, member.number_format + _OVER}
 
 
 def tolerance(one: Sequence[str], other: Sequence[str]) -> Tolerance:
     """The tolerance between answers of these precisions: exact only if every block was float32 in both, alike.
 
-    It is coarse where only some have rounded their weights to 4 bits. Weights in the grid of their file are the very
-    numbers of the file, so they are compared with these, as rounded; so is what a cache in 8 bits gives, with what
-    another gives.
+    It is coarse if only one of them has some block's weights rounded to 4 bits. Weights in the grid of their file are
+    the very numbers of the file, so they are compared with these, as rounded; so is what a cache in 8 bits gives, with
+    what another gives.
     """
     computed_one, computed_other = (
         [text.removesuffix(_OVER).removesuffix(_IN_CACHE) for text in precisions] for precisions in (one, other)
@@ -93,7 +109,8 @@ def tolerance(one: Sequence[str], other: Sequence[str]) -> Tolerance:
     numbers_one, numbers_other = (
         [_NUMBERS.get(text, text) for text in each] for each in (computed_one, computed_other)
     )
-    if numbers_one != numbers_other and any(_FEWEST in text for text in (*one, *other)):
+    unlike = [pair for pair in zip(numbers_one, numbers_other, strict=True) if pair[0] != pair[1]]
+    if any(is_coarse(text) for pair in unlike for text in pair):
         return COARSE
     if not is_float or numbers_one != numbers_other:
         return ROUGH
@@ -107,6 +124,7 @@ class Observation:
 
     peers: frozenset[str]
     group: int
+    unclear: frozenset[int] = frozenset()  # other groups that it may agree with: the formats differ too much to tell
 
 
 Explanation = frozenset[str]
@@ -124,11 +142,29 @@ def minimal_liar_sets(seen: Sequence[Observation], not_accused: Collection[str])
 
 
 def is_confirmed(liars: Explanation, seen: Sequence[Observation]) -> bool:
-    """True if at least two answers involve one of these peers: a single answer is not enough to accuse.
+    """True if at least two answers with one of these peers are wrong: a single answer is not enough to accuse.
 
     Only for sets that explain the answers if their members lied every time.
     """
-    return sum(not one.peers.isdisjoint(liars) for one in seen) >= 2
+    return wrong_answers(liars, seen) >= 2
+
+
+def wrong_answers(liars: Explanation, seen: Sequence[Observation]) -> int:
+    """Number of answers with one of these peers that disagree with one without them, if there are any without."""
+    unclear, clean = _unclear_pairs(seen), {one.group for one in seen if one.peers.isdisjoint(liars)}
+    with_them = [one.group for one in seen if not one.peers.isdisjoint(liars)]
+    return sum(not clean or any({group, other} not in unclear for other in clean) for group in with_them)
+
+
+def comparable(seen: Sequence[Observation]) -> list[Observation]:
+    """Return the answers that agree or disagree with every other one."""
+    unclear = frozenset[int]().union(*_unclear_pairs(seen))
+    return [one for one in seen if one.group not in unclear]
+
+
+def _unclear_pairs(seen: Sequence[Observation]) -> set[frozenset[int]]:
+    """Return the pairs of groups that may be one."""
+    return {frozenset((one.group, other)) for one in seen for other in one.unclear}
 
 
 def occasional_liar_sets(seen: Sequence[Observation], not_accused: Collection[str]) -> list[Explanation]:
@@ -148,7 +184,7 @@ class _Evidence:
     """
 
     def __init__(self, seen: Sequence[Observation], not_accused: Collection[str]) -> None:
-        self._all = (1 << len(seen)) - 1
+        self._all, self._unclear = (1 << len(seen)) - 1, _unclear_pairs(seen)
         self._groups: dict[int, int] = {}  # group -> its answers
         answers: dict[str, int] = {}  # peer -> answers in which it took part
         for number, one in enumerate(seen):
@@ -170,9 +206,11 @@ class _Evidence:
         return sorted(found, key=sorted)
 
     def _explains(self, involved: int, always: bool) -> bool:
-        """True if all answers without the liars agree and, with `always`, no other one agrees with them."""
-        clean = [answers for answers in self._groups.values() if answers & ~involved & self._all]
-        return len(clean) < 2 and not (always and clean and clean[0] & involved)
+        """True if no two answers without the liars disagree and, with `always`, no other one agrees with them."""
+        clean = [group for group, answers in self._groups.items() if answers & ~involved & self._all]
+        if any(frozenset(pair) not in self._unclear for pair in combinations(clean, 2)):
+            return False
+        return not (always and any(self._groups[group] & involved for group in clean))
 
 
 def worst_case_remaining(peers: Collection[str], stories: Sequence[Explanation], seen: Sequence[Observation]) -> int:

@@ -37,6 +37,7 @@ class CachedSession:
     adapter: AdapterRef | None = None  # with which its cache was computed
     wires: Wires = field(default_factory=dict)  # number formats of its rows
     owner: str = ""  # whose request it was
+    formats: frozenset[tuple[str, str]] = frozenset()  # peers of `routes`, each with its number format when chosen
 
     def has_all_of(self, other: CachedSession) -> bool:
         """True if whatever prompt may begin with the other session may as well begin with this one."""

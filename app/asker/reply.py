@@ -371,7 +371,14 @@ class AuditSample:
 class AuditSampler:
     """Reservoir sampling: keeps one window of `WINDOW` consecutive answers, every window with equal probability."""
 
-    def __init__(self, rng: random.Random, routes: Iterable[Route] = (), *, rounded: bool = False) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        routes: Iterable[Route] = (),
+        formats: frozenset[tuple[str, str]] = frozenset(),
+        *,
+        rounded: bool = False,
+    ) -> None:
         self._rng = rng
         self._count = 0
         self.first = 0  # number of the first kept answer
@@ -379,6 +386,7 @@ class AuditSampler:
         # In order. Answers depend on every route before them: an earlier hop's results are in the caches of later ones,
         # and those of `routes` in the cache that the session began with.
         self.routes: list[Route] = list(routes)
+        self.formats = formats  # peers of the routes that it began with, each with its number format at that time
         self.rounded = rounded  # rows of the session were rounded on the way, at any time
 
     def note(self, answer: HiddenState, routes: Iterable[Route], *, rounded: bool) -> None:

@@ -47,7 +47,7 @@ class AskedSession:
 
 @dataclass(frozen=True)
 class AuditCounts:
-    """Totals of auditing."""
+    """Totals of auditing; an audit whose formats differ too much for a comparison has neither passed nor failed."""
 
     sessions: int = 0
     tokens: int = 0

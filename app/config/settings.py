@@ -276,9 +276,9 @@ class Settings:
         "choice",
         "auto",
         "How hosted weights are kept: own (the model's format; on a CPU where it is faster, the 4 to 8 bits of its "
-        "files), int8 (half the memory, a little less exact), int4 (a third, less exact; files that have few bits keep "
-        "their own), or auto: own, and fewer bits on a GPU that could not host a single block, or not the whole model "
-        "while alone.",
+        "files), int8 (half the memory, a little less exact), int4 (a third, less exact, so others "
+        "ask this node last; files that have few bits keep their own), or auto: own, and fewer bits on a GPU that "
+        "could not host a single block, or not the whole model while alone.",
         options=("auto", "own", "int8", "int4"),
     )
     cache: Literal["own", "int8"] = _setting(

@@ -61,6 +61,21 @@ def entry_seconds(members: Sequence[Announcement], known: KnownCosts, request: R
     }
 
 
+def is_last_resort(member: Announcement, request: RouteRequest) -> bool:
+    """True if a route uses a member only for blocks that no other one serves and has room for, however fast it is.
+
+    It says that it rounded its weights to 4 bits. That changes results most, and an audit by other formats cannot tell
+    it from a lie. This node and peers that the user trusts are used like others.
+    """
+    return request.finest_first and member.is_coarse and member.peer not in request.privacy.trusted
+
+
+def last_resort_blocks(route: Route, serving: Mapping[str, Announcement], request: RouteRequest) -> int:
+    """Number of blocks that a route leaves to members that are a last resort: of two routes, fewer are better."""
+    known = [hop for hop in route if hop.peer in serving]
+    return sum(len(hop.span) for hop in known if is_last_resort(serving[hop.peer], request))
+
+
 def prompt_block_seconds(member: Announcement) -> float:
     """Seconds that one token of a prompt takes in one block of this member, beside what keeps its device busy.
 

@@ -27,6 +27,7 @@ from app.routing.cost import (
     believed_in_pieces,
     believed_seconds,
     entry_seconds,
+    last_resort_blocks,
     links_seconds,
     overhead_seconds,
     reading_pace,
@@ -253,23 +254,26 @@ class RoutePlanner:
     ) -> Route:
         """Find a route for a prompt of which the hops of `held` have cached all but `unread` tokens.
 
-        Keeps these hops, unless a route that reads the whole prompt anew is faster even so, which is looked for if much
-        is unread, or if one of them was late: the prompt may have been given up because of it. Raises `NoRoute`.
+        Keeps these hops, unless a route that reads the whole prompt anew is better even so, which is looked for if much
+        is unread, if one of them was late (the prompt may have been given up because of it) or is a last resort. It is
+        better if it leaves fewer blocks to such hops, or as many and is faster. Raises `NoRoute`.
         """
         now = trio.current_time()
-        serving = {m.peer: m.span for m in self.members() if m.serves and m.span is not None}
-        gone = [hop.peer for hop in held if hop.peer not in serving or not serving[hop.peer].covers(hop.span)]
+        serving = {m.peer: m for m in self.members() if m.serves}
+        spans = {m.peer: m.span for m in serving.values() if m.span is not None}
+        gone = [hop.peer for hop in held if hop.peer not in spans or not spans[hop.peer].covers(hop.span)]
         async with self._searching:
             try:
                 kept = await in_pieces(self._search(held, request, [*avoid, *gone], refusing))
             except NoRoute:  # a hop that is needed serves other blocks by now
                 return await in_pieces(self._search((), request, avoid, refusing))
             was_late = any(self.measured.was_late(hop.peer, now) for hop in held)
-            if kept == held and 2 * unread <= request.prompt_tokens and not was_late:
+            is_good = not was_late and not last_resort_blocks(held, serving, request)
+            if kept == held and 2 * unread <= request.prompt_tokens and is_good:
                 return kept
             fresh = await in_pieces(self._search((), request, avoid, refusing))
             seconds_of = await in_pieces(self._seconds_with(held, unread, request))
-        return min(kept, fresh, key=seconds_of)
+        return min(kept, fresh, key=lambda route: (last_resort_blocks(route, serving, request), seconds_of(route)))
 
     def _seconds_with(self, held: Route, unread: int, request: RouteRequest) -> Pieces[Callable[[Route], float]]:
         """Return a function for the seconds per token of a reply over a route, the prompt included.
@@ -427,10 +431,13 @@ class RoutePlanner:
             return await in_pieces(self._search_better(standing, request, refusing))
 
     async def would_use(self, hop: Hop, request: RouteRequest, avoid: Collection[str]) -> bool:
-        """Return True if a new session would use this hop, be it that there is no other."""
+        """Return True if a new session would use this hop, be it that there is no other.
+
+        Only speed counts here: who waits for a hop in vain is better off with a last resort.
+        """
         async with self._searching:
             try:
-                _, best = await in_pieces(self._search_beside((hop,), request, avoid))
+                _, best = await in_pieces(self._search_beside((hop,), replace(request, finest_first=False), avoid))
             except NoRoute:
                 return True
         return any(one.peer == hop.peer for one in best)
@@ -561,6 +568,11 @@ class SessionRoutes:
         serving = {member.peer: member for member in self._planner.members() if member.span is not None}
         self._claims = {peer: serving[peer] for peer in self._proposed if peer in serving} | self._claims
         return route
+
+    @property
+    def formats(self) -> frozenset[tuple[str, str]]:
+        """The hops of all routes so far, each with the number format that it announced when it was first proposed."""
+        return frozenset((peer, claim.number_format) for peer, claim in self._claims.items())
 
     def paces(self, route: Route) -> Mapping[str, ReadingPace]:
         """Return how fast hops are believed to read, by their word when they were proposed, as far as that is known."""

@@ -21,12 +21,15 @@ def prefer_here(
 ) -> Pieces[Route]:
     """Return the route through the blocks of the peer `here` if it keeps at least `1 - share` of the speed.
 
-    Otherwise, or if that peer cannot take the session, return `fastest`.
+    Otherwise, or if that peer cannot take the session, or leaves more blocks to members that are a last resort, return
+    `fastest`.
     """
     through = None if share <= 0 else (yield from _route_through(here, comparison, avoid))
     if through is None:
         return fastest
     yield
+    if comparison.last_resort_blocks(through) > comparison.last_resort_blocks(fastest):
+        return fastest
     fastest_s, through_s = comparison.token_s(fastest), comparison.token_s(through)
     if through_s is None or fastest_s is None or fastest_s < (1 - share) * through_s:
         return fastest

@@ -15,6 +15,7 @@ from app.routing.cost import (
     believed_seconds,
     compute_seconds,
     entry_seconds,
+    last_resort_blocks,
     links_seconds,
     overhead_seconds,
     prompt_block_seconds,
@@ -69,6 +70,10 @@ class RouteComparison:
         links_s = links_seconds(route, self.link_s, self._ahead.origin, self._ahead.target)
         return overhead_seconds(route, links_s, entry_s) + compute_seconds(route, self._block_s)
 
+    def last_resort_blocks(self, route: Route) -> int:
+        """Number of blocks that a route leaves to members that are a last resort."""
+        return last_resort_blocks(route, self._serving, self.request)
+
     def move_s(self, current: Route, new: Route, fed: int) -> float:
         """Seconds until the new hops have cached all tokens so far."""
         by_peer = {member.peer: member for member in self.members}
@@ -78,7 +83,12 @@ class RouteComparison:
 
 
 def is_worth_moving(running: RunningRoute, new: Route, comparison: RouteComparison) -> bool:
-    """True if the rest of the session, including the move, is clearly faster on the new route."""
+    """True if the rest of the session, including the move, is clearly faster on the new route.
+
+    Never to a route that leaves more blocks to members that are a last resort.
+    """
+    if comparison.last_resort_blocks(new) > comparison.last_resort_blocks(running.route):
+        return False
     expected_s, then_s = comparison.token_s(running.route), comparison.token_s(new)
     if new == running.route or expected_s is None or then_s is None:
         return False

@@ -118,6 +118,7 @@ class RouteRequest:
     row_bytes: int = 0  # of one token's hidden state on a link
     full: Collection[str] = ()  # peers that refused such a session lately: used only if there is no other
     links: Collection[frozenset[str]] = ()  # between hops, that it may use though they broke lately
+    finest_first: bool = True  # members that rounded their weights to 4 bits are a last resort
 
     @property
     def bytes_per_token(self) -> float:

@@ -1,8 +1,10 @@
 """Finds the cheapest route over what members announce and what was measured. Pure.
 
-The cost is that of `app.routing.cost.route_seconds`, added up block by block from the same terms. Private blocks go
-only to trusted peers. The caller decides which peers to avoid (`app.routing.bans`, `app.routing.trust`). In a large
-swarm a search takes long, so it is computed in pieces (`app.core.pieces`).
+The cost is that of `app.routing.cost.route_seconds`, added up block by block from the same terms. Besides, each block
+at a member that is a last resort (`app.routing.cost.is_last_resort`) costs more than any other route. The cost of the
+route that is found is without that; who compares routes counts such blocks first. Private blocks go only to trusted
+peers. The caller decides which peers to avoid (`app.routing.bans`, `app.routing.trust`). In a large swarm a search
+takes long, so it is computed in pieces (`app.core.pieces`).
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from typing import NamedTuple
 from app.core.pieces import Pieces, at_once, by_chunks
 from app.core.reasons import Reason, because
 from app.core.span import Span
-from app.routing.cost import believed_in_pieces, entry_seconds
+from app.routing.cost import believed_in_pieces, entry_seconds, is_last_resort
 from app.routing.estimates import LinkEstimates
 from app.routing.route import Hop, KnownCosts, LinkSeconds, NoRoute, Route, RouteRequest, Visit, no_route
 from app.session.wire import CACHE_EXCEEDED
-from app.swarm.records import Announcement
+from app.swarm.records import Announcement, is_coarse
 
 FULL = "peer_full"
+_LAST_RESORT_S = 1e6  # extra seconds for each block, more than any route takes; finite, so that others still count
 _NOT_SERVING = {  # state of a member that does not serve -> (reason code, text)
     "paused": ("peer_paused", "its owner has paused it"),
     "draining": ("peer_draining", "it is about to leave"),
@@ -95,6 +98,9 @@ def _cheapest(
 ) -> Pieces[Route]:
     """Return the cheapest route over these members; raises `NoRoute` at a block nobody may run."""
     block_s = yield from believed_in_pieces(members, request, known)
+    block_s |= yield from by_chunks(
+        lambda some: {m.peer: block_s[m.peer] + _LAST_RESORT_S for m in some if is_last_resort(m, request)}, members
+    )
     entry_s = yield from by_chunks(lambda some: entry_seconds(some, known, request), members)
     if isinstance(link_s, LinkEstimates):
         from app.routing.vector_search import cheapest_visits  # loads numpy, which light starts do without
@@ -187,13 +193,14 @@ def repair_route(
     """Replace the hops in `avoid` and keep the others if possible; else find a new route. Raises `NoRoute`.
 
     A hop that announces that it serves other blocks now is replaced too. `formats` has the number formats of the
-    route's peers: if possible, a hop is replaced by members that compute in its format.
+    route's peers: if possible, a hop is replaced by members that compute in its format, or in a finer one than 4 bits.
     """
     formats = formats or {}
 
     def find(part: RouteRequest, lost: Iterable[Hop], avoid: Collection[str]) -> Pieces[Route]:
         wanted = {formats[hop.peer] for hop in lost if hop.peer in formats}
-        alike = [member for member in members if member.number_format in wanted]
+        was_coarse = any(is_coarse(one) for one in wanted)
+        alike = [m for m in members if m.number_format in wanted or (was_coarse and not m.is_coarse)]
         if alike and len(alike) < len(members):
             with suppress(NoRoute):
                 return (yield from search_route(alike, part, link_s, avoid=avoid, known=known))

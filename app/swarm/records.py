@@ -62,6 +62,7 @@ _MAX_TOKENS = 2**48
 _SWARM_ID_BYTES = 16
 
 Setting = bool | int | str
+_FEWEST_BITS = "int4"  # weights that a node rounded to 4 bits; those of a file that has so few are "stored"
 
 
 def swarm_id(name: str, model_hash: str) -> str:
@@ -74,6 +75,11 @@ def swarm_id(name: str, model_hash: str) -> str:
 def tail(peer: str) -> str:
     """Return the last characters of a peer id, by which announcements name other peers to save bytes."""
     return peer[-_TAIL_CHARS:]
+
+
+def is_coarse(number_format: str) -> bool:
+    """True for weights that were rounded to 4 bits: honest results differ from those of other formats by much."""
+    return _FEWEST_BITS in number_format
 
 
 @dataclass(frozen=True)
@@ -189,6 +195,11 @@ class Announcement:
         """Formats of its weights, of its computation and, unless it is the same, of its cache; nodes that share it
         differ least."""
         return self.training_format + ("" if self.cache == "own" else f" {self.cache} cache")
+
+    @cached_property
+    def is_coarse(self) -> bool:
+        """True if it says that it rounded its weights to 4 bits."""
+        return is_coarse(self.number_format)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,32 @@
-"""Audits of honest nodes: they must accuse nobody, and never end their asker."""
+"""Audits of honest nodes: they must accuse nobody, and never end their asker. And of hops that announce 4 bits.
+
+Honest results of weights that were rounded to 4 bits differ so much from those of other formats that an audit cannot
+tell them from a lie of half their length, which is enough to choose every token.
+"""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 import trio
 from trio.testing import MockClock
 
 from app.asker.asker import Asker, AskerOptions
+from app.asker.audit import Auditor
+from app.asker.evidence import Deviation
+from app.asker.reply import AuditSample, HiddenState, ReplyStats
+from app.routing.route import Privacy, Route
 from app.routing.trust import TrustBook
+from app.swarm.records import Announcement
 from engine.model.block import WeightOptions
 from engine.model.hosted_span import HostedSpan
 from engine.model.span import SpanOptions, load_span
@@ -21,7 +36,9 @@ from engine.swarm_ends import load_swarm_ends
 from engine.text.reply import ReplySettings
 from engine.text.sampler import Sampling
 from p2p.memory.fabric import LinkProfile, open_fabric
+from tests.app.asker.test_audit import AuditSwarm, Lie, audit_swarm, distrusted, random_numbers
 from tests.app.hash_model import HashEnds, InlineDevice, greedy
+from tests.app.routing.test_search import member
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, open_swarm
 
 CPU = torch.device("cpu")
@@ -101,3 +118,155 @@ async def test_a_client_may_hang_up_at_any_moment(autojump_clock: MockClock) -> 
         assert asker.stats().audits.passed > 0
         assert (await ask(asker, PROMPT, 6)).token_ids == greedy(PROMPT, 6)
         nursery.cancel_scope.cancel()
+
+
+# --- hops that announce 4 bits ----------------------------------------------------------------------------------------
+
+ALLOWED = 20  # replies for each session of auditing
+
+
+def turned(rows: torch.Tensor, memory: dict[bytes, torch.Tensor], session: bytes) -> torch.Tensor:
+    """Results that are moved by half of their length, at a right angle."""
+    side = torch.zeros_like(rows)
+    side[:, 0] = 1
+    side -= (side * rows).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True) * rows
+    moved: torch.Tensor = rows + 0.5 * rows.norm(dim=1, keepdim=True) * side / side.norm(dim=1, keepdim=True)
+    return moved
+
+
+async def hold_thirds(swarm: AuditSwarm, tmp_path: Path, lie: Lie) -> Asker:
+    """Two honest float32 nodes for each third, and a liar for the last one that says that it is the fastest."""
+    source = open_source("tiny-random", tmp_path)
+    for third in range(3):
+        for copy in "ab":
+            await swarm.hold(source, f"{copy}{third}", third)
+    await swarm.hold(source, "liar", 2, lie, speed=500.0)
+    return await swarm.audited(load_swarm_ends(source, WeightOptions(CPU, torch.float32)), seed=1)
+
+
+def says(swarm: AuditSwarm, quantisation: str) -> None:
+    swarm.announcements["liar"] = replace(swarm.announcements["liar"], quantisation=quantisation)
+
+
+def have_room(swarm: AuditSwarm, tokens: int) -> None:
+    """Let the honest nodes of the last third announce this much room."""
+    for name in ("a2", "b2"):
+        swarm.announcements[name] = replace(swarm.announcements[name], kv_free_tokens=tokens)
+
+
+async def asked(asker: Asker, number: int, meanwhile: Callable[[], None] = lambda: None) -> ReplyStats:
+    prompt = random.Random(number).choices(range(20, 200), k=6)
+    settings = ReplySettings(2, Sampling(temperature=0.0))
+    async with asker.reply(prompt, settings, max_tokens=2) as reply:
+        async for _ in reply:
+            meanwhile()
+    return reply.stats
+
+
+def used(stats: ReplyStats) -> bool:
+    return "liar" in {hop.peer for hop in stats.route}
+
+
+async def test_a_hop_that_says_four_bits_takes_part_in_no_reply_that_others_can_give(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with audit_swarm() as swarm:
+        asker = await hold_thirds(swarm, tmp_path, turned)
+        says(swarm, "int4")
+        for number in range(6):
+            assert not used(await asked(asker, number))
+        have_room(swarm, 0)
+        assert used(await asked(asker, 6)), "the others have no room"
+        have_room(swarm, 1000)
+        del swarm.announcements["a2"], swarm.announcements["b2"]
+        assert used(await asked(asker, 7)), "there are no others"
+
+
+@pytest.mark.parametrize(("lie", "failed"), [(turned, 0), (random_numbers, 1)])
+async def test_a_lie_that_four_bits_could_explain_is_no_agreement_and_a_larger_one_is_a_lie(
+    lie: Lie, failed: int, tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with audit_swarm() as swarm:
+        asker = await hold_thirds(swarm, tmp_path, lie)
+        says(swarm, "int4")
+        have_room(swarm, 0)
+        for number in range(ALLOWED):
+            assert used(await asked(asker, number))
+        have_room(swarm, 1000)
+        await trio.sleep(60)
+        audits = asker.stats().audits
+        assert (audits.sessions, audits.passed, audits.failed) == (1, 0, failed)
+        assert not any(asker.planner.book.agreed(peer) for peer in swarm.announcements)
+        assert distrusted(asker) == set()
+
+
+async def test_a_format_that_is_announced_once_the_route_is_chosen_excuses_nothing(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with audit_swarm() as swarm:
+        asker = await hold_thirds(swarm, tmp_path, turned)
+        for number in range(ALLOWED):
+            says(swarm, "none")
+            assert used(await asked(asker, number, lambda: says(swarm, "int4")))
+        await trio.sleep(60)
+        assert asker.stats().audits.failed == 1
+
+
+class Judge:
+    """Two members of float32 and one of 4 bits, whose answers are apart from theirs; satisfies `AuditContext`."""
+
+    def __init__(self) -> None:
+        self.judged = Counter[str]()  # formats of the replies that were compared
+
+    def members(self) -> list[Announcement]:
+        return [member("a", 0, 6), member("b", 0, 6), replace(member("rough", 0, 6), quantisation="int4")]
+
+    def not_accused(self) -> frozenset[str]:
+        return frozenset()
+
+    def avoided(self) -> frozenset[str]:
+        return frozenset()
+
+    def full(self, tokens: int) -> frozenset[str]:
+        return frozenset()
+
+    @asynccontextmanager
+    async def pinned(self, route: Route, room: int, adapter: object) -> AsyncIterator[Any]:
+        yield SimpleNamespace(wires={})
+
+    async def sample_and_discard(self, *args: object) -> None:
+        pass
+
+    async def answers_of(self, session: object, tokens: object, guesses: object) -> list[HiddenState]:
+        return [HiddenState(b"", "none f32")]
+
+    async def deviation(self, one: Sequence[HiddenState], other: Sequence[HiddenState]) -> Deviation:
+        self.judged[other[0].dtype] += 1
+        return Deviation(0.0 if one == other else 0.5, 0.0)
+
+
+async def test_audits_that_show_nothing_do_not_take_the_place_of_all_others(autojump_clock: MockClock) -> None:
+    """Those who were audited least come first, and nobody ever agrees with the hop of 4 bits."""
+    judge, book = Judge(), TrustBook(clock=trio.current_time)
+    auditor = Auditor(judge, book, random.Random(1))
+
+    def sample(peer: str, number_format: str) -> AuditSample:
+        answer, settings = HiddenState(b"", number_format), ReplySettings(1, Sampling())
+        return AuditSample(
+            (1, 2), 1, 1, (answer,), frozenset({peer}), (number_format,) * 6, 8, Privacy(), settings, ((),)
+        )
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(auditor.run)
+        for _ in range(40):
+            auditor.ended(sample("a", "none f32"), 100)
+            auditor.ended(sample("rough", "int4 f32"), 100)
+            for _ in range(ALLOWED - 2):
+                auditor.ended(None, 100)
+            await trio.sleep(60)
+        nursery.cancel_scope.cancel()
+    assert judge.judged.total() == auditor.counts.sessions == 40
+    assert judge.judged["none f32"] == auditor.counts.passed > 10
+    assert judge.judged["int4 f32"] > 10
+    assert not auditor.counts.failed
+    assert book.agreed("rough") == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,10 @@ from trio.testing import MockClock
 
 from app.core import pieces
 from app.core.reasons import because
+from app.core.span import Span
 from app.routing.broken_links import AVOIDED_S
 from app.routing.planner import PrivacyPreferences, RoutePlanner, SessionRoutes
-from app.routing.route import NoRoute, Route
+from app.routing.route import Hop, NoRoute, Route, RouteRequest
 from app.swarm.records import Announcement
 from p2p.values import LinkInfo
 from tests.app.routing.test_search import BLOCKS, WHOLE, member
@@ -27,6 +29,40 @@ def test_a_reply_may_ask_for_more_privacy_than_the_settings_and_never_for_less(w
     planner = RoutePlanner(network, tuple, lambda: PrivacyPreferences(2, frozenset({"friend"})))
     privacy = planner.privacy(30, wanted)
     assert (privacy.edge, privacy.blocks, privacy.trusted) == (edge, 30, frozenset({"me", "friend"}))
+
+
+# --- members that rounded their weights to 4 bits ---------------------------------------------------------------------
+
+
+def rough_and_fine() -> tuple[RoutePlanner, dict[str, Announcement]]:
+    """A planner for one member of 4 bits that says it is fast, and one of float32."""
+    network: Any = SimpleNamespace(peer_id="me", links=lambda: (), source=lambda peer: peer)
+    said = replace(member("rough", 0, BLOCKS, 90.0), quantisation="int4")
+    members = {"rough": said, "fine": member("fine", 0, BLOCKS, 10.0)}
+    return RoutePlanner(network, lambda: [*members.values()]), members
+
+
+async def test_a_cache_at_a_hop_of_four_bits_is_left_once_a_finer_one_has_room(autojump_clock: MockClock) -> None:
+    planner, members = rough_and_fine()
+    held, request = (Hop("rough", Span(0, BLOCKS)),), RouteRequest(Span(0, BLOCKS), 100, 80)
+    assert [hop.peer for hop in await planner.find_first(held, 5, request, (), dict)] == ["fine"]
+    members["fine"] = replace(members["fine"], kv_free_tokens=0)
+    assert await planner.find_first(held, 5, request, (), dict) == held
+
+
+async def test_a_hop_that_is_waited_for_in_vain_is_left_for_one_of_four_bits_too(autojump_clock: MockClock) -> None:
+    planner, _ = rough_and_fine()
+    assert await peers_of(planner) == ["fine"]
+    assert not await planner.would_use(Hop("fine", Span(0, BLOCKS)), WHOLE, ())
+
+
+async def test_a_session_goes_by_the_format_that_a_hop_announced_when_it_was_chosen(autojump_clock: MockClock) -> None:
+    planner, members = rough_and_fine()
+    session = SessionRoutes(planner, WHOLE)
+    route = await session.route((), ())
+    members["fine"] = replace(members["fine"], quantisation="int4")
+    await session.route(route, ())
+    assert session.formats == {("fine", "none f32")}
 
 
 # --- links that broke -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,13 @@ def test_the_middle_of_a_model_is_not_worth_a_route_that_does_not_exist() -> Non
     members = [member("me", 2, 4), FAST]
     assert shape(chosen(members, 1.0)) == ALL_THERE
     assert shape(chosen([member("me", 0, 4), FAST], 1.0)) == [("me", 0, 4), ("far", 4, BLOCKS)]
+
+
+def test_own_blocks_are_not_worth_a_hop_of_four_bits() -> None:
+    rough = replace(member("rough", 0, 4, speed=20.0), quantisation="int4")
+    assert shape(chosen([member("me", 4, BLOCKS), rough, FAST], 1.0)) == [("far", 0, 4), ("me", 4, BLOCKS)]
+    end = replace(rough, span=Span(4, BLOCKS))
+    assert shape(chosen([member("me", 2, 4), FAST, end], 1.0)) == ALL_THERE, "the other one takes part only once"
 
 
 def test_privacy_and_bans_hold() -> None:

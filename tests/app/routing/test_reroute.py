@@ -67,6 +67,14 @@ def test_a_hop_that_is_busy_with_this_session_is_not_left_for_an_idle_one() -> N
     assert is_worth_moving(RunningRoute(over("current"), 0.5, 500), over("other"), scales(current, other))
 
 
+def test_a_session_does_not_move_to_a_hop_of_four_bits_from_another_one() -> None:
+    """Its own hop has no room for another one like it, and so is not among those that a new route may use."""
+    current, rough = member("current"), replace(member("other", 100.0), quantisation="int4")
+    standing = RunningRoute(over("current"), 0.11, 500)
+    assert not is_worth_moving(standing, over("other"), scales(current, rough))
+    assert is_worth_moving(standing, over("other"), scales(replace(current, quantisation="int4"), rough))
+
+
 @given(st.floats(1, 100), st.floats(1, 100), st.floats(0, 1), st.floats(0, 1), st.integers(11, 1999))
 def test_no_two_routes_are_each_worth_leaving_for_the_other(a: float, b: float, x: float, y: float, fed: int) -> None:
     one, other = member("one", a, x), member("other", b, y)

@@ -220,6 +220,53 @@ def test_a_member_that_refused_such_a_session_is_used_where_there_is_no_other() 
     assert shape(find_route([fast], request, near)) == [("fast", 0, 6)]
 
 
+def rough(peer: str, start: int, stop: int, speed: float = 100.0) -> Announcement:
+    """A member that says that it rounded its weights to 4 bits, and that it is fast."""
+    return replace(member(peer, start, stop, speed), quantisation="int4")
+
+
+def test_members_of_four_bits_get_only_the_blocks_that_nobody_else_serves_and_has_room_for() -> None:
+    fine, full = member("fine", 0, 4, 0.2), replace(member("full", 4, 6), kv_free_tokens=99)
+    said = rough("rough", 0, 6)
+    for link_s in (near, link_seconds("me", {}, ())):
+        assert shape(find_route([said, fine], WHOLE, link_s)) == [("fine", 0, 4), ("rough", 4, 6)]
+        assert shape(find_route([said, fine, full], WHOLE, link_s)) == [("fine", 0, 4), ("rough", 4, 6)]
+        assert shape(find_route([said, member("slow", 0, 6, 0.1)], WHOLE, link_s)) == [("slow", 0, 6)]
+        quick = replace(WHOLE, finest_first=False)
+        assert shape(find_route([said, fine], quick, link_s)) == [("rough", 0, 6)]
+
+
+def test_a_long_prompt_and_a_short_reply_are_no_reason_to_ask_a_member_of_four_bits() -> None:
+    request = RouteRequest(Span(0, BLOCKS), 900, 899)
+    assert shape(find_route([rough("rough", 0, 6, 1e6), member("slow", 0, 6, 0.1)], request, near)) == [("slow", 0, 6)]
+
+
+def test_members_of_four_bits_that_are_trusted_or_hold_the_bits_of_their_file_are_used_like_others() -> None:
+    slow, fast = member("slow", 0, 6), rough("fast", 0, 6)
+    trusting = replace(WHOLE, privacy=Privacy(trusted=frozenset({"fast"})))
+    assert shape(find_route([slow, fast], trusting, near)) == [("fast", 0, 6)]
+    assert shape(find_route([slow, replace(fast, quantisation="stored")], WHOLE, near)) == [("fast", 0, 6)]
+
+
+@given(st.lists(spans, min_size=1, max_size=4))
+def test_a_swarm_of_four_bits_alone_has_the_routes_of_any_other(drawn: list[tuple[int, int, float]]) -> None:
+    fine = [member(f"p{n}", a, b, speed) for n, (a, b, speed) in enumerate(drawn) if a < b]
+    try:
+        found = find_route(fine, WHOLE, near)
+    except NoRoute:
+        return
+    coarse = find_route([replace(m, quantisation="int4") for m in fine], WHOLE, near)
+    assert cost_s(coarse, fine) == pytest.approx(cost_s(found, fine), abs=1e-6)
+
+
+def test_a_hop_of_four_bits_is_replaced_by_a_finer_one_else_by_one_of_its_own_format() -> None:
+    route = (Hop("a", Span(0, 2)), Hop("b", Span(2, 6)))
+    first, fine, formats = member("a", 0, 2), member("fine", 2, 6, 1.0), {"b": "int4 f32"}
+    same, other = rough("same", 2, 6, 1.0), replace(rough("other", 2, 6), dtype="bf16")
+    assert shape(repaired(route, [first, fine, same, other], WHOLE, near, ["b"], formats))[1][0] == "fine"
+    assert shape(repaired(route, [first, same, other], WHOLE, near, ["b"], formats))[1][0] == "same"
+
+
 def test_failures_fade() -> None:
     bans, now = Bans(), 0.0
     why = because("hop_lost", "its stream broke", "a")

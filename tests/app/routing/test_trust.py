@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -18,16 +19,21 @@ from app.asker.evidence import (
     Deviation,
     Observation,
     blame,
+    comparable,
+    computes_alike,
     is_confirmed,
     minimal_liar_sets,
     occasional_liar_sets,
+    precisions,
     tolerance,
     worst_case_remaining,
+    wrong_answers,
 )
 from app.core.span import Span
 from app.routing.estimates import BELIEVED_S, MeasuredSpeeds
 from app.routing.route import Hop, ReadingPace
 from app.routing.trust import DISTRUSTED, HOUR_S, KEPT, TrustBook, TrustEvent, added, standing
+from tests.app.routing.test_search import member
 
 DAY_S = 24 * HOUR_S
 
@@ -111,6 +117,26 @@ def test_two_who_tell_the_same_lie_are_found_where_a_judge_is_beyond_doubt() -> 
     assert liars(*answers, not_accused="a c k") == ({"l m"}, True)
 
 
+def test_an_answer_that_is_too_coarse_to_compare_contradicts_nobody_and_clears_nobody() -> None:
+    """A reply of 4 bits; a lie that is apart from it; and a right answer that is apart from the lie alone."""
+    answers = [*seen(("a i", 0), ("c l", 1)), Observation(frozenset("ef"), 2, frozenset({0}))]
+    assert minimal_liar_sets(answers, ()) == ([frozenset("c"), frozenset("l")], True)
+    assert comparable(answers) == answers[1:2], "nobody has agreed with the reply, and it with nobody"
+    answers.append(Observation(frozenset("gl"), 3, frozenset({0})))
+    assert minimal_liar_sets(answers, ()) == ([frozenset("l")], True)
+    assert is_confirmed(frozenset("l"), answers), "wrong twice, beside the answer of e and f"
+    assert wrong_answers(frozenset("l"), answers) == 2
+
+
+def test_an_answer_that_is_too_coarse_to_compare_confirms_no_guilt() -> None:
+    """The hop of 4 bits lies in the reply by more than formats differ, and in audits by less."""
+    answers = [*seen(("a i", 0), ("c d", 1), ("a d", 1)), Observation(frozenset("gi"), 2, frozenset({1}))]
+    assert minimal_liar_sets(answers, ()) == ([frozenset("i")], True)
+    assert not is_confirmed(frozenset("i"), answers)
+    answers[-1] = Observation(frozenset("gi"), 2)
+    assert is_confirmed(frozenset("i"), answers)
+
+
 def test_a_route_that_was_asked_already_tells_nothing() -> None:
     answers = seen(("a", 0), ("b", 1))
     stories, _ = minimal_liar_sets(answers, ())
@@ -148,6 +174,8 @@ def test_rounding_is_tolerated_where_it_is_announced() -> None:
     assert tolerance(stored, int8) == tolerance(stored, ("stored bf16",) * 2) == ROUGH
     assert tolerance(int4, exact) == tolerance(half, int4) == tolerance(("int4 bf16 or none bf16",) * 2, half) == COARSE
     assert tolerance(("int4 bf16",), ("int4 bf16",)) == ROUGH
+    beside = ("int4 f32", "none bf16")
+    assert tolerance(int4[::-1], beside) == ROUGH, "the blocks of 4 bits are the same"
     cached = ("none f32", "none f32 int8 cache")
     assert tolerance(cached, cached) == tolerance(cached, exact) == tolerance(exact, cached) == ROUNDED
     assert tolerance(cached, stored) == tolerance(("stored f32 int8 cache over int8",) * 2, rounded) == ROUNDED
@@ -157,6 +185,22 @@ def test_rounding_is_tolerated_where_it_is_announced() -> None:
     assert not Deviation(0.03, -0.001).within(EXACT)
     assert not Deviation(0.05, 0.05).within(ROUGH)
     assert not Deviation(float("nan"), 0.0).within(ROUGH)
+
+
+def test_a_peer_counts_as_computing_in_all_formats_that_it_announced() -> None:
+    route = (Hop("a", Span(0, 1)), Hop("b", Span(1, 3)))
+    announced = [("a", "none f32"), ("b", "none f32"), ("b", "int4 f32"), ("c", "int8 f32")]
+    assert precisions([route], announced) == ("none f32", *("int4 f32 or none f32",) * 2)
+    assert precisions([route], announced[:1]) == ("none f32", "?", "?")
+
+
+def test_a_member_computes_alike_if_all_its_blocks_were_computed_in_its_format() -> None:
+    computed = ("none f32 over int8", "none f32 over int8", "int4 f32 over int8")
+    rough = replace(member("r", 2, 6), quantisation="int4")
+    assert computes_alike(member("a", 0, 2), computed)
+    assert computes_alike(rough, computed)
+    assert not computes_alike(member("b", 0, 3), computed)
+    assert not computes_alike(replace(rough, dtype="bf16"), computed)
 
 
 def test_who_is_slow_in_every_company_stands_out() -> None:
