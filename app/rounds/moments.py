@@ -8,8 +8,8 @@ it begins with fresh ones. An island writes its moments down only when somebody 
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -76,10 +76,11 @@ class Taken(NamedTuple):
     norms: tuple[float, float]
 
 
-def best_offers(offers: Mapping[str, Offer], gave: Mapping[str, int], me: str) -> list[str]:
+def best_offers(offers: Mapping[str, Offer], gave: Mapping[str, int], rng: random.Random) -> list[str]:
     """Return whose moments to take, the best first: of those who gave the most, and by lot.
 
-    Of three or more, those whose norms are far from the middle are left out.
+    The lot does not follow from peer ids: anybody can make ids until one comes first. Of three or more, those whose
+    norms are far from the middle are left out.
     """
     left = [peer for peer, one in offers.items() if one.steps > 0]
     if len(left) >= 3:
@@ -92,7 +93,7 @@ def best_offers(offers: Mapping[str, Offer], gave: Mapping[str, int], me: str) -
                 for norm, middle in zip(offers[peer].norms, middles, strict=True)
             )
         ]
-    return sorted(left, key=lambda peer: (-gave.get(peer, 0), hashlib.sha256(f"{me}/{peer}".encode()).digest()))
+    return sorted(left, key=lambda peer: (-gave.get(peer, 0), rng.random()))
 
 
 class MomentsExchange:
@@ -155,7 +156,7 @@ class MomentsExchange:
         with trio.move_on_after(GRACE_S):
             await question.answered.wait()
         model, offers = self._model, dict(question.offers)
-        for peer in best_offers(offers, gave, self._network.peer_id):
+        for peer in best_offers(offers, gave, random.SystemRandom()):
             if model is not None and await self._took(model, peer, offers[peer]):
                 return True
         return False

@@ -4,12 +4,14 @@ An audit computes a holder's micro-batches of a step again, at another holder an
 their sum is all that a holder has answered for. Audited is at once who stands apart, a new holder in its first steps,
 and every few steps who has agreed least with the others; so somebody who hides in the noise of the data is found too.
 Holders see when somebody was audited, so anybody may be audited at any time besides, by lot.
-Nobody is left out for being far from the others, only for sums that others contradict.
+Nobody is left out for being far from the others, only for sums that others contradict. Peer ids are free, so they do
+not decide who is asked, and the holders of one home (`app.serving.homes`) count as one.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -72,6 +74,16 @@ class AuditLots:
             self._waited = 0
         return [Suspect(peer, span) for peer, span in apart.items()]
 
+    def witnesses(
+        self, suspect: str, others: Collection[str], homes: Mapping[str, str], not_accused: Collection[str]
+    ) -> list[str]:
+        """Return other holders in the order in which they are asked about one: by a lot that none of them can foresee.
+
+        Those that are not accused come first, and last those of the suspect's own home.
+        """
+        drawn = self._rng.sample(sorted(others), len(others))
+        return sorted(drawn, key=lambda peer: (peer not in not_accused, homes[peer] == homes[suspect]))
+
     def cleared(self, peer: str, version: int) -> None:
         """An audit found a holder's sums to be right."""
         self._cleared_at[peer] = version
@@ -106,10 +118,12 @@ class AuditVerdict(NamedTuple):
     agree: bool
 
 
-def judge(answers: Sequence[Answer], not_accused: Collection[str]) -> AuditVerdict:
-    """Compare answers about the same micro-batches: who differs from all others, which agree, has lied.
+def judge(answers: Sequence[Answer], homes: Mapping[str, str], not_accused: Collection[str]) -> AuditVerdict:
+    """Compare answers about the same micro-batches, and say who lied.
 
-    Two that differ do not tell which one lied, unless one of them is not to be accused.
+    A liar differs from what more than half of all homes say, or from a holder that is not to be accused. `homes` are
+    those of all holders, also of those that were not asked: the first two may tell the same lie. A home whose holders
+    contradict each other has no say.
     """
     groups: list[list[Answer]] = []
     for answer in answers:
@@ -121,8 +135,11 @@ def judge(answers: Sequence[Answer], not_accused: Collection[str]) -> AuditVerdi
             groups.append([answer])
     if len(groups) == 1:
         return AuditVerdict(None, True)
-    trusted = [group for group in groups if any(answer.peer in not_accused for answer in group)]
-    right = trusted[0] if len(trusted) == 1 else max(groups, key=len)
-    wrong = [answer.peer for group in groups if group is not right for answer in group]
-    is_known = len(trusted) == 1 or len(right) > len(wrong)
-    return AuditVerdict(wrong[0] if is_known and len(wrong) == 1 else None, False)
+    told = [{homes[answer.peer] for answer in group} for group in groups]
+    times = Counter(home for each in told for home in each)
+    voices = [sum(times[home] == 1 for home in each) for each in told]
+    trusted = [at for at, group in enumerate(groups) if any(answer.peer in not_accused for answer in group)]
+    right = trusted[0] if len(trusted) == 1 else max(range(len(groups)), key=voices.__getitem__)
+    wrong = [answer.peer for at, group in enumerate(groups) if at != right for answer in group]
+    is_known = (len(trusted) == 1 and len(wrong) == 1) or 2 * voices[right] > len({*homes.values()})
+    return AuditVerdict(wrong[0] if is_known else None, False)

@@ -33,6 +33,7 @@ from app.core.smoothing import Ewma
 from app.core.span import Span
 from app.routing.route import Hop, Route
 from app.routing.trust import Verdict
+from app.serving.homes import Homes
 from app.session.frame import (
     CHANGES,
     DTYPE_NAMES,
@@ -327,7 +328,7 @@ class SwarmTrainer:
         self._patience = patience or Patience()
         self._replicas = replicas or Replicas()
         self._most_holders = terms.replicas
-        self._times, self._lots = VirtualTimes(), AuditLots(terms.caution)
+        self._times, self._lots, self._homes = VirtualTimes(), AuditLots(terms.caution), Homes(network)
         self.run_id = new_session_id(network.peer_id)
         # Apart from the states of its own node as a hop, which forgets them with the job.
         self.states_run = b"owner" + self.run_id
@@ -1416,17 +1417,16 @@ class _HopGroup:
         owner, (peer, span) = self._owner, suspect
         ways = dict(progress.ways)
         numbers = assigned(self._plan, ways, peer, span)
-        not_accused = self._not_accused
+        not_accused, homes = self._not_accused, self._homes_of(span)
         others = self._plan.trainers(span) - {peer}
-        witnesses = sorted(others, key=lambda one: (one not in not_accused, one))
         answers, verdict = [Answer(peer, claimed)], AuditVerdict(None, agree=False)
         owner.figures.audits += 1
         taken = {peer: {ways[number] for number in numbers}}  # who summed up -> the ways on which it came
-        for witness in witnesses:
+        for witness in owner._lots.witnesses(peer, others, homes, not_accused):
             around = {number: self._plan.way_around(ways[number], span, witness) for number in numbers}
             taken[witness] = set(around.values())
             answers.append(Answer(witness, await self._recompute(around, span, witness, progress, batches)))
-            verdict = await owner._device.run_later(judge, answers, not_accused)
+            verdict = await owner._device.run_later(judge, answers, homes, not_accused)
             if verdict.agree or verdict.liar is not None:
                 break
         progress.ways.update(ways)
@@ -1441,6 +1441,17 @@ class _HopGroup:
             peers = [answer.peer for answer in answers]
             met = self._met(way for ways in taken.values() for way in ways)
             self._leave_out_either(peers, span, met - set(peers) - not_accused)
+
+    def _homes_of(self, span: Span) -> dict[str, str]:
+        """Return the home of each holder of some blocks in this job.
+
+        Who has trained for it counts while it rests: else some that tell the same lie could have one honest holder
+        after the other rest, until they are more than those that are left.
+        """
+        owner = self._owner
+        known = owner._replicas.holders(self.hops, frozenset(owner._refused))
+        before = {hop.peer for hop in known if hop.peer in owner.figures.computed and hop.span.covers(span)}
+        return {peer: owner._homes.of(peer) for peer in self._plan.trainers(span) | before}
 
     def _met(self, ways: Iterable[int]) -> set[str]:
         """Return the hops on some ways."""

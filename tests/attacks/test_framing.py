@@ -1,23 +1,35 @@
-"""A hop that lies about what it sends or receives is found out itself; the honest hops around it are not blamed."""
+"""A hop that lies about what it sends or receives is found out itself; the honest hops around it are not blamed.
+
+Holders of a job that tell the same lie do not have others convicted of it either.
+"""
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
+import numpy
 import pytest
 import trio
 from trio.testing import MockClock
 
 from app.asker import route_session
 from app.core.network import FrameStream
+from app.routing.trust import TrustBook
 from app.serving import block_server
 from app.serving.block_server import ServerSettings
 from app.serving.hop_session import HopSession
 from app.session.frame import Frame, HopError, header, plain
 from app.session.wire import PROTOCOL, EpochOrder, Kind, decode, encode_hop_error
+from app.training.audits import Answer, AuditLots, Caution, judge
+from app.training.trainer import JobHooks, Replicas
+from engine.sources.tiny import open_tiny
 from p2p.memory import link
 from tests.app.hash_model import ROW_BYTES, WIDTH, HashRunner, greedy
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, open_swarm
+from tests.app.training.job_swarm import ALL, UNHURRIED, Losses, batches_of, open_job_swarm
 
 TOKENS = 4
 LONG = list(range(3000))  # 48 KB of rows
@@ -194,3 +206,68 @@ async def test_a_hop_that_forgets_more_than_it_is_told_to_is_blamed_itself(autoj
                         await liar._sender.report_error(session, "missing", "it needs another epoch")
         assert reply.stats.token_ids == greedy(PROMPT, 100)
         assert {peer for peer in swarm.servers if asker.planner.book.standing(peer).score < 1} == {"liar"}
+
+
+# --- audits of a job --------------------------------------------------------------------------------------------------
+
+RIGHT = numpy.ones(10, numpy.float32)
+
+
+def found(honest: str, lying: str, homes: dict[str, str]) -> str | None:
+    """Who is found to have lied, if holders of one letter each answer the same, or tell the same lie."""
+    answers = [*(Answer(peer, RIGHT) for peer in honest), *(Answer(peer, -RIGHT) for peer in lying)]
+    return judge(answers, homes, ()).liar
+
+
+def at(homes: str) -> dict[str, str]:
+    """The holders a, b, c, ... live at these homes, of one letter each."""
+    return dict(zip("abcdefgh", homes, strict=False))
+
+
+def test_only_more_than_half_of_all_holders_convict() -> None:
+    assert found("c", "ab", at("1234")) is None  # one was not asked yet
+    assert found("cd", "ab", at("1234")) is None
+    assert found("cde", "a", at("12345")) == "a"
+    assert found("cde", "ab", at("12345")) == "a"  # and the other one in the next audit
+
+
+def test_holders_of_one_home_are_one_voice() -> None:
+    assert found("d", "abc", at("1112")) is None
+    assert found("de", "abc", at("11123")) == "a"
+    unknown = dict.fromkeys("abc", "")
+    assert found("d", "abc", {**unknown, "d": "1"}) is None
+
+
+def test_a_home_that_contradicts_itself_has_no_voice() -> None:
+    assert found("bc", "a", at("112")) is None
+    assert found("bcd", "a", at("1123")) == "a"  # those of the other homes are enough
+
+
+def test_no_peer_id_makes_a_holder_the_first_witness() -> None:
+    lots, homes = AuditLots(Caution(), random.Random(0)), at("123455")
+    orders = [lots.witnesses("f", "abcde", homes, ()) for _ in range(400)]
+    firsts = Counter(order[0] for order in orders)
+    assert firsts.keys() == {*"abcd"}
+    assert all(70 < count < 130 for count in firsts.values())
+    assert all(order[-1] == "e" for order in orders)  # of the same home
+    assert all(lots.witnesses("f", "abcde", homes, "e")[0] == "e" for _ in range(10))
+
+
+async def test_two_holders_of_four_that_tell_one_lie_have_no_honest_one_left_out(tmp_path: Path) -> None:
+    """Theirs are the least peer ids, so they were the first two witnesses of every audit.
+
+    Nor do they while one of the honest ones rests, since nobody can tell which two lied.
+    """
+    book = TrustBook(clock=lambda: 0.0)
+    async with open_job_swarm(open_tiny(tmp_path), tmp_path, ALL, ALL, ALL, ALL) as swarm:
+        for name in ("n0", "n1"):
+            swarm.poison(name, lambda sums: -sums)
+        owner = swarm.owner(replicas=Replicas(swarm.holders, frozenset, book), patience=UNHURRIED)
+        owner._lots = AuditLots(Caution(), random.Random(0))
+        with trio.fail_after(60):
+            hooks = JobHooks(lambda: len(owner.figures.lost) >= 2)
+            await owner.run(12, lambda version: batches_of(version)[:4], Losses(), hooks)
+        assert len(owner.figures.lost) >= 2
+        assert all("nobody can tell" in why for why in owner.figures.lost)
+        assert not owner.figures.left_out
+        assert all(book.standing(name).trusted for name in swarm.nodes)

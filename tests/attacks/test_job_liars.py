@@ -1,7 +1,9 @@
-"""Members that only say that they have something of a training job keep nobody out of it."""
+"""Members that only say that they have something of a training job keep nobody out of it, nor come first with it."""
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +15,7 @@ from app.manifest.merkle import CHUNK_BYTES
 from app.rounds import wire
 from app.rounds.founding import prepare
 from app.rounds.job_text import HOLDERS_AGAIN_MOST_S
-from app.rounds.moments import MomentsExchange, Offer, Question, Taken
+from app.rounds.moments import MomentsExchange, Offer, Question, Taken, best_offers
 from app.rounds.record import sign_training
 from app.rounds.train_store import JoinWords
 from app.training.states import FETCH_S, METHODS, SILENT_S, part_of
@@ -159,3 +161,12 @@ async def test_members_that_offer_moments_and_are_silent_then_are_given_up_one_a
         assert await exchange.take(question, dict.fromkeys(liars, 10**9))  # who gave of the state comes first
         assert trio.current_time() - began < (len(liars) + 1) * FETCH_S
         assert len(model.taken) == 1
+
+
+def test_no_peer_id_puts_the_moments_of_a_member_first() -> None:
+    """The lot was a hash of the two peer ids: a member could make ids until its own came first for a newcomer."""
+    offers = {peer: Offer(5, (1.0, 1.0), ()) for peer in "abcd"}
+    rng = random.Random(0)
+    firsts = Counter(best_offers(offers, {}, rng)[0] for _ in range(400))
+    assert firsts.keys() == offers.keys()
+    assert all(70 < count < 130 for count in firsts.values())

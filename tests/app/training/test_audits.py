@@ -35,7 +35,8 @@ WRONG = -RIGHT
 )
 def test_who_lied(sums: list[numpy.ndarray], not_accused: tuple[str, ...], liar: str | None, agree: bool) -> None:
     answers = [Answer(f"p{index}", each.astype(numpy.float32)) for index, each in enumerate(sums)]
-    assert judge(answers, not_accused) == (liar, agree)
+    homes = {answer.peer: f"the home of {answer.peer}" for answer in answers}
+    assert judge(answers, homes, not_accused) == (liar, agree)
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

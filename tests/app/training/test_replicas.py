@@ -184,8 +184,8 @@ async def test_one_of_three_that_lies_is_left_out(source: ModelSource, tmp_path:
     async with open_job_swarm(source, tmp_path, ALL, ALL, ALL) as swarm:
         swarm.poison("n1", ATTACKS[attack])
         owner = owner_of(swarm, book)
-        await owner.run(20, few, losses, JobHooks(lambda: bool(owner.figures.left_out)))
-        assert owner.version <= 3
+        # in its own first audit, or in one of another where the lot says that it is asked
+        await owner.run(40, few, losses, JobHooks(lambda: bool(owner.figures.left_out)))
         assert set(owner.figures.left_out) == {"n1"}
         assert "not what others compute" in owner.figures.left_out["n1"]
         assert {hop.peer for hop in owner.route} == {"n0", "n2"}
