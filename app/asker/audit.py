@@ -25,9 +25,10 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import trio
@@ -37,6 +38,7 @@ from app.asker.evidence import (
     Deviation,
     Explanation,
     Observation,
+    beside,
     blame,
     comparable,
     computes_alike,
@@ -82,6 +84,9 @@ class AuditContext(Protocol):
     def members(self) -> Sequence[Announcement]: ...
     def not_accused(self) -> frozenset[str]:
         """Peers that are never accused: this node, and those that the user trusts."""
+
+    def home(self, peer: str) -> str:
+        """Where a peer is: those of one home may be one."""
 
     def avoided(self) -> frozenset[str]:
         """Peers that cannot be used now."""
@@ -196,10 +201,17 @@ class Auditor:
     def _is_settled(self, run: _AuditRun) -> bool:
         """True if no further answer could change the verdict."""
         stories, always = minimal_liar_sets(run.seen, self._context.not_accused())
-        if len(stories) != 1 or not always or is_confirmed(stories[0], run.seen):
+        if len(stories) != 1 or not always or self._is_proved(run, stories[0]):
             return len(stories) < 2
         # One more answer confirms it, unless it says nothing: then others would not either.
         return any(one.unclear and not one.peers.isdisjoint(stories[0]) for one in run.seen)
+
+    def _is_proved(self, run: _AuditRun, liars: Explanation) -> bool:
+        return is_confirmed(liars, run.seen) and not self._beside(run, liars)
+
+    def _beside(self, run: _AuditRun, liars: Explanation) -> dict[str, frozenset[str]]:
+        """Homes, with their peers, that could have made these seem to lie."""
+        return beside(liars, run.seen, self._context.not_accused(), self._context.home)
 
     def _affordable(self, sample: AuditSample) -> bool:
         tokens_fit = self._tokens + sample.cost <= SHARE * self._asked_tokens
@@ -219,7 +231,9 @@ class Auditor:
 
         sample = min(fresh, key=audited)
         self._kept.remove(sample)
-        own = _AuditAnswer(None, sample.answers, sample.precisions, Observation(sample.peers, 0))
+        own = _AuditAnswer(
+            None, sample.answers, sample.precisions, Observation(sample.peers, 0, links=links_of(sample.routes))
+        )
         return _AuditRun(sample, [own])
 
     def _suspects(self, peers: frozenset[str]) -> frozenset[str]:
@@ -237,7 +251,7 @@ class Auditor:
         if self._is_settled(run) or len(run.answered) >= MOST_ROUTES:
             return None
         if len(stories) == 1:
-            return await self._route_with(run.sample, stories[0])
+            return await self._route_with(run, stories[0])
         suspects = sorted(blame(stories))
         best: tuple[int, Route | None] = (len(stories), None)
         for _ in range(TRIES):
@@ -249,10 +263,20 @@ class Auditor:
             await trio.lowlevel.checkpoint()
         return best[1]
 
-    async def _route_with(self, sample: AuditSample, peers: frozenset[str]) -> Route | None:
-        """Return a route in which one of these peers takes part and as few others of the reply as possible."""
-        route = await self._random_route(sample, sample.peers - peers, prefer=peers)
-        return route if route is not None and not peers.isdisjoint(hop.peer for hop in route) else None
+    async def _route_with(self, run: _AuditRun, liars: Explanation) -> Route | None:
+        """Return a route with one of these peers and as few others of the reply as possible, past the homes beside it.
+
+        None if there is none, or if it would show no more than the answers so far.
+        """
+        homes = self._beside(run, liars)
+        members = {member.peer for member in self._context.members()} if homes else set[str]()
+        others = frozenset(peer for peer in members if self._context.home(peer) in homes)
+        route = await self._random_route(run.sample, (run.sample.peers | others) - liars, prefer=liars)
+        if route is None or liars.isdisjoint(hop.peer for hop in route):
+            return None
+        near = {peer for link in links_of([route]) if link & liars for peer in link} - liars
+        shows_more = not is_confirmed(liars, run.seen) or not homes.keys() <= {self._context.home(one) for one in near}
+        return route if shows_more else None
 
     async def _random_route(
         self, sample: AuditSample, avoid: Sequence[str] | frozenset[str], prefer: frozenset[str] = frozenset()
@@ -322,7 +346,8 @@ class Auditor:
                 group, unclear = one.seen.group, set()
                 break
         peers = frozenset(hop.peer for hop in route)
-        run.answered.append(_AuditAnswer(route, answers, numbers, Observation(peers, group, frozenset(unclear))))
+        seen = Observation(peers, group, frozenset(unclear), links_of([route]))
+        run.answered.append(_AuditAnswer(route, answers, numbers, seen))
         if len(run.answered) > 2:
             return
         suspects = self._suspects(peers | run.sample.peers)
@@ -349,6 +374,8 @@ class Auditor:
         routes = len(run.answered)
         if len(stories) == 1 and always and not is_confirmed(stories[0], run.seen):
             stories, always = occasional_liar_sets(run.seen, self._context.not_accused()), False
+        if len(stories) == 1 and (homes := self._beside(run, stories[0])):
+            stories, always = [*stories, *homes.values()], False
         if len(stories) == 1 and always:
             for peer in stories[0]:
                 log.warning("%s returns wrong activations: %d routes were compared", peer, routes)
@@ -360,6 +387,11 @@ class Auditor:
         cleared = self._suspects(compared) - blame(stories).keys()
         for peer in cleared if stories else ():
             self._book.note(peer, "agreed", "agreed with others")
+
+
+def links_of(routes: Iterable[Route]) -> frozenset[frozenset[str]]:
+    """Return the pairs of peers that follow each other on one of these routes."""
+    return frozenset(frozenset((one.peer, other.peer)) for route in routes for one, other in pairwise(route))
 
 
 def _against(run: _AuditRun, liars: Explanation) -> str:

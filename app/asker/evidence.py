@@ -125,6 +125,7 @@ class Observation:
     peers: frozenset[str]
     group: int
     unclear: frozenset[int] = frozenset()  # other groups that it may agree with: the formats differ too much to tell
+    links: frozenset[frozenset[str]] = frozenset()  # pairs of these of which one had its rows from the other
 
 
 Explanation = frozenset[str]
@@ -151,9 +152,31 @@ def is_confirmed(liars: Explanation, seen: Sequence[Observation]) -> bool:
 
 def wrong_answers(liars: Explanation, seen: Sequence[Observation]) -> int:
     """Number of answers with one of these peers that disagree with one without them, if there are any without."""
+    return len(_wrong(liars, seen))
+
+
+def _wrong(liars: Explanation, seen: Sequence[Observation]) -> list[Observation]:
     unclear, clean = _unclear_pairs(seen), {one.group for one in seen if one.peers.isdisjoint(liars)}
-    with_them = [one.group for one in seen if not one.peers.isdisjoint(liars)]
-    return sum(not clean or any({group, other} not in unclear for other in clean) for group in with_them)
+    with_them = [one for one in seen if not one.peers.isdisjoint(liars)]
+    differs = [one for one in with_them if one.group not in clean]
+    return [one for one in differs if not clean or any({one.group, other} not in unclear for other in clean)]
+
+
+def beside(
+    liars: Explanation, seen: Sequence[Observation], not_accused: Collection[str], home_of: Callable[[str], str]
+) -> dict[str, frozenset[str]]:
+    """Return the homes that had a peer next to these in every wrong answer, each with these peers.
+
+    Such a home may itself have sent wrong rows, to these alone, or wrong ones of what these sent: no answer tells.
+    """
+    found: list[dict[str, set[str]]] = []
+    for one in _wrong(liars, seen):
+        by_home: dict[str, set[str]] = {}
+        for peer in {peer for link in one.links if link & liars for peer in link} - liars - set(not_accused):
+            by_home.setdefault(home_of(peer), set()).add(peer)
+        found.append(by_home)
+    always = set.intersection(*(set(by_home) for by_home in found)) if found else set[str]()
+    return {home: frozenset().union(*(by_home[home] for by_home in found)) for home in always}
 
 
 def comparable(seen: Sequence[Observation]) -> list[Observation]:

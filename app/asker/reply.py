@@ -356,6 +356,7 @@ class AuditSample:
     settings: Any  # of the reply, for head and sampler
     rounds: tuple[tuple[int, ...], ...] = ()  # guesses that the reply sent with the prompt, then with each token fed
     adapter: ReplyAdapter | None = None
+    routes: tuple[Route, ...] = ()
 
     @property
     def stop(self) -> int:

@@ -224,6 +224,9 @@ class Judge:
     def not_accused(self) -> frozenset[str]:
         return frozenset()
 
+    def home(self, peer: str) -> str:
+        return peer
+
     def avoided(self) -> frozenset[str]:
         return frozenset()
 

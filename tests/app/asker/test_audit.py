@@ -382,3 +382,54 @@ async def test_a_node_that_holds_the_blocks_itself_needs_no_third(
         asker = await swarm.audited(ends, 3, friends)
         await until_found(asker, "liar")
         assert distrusted(asker) <= {"liar", "accomplice"}
+
+
+class TwoFaced(SessionRunner):
+    """Computes well, except for one successor."""
+
+    def __init__(self, honest: SessionRunner, is_for_victim: Callable[[bytes], bool]) -> None:
+        super().__init__(honest._span)
+        self._is_for_victim = is_for_victim
+
+    def step(self, work: Sequence[Any]) -> list[StepResult]:
+        return [self._said(item, output) for item, output in zip(work, super().step(work), strict=True)]
+
+    def _said(self, item: StepWork, output: StepResult) -> StepResult:
+        if not self._is_for_victim(item.session):
+            return output
+        rows = to_tensor([memoryview(output.data)], output.dtype, self.hidden_size)
+        return StepResult(bytes(to_bytes(rows.roll(1, -1), output.dtype)), output.dtype)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("identities", "honest", "seed"), [(6, 1, 1), (6, 1, 3), (12, 2, 2), (2, 0, 1)])
+async def test_identities_of_one_machine_that_lie_to_one_successor_do_not_convict_it(
+    identities: int, honest: int, seed: int, source: ModelSource, ends: SwarmEnds, autojump_clock: MockClock
+) -> None:
+    async with audit_swarm() as swarm:
+        for number in range(honest):
+            await swarm.hold(source, f"honest {number}", 0)
+        for number in range(identities):
+            name = f"liar {number}"
+            swarm.fabric.machine_of[name] = "the attacker's"
+
+            def is_for_victim(session: bytes, name: str = name) -> bool:
+                return swarm.servers[name]._sender._successors.get(session, "") == "victim"
+
+            await swarm.serve(name, TwoFaced(runner(source, *THIRDS[0]), is_for_victim), speed=500.0)
+        await swarm.hold(source, "victim", 1, speed=200.0)
+        for third, names in ((1, ("other", "third")), (2, ("first end", "second end"))):
+            for name in names:
+                await swarm.hold(source, name, third)
+        asker = await swarm.audited(ends, seed)
+        for number in range(160):
+            prompt = random.Random(1000 * seed + number).choices(range(20, 200), k=6)
+            async with asker.reply(prompt, SETTINGS, max_tokens=REPLY_TOKENS) as reply:
+                async for _ in reply:
+                    pass
+            if asker.stats().replies % 20 == 0:
+                await trio.sleep(40)
+        assert asker.stats().audits.failed
+        book, liars = asker.planner.book, [f"liar {number}" for number in range(identities)]
+        assert book.standing("victim").trusted
+        assert book.standing("victim").score >= min(book.standing(name).score for name in liars) - 1e-3

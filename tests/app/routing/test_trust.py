@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from app.asker.evidence import (
     ROUNDED,
     Deviation,
     Observation,
+    beside,
     blame,
     comparable,
     computes_alike,
@@ -45,6 +46,38 @@ def seen(*answers: tuple[str, int]) -> list[Observation]:
 def liars(*answers: tuple[str, int], not_accused: str = "") -> tuple[set[str], bool]:
     stories, always = minimal_liar_sets(seen(*answers), not_accused.split())
     return {" ".join(sorted(story)) for story in stories}, always
+
+
+def on_routes(*answers: tuple[str, int]) -> list[Observation]:
+    """Answers over routes: the peers in their order, and the group."""
+    return [
+        replace(one, links=frozenset(frozenset(link) for link in pairwise(peers.split())))
+        for one, (peers, _) in zip(seen(*answers), answers, strict=True)
+    ]
+
+
+def homes_beside(accused: str, *answers: tuple[str, int], not_accused: str = "") -> dict[str, frozenset[str]]:
+    """A peer's home is its first letter."""
+    return beside(frozenset({accused}), on_routes(*answers), not_accused.split(), lambda peer: peer[0])
+
+
+FRAMED = (("m1 x a", 0), ("m2 y b", 1), ("m3 z a", 1), ("m4 x b", 0))  # they lie to x alone
+
+
+def test_a_home_that_is_beside_a_peer_in_every_wrong_answer_may_be_the_liar() -> None:
+    assert liars(*FRAMED) == ({"x"}, True)
+    assert homes_beside("x", *FRAMED) == {"m": {"m1", "m4"}}
+    assert homes_beside("x", *FRAMED, ("n x b", 0)) == {}  # wrong beside others too
+    assert homes_beside("x", *FRAMED, ("n x b", 1)) == {"m": {"m1", "m4"}}  # right beside others
+    assert homes_beside("x", *FRAMED, not_accused="m1") == {}  # nor does a trusted peer lie
+    assert homes_beside("x", ("m1 x a1", 0), ("m2 x a2", 0), ("n y b", 1)) == {
+        "m": {"m1", "m2"}, "a": {"a1", "a2"},
+    }  # fmt: skip
+
+
+def test_an_answer_that_agrees_with_others_is_not_wrong() -> None:
+    answers = seen(("m1 x a", 0), ("m2 y b", 1), ("n x b", 1))
+    assert wrong_answers(frozenset("x"), answers) == 1
 
 
 def test_a_lie_is_not_forgiven_for_agreeing_but_for_time() -> None:
