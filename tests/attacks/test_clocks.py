@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import trio
 from trio.testing import MockClock
 
@@ -9,6 +10,7 @@ from tests.app.membership.test_clocks import HOUR_S, ahead_s
 from tests.app.swarms import identity, open_sim
 
 
+@pytest.mark.soak
 async def test_one_liar_with_many_ids_among_several_members_changes_nothing(autojump_clock: MockClock) -> None:
     async with open_sim() as sim:
         nodes = await sim.grow(3)

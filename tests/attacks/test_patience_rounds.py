@@ -16,6 +16,7 @@ from p2p.errors import RemoteError
 from tests.app.rounds.island_swarm import CONFIG, SlowSteps, lesson_of, open_islands
 
 
+@pytest.mark.soak
 async def test_a_member_that_never_shows_a_past_change_costs_who_catches_up_little(
     tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,7 +52,7 @@ def add(swarm: SessionSwarm, refuser: Refuser, name: str = "hostile", speed: flo
 
 
 @pytest.mark.parametrize("error", [FULL, NO_PLACE, TOO_LARGE, LEAVES], ids=lambda error: error.why or error.code)
-@pytest.mark.parametrize("opens", [False, True])
+@pytest.mark.parametrize("opens", [pytest.param(False, marks=pytest.mark.soak), True])
 async def test_a_hop_that_refuses_everything_is_tried_seldom(
     error: HopError, opens: bool, autojump_clock: MockClock
 ) -> None:

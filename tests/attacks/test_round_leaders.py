@@ -45,7 +45,7 @@ async def make_lists(swarm: IslandSwarm, number: int, every_s: float) -> None:
             await trio.sleep(0.1)
 
 
-@pytest.mark.parametrize("liars", [(3,), (5, 6)])
+@pytest.mark.parametrize("liars", [(3,), pytest.param((5, 6), marks=pytest.mark.soak)])
 async def test_lists_that_replace_one_another_stop_a_round_for_a_limited_time(
     tmp_path: Path, patient_clock: MockClock, liars: tuple[int, ...]
 ) -> None:

@@ -429,6 +429,7 @@ async def test_a_log_without_end_is_given_up_at_its_first_wrong_entry(tmp_path: 
         assert 1 <= len(asked) <= 4
 
 
+@pytest.mark.soak
 async def test_a_log_that_is_shown_slowly_is_given_up(
     tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -775,6 +776,7 @@ def accuses(swarm: IslandSwarm, number: int) -> None:
     island._exchanged = accusing  # type: ignore[method-assign]
 
 
+@pytest.mark.soak
 async def test_as_many_newcomers_as_members_take_nobody_with_them(tmp_path: Path, patient_clock: MockClock) -> None:
     """Each false accusation cost a member its place in the round, and with it most of a job's time."""
     async with open_islands(tmp_path, 0, 1, 2, 3, steps=100, every=2, least_every=2, most_every=2) as swarm:

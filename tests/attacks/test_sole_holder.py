@@ -98,6 +98,7 @@ async def longest_gap_s(hosts: list[BlockHost], within_s: int) -> float:
     return longest_s
 
 
+@pytest.mark.soak
 async def test_a_sole_holder_does_not_stop_the_swarm_while_it_downloads_blocks_that_others_serve(
     autojump_clock: MockClock,
 ) -> None:
@@ -114,6 +115,7 @@ async def test_a_sole_holder_does_not_stop_the_swarm_while_it_downloads_blocks_t
     assert gap_s < 60, f"no reply was possible for {gap_s:.0f} s"
 
 
+@pytest.mark.soak
 async def test_memory_that_is_free_again_does_not_stop_the_swarm(autojump_clock: MockClock) -> None:
     """A host that gave blocks back, and is the only one of the others, takes more blocks again."""
     spans = [Span(0, 6), Span(6, 18), Span(12, N_BLOCKS), Span(12, N_BLOCKS)]

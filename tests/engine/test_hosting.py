@@ -326,7 +326,7 @@ def test_a_session_begins_with_tokens_of_another_on_all_devices(tiny: ModelSourc
     assert span.free_tokens == span.total_tokens
 
 
-@pytest.mark.parametrize("blocks", [(8,), (4, 4), (2, 6)])
+@pytest.mark.parametrize("blocks", [(8,), pytest.param((4, 4), marks=pytest.mark.soak), (2, 6)])
 @pytest.mark.parametrize(
     "kept", [(5, 8), (2, 6), *(pytest.param(kept, marks=pytest.mark.soak) for kept in [(0, 3), (0, 5)])]
 )
@@ -354,8 +354,8 @@ def test_blocks_are_given_back_and_sessions_over_the_others_go_on(
     assert span.free_tokens == span.total_tokens
 
 
-@pytest.mark.parametrize("blocks", [(8,), (4, 4), (2, 6)])
-@pytest.mark.parametrize("kept", [(1, 4), (0, 5), (0, 1)])
+@pytest.mark.parametrize("blocks", [(8,), pytest.param((4, 4), marks=pytest.mark.soak), (2, 6)])
+@pytest.mark.parametrize("kept", [(1, 4), pytest.param((0, 5), marks=pytest.mark.soak), (0, 1)])
 def test_a_span_that_still_grows_gives_blocks_back_and_ends_to_grow(
     tiny: ModelSource, blocks: tuple[int, ...], kept: tuple[int, int]
 ) -> None:

@@ -479,7 +479,10 @@ def test_work_is_computed_in_pieces_between_which_no_mode_of_torch_is_left_on(ki
     assert count >= micro_batches * (CONFIG.n_blocks + 1)
 
 
-@pytest.mark.parametrize(("optimiser", "dtype"), [(AdamW(), torch.bfloat16), (Muon(), torch.float32)])
+@pytest.mark.parametrize(
+    ("optimiser", "dtype"),
+    [(AdamW(), torch.bfloat16), pytest.param(Muon(), torch.float32, marks=pytest.mark.soak)],
+)
 @pytest.mark.parametrize("kind", ["step", "traced step", "loss", "trial", "retrace"])
 def test_work_that_is_given_up_changes_nothing_or_makes_a_whole_step(
     kind: str, optimiser: AdamW | Muon, dtype: torch.dtype

@@ -84,10 +84,10 @@ def _sessions(span: SpanRunner, lengths: list[int], counts: list[int]) -> list[S
         ("fused", "plain", [3, 130, 64]),  # a padded batch of scattered pages
         pytest.param("fused", "plain", [1 + 5 * k for k in range(17)], marks=pytest.mark.soak),  # more than one tile
         pytest.param("fused", "biases", [3], marks=pytest.mark.soak),
-        ("fused", "biases", [3, 70]),
-        ("fused", "qk_norm", [3]),
+        pytest.param("fused", "biases", [3, 70], marks=pytest.mark.soak),
+        pytest.param("fused", "qk_norm", [3], marks=pytest.mark.soak),
         ("fused", "window", [130]),
-        ("fused", "int8", [3]),
+        pytest.param("fused", "int8", [3], marks=pytest.mark.soak),
         ("fused", "int8", [3, 70]),
         *(("plain", case, lengths) for case in sorted(CASES) for lengths in ([130], [3, 130, 64])),
     ],
@@ -259,7 +259,12 @@ def _span_in_tiles() -> SpanRunner:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "place"), [((1.0, 2.0, 0.9), 1), ((1.0, 0.98, 0.99), None), ((1.0, WORTH, 1.0), None)]
+    ("seconds", "place"),
+    [
+        ((1.0, 2.0, 0.9), 1),
+        pytest.param((1.0, 0.98, 0.99), None, marks=pytest.mark.soak),
+        pytest.param((1.0, WORTH, 1.0), None, marks=pytest.mark.soak),
+    ],
 )
 def test_the_fastest_tile_is_taken_if_it_is_worth_it(seconds: tuple[float, ...], place: int | None) -> None:
     grid, timer = _wide(), _FakeTimer(*seconds)

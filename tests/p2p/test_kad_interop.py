@@ -64,6 +64,7 @@ async def test_two_of_ours_meet_through_foreign_nodes_alone(kind: str) -> None:
         assert await joiner.call(member.peer_id, "echo", b"met", timeout_s=5) == b"met"
 
 
+@pytest.mark.soak
 async def test_look_ups_succeed_among_foreign_nodes_and_churn() -> None:
     """The short form of `tests/soak/test_mixed_directory.py`; how long look-ups take is measured there alone."""
     outcome = await look_up_under_churn(8, {"py": 2}, lasting=4, look_ups=12)

@@ -192,7 +192,7 @@ def distrusted(asker: Asker) -> set[str]:
     ("lie", "third", "rounding"),
     [
         (random_numbers, 0, ""),
-        (scaled, 1, ""),
+        pytest.param(scaled, 1, "", marks=pytest.mark.soak),
         (stale, 2, ""),
         pytest.param(scaled, 0, "links", marks=pytest.mark.soak),
         pytest.param(scaled, 2, "links", marks=pytest.mark.soak),
@@ -335,7 +335,7 @@ async def test_a_device_that_is_full_for_a_moment_costs_an_audit_and_not_the_ask
         assert distrusted(asker) == set()
 
 
-@pytest.mark.parametrize("slow", ["all", "some"])
+@pytest.mark.parametrize("slow", ["all", pytest.param("some", marks=pytest.mark.soak)])
 async def test_rows_that_are_rounded_on_the_way_convict_nobody(
     source: ModelSource, ends: SwarmEnds, slow: str, autojump_clock: MockClock
 ) -> None:

@@ -144,6 +144,7 @@ async def test_a_running_reply_keeps_the_hop_that_had_no_room_for_others(autojum
         await no_leaks(swarm)
 
 
+@pytest.mark.soak
 async def test_what_can_never_fit_holds_nobody_back(autojump_clock: MockClock) -> None:
     """Owners with a reply at the full hop began no further one for 20 s, each time that another asked for too much."""
     async with open_swarm((0, 4)) as swarm:

@@ -83,6 +83,7 @@ async def test_a_short_prompt_does_not_wait_for_a_long_one_that_goes_over_the_sa
         assert asker.planner.book.standing("n0").score == 1.0
 
 
+@pytest.mark.soak
 async def test_long_prompts_share_a_slow_link_and_nobody_is_blamed(autojump_clock: MockClock, slow_times: None) -> None:
     async with open_swarm((0, 8)) as swarm:
         swarm.fabric.set_link("asker", "n0", LinkProfile(bytes_per_s=500))

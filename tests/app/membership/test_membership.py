@@ -186,6 +186,7 @@ async def test_what_gossip_lost_is_found_by_comparing_tables(autojump_clock: Moc
         await sim.until(lambda: all(kinds(node, nodes[0])[-1] == "moved" for node in nodes[1:]), 600)
 
 
+@pytest.mark.soak
 async def test_on_links_that_lose_much_suspicions_do_not_breed_suspicions(autojump_clock: MockClock) -> None:
     async with open_sim(link=LinkProfile(loss=0.3)) as sim:
         first = sim.add(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import pytest
 import trio
 from trio.testing import MockClock
 
@@ -103,5 +104,6 @@ async def live_through(few: int, many: int, record_property: Record) -> None:
     assert links <= MAX_LINKS
 
 
+@pytest.mark.soak
 async def test_fifty_nodes(autojump_clock: MockClock, record_property: Record) -> None:
     await live_through(20, 50, record_property)

@@ -150,6 +150,7 @@ async def open_hosting(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings
         nursery.cancel_scope.cancel()
 
 
+@pytest.mark.soak
 async def test_a_paused_node_offers_no_room_to_islands_until_it_hosts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -249,6 +249,7 @@ async def test_blocks_are_needed_though_a_member_tells_of_others_that_serve_them
         assert not upkeep._is_needed()
 
 
+@pytest.mark.soak
 async def test_blocks_that_a_job_trains_are_not_unused(tmp_path: Path, cache: Path) -> None:
     """Neither those of a member's job, nor while this node's own user fine-tunes."""
     found_swarm(tmp_path / "a", cache, "home")

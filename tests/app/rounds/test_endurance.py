@@ -163,6 +163,7 @@ def bytes_in(value: Any, skip: Iterable[str] = (), seen: set[int] | None = None)
 # --- links that become slow -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 async def test_after_a_link_became_slow_most_of_the_time_is_steps_again(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:

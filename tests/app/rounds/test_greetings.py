@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
+import pytest
+
 from app.rounds.greetings import (
     MOST_AWAY,
     MOST_WAITING,
@@ -77,6 +79,7 @@ def test_islands_of_the_job_are_greeted_in_every_period() -> None:
     assert all({*expected, *recent, "first"} <= {*one} for one in found)
 
 
+@pytest.mark.soak
 def test_members_that_train_nothing_are_seldom_greeted_in_a_large_swarm() -> None:
     peers = known(crowd(1000), expected=["one"], alive=["one"])
     found = periods(Greetings((), random.Random(1)), peers, 720, knows=lambda peer: peer == "one")

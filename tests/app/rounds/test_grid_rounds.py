@@ -298,6 +298,7 @@ async def test_wrong_numbers_for_a_row_do_little(tmp_path: Path, patient_clock: 
         assert losses[-1] < losses[1]
 
 
+@pytest.mark.soak
 async def test_a_poisoner_in_a_grid_is_left_out(tmp_path: Path, patient_clock: MockClock) -> None:
     def flip(model: Any) -> None:
         honest = model.change

@@ -100,6 +100,7 @@ async def open_helped(folder: Path, *rooms: int) -> AsyncIterator[tuple[Helped, 
         nursery.cancel_scope.cancel()
 
 
+@pytest.mark.soak
 async def test_an_owner_whose_own_server_ends_between_two_rounds_waits_for_it(
     tmp_path: Path, patient_clock: MockClock
 ) -> None:
@@ -181,6 +182,7 @@ async def test_a_job_that_was_paused_for_a_moment_goes_on_at_once(tmp_path: Path
         await helped.until(lambda: helped.steps)
 
 
+@pytest.mark.soak
 async def test_memory_that_is_full_for_a_moment_does_not_cost_a_helper_its_place(
     tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

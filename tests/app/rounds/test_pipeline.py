@@ -227,7 +227,12 @@ async def test_it_takes_part_in_rounds_with_islands_of_one_machine(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("method", "call"), [("forward", 9), ("backward", 14), ("step", 3), ("commit", 7), ("state", 1)]
+    ("method", "call"),
+    [
+        ("forward", 9),
+        *(pytest.param(*one, marks=pytest.mark.soak) for one in (("backward", 14), ("step", 3), ("commit", 7))),
+        ("state", 1),
+    ],
 )
 async def test_a_hop_that_dies_changes_no_loss(
     tmp_path: Path, method: str, call: int, patient_clock: MockClock
@@ -343,7 +348,14 @@ def _nan(state: bytes) -> bytes:
     return state[:24] + b"\xff" * 4 + state[28:]
 
 
-@pytest.mark.parametrize("what", ["weights", "first moments", "second moments", "steps", "no moments"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "weights",
+        *(pytest.param(what, marks=pytest.mark.soak) for what in ("first moments", "second moments", "steps")),
+        "no moments",
+    ],
+)
 async def test_a_hop_whose_state_would_stop_its_owner_or_the_next_hop_is_left_out(
     tmp_path: Path, what: str, patient_clock: MockClock
 ) -> None:

@@ -228,7 +228,9 @@ async def test_a_job_that_failed_goes_on_though_nobody_else_trains_it(
 
 
 @pytest.mark.parametrize(
-    "content", [None, b"", b"\0" * 40, b'{"status": "runn'], ids=["missing", "empty", "zeros", "cut off"]
+    "content",
+    [None, *(pytest.param(content, marks=pytest.mark.soak) for content in (b"", b"\0" * 40)), b'{"status": "runn'],
+    ids=["missing", "empty", "zeros", "cut off"],
 )
 async def test_a_job_whose_figures_were_lost_in_a_power_cut_goes_on(tmp_path: Path, content: bytes | None) -> None:
     async def go_on(jobs: TrainJobs) -> None:

@@ -43,6 +43,7 @@ async def test_rounds_of_an_island_that_is_left_alone_stay_short(tmp_path: Path,
         assert set(steps_of(swarm)) == {EVERY}
 
 
+@pytest.mark.soak
 async def test_rounds_that_a_slow_link_made_long_get_shorter_for_an_island_that_is_alone(
     tmp_path: Path, patient_clock: MockClock
 ) -> None:

@@ -56,6 +56,7 @@ async def test_islands_whose_changes_take_longer_than_the_least_time_make_rounds
         await swarm.until(lambda: members_of(islands[0].log).count(2) >= 2, within_s=5 * 3600)
 
 
+@pytest.mark.soak
 async def test_members_that_are_done_wait_for_one_that_is_not(tmp_path: Path, patient_clock: MockClock) -> None:
     """They waited for its result for `lead_s` only; its line is slower downwards than upwards."""
     timing = replace(TIMING, lead_s=1.0)
@@ -105,6 +106,7 @@ async def test_who_delays_an_exchange_costs_a_minute_and_as_long_as_the_steps_to
         assert trio.current_time() - began < 4 * most_s
 
 
+@pytest.mark.soak
 async def test_after_an_exchange_that_took_too_long_rounds_are_longer_and_numbers_smaller(
     tmp_path: Path, patient_clock: MockClock
 ) -> None:

@@ -67,6 +67,7 @@ def files(swarm: JobSwarm) -> list[Path]:
     return [path for path in swarm.folder.glob("*.activations/**/*") if path.is_file()]
 
 
+@pytest.mark.soak
 async def test_changes_take_half_of_the_bytes_forwards_and_train_alike(
     source: ModelSource, tmp_path: Path, exact: list[float]
 ) -> None:
@@ -132,6 +133,7 @@ async def test_a_hop_killed_between_two_visits_is_replaced_and_all_begins_whole(
         assert ("n0", "spare") in owner.figures.link_bytes
 
 
+@pytest.mark.soak
 async def test_a_node_that_lost_its_files_is_sent_the_whole_again(
     source: ModelSource, tmp_path: Path, exact: list[float]
 ) -> None:

@@ -161,6 +161,7 @@ async def test_rows_of_int8_take_a_quarter_of_the_bytes_and_train_alike(source: 
     assert all(links[pair] <= 0.3 * exact_links[pair] for pair in links)
 
 
+@pytest.mark.soak
 async def test_a_killed_hop_changes_nothing_with_rows_of_int8(source: ModelSource, tmp_path: Path) -> None:
     undisturbed_losses = Losses()
     async with open_job_swarm(source, tmp_path / "undisturbed", *SPLITS) as swarm:

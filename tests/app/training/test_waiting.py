@@ -137,6 +137,7 @@ def goes_on(owner: Owner) -> Callable[[Any], bool]:
     return lambda job: job.status in ("running", "finished") and not job.waiting and job.step > before
 
 
+@pytest.mark.soak
 async def test_a_job_waits_for_hours_for_a_holder_that_is_away(
     source: ModelSource, tmp_path: Path, patient_clock: MockClock
 ) -> None:
@@ -332,7 +333,10 @@ async def test_a_job_that_is_begun_while_its_node_is_paused_waits_and_can_be_sto
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), OSError(28, "No space left on device")],
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+        pytest.param(OSError(28, "No space left on device"), marks=pytest.mark.soak),
+    ],
     ids=["memory", "disk"],
 )
 async def test_a_job_waits_for_memory_and_for_room_on_the_disk(
