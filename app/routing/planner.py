@@ -8,8 +8,10 @@ finds out when it uses the route, and has it repaired.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -35,9 +37,11 @@ from app.routing.estimates import LinkEstimates, MeasuredSpeeds, RateClaims, Rat
 from app.routing.prefer_here import prefer_here
 from app.routing.reroute import RouteComparison, RunningRoute, is_worth_moving
 from app.routing.route import Hop, KnownCosts, LinkSeconds, NoRoute, Privacy, ReadingPace, Route, RouteRequest
-from app.routing.search import repair_route, search_route, why_unused
+from app.routing.search import repair_route, search_in_order, search_route, why_unused
+from app.routing.strangers import Strangers
 from app.routing.trust import TrustBook, TrustScore
 from app.routing.wire_choice import Wires, choose_wires, keep_wires
+from app.serving.homes import Homes
 from app.session.adapter_index import AdapterRef
 from app.session.frame import INT8
 from app.session.wire import CACHE_EXCEEDED, MAX_TOKENS
@@ -47,10 +51,6 @@ from p2p.rate_limit import backoff_s
 Members = Callable[[], Sequence[Announcement]]
 Refusing = Callable[[], Mapping[str, Reason]]  # peers that a session must not ask now, with the reasons
 
-TRIAL_S = 6.0  # a first use of a peer ends sooner: by its first answer, or because it did not open the session
-WARY_S = 10.0  # peers that never worked are avoided for so long after one of them failed; doubled each time, up to
-WARIEST_S = 600.0
-_REMEMBERED_WORKED = 1024
 WITHOUT_ADAPTER_S = 600.0  # for so long, replies with an adapter go round a peer to which it did not get
 _REMEMBERED_WITHOUT = 1024
 _SEARCHES = 3  # for one route, if those found are out of date at once
@@ -78,6 +78,7 @@ class RoutePlanner:
         members: Members,
         preferences: Callable[[], PrivacyPreferences] | None = None,
         book: TrustBook | None = None,
+        rng: random.Random | None = None,
     ) -> None:
         self._network, self.members, self._preferences = network, members, preferences or PrivacyPreferences
         self.book = book or TrustBook(clock=time.time)
@@ -86,10 +87,7 @@ class RoutePlanner:
         self.full_hops = FullHops()
         self.measured = MeasuredSpeeds()
         self._rates = RateClaims()
-        self._worked: dict[str, None] = {}  # peers that did their part before, the latest last; an ordered set
-        self._trials: dict[str, float] = {}  # peers that a session uses for the first time -> until when
-        self._vain_trials = 0  # first uses that failed, less those that did not
-        self._wary_until = float("-inf")
+        self._strangers = Strangers(Homes(network), rng or random.SystemRandom())
         self._without_adapter: dict[tuple[AdapterRef, str], float] = {}  # until when; the latest last
         self._searching = trio.Lock()  # one search at a time: the next one sees whom this one tries for the first time
 
@@ -293,23 +291,28 @@ class RoutePlanner:
         excluded: set[str],
         current: Route,
     ) -> Pieces[Route]:
-        """Search for a route without peers that another session tries for the first time, if there is one.
+        """Search for a route without strangers that are not to be tried now, if there is one.
 
         A stranger that claims to be the fastest and does nothing then costs one session its time, and not all. After
-        one that failed, all who never worked are left aside for a while: thousands can claim to be the fastest.
+        one that failed they are tried by lot, and not in the order of their claims: thousands can claim to be fastest.
         """
         now, own = trio.current_time(), {self._network.peer_id, *(hop.peer for hop in current)}
-        self._trials = {peer: until for peer, until in self._trials.items() if now < until}
-        tried = self._trials.keys() - own if self._worked else set()
-        if self._worked and now < self._wary_until:
-            tried = {member.peer for member in members} - self._worked.keys() - own
+        strangers = self._strangers.among(member.peer for member in members if member.serves) - own - excluded
+        not_now, failed = self._strangers.not_now(strangers, now), self._strangers.failed_among(strangers, now)
+        to_try = self._strangers.in_order(strangers - not_now) if self._strangers.by_lot else []
+
+        def search_with(tried: Collection[str]) -> Pieces[Route]:
+            return search(excluded | not_now | {*to_try}.difference(tried))
+
         try:
-            route = yield from search(excluded | tried)
+            return (yield from search_in_order(search_with, to_try))
         except NoRoute:
-            if not tried - excluded:
+            if not not_now:
                 raise
-            route = yield from search(excluded)
-        return route
+        if set() < failed < not_now:
+            with suppress(NoRoute):
+                return (yield from search(excluded | failed))
+        return (yield from search(excluded))
 
     def _past_broken_links(
         self,
@@ -345,21 +348,13 @@ class RoutePlanner:
 
     def _begin_trials(self, route: Route, current: Route) -> None:
         """Note the peers that a session is about to use for the first time."""
-        until, own = trio.current_time() + TRIAL_S, {self._network.peer_id, *(hop.peer for hop in current)}
-        for hop in route:
-            if hop.peer not in self._worked and hop.peer not in own:
-                self._trials.setdefault(hop.peer, until)
+        own = {self._network.peer_id, *(hop.peer for hop in current)}
+        self._strangers.begin({hop.peer for hop in route} - own, trio.current_time())
 
     def worked(self, peer: str) -> None:
         """Record that a peer did its part in a session."""
         self.bans.forgive(peer)
-        self._trials.pop(peer, None)
-        if peer not in self._worked:
-            self._vain_trials = max(self._vain_trials - 1, 0)
-        self._worked.pop(peer, None)
-        self._worked[peer] = None
-        if len(self._worked) > _REMEMBERED_WORKED:
-            del self._worked[next(iter(self._worked))]
+        self._strangers.worked(peer)
 
     def failed(self, peer: str, why: Reason) -> None:
         """Note in the trust book that a peer failed, and be wary of others that never worked if it never did."""
@@ -385,9 +380,7 @@ class RoutePlanner:
 
     def tried_in_vain(self, peer: str) -> None:
         """Be wary of peers that never worked, if this one never did."""
-        if peer not in self._worked:
-            self._vain_trials += 1
-            self._wary_until = trio.current_time() + backoff_s(WARY_S, self._vain_trials, WARIEST_S)
+        self._strangers.failed(peer, trio.current_time())
 
     def lacks_adapter(self, adapter: AdapterRef, peer: str) -> None:
         """Note that an adapter did not get to a peer."""

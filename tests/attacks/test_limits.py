@@ -31,7 +31,7 @@ from app.rounds import (
 )
 from app.rounds import log as round_log
 from app.rounds import wire as round_wire
-from app.routing import broken_links, capacity
+from app.routing import broken_links, capacity, strangers
 from app.routing.estimates import BELIEVED_S
 from app.routing.planner import WITHOUT_ADAPTER_S
 from app.serving import batching, block_server, handover, orders, shares
@@ -161,6 +161,14 @@ ROWS: dict[str, tuple[float, ...]] = {
         BELIEVED_S,
         SESSION.adapter_s,
         WITHOUT_ADAPTER_S,
+    ),
+    "members that never worked for an asker": (
+        strangers.TRIAL_S,
+        strangers.WARY_S,
+        strangers.WARIEST_S,
+        strangers.LEFT_ASIDE_S,
+        strangers.LONGEST_ASIDE_S,
+        strangers.REMEMBERED,
     ),
     "caches that move": (
         handover.MAX_GIVEN,
