@@ -29,6 +29,7 @@ from app.routing.cost import (
     believed_in_pieces,
     believed_seconds,
     entry_seconds,
+    hidden_by_others,
     links_seconds,
     overhead_seconds,
     reading_pace,
@@ -51,6 +52,7 @@ from p2p.rate_limit import backoff_s
 Members = Callable[[], Sequence[Announcement]]
 Refusing = Callable[[], Mapping[str, Reason]]  # peers that a session must not ask now, with the reasons
 
+HIDDEN_EVERY = 20  # one new route in so many tries a member that others make seem slow
 WITHOUT_ADAPTER_S = 600.0  # for so long, replies with an adapter go round a peer to which it did not get
 _REMEMBERED_WITHOUT = 1024
 _SEARCHES = 3  # for one route, if those found are out of date at once
@@ -87,7 +89,9 @@ class RoutePlanner:
         self.full_hops = FullHops()
         self.measured = MeasuredSpeeds()
         self._rates = RateClaims()
-        self._strangers = Strangers(Homes(network), rng or random.SystemRandom())
+        self._homes = Homes(network)
+        self._strangers = Strangers(self._homes, rng or random.SystemRandom())
+        self._new_routes = 0  # searched for
         self._without_adapter: dict[tuple[AdapterRef, str], float] = {}  # until when; the latest last
         self._searching = trio.Lock()  # one search at a time: the next one sees whom this one tries for the first time
 
@@ -139,7 +143,11 @@ class RoutePlanner:
         yield from self._rates.update(members)
         rates = self._rates.estimates(self._network.peer_id, self._network.links())
         byte_s = yield from by_chunks(lambda some: rates.byte_s(m.peer for m in some), members)
-        return KnownCosts(self.measured.block_s(trio.current_time()), penalty_s, byte_s)
+        homes = yield from self._homes_of(members)
+        return KnownCosts(self.measured.block_s(trio.current_time()), penalty_s, byte_s, homes=homes)
+
+    def _homes_of(self, members: Sequence[Announcement]) -> Pieces[dict[str, str]]:
+        return by_chunks(lambda some: {member.peer: self._homes.of(member.peer) for member in some}, members)
 
     def link_s(self) -> LinkSeconds:
         """Return a function for the estimated one-way seconds between two peers; "" is this node."""
@@ -158,7 +166,11 @@ class RoutePlanner:
         """Update the per-peer estimates from a reply's typical seconds per token over this route."""
         serving = [m for m in self.members() if m.serves]
         expected = believed_seconds(serving, replace(request, prompt_tokens=0), KnownCosts())
-        self.measured.note(route, token_s, links_seconds(route, self.link_s()), expected, trio.current_time())
+        links_s = links_seconds(route, self.link_s())
+        # Slow members can make others seem slow, but no hop took longer than all hops together.
+        most_s = {hop.peer: max(token_s - links_s, 0.0) / len(hop.span) for hop in route if hop.peer in expected}
+        expected |= {peer: min(seconds, expected[peer]) for peer, seconds in most_s.items()}
+        self.measured.note(route, token_s, links_s, expected, trio.current_time())
 
     async def find(
         self,
@@ -212,12 +224,25 @@ class RoutePlanner:
                 current, members, request, comparison.link_s, avoid=excluded, known=known, formats=formats
             )
 
-        search = repair if current else partial(self._search_new, comparison)
-        search = partial(self._past_broken_links, search, request, current)
+        def search_with(to_try: Collection[str]) -> Pieces[Route]:
+            among = replace(comparison, known=replace(known, to_try=to_try))
+            search = repair if current else partial(self._search_new, among)
+            search = partial(self._past_broken_links, search, request, current)
+            return self._without_trials(search, members, {*avoid, *avoided, *full}, current)
+
+        hidden = [] if current else (yield from self._hidden_to_try(comparison))
         try:
-            return (yield from self._without_trials(search, members, {*avoid, *avoided, *full}, current))
+            return (yield from search_in_order(search_with, hidden))
         except NoRoute as error:
             raise self._explained(error, members, avoided, full, request) from None
+
+    def _hidden_to_try(self, among: RouteComparison) -> Pieces[list[str]]:
+        """Return the members that slow ones hide, by lot, for one new route in `HIDDEN_EVERY`; else none."""
+        self._new_routes += 1
+        if self._new_routes % HIDDEN_EVERY:
+            return []
+        serving = [member for member in among.members if member.serves]
+        return self._strangers.in_order((yield from hidden_by_others(serving, among.request, among.known)))
 
     def _search_new(self, among: RouteComparison, excluded: Collection[str]) -> Pieces[Route]:
         found = yield from search_route(among.members, among.request, among.link_s, avoid=excluded, known=among.known)
