@@ -127,7 +127,7 @@ class Asker:
         self._head_batcher = HeadBatcher(ends, device, go_ahead, stays_awake=options.stays_awake)
         self._settings, self._rng, self._loading = options.session, options.rng, options.loading
         self._guesser, self._draft_model, self._history = options.guesser, options.draft, GuessHistory()
-        self.planner = RoutePlanner(network, members, options.preferences, options.book)
+        self.planner = RoutePlanner(network, members, options.preferences, options.book, options.rng)
         self._auditor = Auditor(_AuditContext(self, network), options.book, options.rng)
         self._nursery: trio.Nursery | None = None
         self._links: HopLinks | None = None

@@ -7,7 +7,10 @@ sends) and the compute of its blocks. A prompt's tokens are spread over those of
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median_high
 
@@ -18,6 +21,7 @@ from app.swarm.records import SLOWEST_TOKENS_PER_S, Announcement
 HOP_S = 0.001  # overhead of a hop, besides its link and its blocks, until measured
 UNKNOWN_LINK_S = 0.05  # one way, assumed until measured
 BELIEVED_TIMES = 8.0  # an unmeasured claim counts for at most this multiple of the median speed
+ENOUGH_HOMES = 3  # with measured members: then claims count up to the fastest of these
 ASSUMED_BYTES_PER_S = 12.5e6  # of a connection that nobody measured: 100 Mbit/s
 MOST_BELIEVED_BYTES_PER_S = 125e6  # a claim counts for at most this: faster links make no difference to a route
 BUSIEST = 0.95  # cap on the announced busy share, so that the waiting time stays finite
@@ -92,7 +96,10 @@ def wait_seconds(member: Announcement) -> float:
 
 
 def believed_seconds(members: Sequence[Announcement], request: RouteRequest, known: KnownCosts) -> dict[str, float]:
-    """Seconds per token and block of each member: measured if known, else its claim, limited by `BELIEVED_TIMES`."""
+    """Seconds per token and block of each member: measured if known, else its claim, limited by `BELIEVED_TIMES`.
+
+    The members of `known.to_try` are limited by the fastest that was measured, and not by the median.
+    """
     return at_once(believed_in_pieces(members, request, known))
 
 
@@ -104,16 +111,23 @@ def believed_in_pieces(
     claimed = yield from by_chunks(
         lambda some: {m.peer: m.decode_block_s + prompt * prompt_block_seconds(m) for m in some}, members
     )
-    least_s = _least_seconds(claimed)
+    # Only decode steps are measured; the prompt's share is scaled by the same factor.
+    measured = {
+        m.peer: known.block_s[m.peer] * claimed[m.peer] / m.decode_block_s for m in members if m.peer in known.block_s
+    }
+    least_s = _least_seconds(claimed, measured, known.homes)
     yield
     believed = yield from by_chunks(lambda some: _at_least(least_s, some), [*claimed.items()])
-    if known.block_s:
-        for member in members:
-            measured_s = known.block_s.get(member.peer)
-            if measured_s is not None:
-                # Only decode steps are measured; the prompt's share is scaled by the same factor.
-                believed[member.peer] = measured_s * claimed[member.peer] / member.decode_block_s
-    return believed
+    fastest_s = min(least_s, min(measured.values(), default=math.inf) / BELIEVED_TIMES)
+    believed |= _at_least(fastest_s, [(peer, claimed[peer]) for peer in known.to_try if peer in claimed])
+    return believed | measured
+
+
+def hidden_by_others(members: Sequence[Announcement], request: RouteRequest, known: KnownCosts) -> Pieces[list[str]]:
+    """Return the members that would count as faster if they were tried: that others are slow hides them."""
+    believed = yield from believed_in_pieces(members, request, known)
+    tried = yield from believed_in_pieces(members, request, replace(known, to_try=believed.keys()))
+    return [peer for peer in believed if tried[peer] < believed[peer]]
 
 
 def reading_pace(hop: Hop, member: Announcement, measured_s: float | None) -> ReadingPace:
@@ -134,11 +148,29 @@ def believed_prompt_seconds(members: Sequence[Announcement]) -> dict[str, float]
 
 def limited(claimed: Mapping[str, float]) -> dict[str, float]:
     """Return claimed seconds, none of them less than the median over `BELIEVED_TIMES`."""
-    return _at_least(_least_seconds(claimed), claimed.items())
+    return _at_least(_least_seconds(claimed, {}, {}), claimed.items())
 
 
-def _least_seconds(claimed: Mapping[str, float]) -> float:
-    return median_high(claimed.values()) / BELIEVED_TIMES if claimed else 0.0
+def _least_seconds(claimed: Mapping[str, float], measured: Mapping[str, float], homes: Mapping[str, str]) -> float:
+    """Return the least seconds that are believed of a member that was not measured.
+
+    That follows from the median of those measured, or of all claims if it is faster: neither who claims a crawl nor a
+    few slow hops then make the others seem slow. Each home has one voice. Where enough were measured, claims count up
+    to the fastest of these: whoever is many cannot lift the limit for a liar.
+    """
+    of_measured, of_claims = _voices(measured, homes), _voices(claimed, homes)
+    usual_s = min((median_high(voices) for voices in (of_measured, of_claims) if voices), default=0.0)
+    if len(of_measured) >= ENOUGH_HOMES:
+        usual_s = max(usual_s, min(of_measured))
+    return usual_s / BELIEVED_TIMES
+
+
+def _voices(seconds: Mapping[str, float], homes: Mapping[str, str]) -> list[float]:
+    """Return the median of each home."""
+    of_home: defaultdict[str, list[float]] = defaultdict(list)
+    for peer, one_s in seconds.items():
+        of_home[homes.get(peer, peer)].append(one_s)
+    return [median_high(several) for several in of_home.values()]
 
 
 def _at_least(least_s: float, claimed: Iterable[tuple[str, float]]) -> dict[str, float]:

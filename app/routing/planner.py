@@ -8,8 +8,10 @@ finds out when it uses the route, and has it repaired.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -27,6 +29,7 @@ from app.routing.cost import (
     believed_in_pieces,
     believed_seconds,
     entry_seconds,
+    hidden_by_others,
     last_resort_blocks,
     links_seconds,
     overhead_seconds,
@@ -36,9 +39,11 @@ from app.routing.estimates import LinkEstimates, MeasuredSpeeds, RateClaims, Rat
 from app.routing.prefer_here import prefer_here
 from app.routing.reroute import RouteComparison, RunningRoute, is_worth_moving
 from app.routing.route import Hop, KnownCosts, LinkSeconds, NoRoute, Privacy, ReadingPace, Route, RouteRequest
-from app.routing.search import repair_route, search_route, why_unused
+from app.routing.search import repair_route, search_in_order, search_route, why_unused
+from app.routing.strangers import Strangers
 from app.routing.trust import TrustBook, TrustScore
 from app.routing.wire_choice import Wires, choose_wires, keep_wires
+from app.serving.homes import Homes
 from app.session.adapter_index import AdapterRef
 from app.session.frame import INT8
 from app.session.wire import CACHE_EXCEEDED, MAX_TOKENS
@@ -48,10 +53,7 @@ from p2p.rate_limit import backoff_s
 Members = Callable[[], Sequence[Announcement]]
 Refusing = Callable[[], Mapping[str, Reason]]  # peers that a session must not ask now, with the reasons
 
-TRIAL_S = 6.0  # a first use of a peer ends sooner: by its first answer, or because it did not open the session
-WARY_S = 10.0  # peers that never worked are avoided for so long after one of them failed; doubled each time, up to
-WARIEST_S = 600.0
-_REMEMBERED_WORKED = 1024
+HIDDEN_EVERY = 20  # one new route in so many tries a member that others make seem slow
 WITHOUT_ADAPTER_S = 600.0  # for so long, replies with an adapter go round a peer to which it did not get
 _REMEMBERED_WITHOUT = 1024
 _SEARCHES = 3  # for one route, if those found are out of date at once
@@ -79,6 +81,7 @@ class RoutePlanner:
         members: Members,
         preferences: Callable[[], PrivacyPreferences] | None = None,
         book: TrustBook | None = None,
+        rng: random.Random | None = None,
     ) -> None:
         self._network, self.members, self._preferences = network, members, preferences or PrivacyPreferences
         self.book = book or TrustBook(clock=time.time)
@@ -87,10 +90,9 @@ class RoutePlanner:
         self.full_hops = FullHops()
         self.measured = MeasuredSpeeds()
         self._rates = RateClaims()
-        self._worked: dict[str, None] = {}  # peers that did their part before, the latest last; an ordered set
-        self._trials: dict[str, float] = {}  # peers that a session uses for the first time -> until when
-        self._vain_trials = 0  # first uses that failed, less those that did not
-        self._wary_until = float("-inf")
+        self._homes = Homes(network)
+        self._strangers = Strangers(self._homes, rng or random.SystemRandom())
+        self._new_routes = 0  # searched for
         self._without_adapter: dict[tuple[AdapterRef, str], float] = {}  # until when; the latest last
         self._searching = trio.Lock()  # one search at a time: the next one sees whom this one tries for the first time
 
@@ -144,7 +146,11 @@ class RoutePlanner:
         yield from self._rates.update(members)
         rates = self._rates.estimates(self._network.peer_id, self._network.links())
         byte_s = yield from by_chunks(lambda some: rates.byte_s(m.peer for m in some), members)
-        return KnownCosts(self.measured.block_s(trio.current_time(), again), penalty_s, byte_s)
+        homes = yield from self._homes_of(members)
+        return KnownCosts(self.measured.block_s(trio.current_time(), again), penalty_s, byte_s, homes=homes)
+
+    def _homes_of(self, members: Sequence[Announcement]) -> Pieces[dict[str, str]]:
+        return by_chunks(lambda some: {member.peer: self._homes.of(member.peer) for member in some}, members)
 
     def link_s(self) -> LinkSeconds:
         """Return a function for the estimated one-way seconds between two peers; "" is this node."""
@@ -163,7 +169,11 @@ class RoutePlanner:
         """Update the per-peer estimates from a reply's typical seconds per token over this route."""
         serving = [m for m in self.members() if m.serves]
         expected = believed_seconds(serving, replace(request, prompt_tokens=0), KnownCosts())
-        self.measured.note(route, token_s, links_seconds(route, self.link_s()), expected, trio.current_time())
+        links_s = links_seconds(route, self.link_s())
+        # Slow members can make others seem slow, but no hop took longer than all hops together.
+        most_s = {hop.peer: max(token_s - links_s, 0.0) / len(hop.span) for hop in route if hop.peer in expected}
+        expected |= {peer: min(seconds, expected[peer]) for peer, seconds in most_s.items()}
+        self.measured.note(route, token_s, links_s, expected, trio.current_time())
 
     async def find(
         self,
@@ -220,12 +230,25 @@ class RoutePlanner:
                 current, members, request, comparison.link_s, avoid=excluded, known=known, formats=formats
             )
 
-        search = repair if current else partial(self._search_new, comparison)
-        search = partial(self._past_broken_links, search, request, current)
+        def search_with(to_try: Collection[str]) -> Pieces[Route]:
+            among = replace(comparison, known=replace(known, to_try=to_try))
+            search = repair if current else partial(self._search_new, among)
+            search = partial(self._past_broken_links, search, request, current)
+            return self._without_trials(search, members, {*avoid, *avoided, *full}, current)
+
+        hidden = [] if current else (yield from self._hidden_to_try(comparison))
         try:
-            return (yield from self._without_trials(search, members, {*avoid, *avoided, *full}, current))
+            return (yield from search_in_order(search_with, hidden))
         except NoRoute as error:
             raise self._explained(error, members, avoided, full, request) from None
+
+    def _hidden_to_try(self, among: RouteComparison) -> Pieces[list[str]]:
+        """Return the members that slow ones hide, by lot, for one new route in `HIDDEN_EVERY`; else none."""
+        self._new_routes += 1
+        if self._new_routes % HIDDEN_EVERY:
+            return []
+        serving = [member for member in among.members if member.serves]
+        return self._strangers.in_order((yield from hidden_by_others(serving, among.request, among.known)))
 
     def _search_new(self, among: RouteComparison, excluded: Collection[str]) -> Pieces[Route]:
         found = yield from search_route(among.members, among.request, among.link_s, avoid=excluded, known=among.known)
@@ -302,23 +325,28 @@ class RoutePlanner:
         excluded: set[str],
         current: Route,
     ) -> Pieces[Route]:
-        """Search for a route without peers that another session tries for the first time, if there is one.
+        """Search for a route without strangers that are not to be tried now, if there is one.
 
         A stranger that claims to be the fastest and does nothing then costs one session its time, and not all. After
-        one that failed, all who never worked are left aside for a while: thousands can claim to be the fastest.
+        one that failed they are tried by lot, and not in the order of their claims: thousands can claim to be fastest.
         """
         now, own = trio.current_time(), {self._network.peer_id, *(hop.peer for hop in current)}
-        self._trials = {peer: until for peer, until in self._trials.items() if now < until}
-        tried = self._trials.keys() - own if self._worked else set()
-        if self._worked and now < self._wary_until:
-            tried = {member.peer for member in members} - self._worked.keys() - own
+        strangers = self._strangers.among(member.peer for member in members if member.serves) - own - excluded
+        not_now, failed = self._strangers.not_now(strangers, now), self._strangers.failed_among(strangers, now)
+        to_try = self._strangers.in_order(strangers - not_now) if self._strangers.by_lot else []
+
+        def search_with(tried: Collection[str]) -> Pieces[Route]:
+            return search(excluded | not_now | {*to_try}.difference(tried))
+
         try:
-            route = yield from search(excluded | tried)
+            return (yield from search_in_order(search_with, to_try))
         except NoRoute:
-            if not tried - excluded:
+            if not not_now:
                 raise
-            route = yield from search(excluded)
-        return route
+        if set() < failed < not_now:
+            with suppress(NoRoute):
+                return (yield from search(excluded | failed))
+        return (yield from search(excluded))
 
     def _past_broken_links(
         self,
@@ -354,10 +382,8 @@ class RoutePlanner:
 
     def _begin_trials(self, route: Route, current: Route) -> None:
         """Note the peers that a session is about to use for the first time."""
-        until, own = trio.current_time() + TRIAL_S, {self._network.peer_id, *(hop.peer for hop in current)}
-        for hop in route:
-            if hop.peer not in self._worked and hop.peer not in own:
-                self._trials.setdefault(hop.peer, until)
+        own = {self._network.peer_id, *(hop.peer for hop in current)}
+        self._strangers.begin({hop.peer for hop in route} - own, trio.current_time())
 
     def link_broke(self, sender: str, receiver: str) -> None:
         """Go round a link between two hops for a while."""
@@ -372,13 +398,7 @@ class RoutePlanner:
     def worked(self, peer: str) -> None:
         """Record that a peer did its part in a session."""
         self.bans.forgive(peer)
-        self._trials.pop(peer, None)
-        if peer not in self._worked:
-            self._vain_trials = max(self._vain_trials - 1, 0)
-        self._worked.pop(peer, None)
-        self._worked[peer] = None
-        if len(self._worked) > _REMEMBERED_WORKED:
-            del self._worked[next(iter(self._worked))]
+        self._strangers.worked(peer)
 
     def failed(self, peer: str, why: Reason) -> None:
         """Note in the trust book that a peer failed, and be wary of others that never worked if it never did."""
@@ -404,9 +424,7 @@ class RoutePlanner:
 
     def tried_in_vain(self, peer: str) -> None:
         """Be wary of peers that never worked, if this one never did."""
-        if peer not in self._worked:
-            self._vain_trials += 1
-            self._wary_until = trio.current_time() + backoff_s(WARY_S, self._vain_trials, WARIEST_S)
+        self._strangers.failed(peer, trio.current_time())
 
     def lacks_adapter(self, adapter: AdapterRef, peer: str) -> None:
         """Note that an adapter did not get to a peer."""

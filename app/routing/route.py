@@ -134,3 +134,5 @@ class KnownCosts:
     penalty_s: Mapping[str, float] = field(default_factory=dict)  # extra seconds per token because of low trust
     byte_s: Mapping[str, float] = field(default_factory=dict)  # seconds to receive a byte and to send it on
     hop_s: Mapping[str, float] = field(default_factory=dict)  # measured overhead of a hop per token, as `HOP_S` is
+    homes: Mapping[str, str] = field(default_factory=dict)  # `app.serving.homes`; who has none here has its own
+    to_try: Collection[str] = ()  # members whose claims are limited by the fastest that was measured alone

@@ -9,7 +9,7 @@ takes long, so it is computed in pieces (`app.core.pieces`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -73,6 +73,31 @@ def search_route(
     except NoRoute:
         usable = [m for p, m in by_peer.items() if p not in unused or unused[p].code == FULL]
         return (yield from _cheapest(usable, request, link_s, known))
+
+
+def search_in_order(search: Callable[[Sequence[str]], Pieces[Route]], order: Sequence[str]) -> Pieces[Route]:
+    """Return the first route that uses any of these peers, if the search may use one after the other of them.
+
+    `search` may use those that it is called with. Raises `NoRoute` if it does with all of them. Who is on a route with
+    all of them need not be asked first: a search with half of those that are left shows in which half the first one is.
+    """
+    route = yield from search(order)
+    too_few, enough = 0, _first_that_use(route, order)
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        found: Route = ()
+        with suppress(NoRoute):
+            found = yield from search(order[:middle])
+        if _first_that_use(found, order[:middle]):
+            route, enough = found, _first_that_use(found, order[:middle])
+        else:
+            too_few = middle
+    return route
+
+
+def _first_that_use(route: Route, order: Sequence[str]) -> int:
+    """Return how many of these peers a search may use, at least, to find this route; 0 if it uses none."""
+    return max((order.index(hop.peer) + 1 for hop in route if hop.peer in order), default=0)
 
 
 def why_unused(member: Announcement, request: RouteRequest) -> Reason | None:

@@ -31,9 +31,10 @@ from app.rounds import (
 )
 from app.rounds import log as round_log
 from app.rounds import wire as round_wire
-from app.routing import broken_links, capacity
+from app.routing import broken_links, capacity, strangers
+from app.routing.cost import BELIEVED_TIMES, ENOUGH_HOMES
 from app.routing.estimates import AGAIN_S, BELIEVED_S
-from app.routing.planner import WITHOUT_ADAPTER_S
+from app.routing.planner import HIDDEN_EVERY, WITHOUT_ADAPTER_S
 from app.serving import batching, block_server, handover, orders, shares
 from app.serving.adapters import AdapterLimits
 from app.serving.admission import IDLE_S, MAX_HELD_BACK, TURN_S, AdmissionLimits
@@ -163,6 +164,15 @@ ROWS: dict[str, tuple[float, ...]] = {
         WITHOUT_ADAPTER_S,
     ),
     "replies that take longer than was believed": (AGAIN_S, BELIEVED_S),
+    "members that never worked for an asker": (
+        strangers.TRIAL_S,
+        strangers.WARY_S,
+        strangers.WARIEST_S,
+        strangers.LEFT_ASIDE_S,
+        strangers.LONGEST_ASIDE_S,
+        strangers.REMEMBERED,
+    ),
+    "speeds that members claim": (BELIEVED_TIMES, BELIEVED_S, ENOUGH_HOMES, HIDDEN_EVERY),
     "caches that move": (
         handover.MAX_GIVEN,
         handover.GIVE_S,

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import trio
 from trio.testing import MockClock
 
+from app.core.pieces import Pieces, at_once
 from app.core.reasons import because
 from app.core.span import Span
 from app.hosting.block_host import BlockHost, HostingOptions
@@ -12,11 +21,16 @@ from app.membership import wire
 from app.membership.table import Table, TableLimits
 from app.routing.bans import FAILING
 from app.routing.planner import RoutePlanner, SessionRoutes
-from app.routing.route import RouteRequest
+from app.routing.route import Hop, Route, RouteRequest
+from app.routing.search import search_in_order
+from app.routing.strangers import LONGEST_ASIDE_S, WARIEST_S, WARY_S, Strangers
+from app.serving.homes import Homes
+from app.session.wire import PROTOCOL
 from app.swarm.records import Announcement, sign_announcement
 from engine.hosting import Hosted, HostingPlan
 from p2p.errors import P2PError
 from p2p.identity import Identity
+from p2p.memory.fabric import MemoryStream
 from tests.app.hash_model import HashRunner, greedy
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, open_swarm
 from tests.app.swarms import N_BLOCKS, Sim, SimNode, identity, open_sim, wall_clock
@@ -258,3 +272,96 @@ async def test_a_newcomer_is_used_again_after_others_failed(autojump_clock: Mock
         await trio.sleep(30)
         stats = await ask(asker, PROMPT, 4)
         assert [hop.peer for hop in stats.route] == ["newcomer"]
+
+
+async def silent(stream: MemoryStream) -> None:
+    """Take what is sent, and answer nothing."""
+    while True:
+        await stream.receive()
+
+
+async def join_in_vain(swarm: SessionSwarm, count: int, machine: str = "") -> None:
+    """Add members that claim to be the fastest and never answer a session; the asker is linked to all members."""
+    for number in range(count):
+        name = f"silent {number}"
+        swarm.fabric.node(name).accept(PROTOCOL, silent)
+        swarm.announcements[name] = Announcement(name, 1, 0, "", "serving", Span(0, 8), 100.0, 1000.0, 1 << 40)
+        if machine:
+            swarm.fabric.machine_of[name] = machine
+    for name in swarm.announcements:
+        await swarm.fabric.dial(swarm.fabric.nodes["asker"], name)
+
+
+@pytest.mark.parametrize(("count", "machine"), [(2, ""), (2, ONE_MACHINE), (40, ONE_MACHINE)])
+async def test_members_that_claim_to_be_fast_and_do_nothing_keep_no_newcomer_out(
+    autojump_clock: MockClock, count: int, machine: str
+) -> None:
+    """They came first again and again before: all strangers were left aside for longer than those that failed."""
+    async with open_swarm() as swarm:
+        await swarm.serve("old", HashRunner(0, 8), speed=10.0)
+        swarm.devices["old"].seconds = 0.1
+        asker = await swarm.asker()
+        await ask(asker, PROMPT, 2)
+        await swarm.serve("newcomer", HashRunner(0, 8), speed=60.0)
+        await join_in_vain(swarm, count, machine)
+        used: list[str] = []
+        for number in range(30):
+            stats = await ask(asker, [number, *PROMPT], 2)
+            used += [hop.peer for hop in stats.route]
+            await trio.sleep(60)
+        assert used.count("newcomer") >= 25, used
+
+
+def strangers_of(homes: dict[str, str], seed: int = 1) -> Strangers:
+    """Strangers of an asker that somebody has worked for, with the home of each."""
+    network: Any = SimpleNamespace(peer_id="me", source=lambda peer: homes.get(peer, ""))
+    strangers = Strangers(Homes(network), random.Random(seed))
+    strangers.worked("somebody")
+    return strangers
+
+
+def test_strangers_are_drawn_by_home_and_those_of_a_home_that_failed_come_last() -> None:
+    homes = {f"one {number}": ONE_MACHINE for number in range(20)} | {"a": "192.0.2.1", "b": "192.0.2.2"}
+    first = Counter(homes[strangers_of(homes, seed).in_order(sorted(homes))[0]] for seed in range(300))
+    assert min(first[home] for home in set(homes.values())) > 60, "each home has one voice"
+    strangers = strangers_of(homes)
+    strangers.failed("one 3", 0.0)
+    order = strangers.in_order(sorted(homes))
+    assert set(order[:2]) == {"a", "b"}
+    assert order[-1] == "one 3"
+    for peer in ("a", "b"):
+        strangers.failed(peer, 0.0)
+    first = Counter(homes[strangers.in_order(sorted(homes))[0]] for _ in range(300))
+    assert min(first[home] for home in set(homes.values())) > 60, "a home that failed has its turn among its like"
+
+
+def test_a_stranger_that_failed_is_left_aside_for_longer_than_the_others_and_longer_each_time() -> None:
+    strangers, now, pauses = strangers_of({}), 0.0, []
+    for _ in range(12):
+        begun = now
+        strangers.failed("liar", now)
+        while strangers.not_now({"other"}, now):
+            now += 1
+        assert strangers.not_now({"liar"}, now) == {"liar"} or now - begun == WARIEST_S
+        while strangers.not_now({"liar"}, now):
+            now += 1
+        pauses.append(now - begun)
+    assert pauses[0] > WARY_S
+    assert all(later > earlier or later == LONGEST_ASIDE_S for earlier, later in pairwise(pauses))
+
+
+def test_strangers_are_found_in_order_with_few_searches() -> None:
+    """Of hundreds, some of which would be on a route, the first of these is found; no search is needed for each."""
+    order = [f"p{number}" for number in range(500)]
+    wanted, searches = {"p123", "p400", "p499"}, 0
+
+    def search(peers: Sequence[str]) -> Pieces[Route]:
+        nonlocal searches
+        searches += 1
+        yield
+        best = max((peer for peer in peers if peer in wanted), default="known")
+        return (Hop(best, Span(0, N_BLOCKS)),)
+
+    assert [hop.peer for hop in at_once(search_in_order(search, order))] == ["p123"]
+    assert searches <= 11
+    assert [hop.peer for hop in at_once(search_in_order(search, order[:100]))] == ["known"]

@@ -75,7 +75,7 @@ def seconds(members: list[Announcement], rounds: int, rng: random.Random) -> dic
         )
         for _ in range(MEASURED)
     ]
-    network: Any = SimpleNamespace(peer_id="me", links=lambda: links)
+    network: Any = SimpleNamespace(peer_id="me", links=lambda: links, source=lambda peer: "")
     planner = RoutePlanner(network, lambda: members)
     request = RouteRequest(Span(0, BLOCKS), tokens=1000, prompt_tokens=100, row_bytes=8192)
     runs = []

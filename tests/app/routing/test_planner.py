@@ -148,7 +148,7 @@ async def test_a_hop_whose_links_to_several_others_broke_is_gone_round(
 
 
 def planner_of(members: list[Announcement]) -> RoutePlanner:
-    network: Any = SimpleNamespace(peer_id="me", links=lambda: ())
+    network: Any = SimpleNamespace(peer_id="me", links=lambda: (), source=lambda peer: "")
     return RoutePlanner(network, lambda: members)
 
 

@@ -100,7 +100,7 @@ def test_a_preferred_route_is_whole_and_keeps_its_share_of_the_speed(
 
 
 async def test_the_planner_follows_the_setting_as_it_is_now() -> None:
-    network: Any = SimpleNamespace(peer_id="me", links=lambda: ())
+    network: Any = SimpleNamespace(peer_id="me", links=lambda: (), source=lambda peer: "")
     preferences = PrivacyPreferences()
     members = [member("me", 0, BLOCKS, speed=3.0), member("far", 0, BLOCKS, speed=20.0)]
     planner = RoutePlanner(network, lambda: members, lambda: preferences)
