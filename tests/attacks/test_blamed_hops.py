@@ -26,7 +26,7 @@ Delay = Callable[[Sequence[str], int], float]  # (the route's peers, earlier rep
 
 async def replies(members: Sequence[Announcement], delay_s: Delay, count: int) -> list[tuple[float, str]]:
     """When replies began, one every few seconds, and over which hops; these keep their word but for the delay."""
-    network: Any = SimpleNamespace(peer_id="me", links=lambda: ())
+    network: Any = SimpleNamespace(peer_id="me", links=lambda: (), source=lambda peer: peer)
     planner = RoutePlanner(network, lambda: members)
     block_s = {one.peer: one.decode_block_s for one in members}
     used: list[tuple[float, str]] = []
