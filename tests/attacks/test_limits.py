@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from app.api import response_store, server
-from app.asker import recovery, route_session
+from app.asker import recovery, reply_service, route_session
 from app.config.settings import Settings
 from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
@@ -376,9 +376,11 @@ ROWS: dict[str, tuple[float, ...]] = {
     "peers from the local network (mDNS)": (seeker.MAX_NEIGHBOURS,),
     "schemas and grammars of requests": (
         constraint.MAX_CHARS,
+        constraint.TRUSTED_CHARS,
         grammar_trial.CPU_S,
-        grammar_trial.MEMORY_BYTES >> 30,
+        grammar_trial.MEMORY_BYTES / MIB,
         grammar_trial.AT_ONCE,
+        reply_service.TEXT_S,
     ),
     "responses kept for programs": (
         response_store.MOST,
