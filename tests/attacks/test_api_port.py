@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import socket
+import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import trio
 
+import ui.cast
 from app.api import places, server, supervisor
 from app.api.guard import Receive, Scope, Send
 from app.api.keys import KeyRing
@@ -20,9 +23,15 @@ from app.api.places import Place, Places, place_of
 from app.api.supervisor import ApiHealth, ApiSupervisor, api_trouble
 from app.asker.reply import ReplyEvent, ReplyText
 from app.asker.reply_service import ReplyRequest
+from app.cli import record
+from app.cli.dashboard import UrlConnector
+from app.config.home import Home, NodeInfo, api_token, hold, write_node_file
 from app.config.keys import add_key
+from app.core.errors import NotRunning
 from app.core.reasons import Reason, because
 from tests.app.api.api_double import TOKEN, DoubleNode, running_api
+from ui.state.follower import Follower, Heard, NodeConnector
+from ui.state.store import ConnectionState
 
 REQUEST = b"GET %s HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 # HTTP/2 with settings that grant no window, and a request for /
@@ -317,3 +326,77 @@ async def test_keys_have_equal_shares_of_the_places_whatever_each_asks_for() -> 
     assert ask(None, 500) == places.OWN_REQUESTS
     left = Counter(owner for owner, hold in holds if not hold.cancel_called)
     assert left == {"a": 32, "b": 32, "c": 32, "": 16}
+
+
+# --- the port of a node that has ended --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Home, str, socket.socket]]:
+    """A home whose node has ended, the URL that it had, and another program that listens there."""
+    monkeypatch.delenv("SHOAL_TOKEN", raising=False)
+    home = Home.open(tmp_path / "home")
+    api_token(home)
+    with server.open_socket(0, explicit=False) as port:
+        with hold(home):
+            write_node_file(home, NodeInfo(1, server.url_of(port), "12D3me"))
+        port.setblocking(False)
+        yield home, server.url_of(port), port
+
+
+def door_of_recording(home: Home, url: str, monkeypatch: pytest.MonkeyPatch) -> NodeConnector:
+    """How `shoal record --cast` reaches a node that runs when it begins."""
+    used: list[NodeConnector] = []
+
+    class Cast:
+        outputs, bytes, seconds, ended, trouble = 0, 0, 0.0, "", None
+
+        def __init__(self, door: NodeConnector, *_: object, **__: object) -> None:
+            used.append(door)
+
+        def run(self, size: tuple[int, int]) -> None:
+            pass
+
+    monkeypatch.setattr(ui.cast, "CastDashboard", Cast)
+    monkeypatch.setenv("TEXTUAL_COLOR_SYSTEM", "truecolor")  # which the command sets
+    file, limits = home.folder / "new.cast", {"tab": "overview", "size": 10**6, "for_s": 60.0}
+    with hold(home):
+        write_node_file(home, NodeInfo(1, url, "12D3me"))
+        record._record_cast(argparse.Namespace(home=home.folder, file=file, json=True, **limits))
+    return used[0]
+
+
+@pytest.mark.parametrize("is_recording", [False, True], ids=["url", "recording"])
+def test_a_program_at_the_port_of_a_node_that_has_ended_is_not_sent_the_token(
+    ended: tuple[Home, str, socket.socket], is_recording: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dashboard with `--node`, and a recording, went on sending it once a second."""
+    home, url, port = ended
+    door = door_of_recording(home, url, monkeypatch) if is_recording else UrlConnector(url, home.folder)
+    away = threading.Event()
+
+    def tell(heard: Heard) -> None:
+        assert isinstance(heard, ConnectionState)
+        away.set()
+
+    follower = Follower(door, tell)
+    follower.start()
+    assert away.wait(20)
+    follower.close()
+    with pytest.raises(BlockingIOError):
+        port.accept()
+
+
+def test_a_url_is_sent_the_token_of_this_home_only_if_its_node_runs_there(
+    ended: tuple[Home, str, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, url, _ = ended
+    with hold(home):
+        write_node_file(home, NodeInfo(1, url, "12D3me"))
+        for same in (url, f"{url}/", url.replace("127.0.0.1", "localhost")):
+            assert UrlConnector(same, home.folder).client().token == api_token(home)
+        for other in ("http://127.0.0.1:1", url.replace("127.0.0.1", "192.0.2.1")):
+            with pytest.raises(NotRunning, match="set SHOAL_TOKEN to the token of the node there"):
+                UrlConnector(other, home.folder).client()
+    monkeypatch.setenv("SHOAL_TOKEN", "of-another-node")
+    assert UrlConnector("http://127.0.0.1:1", home.folder).client().token == "of-another-node"
