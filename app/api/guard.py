@@ -1,4 +1,4 @@
-"""Access control of the API: checks token or key, a key's limits (`app.api.keys`), `Host`, `Origin` and size.
+"""Access control of the API: checks token or key, a key's limits (`app.api.keys`) and place, `Host`, `Origin` and size.
 
 A web page in the user's browser can send requests to loopback, and an attacker's DNS name can point there (DNS
 rebinding). So `Host` must be `localhost` or a literal IP address, which no DNS server controls: a loopback address,
@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 
 from app.api import error_forms
 from app.api.keys import KeyRing, owned_by, using
+from app.api.places import place_of
 from app.config.file import Config
 from app.config.keys import ApiKey
 from app.core.reasons import Reason, because
@@ -90,8 +91,29 @@ class Guard:
         given = [key for key in _given(headers) if key and not hmac.compare_digest(key, self._token)]
         key = next(filter(None, map(self._keys.find, given)), None)
         has_token = any(hmac.compare_digest(one, self._token) for one in _given(headers))
-        with owned_by(key.digest if key is not None else TOKEN_OWNER if has_token else OPEN_OWNER):
-            await self._within_limits(key, scope, receive, send)
+        owner = key.digest if key is not None else TOKEN_OWNER if has_token else OPEN_OWNER
+        with owned_by(owner):
+            if scope["path"] in OPEN_PATHS:
+                await self._application(scope, receive, send)
+            else:
+                await self._in_place(owner, key, scope, receive, send)
+
+    async def _in_place(self, owner: str, key: ApiKey | None, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request in a place of its owner's; without one, or once it gives way, it is refused or cut off."""
+        is_begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal is_begun
+            is_begun = True
+            await send(message)
+
+        with place_of(scope).taken(None if owner == TOKEN_OWNER else owner) as hold:
+            if not hold.cancel_called:
+                await self._within_limits(key, scope, receive, sending)
+        if hold.cancel_called and not is_begun:
+            text = "this node takes no more requests now, and you have your share of them: wait until one has ended"
+            why = because("rate_limited", text)
+            await _refuse(send, scope["path"], 429, why, [(b"retry-after", b"1")])
 
     async def _within_limits(self, key: ApiKey | None, scope: Scope, receive: Receive, send: Send) -> None:
         if key is None or scope["method"] != "POST":

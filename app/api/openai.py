@@ -14,9 +14,10 @@ import secrets
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from itertools import accumulate, islice
 from typing import Any
 
 import trio
@@ -39,6 +40,9 @@ from app.snapshot.views import Snapshot, SwarmView
 from engine.text.output_form import ReplyPart, SaidText, ThoughtText, TokenLogprob
 
 Asked = ChatCompletion | TextCompletion
+# What is written of an answer in one go, while the rest of the node waits.
+PIECE_CHARS = 1 << 14
+PIECE_ITEMS = 32  # of a list: the probabilities of so many tokens take 6 ms
 
 
 def routes(control: Control) -> APIRouter:
@@ -152,7 +156,8 @@ class _ReplyFormat(ABC):
     echo: str = ""  # text before the reply
 
     @abstractmethod
-    def whole(self, index: int, reply: WholeReply) -> dict[str, Any]: ...
+    def whole(self, index: int, reply: WholeReply) -> dict[str, Any]:
+        """Return a whole reply; its probabilities are iterators, for `_json_pieces`."""
 
     @abstractmethod
     def pieces(self, index: int, parts: Sequence[ReplyPart], logprob: TokenLogprob | None) -> list[dict[str, Any]]: ...
@@ -184,7 +189,7 @@ class _Chat(_ReplyFormat):
             message["reasoning_content"] = reply.thought
         if reply.calls:
             message["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in reply.calls]
-        logprobs = {"content": list(map(_chat_logprob, reply.logprobs)), "refusal": None} if reply.logprobs else None
+        logprobs = {"content": map(_chat_logprob, reply.logprobs), "refusal": None} if reply.logprobs else None
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reply.finish_reason}
 
     def pieces(self, index: int, parts: Sequence[ReplyPart], logprob: TokenLogprob | None) -> list[dict[str, Any]]:
@@ -214,7 +219,7 @@ def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def _chat_logprob(one: TokenLogprob) -> dict[str, Any]:
-    told = {"token": one.data.decode("utf-8", "replace"), "logprob": one.logprob, "bytes": list(one.data)}
+    told = {"token": _text_of(one), "logprob": one.logprob, "bytes": list(one.data)}
     return {
         **told,
         "top_logprobs": [{k: v for k, v in _chat_logprob(t).items() if k != "top_logprobs"} for t in one.top],
@@ -227,29 +232,33 @@ class _Text(_ReplyFormat):
         return cls(_head("cmpl", snapshot, asked.model), "text_completion", "text_completion")
 
     def whole(self, index: int, reply: WholeReply) -> dict[str, Any]:
-        return self._choice(index, self.echo + reply.text, reply.logprobs, reply.finish_reason)
+        told = _text_logprobs(reply.logprobs) if reply.logprobs else None
+        return self._choice(index, self.echo + reply.text, told, reply.finish_reason)
 
     def pieces(self, index: int, parts: Sequence[ReplyPart], logprob: TokenLogprob | None) -> list[dict[str, Any]]:
         text = "".join(part.text for part in parts if isinstance(part, SaidText))
-        return [self._choice(index, text, [] if logprob is None else [logprob], None)] if text or logprob else []
+        told = None if logprob is None else {name: list(of) for name, of in _text_logprobs([logprob]).items()}
+        return [self._choice(index, text, told, None)] if text or logprob else []
 
     def end(self, index: int, reason: str | None) -> dict[str, Any]:
-        return self._choice(index, "", [], reason)
+        return self._choice(index, "", None, reason)
 
     @staticmethod
-    def _choice(index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
-        told = _text_logprobs(logprobs) if logprobs else None
+    def _choice(index: int, text: str, told: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": told, "finish_reason": reason}
 
 
-def _text_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    tokens = [one.data.decode("utf-8", "replace") for one in logprobs]
+def _text_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Iterator[Any]]:
     return {
-        "tokens": tokens,
-        "token_logprobs": [one.logprob for one in logprobs],
-        "top_logprobs": [{t.data.decode("utf-8", "replace"): t.logprob for t in one.top} for one in logprobs],
-        "text_offset": [sum(map(len, tokens[:place])) for place in range(len(tokens))],
+        "tokens": map(_text_of, logprobs),
+        "token_logprobs": (one.logprob for one in logprobs),
+        "top_logprobs": ({_text_of(t): t.logprob for t in one.top} for one in logprobs),
+        "text_offset": islice(accumulate((len(_text_of(one)) for one in logprobs), initial=0), len(logprobs)),
     }
+
+
+def _text_of(one: TokenLogprob) -> str:
+    return one.data.decode("utf-8", "replace")
 
 
 def usage_of(all_stats: Sequence[ReplyStats]) -> dict[str, Any]:
@@ -284,26 +293,49 @@ async def _echo(control: Control, request: ReplyRequest, form: _ReplyFormat, ask
 async def _whole(
     control: Control, request: ReplyRequest, form: _ReplyFormat, asked: Asked
 ) -> AsyncGenerator[bytes, None]:
-    """Yield one JSON value once all replies are complete; they are written side by side."""
+    """Yield one JSON value, in pieces, once all replies are complete; they are written side by side."""
     form = await _echo(control, request, form, asked)
     count = asked.n or 1
     drawn = max(count, asked.best_of or 1) if isinstance(asked, TextCompletion) else count
     replies = await side_by_side([metered_reply(control, one) for one in _numbered(request, drawn)])
     used = [reply.stats for reply in replies if reply.stats is not None]
     if drawn > count:
-        replies = sorted(replies, key=_mean_logprob, reverse=True)[:count]
+        replies = sorted(replies, key=lambda reply: reply.mean_logprob, reverse=True)[:count]
     if isinstance(asked, TextCompletion) and asked.logprobs is None:
         replies = [replace(reply, logprobs=[]) for reply in replies]
-    choices: list[str] = []
-    for index, reply in enumerate(replies):
-        await trio.lowlevel.checkpoint()  # the probabilities of 8000 tokens take two seconds
-        choices.append(json.dumps(form.whole(index, reply), allow_nan=False))
-    rest = json.dumps({**form.head, "object": form.kind, "usage": usage_of(used)}, allow_nan=False)
-    yield f'{{"choices": [{", ".join(choices)}], {rest[1:]}'.encode()
+    choices = [form.whole(index, reply) for index, reply in enumerate(replies)]
+    written, size = list[str](), 0
+    for piece in _json_pieces({**form.head, "object": form.kind, "choices": choices, "usage": usage_of(used)}):
+        written.append(piece)
+        size += len(piece)
+        if size >= PIECE_CHARS:
+            await trio.lowlevel.checkpoint()
+            yield "".join(written).encode()
+            written, size = [], 0
+    yield "".join(written).encode()
 
 
-def _mean_logprob(reply: WholeReply) -> float:
-    return sum(one.logprob for one in reply.logprobs) / max(len(reply.logprobs), 1)
+def _json_pieces(value: Any) -> Iterator[str]:
+    """Yield a value as JSON; an iterator in it is written as a list, `PIECE_ITEMS` at a time as it is read."""
+    if isinstance(value, dict) and value:
+        for place, (name, one) in enumerate(value.items()):
+            yield f"{', ' if place else '{'}{json.dumps(name)}: "
+            yield from _json_pieces(one)
+        yield "}"
+    elif isinstance(value, list) and value:
+        for place, one in enumerate(value):
+            yield ", " if place else "["
+            yield from _json_pieces(one)
+        yield "]"
+    elif isinstance(value, Iterator):
+        yield "["
+        between = ""
+        while items := list(islice(value, PIECE_ITEMS)):
+            yield between + json.dumps(items, allow_nan=False)[1:-1]
+            between = ", "
+        yield "]"
+    else:
+        yield json.dumps(value, allow_nan=False)
 
 
 async def _events(

@@ -40,6 +40,7 @@ class WholeReply:
     calls: list[MadeCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stats: ReplyStats | None = None
+    _logprob_sum: float = 0.0
 
     def add(self, event: ReplyText) -> tuple[ReplyPart, ...]:
         """Take the next piece and return its parts."""
@@ -52,12 +53,18 @@ class WholeReply:
                 self._add_call(part)
         if event.logprob is not None:
             self.logprobs.append(event.logprob)
+            self._logprob_sum += event.logprob.logprob
         return event.read_parts
 
     def _add_call(self, part: CallPiece) -> None:
         if part.name is not None:
             self.calls.append(MadeCall(part.id, part.name))
         self.calls[part.index].arguments += part.arguments
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log probability of its tokens."""
+        return self._logprob_sum / max(len(self.logprobs), 1)
 
     @property
     def finish_reason(self) -> str | None:

@@ -1,7 +1,8 @@
 """The API's sockets and server: loopback, and HTTPS on another address if `api_host` names one; hypercorn on trio.
 
 Hypercorn speaks HTTP on each connection. How many there are, and when they end, is decided here: it accepts any number,
-and waits without end for a client that does not read. `app.api.supervisor` restarts the server if it fails.
+and waits without end for a client that does not read. How many have a request under way, and whose, is decided in
+`app.api.places`. `app.api.supervisor` restarts the server if it fails.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 from hypercorn.config import Config as ServerConfig
-from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.events import Closed, Event, RawData
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.protocol.ws_stream import WSStream
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
-from hypercorn.typing import ConnectionState
 from hypercorn.utils import wrap_app
 
 from app.api.certificate import LanCertificate, addresses_of, lan_certificate
 from app.api.guard import Application
+from app.api.places import STATE, Place, Places
 from app.config.home import Home
 from app.config.keys import read_keys
 from app.core.errors import AppError
@@ -45,10 +46,7 @@ GRACE_S = 2.0
 # Seconds that a connection may be open without a request: on a busy machine it comes late.
 IDLE_S = 30
 SEND_S = 60.0  # a client that takes nothing for so long is given up
-MAX_CONNECTIONS = 128  # beyond that one without a request gives way, the oldest first
-MAX_REFUSED = 16  # at the same time: told that there is no place; others are closed without a word
-REFUSE_S = 2.0
-_FULL = b"HTTP/1.1 503 \r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+MAX_CONNECTIONS = 128  # more than requests may be under way: beyond that one without gives way, the oldest first
 
 log = logging.getLogger("shoal.api")
 
@@ -137,7 +135,7 @@ def _url(scheme: str, host: str, port: int) -> str:
 
 
 class Crowd:
-    """When a client of the API was last turned away because all places were taken; shared with the API's test."""
+    """When a client of the API was last closed because there were too many; shared with the API's test."""
 
     turned_away_at = -math.inf  # on trio's clock
 
@@ -201,7 +199,9 @@ class _Http1(H11Protocol):
 class _Connection(TCPServer):
     """One client; it is given up if it takes nothing of an answer for `SEND_S`."""
 
-    is_idle = True  # no request is under way
+    def __init__(self, app: Any, config: ServerConfig, context: WorkerContext, place: Place, stream: Any) -> None:
+        super().__init__(app, config, context, {STATE: place}, stream)
+        self.place = place
 
     async def _read_data(self) -> None:
         made = self.protocol
@@ -213,8 +213,6 @@ class _Connection(TCPServer):
 
     async def protocol_send(self, event: Event) -> None:
         """Carry out what HTTP asks for, as hypercorn does, but without waiting for ever."""
-        if isinstance(event, Updated):
-            self.is_idle = event.idle
         if not isinstance(event, RawData):
             await super().protocol_send(event)
             return
@@ -236,43 +234,28 @@ class _Connections:
         self._crowd = crowd
         self._application = wrap_app(application, config.wsgi_max_body_size, "asgi")  # type: ignore[arg-type]
         self._config, self._context = config, WorkerContext(None)
+        self._places = Places()
         self._open: dict[_Connection, None] = {}  # the oldest first
         self._ended_one = Signal()
-        self._refused = 0
 
     async def serve(self, stream: trio.SocketStream | trio.SSLStream) -> None:
         """Serve a client until one of the two ends the connection; whatever fails costs this client alone."""
+        connection = _Connection(self._application, self._config, self._context, Place(self._places), stream)
+        idle = None
         if len(self._open) >= MAX_CONNECTIONS:
             self._crowd.turned_away_at = trio.current_time()
-            idle = next((one for one in self._open if one.is_idle), None)
-            if idle is None:
-                await self._refuse(stream)
-                return
+            idle = next(one for one in self._open if not one.place.is_taken)
             del self._open[idle]
-            await trio.aclose_forcefully(idle.stream)
-        connection = _Connection(self._application, self._config, self._context, ConnectionState({}), stream)  # type: ignore[arg-type]
-        self._open[connection] = None
+        self._open[connection] = None  # before anybody else runs, who would find room
         try:
+            if idle is not None:
+                await trio.aclose_forcefully(idle.stream)
             await connection.run()
         except Exception:
             log.exception("a connection to the API failed")
         finally:
             self._open.pop(connection, None)
             self._ended_one.notify()
-            await trio.aclose_forcefully(stream)
-
-    async def _refuse(self, stream: trio.SocketStream | trio.SSLStream) -> None:
-        """Tell a client that there is no place, once it has asked: an answer before that could be lost."""
-        self._refused += 1
-        try:
-            if self._refused <= MAX_REFUSED:
-                with trio.move_on_after(REFUSE_S):
-                    await stream.receive_some(65536)
-                    await stream.send_all(_FULL)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # it is gone
-        finally:
-            self._refused -= 1
             await trio.aclose_forcefully(stream)
 
     async def end(self) -> None:

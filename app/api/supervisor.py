@@ -121,6 +121,6 @@ async def api_trouble(url: str) -> Reason | None:
     except (OSError, trio.BrokenResourceError) as error:
         trouble = f"the API cannot be reached: {error}"
     else:
-        if b" 200 " in answer or b" 503 " in answer:  # it has no place left: many replies are no fault
+        if b" 200 " in answer:
             return None
     return because("probe_api", f"this node failed its own test: {trouble}")

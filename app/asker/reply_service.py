@@ -7,8 +7,9 @@ where a GPU runs the head; the blocks in between run on the hops (`app.asker.ask
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -37,7 +38,8 @@ from app.swarm.records import Announcement
 from app.weights.draft_models import AUTO, OFF
 from app.weights.extents import WeightsError
 from engine.errors import EngineError, SourceError
-from engine.text.output_form import Constraint, ReplyPart, ToolUse
+from engine.text import grammar_trial
+from engine.text.output_form import Constraint, ConstraintError, ReplyPart, ToolUse
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from engine.model.block import WeightOptions
     from engine.sources.base import ModelSource
     from engine.swarm_ends import SwarmEnds
+    from engine.text.constraint import Grammar
     from engine.text.prompt import PreparedChat
     from engine.text.reply import ReplySettings
 
@@ -55,7 +58,7 @@ T = TypeVar("T")
 WAIT_FOR_ENDS_S = 30.0  # for tokenizer, embedding and head to arrive, before a request fails
 WAIT_IN_TROUBLE_S = 2.0  # the same where they will hardly come, but may be on this disk
 TRY_AGAIN_S = 15.0
-TEXT_S = 60.0  # for the model's chat template and tokenizer to make tokens of a text
+TEXT_S = 60.0  # for what a request's text is put through before its reply: template, tokenizer, compiler of grammars
 TEXTS_AT_ONCE = 4
 FORECAST_TOKENS = 16  # shorter replies say nothing about a forecast
 
@@ -154,6 +157,8 @@ class ReplyService:
         self._count = count  # called at the end of each reply, with its tokens and the peers that took part
         self.device = DeviceThread()  # that computes head and samples
         self._texts = trio.CapacityLimiter(TEXTS_AT_ONCE)
+        self._trials = trio.CapacityLimiter(grammar_trial.AT_ONCE)
+        self._trial_turns: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)  # by owner
         self._lock, self._loading = trio.Lock(), trio.Lock()
         self._head_options: WeightOptions | None = None  # None: on the CPU, loaded with the first request
         self._ends: SwarmEnds | None = None
@@ -275,7 +280,9 @@ class ReplyService:
             prompt = len(prepared.prompt_ids)
             fitting = await asker.fitting_tokens(prompt, request.max_tokens, request.private_blocks)
             request = replace(request, max_tokens=fitting)
-        settings = await self.device.run_apart(_settings, ends, request, prepared)
+        constraint = prepared.constraint
+        grammar = None if constraint is None else await self._grammar(ends, constraint, request.owner)
+        settings = _settings(ends, request, prepared, grammar)
         reader = prepared.reader if request.is_read else None
         pieces: list[str] = []
         changes = RouteChanges()
@@ -323,21 +330,24 @@ class ReplyService:
         return NoRoute(error.block, f": {trouble.text}; {trouble.next_step}", code=trouble.code)
 
     async def _of_text(self, function: Callable[..., T], *args: Any) -> T:
-        """Call what the model's chat template and tokenizer do, in a thread; raises `SourceError` after `TEXT_S`.
+        """Call what the model's chat template and tokenizer do, in a thread; raises `SourceError` after `TEXT_S`."""
+        try:
+            return await _left_behind(self._texts, function, *args)
+        except trio.TooSlowError:
+            raise SourceError(
+                f"the model's chat template and tokenizer take more than {TEXT_S:.0f} s for this text: shorten it, or "
+                "choose another model"
+            ) from None
 
-        The patterns of a tokenizer can compute for days, and nothing stops them: then the thread is left behind.
-        """
-        with trio.move_on_after(TEXT_S):
-            made: T = await trio.to_thread.run_sync(
-                partial(function, *args),
-                abandon_on_cancel=True,
-                limiter=self._texts,  # type: ignore[call-arg]
-            )
-            return made
-        raise SourceError(
-            f"the model's chat template and tokenizer take more than {TEXT_S:.0f} s for this text: shorten it, or "
-            "choose another model"
-        )
+    async def _grammar(self, ends: SwarmEnds, constraint: Constraint, owner: str) -> Grammar:
+        """Return a compiled constraint; of one owner, one is tried at a time. Raises `ConstraintError`."""
+        grammars = ends.text.grammars
+        is_harmless = grammars.is_harmless(constraint)
+        async with nullcontext() if is_harmless else self._trial_turns[owner]:
+            try:
+                return await _left_behind(self._texts if is_harmless else self._trials, grammars.compile, constraint)
+            except trio.TooSlowError:
+                raise ConstraintError(constraint.field, grammar_trial.TOO_COMPLEX) from None
 
     async def tokenize(self, request: ReplyRequest, *, add_special: bool = True) -> list[int]:
         """Return the token ids of a request's prompt; `add_special` is for a text. Raises as `reply` does."""
@@ -472,6 +482,20 @@ def _cpu_ends() -> WeightOptions:
     return CPU_ENDS
 
 
+async def _left_behind(limiter: trio.CapacityLimiter, function: Callable[..., T], *args: Any) -> T:
+    """Call a function in a thread that is left behind if the caller is cancelled; raises `TooSlowError` after `TEXT_S`.
+
+    The patterns of a tokenizer can compute for days, and nothing stops them. The thread keeps its place in `limiter`.
+    """
+    with trio.fail_after(TEXT_S):
+        made: T = await trio.to_thread.run_sync(
+            partial(function, *args),
+            abandon_on_cancel=True,
+            limiter=limiter,  # type: ignore[call-arg]
+        )
+        return made
+
+
 def _prepared(ends: SwarmEnds, request: ReplyRequest) -> PreparedChat:
     from engine.text.infill import infill_prompt
     from engine.text.prompt import PreparedChat
@@ -487,7 +511,7 @@ def _prepared(ends: SwarmEnds, request: ReplyRequest) -> PreparedChat:
     return ends.text.prepare(request.messages, request.tools, request.constraint, request.template_variables)
 
 
-def _settings(ends: SwarmEnds, request: ReplyRequest, prepared: PreparedChat) -> ReplySettings:
+def _settings(ends: SwarmEnds, request: ReplyRequest, prepared: PreparedChat, grammar: Grammar | None) -> ReplySettings:
     from engine.text.reply import ReplySettings
     from engine.text.sampler import Sampling
 
@@ -504,7 +528,5 @@ def _settings(ends: SwarmEnds, request: ReplyRequest, prepared: PreparedChat) ->
         r.frequency_penalty,
         r.presence_penalty,
     )
-    constraint = prepared.constraint
-    grammar = None if constraint is None else ends.text.grammars.compile(constraint)
     shown = prepared.shown if r.is_read else frozenset()
     return ReplySettings(r.max_tokens, sampling, r.stop, grammar, shown, r.logprobs, prepared.end_ids)

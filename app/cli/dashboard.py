@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from app.core.errors import HomeError, NotRunning, UsageError
 from p2p.platform import apart_from_terminal, module_command
@@ -155,6 +156,12 @@ class WatchConnector(HomeConnector):
         raise NotRunning("this view is read-only")
 
 
+def _is_same_place(url: str, node_url: str) -> bool:
+    """True if a URL leads to the API at `node_url` of this machine."""
+    asked, node = urlsplit(url), urlsplit(node_url)
+    return asked.port == node.port and asked.hostname in ("localhost", node.hostname)
+
+
 class UrlConnector:
     """Connects to a node by URL, and never starts one; satisfies `ui.state.follower.NodeConnector`."""
 
@@ -164,11 +171,22 @@ class UrlConnector:
         self._url, self._home = url, home
 
     def client(self) -> Client:
-        """Return a client with the token from `SHOAL_TOKEN` or from the home folder."""
-        from app.api.client import Client
-        from app.config.home import Home, api_token
+        """Return a client with the token from `SHOAL_TOKEN`, or with that of the home if its node runs at this URL.
 
-        return Client(self._url, os.environ.get("SHOAL_TOKEN") or api_token(Home(self._home)))
+        Raises `NotRunning` otherwise: any program may have the port of a node that has ended, and whoever is sent the
+        token controls the node.
+        """
+        from app.api.client import Client, running_client
+
+        if token := os.environ.get("SHOAL_TOKEN"):
+            return Client(self._url, token)
+        client = running_client(self._home)
+        if client is None or not _is_same_place(self._url, client.url):
+            raise NotRunning(
+                f"the node of {self._home} does not run at {self._url[:80]}: start it, or set SHOAL_TOKEN to the token "
+                "of the node there"
+            )
+        return client
 
     def coming_up(self) -> bool:
         """Return False: this class starts no node."""

@@ -103,16 +103,16 @@ def _record_node(arguments: argparse.Namespace) -> Recorded:
 
 def _record_cast(arguments: argparse.Namespace) -> Recorded:
     from app.api.client import client_of
-    from app.cli.dashboard import UrlConnector
+    from app.cli.dashboard import WatchConnector
 
     os.environ["TEXTUAL_COLOR_SYSTEM"] = "truecolor"  # Textual reads it when it is imported
     from ui.cast import CastDashboard
 
-    client = client_of(arguments.home)
+    client_of(arguments.home)  # raises if no node runs, before a file is made
     with new_file(arguments.file) as write:
         _say_begun(arguments)
         app = CastDashboard(
-            UrlConnector(client.url, arguments.home),
+            WatchConnector(arguments.home),
             write,
             tab=arguments.tab,
             most_bytes=arguments.size,

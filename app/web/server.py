@@ -18,6 +18,7 @@ from typing import Any
 import trio
 
 from app.api.guard import Message, Receive, Scope, Send, is_this_machine
+from app.api.places import place_of
 from app.web.links import Links, Mode
 from app.web.screen import ScreenFailed, ScreenProcess
 
@@ -72,7 +73,10 @@ class WebServer:
         else:
             await receive()  # websocket.connect
             await send({"type": "websocket.accept"})
-            code = await self._handle(receive, send)
+            code: int | None = CROWDED
+            with place_of(scope).taken(None) as hold:
+                if not hold.cancel_called:
+                    code = await self._handle(receive, send)
             if code is not None:
                 await send({"type": "websocket.close", "code": code})
 

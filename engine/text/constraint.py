@@ -19,12 +19,16 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from engine.errors import SourceError
 from engine.sources.layout import MAX_VOCABULARY
 from engine.text import grammar_trial
-from engine.text.output_form import Constraint, ConstraintError, ConstraintKind
+from engine.text.output_form import Constraint, ConstraintError
 from engine.text.tokenizer import Tokenizer
 
 MAX_CHARS = 1 << 18
 TRUSTED_CHARS = 4096
 REMEMBERED_TRIALS = 256
+# Keywords of a schema that make nothing larger than they are: a number or a pattern of a few characters can make
+# gigabytes, and a choice beside other keywords multiplies with them.
+_NOTES = frozenset({"$schema", "default", "description", "title"})
+_VALUES = frozenset({"const", "enum", "required", "type"})
 _MAX_MESSAGE = 300
 # One space, or a line break and its indentation: models write no other whitespace, and this much cannot go on for ever.
 WHITESPACE = r"[\x20]|\x0A[\x20]{0,24}"
@@ -113,7 +117,7 @@ class GrammarCompiler:
         vocabulary = self._vocabulary()
         try:
             text = _source(constraint)
-            if not _is_harmless(constraint.kind, text):
+            if not self.is_harmless(constraint):
                 self._try_apart(text, constraint.field)
             matcher = LLMatcher(vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
         except (KeyboardInterrupt, SystemExit, MemoryError, ConstraintError):
@@ -123,6 +127,13 @@ class GrammarCompiler:
         if matcher.is_error():
             raise ConstraintError(constraint.field, _line(matcher.get_error()))
         return Grammar(matcher, constraint.field)
+
+    @staticmethod
+    def is_harmless(constraint: Constraint) -> bool:
+        """True for what needs no trial: a few choices, or a short schema that only names types, fields and values."""
+        if len(constraint.text) > TRUSTED_CHARS or constraint.kind not in ("choice", "json"):
+            return False
+        return constraint.kind == "choice" or _is_plain(constraint.text)
 
     def _try_apart(self, text: str, field: str) -> None:
         """Compile a text in another process first, once; raises `ConstraintError` if it is wrong or does harm."""
@@ -161,9 +172,28 @@ class GrammarCompiler:
             raise SourceError(f"this model's tokenizer allows no constrained replies ({_line(str(error))})") from error
 
 
-def _is_harmless(kind: ConstraintKind, text: str) -> bool:
-    """True for what needs no trial: a short text whose parts neither refer to each other nor are combined."""
-    return kind != "grammar" and len(text) <= TRUSTED_CHARS and not any(word in text for word in ("$ref", "allOf"))
+def _is_plain(text: str) -> bool:
+    """True for a schema in which nothing can be larger than its text."""
+    try:
+        waiting = [json.loads(text)]
+    except (ValueError, RecursionError):
+        return False
+    while waiting:
+        schema = waiting.pop()
+        if isinstance(schema, bool):
+            continue
+        if not isinstance(schema, dict):
+            return False
+        for keyword, value in schema.items():
+            if keyword in ("items", "additionalProperties"):
+                waiting.append(value)
+            elif keyword == "properties" and isinstance(value, dict):
+                waiting += value.values()
+            elif keyword == "anyOf" and isinstance(value, list) and schema.keys() <= {"anyOf", *_NOTES}:
+                waiting += value
+            elif keyword not in _NOTES | _VALUES:
+                return False
+    return True
 
 
 def _line(text: str) -> str:

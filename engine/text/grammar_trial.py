@@ -1,9 +1,10 @@
 """Compiles a grammar in a process of its own, so that one which the library cannot bear ends that process alone.
 
 `llguidance` bounds the work for a token, but not that for a grammar: a few kilobytes can overflow its stack, which ends
-the process, or compute for hours, which nothing can interrupt. So `engine.text.constraint` tries all but the
-simplest constraints here first. The trial's tokenizer has the model's special tokens, but only bytes besides: it is
-made in a moment, and a grammar refers to nothing else of a vocabulary.
+the process, and a number of nine digits can compute for hours and take gigabytes, which nothing can interrupt. So
+`engine.text.constraint` tries everything here first but what cannot be larger than its text. The trial's tokenizer has
+the model's special tokens, but only bytes besides: it is made in a moment, and a grammar refers to nothing else of a
+vocabulary.
 
 Only what compiles here is compiled in the node, so it does not matter that the trial's vocabulary is another.
 """
@@ -22,7 +23,7 @@ from pathlib import Path
 CPU_S = 4  # a schema of 2000 fields takes 0.7 s
 MASK_S = 0.25  # for the first token: all replies of the node wait while the tokens of one are found
 WALL_S = 30.0  # on a busy machine
-MEMORY_BYTES = 2 << 30
+MEMORY_BYTES = 512 << 20  # of addresses: a schema of 2000 fields takes 160 MiB, and half of that is Python
 STACK_BYTES = 1 << 20  # less than threads have on any system
 AT_ONCE = 2
 
@@ -109,9 +110,9 @@ def _main() -> int:
     _limit_resources()
     threading.stack_size(STACK_BYTES)
     ended: list[str] = []
-    trial = threading.Thread(target=_try, args=(ended,))
+    trial = threading.Thread(target=_try, args=(ended,), daemon=True)
     trial.start()
-    trial.join()
+    trial.join(WALL_S)  # the node that waits for it may be gone
     sys.stdout.buffer.write("".join(ended).encode(errors="replace"))
     return 1 if not ended else _REFUSED if ended[0] else 0
 

@@ -1,19 +1,37 @@
-"""Programs that reach the API's port without a token: they cost the node neither its file handles nor its end."""
+"""Programs that reach the API's port, with a key or without: they take neither its places nor the node's end."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import socket
-from collections.abc import AsyncIterator
+import threading
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import trio
 
-from app.api import server, supervisor
+import ui.cast
+from app.api import places, server, supervisor
 from app.api.guard import Receive, Scope, Send
+from app.api.keys import KeyRing
+from app.api.places import Place, Places, place_of
 from app.api.supervisor import ApiHealth, ApiSupervisor, api_trouble
-from app.core.reasons import Reason
+from app.asker.reply import ReplyEvent, ReplyText
+from app.asker.reply_service import ReplyRequest
+from app.cli import record
+from app.cli.dashboard import UrlConnector
+from app.config.home import Home, NodeInfo, api_token, hold, write_node_file
+from app.config.keys import add_key
+from app.core.errors import NotRunning
+from app.core.reasons import Reason, because
+from tests.app.api.api_double import TOKEN, DoubleNode, running_api
+from ui.state.follower import Follower, Heard, NodeConnector
+from ui.state.store import ConnectionState
 
 REQUEST = b"GET %s HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 # HTTP/2 with settings that grant no window, and a request for /
@@ -42,8 +60,10 @@ class Asked:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/slow":
-            self.slow.release()
-            await trio.sleep_forever()
+            with place_of(scope).taken(None) as hold:
+                if not hold.cancel_called:
+                    self.slow.release()
+                    await trio.sleep_forever()
         body = b"x" * MORE_THAN_BUFFERS if scope["path"] == "/large" else b"{}"
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": body})
@@ -141,6 +161,7 @@ async def waiting_request(url: str, application: Asked) -> trio.SocketStream:
 async def test_idle_connections_give_way_and_those_with_a_request_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a limit, any program of the machine could take all file handles, and the node lost its peers."""
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(places, "MAX_REQUESTS", 7)
     with trio.fail_after(30):
         async with served() as (url, application):
             busy = await waiting_request(url, application)
@@ -154,31 +175,20 @@ async def test_idle_connections_give_way_and_those_with_a_request_do_not(monkeyp
         await stream.aclose()
 
 
-async def test_a_full_api_of_requests_refuses_further_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is no trouble: the API was restarted under all these replies, and the node stopped hosting."""
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
-    with trio.fail_after(30):
-        async with served() as (url, application):
-            busy = [await waiting_request(url, application) for _ in range(2)]
-            refused = await connected(url)
-            await refused.send_all(REQUEST % b"/")
-            assert (await refused.receive_some(65536)).startswith(b"HTTP/1.1 503 ")
-            assert await api_trouble(url) is None
-            await refused.aclose()
-    for stream in busy:
-        await stream.aclose()
-
-
 async def test_a_crowd_at_a_full_api_does_not_have_it_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own test was closed without a word like any other client, which cut all replies off every 30 s."""
     monkeypatch.setattr(supervisor, "EVERY_S", 0.01)
     monkeypatch.setattr(supervisor, "TRY_AGAIN_S", 0.01)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(places, "MAX_REQUESTS", 0)
     tested = trio.Semaphore(0)
 
-    async def counted(url: str) -> Reason | None:
-        trouble = await api_trouble(url)
+    async def crowded(url: str) -> Reason | None:
+        first, second = await connected(url), await connected(url)
+        async with first, second:
+            assert await first.receive_some(1) == b""  # as the test itself, had it come first
         tested.release()
-        return trouble
+        return because("probe_api", "the API cannot be reached")
 
     application, built, health = Asked(), 0, ApiHealth()
 
@@ -188,16 +198,205 @@ async def test_a_crowd_at_a_full_api_does_not_have_it_restarted(monkeypatch: pyt
         return application
 
     api = ApiSupervisor(server.open_socket(0, explicit=False), build, health)
+    monkeypatch.setattr(supervisor, "api_trouble", crowded)
     with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
             await nursery.start(api.run)
-            busy = [await waiting_request(api.url, application) for _ in range(2)]
-            monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
-            monkeypatch.setattr(server, "MAX_REFUSED", 0)  # as if so many others were being refused already
-            monkeypatch.setattr(supervisor, "api_trouble", counted)
             for _ in range(4):
                 await tested.acquire()
             assert (built, health.trouble) == (1, None)
             nursery.cancel_scope.cancel()
-    for stream in busy:
-        await stream.aclose()
+
+
+# --- programs with keys -----------------------------------------------------------------------------------------------
+
+
+class WaitingNode(DoubleNode):
+    """A node whose replies begin and never go on; a prompt `silent` has no first piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way = trio.Semaphore(0)
+
+    async def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
+        if request.messages[-1]["content"] != "silent":
+            yield ReplyText("a")
+        self.under_way.release()
+        await trio.sleep_forever()
+
+
+class Program:
+    """Requests of one key over a socket each."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._url, self._key = url, key
+
+    async def ask(self, text: str = "silent") -> trio.SocketStream:
+        asked = {"model": "home", "stream": True, "messages": [{"role": "user", "content": text}]}
+        body, stream = json.dumps(asked).encode(), await connected(self._url)
+        await stream.send_all(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            + f"Authorization: Bearer {self._key}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        return stream
+
+
+@pytest.fixture
+def few_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 10)
+    monkeypatch.setattr(places, "MAX_REQUESTS", 6)
+    monkeypatch.setattr(places, "OWN_REQUESTS", 2)
+
+
+async def test_one_key_takes_neither_the_owners_places_nor_those_of_other_keys(
+    few_places: None, tmp_path: Path
+) -> None:
+    """128 requests of one key that waited for their replies kept everybody out, and `shoal stop` too."""
+    file, node = tmp_path / "keys.json", WaitingNode()
+    keys = [add_key(file, name, None, None)[1] for name in ("greedy", "modest")]
+    async with running_api(node, KeyRing(file)) as client:
+        greedy, modest, owner = (Program(client.url, key) for key in (*keys, TOKEN))
+        with trio.fail_after(30):
+            held = []
+            for _ in range(4):
+                held.append(await greedy.ask())
+                await node.under_way.acquire()
+            for _ in range(3):
+                refused = await greedy.ask()
+                held.append(refused)
+                assert (await refused.receive_some(65536)).startswith(b"HTTP/1.1 429 ")
+            for _ in range(3):
+                assert await trio.to_thread.run_sync(client.get, "/control/id") == {"peer_id": "12D3me"}
+            for newest in (held[3], held[2]):
+                held.append(await modest.ask())
+                await node.under_way.acquire()
+                assert (await newest.receive_some(65536)).startswith(b"HTTP/1.1 429 ")
+            held.append(await modest.ask())  # it has its share
+            assert (await held[-1].receive_some(65536)).startswith(b"HTTP/1.1 429 ")
+            for _ in range(2):
+                held.append(await owner.ask())
+                await node.under_way.acquire()
+            assert await api_trouble(client.url) is None
+            for stream in held:
+                await stream.aclose()
+
+
+async def test_a_stream_that_gives_way_is_cut_off(few_places: None, tmp_path: Path) -> None:
+    file, node = tmp_path / "keys.json", WaitingNode()
+    keys = [add_key(file, name, None, None)[1] for name in ("greedy", "modest")]
+    async with running_api(node, KeyRing(file)) as client:
+        greedy, modest = (Program(client.url, key) for key in keys)
+        with trio.fail_after(30):
+            held = []
+            for _ in range(4):
+                held.append(await greedy.ask("begin"))
+                await node.under_way.acquire()
+            held.append(await modest.ask())
+            await node.under_way.acquire()
+            answer = b""
+            while some := await held[3].receive_some(65536):
+                answer += some
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert not answer.endswith(b"0\r\n\r\n")
+            for stream in held:
+                await stream.aclose()
+
+
+async def test_keys_have_equal_shares_of_the_places_whatever_each_asks_for() -> None:
+    all_places = Places()
+    holds: list[tuple[str, trio.CancelScope]] = []
+
+    def ask(owner: str | None, count: int) -> int:
+        """Ask so often, and return how often a place was given."""
+        given = 0
+        for _ in range(count):
+            hold = trio.CancelScope()
+            if all_places.take(Place(all_places), owner, hold):
+                given += 1
+                holds.append((owner or "", hold))
+        return given
+
+    for_keys = places.MAX_REQUESTS - places.OWN_REQUESTS
+    assert ask("a", 500) == for_keys
+    assert ask("b", 500) == for_keys // 2
+    assert ask("c", 1) == 1
+    assert ask("c", 500) == for_keys // 3 - 1
+    assert ask("a", 500) == 0
+    assert ask(None, 500) == places.OWN_REQUESTS
+    left = Counter(owner for owner, hold in holds if not hold.cancel_called)
+    assert left == {"a": 32, "b": 32, "c": 32, "": 16}
+
+
+# --- the port of a node that has ended --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Home, str, socket.socket]]:
+    """A home whose node has ended, the URL that it had, and another program that listens there."""
+    monkeypatch.delenv("SHOAL_TOKEN", raising=False)
+    home = Home.open(tmp_path / "home")
+    api_token(home)
+    with server.open_socket(0, explicit=False) as port:
+        with hold(home):
+            write_node_file(home, NodeInfo(1, server.url_of(port), "12D3me"))
+        port.setblocking(False)
+        yield home, server.url_of(port), port
+
+
+def door_of_recording(home: Home, url: str, monkeypatch: pytest.MonkeyPatch) -> NodeConnector:
+    """How `shoal record --cast` reaches a node that runs when it begins."""
+    used: list[NodeConnector] = []
+
+    class Cast:
+        outputs, bytes, seconds, ended, trouble = 0, 0, 0.0, "", None
+
+        def __init__(self, door: NodeConnector, *_: object, **__: object) -> None:
+            used.append(door)
+
+        def run(self, size: tuple[int, int]) -> None:
+            pass
+
+    monkeypatch.setattr(ui.cast, "CastDashboard", Cast)
+    monkeypatch.setenv("TEXTUAL_COLOR_SYSTEM", "truecolor")  # which the command sets
+    file, limits = home.folder / "new.cast", {"tab": "overview", "size": 10**6, "for_s": 60.0}
+    with hold(home):
+        write_node_file(home, NodeInfo(1, url, "12D3me"))
+        record._record_cast(argparse.Namespace(home=home.folder, file=file, json=True, **limits))
+    return used[0]
+
+
+@pytest.mark.parametrize("is_recording", [False, True], ids=["url", "recording"])
+def test_a_program_at_the_port_of_a_node_that_has_ended_is_not_sent_the_token(
+    ended: tuple[Home, str, socket.socket], is_recording: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dashboard with `--node`, and a recording, went on sending it once a second."""
+    home, url, port = ended
+    door = door_of_recording(home, url, monkeypatch) if is_recording else UrlConnector(url, home.folder)
+    away = threading.Event()
+
+    def tell(heard: Heard) -> None:
+        assert isinstance(heard, ConnectionState)
+        away.set()
+
+    follower = Follower(door, tell)
+    follower.start()
+    assert away.wait(20)
+    follower.close()
+    with pytest.raises(BlockingIOError):
+        port.accept()
+
+
+def test_a_url_is_sent_the_token_of_this_home_only_if_its_node_runs_there(
+    ended: tuple[Home, str, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, url, _ = ended
+    with hold(home):
+        write_node_file(home, NodeInfo(1, url, "12D3me"))
+        for same in (url, f"{url}/", url.replace("127.0.0.1", "localhost")):
+            assert UrlConnector(same, home.folder).client().token == api_token(home)
+        for other in ("http://127.0.0.1:1", url.replace("127.0.0.1", "192.0.2.1")):
+            with pytest.raises(NotRunning, match="set SHOAL_TOKEN to the token of the node there"):
+                UrlConnector(other, home.folder).client()
+    monkeypatch.setenv("SHOAL_TOKEN", "of-another-node")
+    assert UrlConnector("http://127.0.0.1:1", home.folder).client().token == "of-another-node"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import AsyncGenerator, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +26,15 @@ from app.api.openai_fields import (
 )
 from app.api.responses import ResponsesRequest
 from app.api.routes import build_application
+from app.asker import reply_service
 from app.asker.reply import ReplyDone, ReplyEvent, ReplyStats, ReplyText
 from app.asker.reply_service import ReplyRequest
-from engine.text.output_form import TokenLogprob
+from engine.sources.opening import open_source
+from engine.text import grammar_trial
+from engine.text.constraint import GrammarCompiler
+from engine.text.output_form import Constraint, ConstraintError, ConstraintKind, TokenLogprob, Tool, ToolUse
+from engine.text.tokenizer import Tokenizer
+from engine.text.tool_calls import HERMES, call_constraint
 from tests.app.api.api_double import TOKEN, DoubleNode, post_scope
 
 BODIES: tuple[type[BaseModel], ...] = (
@@ -122,13 +131,19 @@ class StepSizes(trio.abc.Instrument):
 
 
 class TellingNode(DoubleNode):
-    """A node whose replies have hundreds of tokens, with the probabilities of others in their places."""
+    """A node whose replies have very many tokens, with the probabilities of others in their places."""
+
+    def __init__(self, tokens: int = TOKENS) -> None:
+        super().__init__()
+        self._tokens = tokens
 
     async def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
-        others = tuple(TokenLogprob(number, b"ab", -1 / (number + 3)) for number in range(request.logprobs or 0))
-        for _ in range(TOKENS):
+        others = tuple(
+            TokenLogprob(number, b"%d" % number, -1 / (number + 3)) for number in range(request.logprobs or 0)
+        )
+        for _ in range(self._tokens):
             yield ReplyText("a", logprob=TokenLogprob(0, b"ab", -0.1, others))
-        yield ReplyDone("a" * TOKENS, ReplyStats(1, [0] * TOKENS, "length"))
+        yield ReplyDone("a" * self._tokens, ReplyStats(1, [0] * self._tokens, "length"))
 
 
 async def answered(
@@ -174,3 +189,157 @@ async def test_the_probabilities_of_many_replies_do_not_stop_the_node(monkeypatc
     assert [len(one["logprobs"]["content"]) for one in answer["choices"]] == [TOKENS] * MAX_CHOICES
     assert answer["object"] == "chat.completion"
     assert 0 < most < 2 / MAX_CHOICES
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/chat/completions", {**HELLO, "logprobs": True, "top_logprobs": 20}),
+        ("/v1/completions", {"model": "home", "prompt": "hello", "logprobs": 20}),
+    ],
+)
+async def test_the_probabilities_of_one_long_reply_do_not_stop_the_node(
+    path: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of one reply were written in one go, which took 1.4 s for 8000 tokens."""
+    answer, most = await answered(TellingNode(), path, {**asked, "model": "home"}, monkeypatch)
+    told = answer["choices"][0]["logprobs"]
+    assert {len(one) for one in told.values() if one} == {TOKENS}
+    assert 0 < most < 0.2
+
+
+async def test_the_places_of_many_tokens_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens before each one were counted again: 35 s for 32,000 tokens."""
+    tokens = 20_000
+    asked = {"model": "home", "prompt": "hello", "logprobs": 0}
+    began = time.thread_time()
+    answer, _ = await answered(TellingNode(tokens), "/v1/completions", asked, monkeypatch)
+    assert time.thread_time() - began < 2
+    assert answer["choices"][0]["logprobs"]["text_offset"] == list(range(0, 2 * tokens, 2))
+
+
+# --- the form of a reply ----------------------------------------------------------------------------------------------
+
+DIVISOR = {"type": "integer", "multipleOf": 9973}  # with nine digits it takes gigabytes
+OFFERED = json.dumps({"type": "object", "properties": {"number": DIVISOR}})
+LARGE: dict[str, tuple[ConstraintKind, str]] = {
+    "a divisor": ("json", json.dumps(DIVISOR)),
+    "a divisor of items": ("json", json.dumps({"type": "array", "items": DIVISOR})),
+    "a divisor of a field": ("json", OFFERED),
+    "a divisor of a choice": ("json", json.dumps({"anyOf": [{"type": "null"}, DIVISOR]})),
+    "a range": ("json", '{"type": "integer", "maximum": 99999989}'),
+    "a length": ("json", '{"type": "string", "minLength": 1000000000}'),
+    "a pattern": ("json", '{"type": "string", "pattern": "a{1000000000}"}'),
+    "choices beside fields": ("json", '{"properties": {"a": {}}, "anyOf": [{"required": ["a"]}, {}]}'),
+    "a keyword of the library": ("json", '{"x-guidance": {"whitespace_pattern": "a{1000000000}"}}'),
+    "an expression": ("regex", "a{1000000000}"),
+    "a grammar": ("grammar", "start: /a{1000000000}/"),
+}
+SMALL: dict[str, tuple[ConstraintKind, str]] = {
+    "any object": ("json", '{"type": "object"}'),
+    "choices": ("choice", '["yes", "no"]'),
+    "fields": (
+        "json",
+        json.dumps(
+            {
+                "title": "Person",
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string"},
+                    "tags": {"type": "array", "items": {"enum": ["a", 1, None]}},
+                    "multipleOf": {"anyOf": [{"type": "number"}, {"type": "null"}], "default": None},
+                },
+                "required": ["name"],
+                "additionalProperties": False,
+            }
+        ),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    source = open_source("tiny-random", tmp_path_factory.mktemp("model"))
+    return GrammarCompiler(Tokenizer(source.tokenizer), source.config.vocab_size, source.config.eos_ids)
+
+
+def never_tried(*_: object) -> str:
+    """Stands in for the trial, and refuses everything."""
+    return "it was tried"
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_can_be_larger_than_its_text_is_tried_in_another_process(
+    name: str, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schema of 43 characters took gigabytes of the node, and computed without end."""
+    monkeypatch.setattr(grammar_trial, "problem_of", never_tried)
+    with pytest.raises(ConstraintError, match="it was tried"):
+        compiler.compile(Constraint(*LARGE[name], "f"))
+
+
+def test_the_schema_of_a_tool_is_tried_in_another_process(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_trial, "problem_of", never_tried)
+    use = ToolUse((Tool("look", parameters=OFFERED, strict=True),), "required")
+    with pytest.raises(ConstraintError, match="it was tried"):
+        compiler.compile(call_constraint(HERMES, use, compiler._tokenizer, thinking=False))
+
+
+def test_a_schema_that_cannot_be_read_is_no_harmless_one() -> None:
+    assert not any(GrammarCompiler.is_harmless(Constraint("json", text, "f")) for text in ("[" * 4000, "{", "3"))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_only_names_types_fields_and_values_needs_no_trial(
+    name: str, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_trial, "problem_of", never_tried)
+    compiler.compile(Constraint(*SMALL[name], "f"))
+
+
+async def test_a_form_that_takes_long_to_compile_keeps_neither_the_node_from_ending_nor_others_from_replies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its thread could not be left: the node did not end while it computed, and each request began another one."""
+    over, ended, begun = threading.Event(), list[str](), trio.Semaphore(0)
+    slow, quick = Constraint("json", json.dumps(DIVISOR), "f"), Constraint("json", '{"type": "object"}', "f")
+
+    def compiled(constraint: Constraint) -> None:
+        if constraint is slow:
+            trio.from_thread.run_sync(begun.release, trio_token=token)
+            over.wait(10)
+        ended.append(constraint.text)
+
+    token = trio.lowlevel.current_trio_token()
+    grammars = SimpleNamespace(compile=compiled, is_harmless=GrammarCompiler.is_harmless)
+    ends: Any = SimpleNamespace(text=SimpleNamespace(grammars=grammars), check_ids=lambda ids: None)
+
+    async def ready() -> Any:
+        return ends, None
+
+    def prepared(_: object, request: ReplyRequest) -> Any:
+        return SimpleNamespace(prompt_ids=[1], constraint=request.constraint, shown=(), end_ids=frozenset())
+
+    nobody: Any = SimpleNamespace(n_blocks=2)
+    service = reply_service.ReplyService(nobody, nobody, nobody, lambda: "")
+    monkeypatch.setattr(service, "_ready", ready)
+    monkeypatch.setattr(reply_service, "_prepared", prepared)
+
+    async def ask(request: ReplyRequest) -> None:
+        async for _ in service.reply(request):
+            pass
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(8):
+            nursery.start_soon(ask, ReplyRequest(constraint=slow, owner="one"))
+        await begun.acquire()
+        nursery.start_soon(ask, ReplyRequest(constraint=slow, owner="other"))
+        await begun.acquire()  # it does not wait for all those of the first
+        with pytest.raises(AttributeError):  # the reply would begin: there is no asker here
+            await ask(ReplyRequest(constraint=quick, owner="third"))
+        assert (ended, begun.value) == ([quick.text], 0)  # and of the first one is compiled at a time
+        nursery.cancel_scope.cancel()
+    assert ended == [quick.text]  # nobody waited for them
+    over.set()

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from app.api import response_store, server
-from app.asker import recovery, route_session
+from app.api import places, response_store, server
+from app.asker import recovery, reply_service, route_session
 from app.config.settings import Settings
 from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
@@ -380,16 +380,18 @@ ROWS: dict[str, tuple[float, ...]] = {
     ),
     "connections to the API, and to the page of `shoal web`": (
         server.MAX_CONNECTIONS,
-        server.MAX_REFUSED,
         server.IDLE_S,
         server.SEND_S,
     ),
+    "requests to the API under way": (places.MAX_REQUESTS, places.OWN_REQUESTS),
     "peers from the local network (mDNS)": (seeker.MAX_NEIGHBOURS,),
     "schemas and grammars of requests": (
         constraint.MAX_CHARS,
+        constraint.TRUSTED_CHARS,
         grammar_trial.CPU_S,
-        grammar_trial.MEMORY_BYTES >> 30,
+        grammar_trial.MEMORY_BYTES / MIB,
         grammar_trial.AT_ONCE,
+        reply_service.TEXT_S,
     ),
     "responses kept for programs": (
         response_store.MOST,
@@ -423,6 +425,7 @@ def test_limits_in_words_are_those_of_the_code() -> None:
     assert ("A quarter of the room" in table["adapters at a hop"]) == (shares.RESERVE == 0.25)
     assert ("now and then 0.5 s" in table["waits of a step"]) == (batching.MAX_LONG_WAIT_S == 0.5)
     assert ("after a minute" in table["idle session streams"]) == (IDLE_STREAM_S == 60.0)
+    assert places.MAX_REQUESTS < server.MAX_CONNECTIONS  # so that one without a request can always be closed
     assert ("for two minutes" in table["bodies and answers in memory"]) == (link.UNFINISHED_S == 120.0)
     text = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text()
     assert ("waits for them for a quarter of a second at most" in text) == (download.ROOM_S == 0.25)

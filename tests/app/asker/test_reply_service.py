@@ -79,8 +79,8 @@ async def test_all_who_ask_while_the_ends_are_downloaded_have_the_same_time(auto
 async def test_a_reply_without_a_limit_of_its_user_ends_where_the_caches_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """It asked for the whole context, which fits nowhere; a number that the user named is not lowered."""
     prompt = list(range(40))
-    monkeypatch.setattr(reply_service, "_prepared", lambda ends, request: SimpleNamespace(prompt_ids=prompt))
-    monkeypatch.setattr(reply_service, "_settings", lambda ends, request, prepared: request.max_tokens)
+    monkeypatch.setattr(reply_service, "_prepared", lambda *_: SimpleNamespace(prompt_ids=prompt, constraint=None))
+    monkeypatch.setattr(reply_service, "_settings", lambda ends, request, *_: request.max_tokens)
     monkeypatch.setattr(HashReply, "stop_string", None, raising=False)
 
     async def get_ends() -> Any:
@@ -93,7 +93,6 @@ async def test_a_reply_without_a_limit_of_its_user_ends_where_the_caches_end(mon
         service = reply_service.ReplyService(nobody, nobody, get_ends, lambda: "")
         ends: Any = HashEnds()
         device: Any = InlineDevice()
-        device.run_apart = device.run
         service._source, service._ends, service._asker, service.device = ends, ends, await swarm.asker(), device
         request = reply_service.ReplyRequest(prompt="", max_tokens=10**6, may_end_sooner=True)
         *_, done = [event async for event in service.reply(request)]
