@@ -40,6 +40,7 @@ from app.asker.evidence import (
     Observation,
     beside,
     blame,
+    blame_of_homes,
     comparable,
     computes_alike,
     is_confirmed,
@@ -287,10 +288,10 @@ class Auditor:
         are used whatever their format.
         """
         members, excluded = self._context.members(), self._context.avoided()
-        costs = {m.peer: (1 + self._rng.random()) * _AVOID_S / 100 for m in members}
+        costs = {m.peer: (1 + self._rng.random()) * _AVOID_S / (10 if m.is_coarse else 100) for m in members}
         costs |= {peer: _AVOID_S for peer in avoid} | dict.fromkeys(prefer, 0.0)
         wanted, full = Span(0, len(sample.precisions)), self._context.full(sample.room)
-        request = RouteRequest(wanted, sample.room, privacy=sample.privacy, full=full, finest_first=not prefer)
+        request = RouteRequest(wanted, sample.room, privacy=sample.privacy, full=full, finest_first=False)
         no_links = link_seconds("", dict.fromkeys(costs, 0.0), ())  # distances do not matter
         unlike = await in_pieces(
             by_chunks(lambda some: {m.peer: m for m in some if not computes_alike(m, sample.precisions)}, members)
@@ -350,20 +351,24 @@ class Auditor:
         run.answered.append(_AuditAnswer(route, answers, numbers, seen))
         if len(run.answered) > 2:
             return
-        suspects = self._suspects(peers | run.sample.peers)
+        suspects, in_both = self._suspects(peers | run.sample.peers), peers & run.sample.peers
         if group == 0:
             self._passed += 1
             self._under_way = None
-            for peer in suspects:
+            for peer in suspects - in_both:  # who computed both agrees with itself
                 self._book.note(peer, "agreed", "agreed with others")
+            self._note_unclear(suspects & in_both)
         elif unclear:
             self._under_way = None
-            for peer in suspects:
-                self._unclear[peer] = self._unclear.pop(peer, 0) + 1
-            self._unclear = dict([*self._unclear.items()][-REMEMBERED_PEERS:])
+            self._note_unclear(suspects)
         else:
             self._failed += 1
             log.warning("an audit of %s disagrees with what %s answered", sorted(peers), sorted(run.sample.peers))
+
+    def _note_unclear(self, peers: Iterable[str]) -> None:
+        for peer in peers:
+            self._unclear[peer] = self._unclear.pop(peer, 0) + 1
+        self._unclear = dict([*self._unclear.items()][-REMEMBERED_PEERS:])
 
     def _conclude(self, run: _AuditRun) -> None:
         """Record the verdict on every peer that took part."""
@@ -374,17 +379,19 @@ class Auditor:
         routes = len(run.answered)
         if len(stories) == 1 and always and not is_confirmed(stories[0], run.seen):
             stories, always = occasional_liar_sets(run.seen, self._context.not_accused()), False
-        if len(stories) == 1 and (homes := self._beside(run, stories[0])):
-            stories, always = [*stories, *homes.values()], False
+        homes = self._beside(run, stories[0]) if len(stories) == 1 else {}
+        shares = blame(stories, self._book.doubt)
+        if homes:
+            shares, always = blame_of_homes([*stories, *homes.values()], self._book.doubt), False
         if len(stories) == 1 and always:
             for peer in stories[0]:
                 log.warning("%s returns wrong activations: %d routes were compared", peer, routes)
                 self._book.note(peer, "lied", f"returned wrong activations ({_against(run, stories[0])})")
         else:
-            for peer, share in blame(stories, self._book.doubt).items():
+            for peer, share in shares.items():
                 self._book.note(peer, "doubted", f"part of answers that {routes} routes disagree about", share)
         compared = frozenset[str]().union(*(one.peers for one in comparable(run.seen)))
-        cleared = self._suspects(compared) - blame(stories).keys()
+        cleared = self._suspects(compared) - shares.keys()
         for peer in cleared if stories else ():
             self._book.note(peer, "agreed", "agreed with others")
 

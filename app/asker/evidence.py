@@ -250,6 +250,16 @@ def worst_case_remaining(peers: Collection[str], stories: Sequence[Explanation],
     return max(expected.values(), default=0)
 
 
+def blame_of_homes(suspects: Sequence[Explanation], doubt: Callable[[str], float]) -> Mapping[str, float]:
+    """Share of each peer where one of these homes lied, whichever; a home's share is divided among its peers."""
+    weights = [1 + EARLIER_WEIGHT * max(map(doubt, peers)) for peers in suspects]
+    return {
+        peer: weight / sum(weights) / len(peers)
+        for peers, weight in zip(suspects, weights, strict=True)
+        for peer in peers
+    }
+
+
 def blame(stories: Sequence[Explanation], doubt: Callable[[str], float] = lambda peer: 0.0) -> Mapping[str, float]:
     """Probability that each peer lied, if explanations are as likely as the earlier doubts about their peers say.
 

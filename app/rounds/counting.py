@@ -7,12 +7,23 @@ first one only.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from app.rounds.decisions import quorum
-from app.rounds.log import RECENT_ROUNDS, RoundEntry, had_quorum, is_better, shared
+from app.rounds.log import RECENT_ROUNDS, RoundEntry, had_quorum, is_better, shared, took_part
+from app.rounds.statements import GENESIS
+
+_NEWEST = 4  # rounds of a history; who names one of them is about as far as it is
+
+
+class Before(NamedTuple):
+    """Who may make a round, as the one before it says."""
+
+    expected: set[str]
+    recent: set[str]  # who took part in one of the last rounds
+    left_out: set[str]
 
 
 class Islands(NamedTuple):
@@ -23,40 +34,71 @@ class Islands(NamedTuple):
     knows_others: bool = True  # it has listened for long enough to have heard all who are there
 
 
-def counts(
-    entry: RoundEntry, expected: set[str], recent: set[str], met: set[str], gone_on: set[str], islands: Islands
-) -> bool:
-    """True for a round which those who took part lately, are there and were expected in it made, or went on from: half.
+def counts(entry: RoundEntry, before: Before, met: set[str], gone_on: set[str], islands: Islands) -> bool:
+    """True for a round which most of those who took part lately and are there made, or went on from: half at least.
 
     Newcomers that arrive at once would else outvote those that still make their steps. Besides it wants a quorum of
-    those who were met, as long as others may be there that this island has not heard yet. `gone_on` are those whose
-    newest round is this one or a later one.
+    those who were `met`, as long as others may be there that this island has not heard yet. Of one that this island
+    made itself with others it always wants that: who leads may list a few alone. Otherwise a round counts if nobody
+    else who was expected in it is elsewhere. `gone_on` are those whose newest round is this one or a later one.
     """
     made = {*entry.list.members}
-    known = {islands.own, *islands.heads} & recent & expected
-    if islands.own not in made and 2 * len((made | gone_on) & known) < len(known):
-        return False
-    return islands.knows_others or len(made | (gone_on & known)) >= quorum(len(met | made))
+    known = ({islands.own, *islands.heads} & before.recent) - before.left_out
+    has_quorum = len(made | (gone_on & known)) >= quorum(len(met | made))
+    if islands.own in made:
+        is_made = has_quorum
+    else:
+        is_made = 2 * len((made | gone_on) & known) >= len(known) and (has_quorum or islands.knows_others)
+    return is_made or (islands.knows_others and (known | before.expected) & islands.heads.keys() <= made | gone_on)
 
 
 def taken_over(log: Sequence[RoundEntry], entries: Sequence[RoundEntry], founder: str, islands: Islands) -> int | None:
     """Return how many of another history's rounds an island with this log goes on from; None if it stays with its own.
 
     Of a history that begins with the own one these are the rounds which count, one after the other: whoever made the
-    rest made it past the others. Where the two parted it is all or nothing, and an island whose own rounds since then
-    had a quorum goes over only if all of the other's count.
+    rest made it past the others. Where the two parted it is all or nothing, and only if more of the others went that
+    way than stayed: otherwise one that left early could make up a longer history than all who came since have made. An
+    island whose own rounds had a quorum goes over only if all of the other's count.
     """
     same = shared(log, entries)
     count = _counted(entries[:same], entries[same:], founder, islands)
     if same == len(log):
         return same + count if count else None
-    is_sure = same + count == len(entries) or not had_quorum(log[:same], log[same:])
-    return len(entries) if is_sure and is_better(log, entries) else None
+    common, own, others = log[:same], log[same:], entries[same:]
+    went, stayed, elsewhere = _sides(log, common, others, islands)
+    most_went = went >= elsewhere and (went > stayed or (went == stayed and had_quorum(common, others)))
+    may_go = most_went and (count == len(others) or not had_quorum(common, own))
+    return len(entries) if may_go and is_better(log, entries) else None
+
+
+def _sides(
+    log: Sequence[RoundEntry], common: Sequence[RoundEntry], entries: Sequence[RoundEntry], islands: Islands
+) -> tuple[int, int, int]:
+    """How many of the others that took part lately, here or before the histories parted, went that way, and stayed.
+
+    And how many are together in a third history.
+    """
+    known = {*took_part(log), *took_part(common)}
+    made, hashes = {peer for entry in entries for peer in entry.list.members}, {entry.hash for entry in entries}
+    stayed_at = {GENESIS, *(entry.hash for entry in log)}
+    heads = {peer: head for peer, head in islands.heads.items() if peer in known}
+    stayed = {peer for peer, head in heads.items() if head in stayed_at}
+    went = {peer for peer, head in heads.items() if peer not in stayed and (head in hashes or peer in made)}
+    elsewhere = Counter(head for peer, head in heads.items() if peer not in stayed | went)
+    return len(went), len(stayed), max(elsewhere.values(), default=0)
 
 
 def joined(entries: Sequence[RoundEntry], founder: str, islands: Islands) -> int | None:
-    """Return how many rounds of a history an island without a state begins with; None if some of it does not count."""
-    return len(entries) if _counted((), entries, founder, islands) == len(entries) else None
+    """Return how many rounds of a history an island without a state begins with; None if it does not begin with it.
+
+    All its rounds count, or half of those who made some, and are there with a state, are about as far.
+    """
+    if _counted((), entries, founder, islands) == len(entries):
+        return len(entries)
+    makers, newest = {peer for entry in entries for peer in entry.list.members}, {e.hash for e in entries[-_NEWEST:]}
+    heads = [head for peer, head in islands.heads.items() if peer in makers and head != GENESIS]
+    is_usual = islands.knows_others and 2 * sum(head in newest for head in heads) >= len(heads)
+    return len(entries) if is_usual else None
 
 
 def _counted(log: Sequence[RoundEntry], entries: Sequence[RoundEntry], founder: str, islands: Islands) -> int:
@@ -64,14 +106,14 @@ def _counted(log: Sequence[RoundEntry], entries: Sequence[RoundEntry], founder: 
     after = {entry.hash: number for number, entry in enumerate(entries)}
     reached = {peer: after[head] for peer, head in islands.heads.items() if head in after}
     window = deque(({*entry.list.members} for entry in log[-RECENT_ROUNDS:]), RECENT_ROUNDS)
-    expected = {*log[-1].next} if log else {founder}
+    expected, left_out = ({*log[-1].next}, {*log[-1].left_out}) if log else ({founder}, set[str]())
     for number, entry in enumerate(entries):
         recent = set().union(*window)
         last = window[-1] if window else {founder}
         met = {islands.own, *last, *(recent & islands.heads.keys())} & expected
         gone_on = {peer for peer, place in reached.items() if place >= number}
-        if not counts(entry, expected, recent, met, gone_on, islands):
+        if not counts(entry, Before(expected, recent, left_out), met, gone_on, islands):
             return number
         window.append({*entry.list.members})
-        expected = {*entry.next}
+        expected, left_out = {*entry.next}, {*entry.left_out}
     return len(entries)

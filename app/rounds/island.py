@@ -32,7 +32,7 @@ from app.core.signal import Signal
 from app.manifest.merkle import HASH_BYTES
 from app.rounds import wire
 from app.rounds.checkpoint import HELD_CHANGES, CheckpointWriter, MergedChange
-from app.rounds.counting import Islands, counts, joined, taken_over
+from app.rounds.counting import Before, Islands, counts, joined, taken_over
 from app.rounds.decisions import (
     KEPT_RESTS,
     SLOWER,
@@ -119,7 +119,6 @@ KEPT_ATTEMPTS = 4  # whose merged leaves are kept for members that are late, at 
 KNOWN_ROUNDS = 16  # the last ones, of which nobody waits for a merged change that was dropped
 MAX_PEERS = 256
 MOST_ASKED = 8  # for a state
-MAX_LOG_BYTES = 1 << 29  # of rounds that are not known here; their members could pad them
 _LONGEST_DISREGARD = 7  # doublings
 LOOKS, NEXT_LOOK_S = 8, 5.0  # at histories at once while there is no state, each begun so long after the one before
 _LOOKS_APART = 4  # times as long as a look at a history that was of no use took, no other is looked at
@@ -1241,7 +1240,7 @@ class Island:
         entries, standing, may_differ = list(self.log), self.standing, bool(self.log)
         if known is not None:
             entries, standing, may_differ = list(known.entries), known.standing, False
-        spare_s, spare_bytes = self.timing.exchange_s, MAX_LOG_BYTES
+        spare_s = self.timing.exchange_s
         while True:
             asked_at = trio.current_time()
             answer = await self._ask(peer, wire.LOG, {"round": len(entries), "count": wire.RUN_ENTRIES})
@@ -1250,9 +1249,6 @@ class Island:
             if spare_s < 0:
                 raise RecordError(f"{peer} shows its log too slowly")
             raws = wire.unpack(answer, wire.RUN_ENTRIES)
-            spare_bytes -= len(answer)
-            if spare_bytes < 0:
-                raise RecordError(f"{peer} shows a log of more than {MAX_LOG_BYTES} bytes")
             found = [await self._verified(peer, read_entry, raw) for raw in raws]
             if may_differ and (not found or found[0].prev != standing.prev):
                 entries, standing, may_differ = [], beginning(self.record), False  # another history: all of it
@@ -1417,8 +1413,8 @@ class Island:
         """True for the current round's entry if it is one to go on from."""
         heads = {peer: self.heard[peer].head for peer in self.alive()}
         gone_on = {peer for peer, head in heads.items() if head == entry.hash}
-        islands = Islands(self.peer, heads, self._knows_others)
-        return counts(entry, {*self.standing.members}, {*self.recent}, self._met(self.standing), gone_on, islands)
+        before = Before({*self.standing.members}, {*self.recent}, {*self.standing.banned})
+        return counts(entry, before, self._met(self.standing), gone_on, Islands(self.peer, heads, self._knows_others))
 
     def _is_late(self) -> bool:
         """True if most others have arrived, and the grace for the rest is over."""
@@ -1546,10 +1542,15 @@ class Island:
         return is_trusted and self._leaders((members.leader, other.leader))[0] == members.leader
 
     def _left_out_of(self, members: MemberList) -> str | None:
-        """Somebody who arrived in time for a list and is not in it, though no exchange with it has failed here."""
+        """Somebody who arrived in time for a list and is not in it, though no exchange with it has failed here.
+
+        Whoever leads may leave out any of those with whom an exchange failed, but not half of them, if they are there:
+        it would make rounds with each other one alone.
+        """
         in_time = self._first_list_at.setdefault(members.leader, trio.current_time()) - self.timing.grace_least_s / 2
         known = (peer for peer, at in self._arrived_at.items() if at <= in_time)
-        with_cause = {*members.members, *self._tried, *self._failed_here}
+        tried = self._tried if 2 * len(members.members) > len(self._tried) else self._tried - self.alive()
+        with_cause = {*members.members, *tried, *self._failed_here}
         changes = {one.change for one in members.arrivals}
         left = (peer for peer in known if peer not in with_cause and self._arrivals[peer].change not in changes)
         return next(left, None)

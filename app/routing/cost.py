@@ -65,8 +65,13 @@ def entry_seconds(members: Sequence[Announcement], known: KnownCosts, request: R
     }
 
 
+# A member that is a last resort counts as so many times as slow, which is more than a claim that was not measured is
+# believed: so others are used unless they are far slower, as measured.
+LAST_RESORT_TIMES = 12.0
+
+
 def is_last_resort(member: Announcement, request: RouteRequest) -> bool:
-    """True if a route uses a member only for blocks that no other one serves and has room for, however fast it is.
+    """True if a route uses a member only for blocks that others serve far slower, or not, or have no room for.
 
     It says that it rounded its weights to 4 bits. That changes results most, and an audit by other formats cannot tell
     it from a lie. This node and peers that the user trusts are used like others.

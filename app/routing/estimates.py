@@ -9,6 +9,7 @@ again soon, without the others of that reply where that is possible, and later e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_high
@@ -268,6 +269,7 @@ class MeasuredSpeeds:
 
     def __init__(self) -> None:
         self._slowed: dict[str, _Slowed] = {}
+        self._slow: tuple[Route, float] = (), 0.0  # the last route that took far longer than was believed, and when
         self._pause_s: dict[str, float] = {}  # until such a hop is measured again; kept while it is likely the slow one
         self._block_s: dict[str, float] = {}  # the latest measured last
         self._noted_at: dict[str, float] = {}
@@ -328,6 +330,7 @@ class MeasuredSpeeds:
         that a slow reply made count as slower counts as before it, if that explains this one better.
         """
         unknown_s = median_high(expected_block_s.values()) if expected_block_s else _LEAST_S
+        new = [hop.peer for hop in route if hop.peer not in self._block_s]
         estimates = {hop.peer: self._block_s.pop(hop.peer, expected_block_s.get(hop.peer, unknown_s)) for hop in route}
         overhead_s = overhead_seconds(route, links_s, dict.fromkeys(estimates, HOP_S))
         surplus_s = max(token_s - overhead_s, 0.0) - compute_seconds(route, estimates)
@@ -338,8 +341,19 @@ class MeasuredSpeeds:
                     estimates[hop.peer], surplus_s = slowed.before_s, as_before_s
                     self._clear(hop.peer, estimates)
         most_s = (_MOST_TIMES - 1) * compute_seconds(route, estimates)
-        share_s = min(_STEP * surplus_s, most_s) / len(route)
-        moved = {hop.peer: max(estimates[hop.peer] + share_s / len(hop.span), estimates[hop.peer] / 2) for hop in route}
+        # What a hop claims that was not measured yet says least: a delay is put down to such hops alone, and wholly.
+        blamed = new if new and surplus_s > 0 else [*estimates]
+        # Nor is one reply's word taken for more, unless it is as slow when it is looked at again.
+        slow_route, slow_at = self._slow
+        is_slow_again = slow_route == route and now - slow_at <= AGAIN_S
+        self._slow = (route, now) if _STEP * surplus_s > most_s else ((), 0.0)
+        share_s = min(_STEP * surplus_s, math.inf if blamed is new or is_slow_again else most_s) / len(blamed)
+        moved = {
+            hop.peer: max(
+                estimates[hop.peer] + (share_s / len(hop.span) if hop.peer in blamed else 0.0), estimates[hop.peer] / 2
+            )
+            for hop in route
+        }
         for peer, block_s in moved.items():
             self._block_s[peer], self._noted_at[peer] = max(block_s, _LEAST_S), now
             if block_s > _CLEARLY * estimates[peer]:

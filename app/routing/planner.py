@@ -26,6 +26,7 @@ from app.routing.bans import Bans
 from app.routing.broken_links import BrokenLinks, Link
 from app.routing.capacity import FullHops, largest_session
 from app.routing.cost import (
+    LAST_RESORT_TIMES,
     believed_in_pieces,
     believed_seconds,
     entry_seconds,
@@ -279,7 +280,7 @@ class RoutePlanner:
 
         Keeps these hops, unless a route that reads the whole prompt anew is better even so, which is looked for if much
         is unread, if one of them was late (the prompt may have been given up because of it) or is a last resort. It is
-        better if it leaves fewer blocks to such hops, or as many and is faster. Raises `NoRoute`.
+        better if it is faster, where a route over such hops counts as many times as slow. Raises `NoRoute`.
         """
         now = trio.current_time()
         serving = {m.peer: m for m in self.members() if m.serves}
@@ -296,7 +297,11 @@ class RoutePlanner:
                 return kept
             fresh = await in_pieces(self._search((), request, avoid, refusing))
             seconds_of = await in_pieces(self._seconds_with(held, unread, request))
-        return min(kept, fresh, key=lambda route: (last_resort_blocks(route, serving, request), seconds_of(route)))
+
+        def weighed_s(route: Route) -> float:
+            return seconds_of(route) * (LAST_RESORT_TIMES if last_resort_blocks(route, serving, request) else 1.0)
+
+        return min(kept, fresh, key=weighed_s)
 
     def _seconds_with(self, held: Route, unread: int, request: RouteRequest) -> Pieces[Callable[[Route], float]]:
         """Return a function for the seconds per token of a reply over a route, the prompt included.

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from app.core.span import Span
 from app.routing.cost import (
+    LAST_RESORT_TIMES,
     believed_seconds,
     compute_seconds,
     entry_seconds,
@@ -85,13 +86,13 @@ class RouteComparison:
 def is_worth_moving(running: RunningRoute, new: Route, comparison: RouteComparison) -> bool:
     """True if the rest of the session, including the move, is clearly faster on the new route.
 
-    Never to a route that leaves more blocks to members that are a last resort.
+    To a route that leaves more blocks to members that are a last resort only if it is faster even so.
     """
-    if comparison.last_resort_blocks(new) > comparison.last_resort_blocks(running.route):
-        return False
     expected_s, then_s = comparison.token_s(running.route), comparison.token_s(new)
     if new == running.route or expected_s is None or then_s is None:
         return False
+    if comparison.last_resort_blocks(new) > comparison.last_resort_blocks(running.route):
+        then_s *= LAST_RESORT_TIMES
     now_s = min(running.token_s, expected_s)
     generated = running.fed - comparison.request.prompt_tokens
     ahead = min(comparison.request.tokens - running.fed, generated)

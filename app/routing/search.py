@@ -17,14 +17,13 @@ from typing import NamedTuple
 from app.core.pieces import Pieces, at_once, by_chunks
 from app.core.reasons import Reason, because
 from app.core.span import Span
-from app.routing.cost import believed_in_pieces, entry_seconds, is_last_resort
+from app.routing.cost import LAST_RESORT_TIMES, believed_in_pieces, entry_seconds, is_last_resort
 from app.routing.estimates import LinkEstimates
 from app.routing.route import Hop, KnownCosts, LinkSeconds, NoRoute, Route, RouteRequest, Visit, no_route
 from app.session.wire import CACHE_EXCEEDED
 from app.swarm.records import Announcement, is_coarse
 
 FULL = "peer_full"
-_LAST_RESORT_S = 1e6  # extra seconds for each block, more than any route takes; finite, so that others still count
 _NOT_SERVING = {  # state of a member that does not serve -> (reason code, text)
     "paused": ("peer_paused", "its owner has paused it"),
     "draining": ("peer_draining", "it is about to leave"),
@@ -123,9 +122,11 @@ def _cheapest(
 ) -> Pieces[Route]:
     """Return the cheapest route over these members; raises `NoRoute` at a block nobody may run."""
     block_s = yield from believed_in_pieces(members, request, known)
-    block_s |= yield from by_chunks(
-        lambda some: {m.peer: block_s[m.peer] + _LAST_RESORT_S for m in some if is_last_resort(m, request)}, members
+    slower = yield from by_chunks(
+        lambda some: {m.peer: block_s[m.peer] * LAST_RESORT_TIMES for m in some if is_last_resort(m, request)}, members
     )
+    if len(slower) < len(members):  # else links would count for less than they do
+        block_s |= slower
     entry_s = yield from by_chunks(lambda some: entry_seconds(some, known, request), members)
     if isinstance(link_s, LinkEstimates):
         from app.routing.vector_search import cheapest_visits  # loads numpy, which light starts do without

@@ -93,12 +93,33 @@ def route_of(*hops: tuple[str, int, int]) -> Route:
 def test_one_reply_says_little_of_its_hops_and_no_more_of_large_ones() -> None:
     speeds, route = MeasuredSpeeds(), route_of(("small", 0, 1), ("large", 1, 8))
     believed = {"small": 0.01, "large": 0.01}
+    fine_s = 2 * HOP_S + compute_seconds(route, believed)
+    speeds.note(route, fine_s, 0.0, believed, 0.0)
     speeds.note(route, 1000.0, 0.0, believed, 0.0)
     after = speeds.block_s(0.0)
     assert compute_seconds(route, after) == pytest.approx(2 * compute_seconds(route, believed))
     assert after["small"] - 0.01 == pytest.approx(7 * (after["large"] - 0.01))
     speeds.note(route, 0.0, 0.0, believed, 1.0)
     assert all(block_s >= 0.01 / 2 for block_s in speeds.block_s(1.0).values())
+
+
+def test_a_delay_is_put_down_to_the_hops_that_were_never_measured() -> None:
+    speeds, route = MeasuredSpeeds(), route_of(("new", 0, 1), ("known", 1, 8))
+    believed = {"new": 0.01, "known": 0.01}
+    speeds.note(route_of(("known", 1, 8)), HOP_S + 0.07, 0.0, believed, 0.0)
+    speeds.note(route, 10.0, 0.0, believed, 1.0)
+    after = speeds.block_s(1.0)
+    assert after["new"] > 1.0
+    assert after["known"] == pytest.approx(0.01, rel=0.01)
+
+
+def test_a_route_that_is_as_slow_when_it_is_looked_at_again_counts_as_that_slow() -> None:
+    speeds, route, believed = MeasuredSpeeds(), route_of(("hop", 0, 8)), {"hop": 0.001}
+    speeds.note(route, HOP_S + 0.008, 0.0, believed, 0.0)
+    speeds.note(route, 8.0, 0.0, believed, 20.0)
+    assert speeds.block_s(20.0)["hop"] == pytest.approx(0.002, rel=0.01)
+    speeds.note(route, 8.0, 0.0, believed, 40.0)
+    assert speeds.block_s(40.0)["hop"] > 0.4
 
 
 def test_a_hop_is_measured_again_without_those_of_the_slow_reply_and_later_each_time() -> None:

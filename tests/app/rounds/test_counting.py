@@ -8,6 +8,7 @@ import pytest
 
 from app.rounds.counting import Islands, joined, taken_over
 from app.rounds.log import RoundEntry, replay
+from app.rounds.statements import GENESIS
 from p2p.identity import Identity
 from tests.app.rounds.statements import PEOPLE, RECORD, history, round_of
 
@@ -64,21 +65,29 @@ def test_a_history_that_parted_is_taken_over_whole_or_not_at_all() -> None:
     """The own one had a quorum since then: the other's last rounds were made past islands that are there."""
     mine = going_on(COMMON, PEOPLE[:3])
     theirs = going_on(COMMON, PEOPLE[:4], PEOPLE[3:4])
-    assert taken_over(mine, theirs[:-1], FOUNDER, islands(OTHERS)) == len(theirs) - 1
-    assert taken_over(mine, theirs, FOUNDER, islands(OTHERS)) is None
+    went = dict.fromkeys((0, 2, 3), theirs[-2].hash)
+    assert taken_over(mine, theirs[:-1], FOUNDER, islands(went)) == len(theirs) - 1
+    assert taken_over(mine, theirs, FOUNDER, islands(went | {3: theirs[-1].hash})) is None
 
 
-def test_an_island_alone_goes_over_to_the_history_of_others_alone() -> None:
-    """Neither had a quorum, so the one with more tokens is the better one for both."""
+def test_an_island_alone_goes_over_to_a_better_history_of_others_alone_if_most_went_that_way() -> None:
+    """Neither had a quorum. One that made rounds past those who stayed takes nobody along."""
     mine = going_on(COMMON, PEOPLE[1:2])
     theirs = going_on(COMMON, PEOPLE[2:3], PEOPLE[2:3])
-    assert taken_over(mine, theirs, FOUNDER, islands({2: theirs[-1].hash, 3: HEAD})) == len(theirs)
+    went = {2: theirs[-1].hash}
+    assert taken_over(mine, theirs, FOUNDER, islands(went)) == len(theirs)
+    assert taken_over(mine, theirs, FOUNDER, islands(went | {3: b"elsewhere"})) == len(theirs)
+    assert taken_over(mine, theirs, FOUNDER, islands(went | {3: theirs[-2].hash, 0: HEAD})) == len(theirs)
+    assert taken_over(mine, theirs, FOUNDER, islands(went | {3: HEAD})) is None
+    assert taken_over(mine, theirs, FOUNDER, islands(went | {3: b"elsewhere", 0: b"elsewhere"})) is None
 
 
 def test_a_newcomer_begins_with_a_history_in_which_all_rounds_count() -> None:
-    entries = going_on(COMMON, PEOPLE[3:4])
+    entries = going_on(COMMON, *[PEOPLE[3:4]] * 4)
     there = dict.fromkeys((0, 2, 3), COMMON[-1].hash)
     own = PEOPLE[4].peer_id
     assert joined(COMMON, FOUNDER, islands(there)._replace(own=own)) == len(COMMON)
     assert joined(entries, FOUNDER, islands(there)._replace(own=own)) is None
+    made = dict.fromkeys((0, 2), entries[-1].hash)
+    assert joined(entries, FOUNDER, islands(made | {3: GENESIS})._replace(own=own)) == len(entries)
     assert joined([], FOUNDER, islands({0: HEAD})._replace(own=own)) == 0
