@@ -62,7 +62,6 @@ from app.routing.planner import (
 )
 from app.routing.route import Privacy, Route, RouteRequest
 from app.routing.trust import TrustBook
-from app.serving.homes import Homes
 from app.session.adapter_index import AdapterRef
 from app.session.frame import DTYPES, row_bytes
 from app.session.wire import CACHE_EXCEEDED, Prefix
@@ -128,7 +127,7 @@ class Asker:
         self._settings, self._rng, self._loading = options.session, options.rng, options.loading
         self._guesser, self._draft_model, self._history = options.guesser, options.draft, GuessHistory()
         self.planner = RoutePlanner(network, members, options.preferences, options.book, options.rng)
-        self._auditor = Auditor(_AuditContext(self, network), options.book, options.rng)
+        self._auditor = Auditor(_AuditContext(self), options.book, options.rng)
         self._nursery: trio.Nursery | None = None
         self._links: HopLinks | None = None
         self._keep_sessions = options.keep_sessions
@@ -550,8 +549,8 @@ async def _note_reading(session: RouteSession, turn: Turn) -> None:
 class _AuditContext:
     """Opens sessions and computes heads for audits; satisfies `app.asker.audit.AuditContext`."""
 
-    def __init__(self, asker: Asker, network: Network) -> None:
-        self._asker, self._homes = asker, Homes(network)
+    def __init__(self, asker: Asker) -> None:
+        self._asker = asker
 
     def members(self) -> Sequence[Announcement]:
         return self._asker.planner.members()
@@ -560,7 +559,7 @@ class _AuditContext:
         return self._asker.planner.not_accused()
 
     def home(self, peer: str) -> str:
-        return self._homes.of(peer)
+        return self._asker.planner.homes.of(peer)
 
     def avoided(self) -> frozenset[str]:
         return frozenset(self._asker.planner.avoided())

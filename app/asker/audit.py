@@ -379,10 +379,10 @@ class Auditor:
         routes = len(run.answered)
         if len(stories) == 1 and always and not is_confirmed(stories[0], run.seen):
             stories, always = occasional_liar_sets(run.seen, self._context.not_accused()), False
-        homes = self._beside(run, stories[0]) if len(stories) == 1 else {}
-        shares = blame(stories, self._book.doubt)
-        if homes:
+        if len(stories) == 1 and (homes := self._beside(run, stories[0])):
             shares, always = blame_of_homes([*stories, *homes.values()], self._book.doubt), False
+        else:
+            shares = blame(stories, self._book.doubt)
         if len(stories) == 1 and always:
             for peer in stories[0]:
                 log.warning("%s returns wrong activations: %d routes were compared", peer, routes)

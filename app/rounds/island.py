@@ -1108,16 +1108,15 @@ class Island:
 
     async def _wanted(self, entries: list[RoundEntry]) -> int | None:
         """Return how many rounds of another history to go on from, None for none of them."""
-        islands = Islands(self.peer, {peer: self.heard[peer].head for peer in self.alive()}, self._knows_others)
+        founder, islands = self.record.founder, self._islands()
         if not self._has_state:
-            return await self._in_thread(joined, entries, self.record.founder, islands)
-        # reads old entries from disk
-        return await self._in_thread(taken_over, list(self.log), entries, self.record.founder, islands)
+            return await self._in_thread(joined, entries, founder, islands)
+        return await self._in_thread(taken_over, list(self.log), entries, founder, islands)  # reads entries from disk
 
-    @property
-    def _knows_others(self) -> bool:
-        """True once this island has listened for long enough to have heard all who are there."""
-        return trio.current_time() - self._listens_since >= self.timing.alive_s
+    def _islands(self) -> Islands:
+        """The islands of this job as they are known now."""
+        heads = {peer: self.heard[peer].head for peer in self.alive()}
+        return Islands(self.peer, heads, trio.current_time() - self._listens_since >= self.timing.alive_s)
 
     async def _catch_up(self) -> None:
         """Take over the round that is over, or a better history; raises if there is no room for it here."""
@@ -1158,8 +1157,8 @@ class Island:
             wanted = await self._wanted(entries)
         if wanted != len(entries):
             raise RecordError(f"{peer} goes on with rounds that were made past islands which are there")
-        lately = [one for one in self._same_head(standing.prev) if one in took_part(entries)]
-        holders = list(dict.fromkeys([*lately[:MOST_ASKED], peer, *self._same_head(standing.prev)]))[:MOST_ASKED]
+        recent, others = took_part(entries), self._same_head(standing.prev)
+        holders = list(dict.fromkeys([*(one for one in others if one in recent), peer, *others]))[:MOST_ASKED]
         parts = await self._parts(holders, standing)
         self._asked_in, gave, question = standing.round, Counter[str](), Question(holders)
         self._nursery.start_soon(self._moments.ask, question)
@@ -1411,10 +1410,10 @@ class Island:
 
     def _counts(self, entry: RoundEntry) -> bool:
         """True for the current round's entry if it is one to go on from."""
-        heads = {peer: self.heard[peer].head for peer in self.alive()}
-        gone_on = {peer for peer, head in heads.items() if head == entry.hash}
+        islands = self._islands()
+        gone_on = {peer for peer, head in islands.heads.items() if head == entry.hash}
         before = Before({*self.standing.members}, {*self.recent}, {*self.standing.banned})
-        return counts(entry, before, self._met(self.standing), gone_on, Islands(self.peer, heads, self._knows_others))
+        return counts(entry, before, self._met(self.standing), gone_on, islands)
 
     def _is_late(self) -> bool:
         """True if most others have arrived, and the grace for the rest is over."""

@@ -80,7 +80,7 @@ def is_last_resort(member: Announcement, request: RouteRequest) -> bool:
 
 
 def last_resort_blocks(route: Route, serving: Mapping[str, Announcement], request: RouteRequest) -> int:
-    """Number of blocks that a route leaves to members that are a last resort: of two routes, fewer are better."""
+    """Number of blocks that a route leaves to members that are a last resort."""
     known = [hop for hop in route if hop.peer in serving]
     return sum(len(hop.span) for hop in known if is_last_resort(serving[hop.peer], request))
 

@@ -91,8 +91,8 @@ class RoutePlanner:
         self.full_hops = FullHops()
         self.measured = MeasuredSpeeds()
         self._rates = RateClaims()
-        self._homes = Homes(network)
-        self._strangers = Strangers(self._homes, rng or random.SystemRandom())
+        self.homes = Homes(network)
+        self._strangers = Strangers(self.homes, rng or random.SystemRandom())
         self._new_routes = 0  # searched for
         self._without_adapter: dict[tuple[AdapterRef, str], float] = {}  # until when; the latest last
         self._searching = trio.Lock()  # one search at a time: the next one sees whom this one tries for the first time
@@ -151,7 +151,7 @@ class RoutePlanner:
         return KnownCosts(self.measured.block_s(trio.current_time(), again), penalty_s, byte_s, homes=homes)
 
     def _homes_of(self, members: Sequence[Announcement]) -> Pieces[dict[str, str]]:
-        return by_chunks(lambda some: {member.peer: self._homes.of(member.peer) for member in some}, members)
+        return by_chunks(lambda some: {member.peer: self.homes.of(member.peer) for member in some}, members)
 
     def link_s(self) -> LinkSeconds:
         """Return a function for the estimated one-way seconds between two peers; "" is this node."""

@@ -1,8 +1,7 @@
 """Finds the cheapest route over what members announce and what was measured. Pure.
 
-The cost is that of `app.routing.cost.route_seconds`, added up block by block from the same terms. Besides, each block
-at a member that is a last resort (`app.routing.cost.is_last_resort`) costs more than any other route. The cost of the
-route that is found is without that; who compares routes counts such blocks first. Private blocks go only to trusted
+The cost is that of `app.routing.cost.route_seconds`, added up block by block from the same terms, where members that
+are a last resort (`app.routing.cost.is_last_resort`) count as many times as slow. Private blocks go only to trusted
 peers. The caller decides which peers to avoid (`app.routing.bans`, `app.routing.trust`). In a large swarm a search
 takes long, so it is computed in pieces (`app.core.pieces`).
 """
