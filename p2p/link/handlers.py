@@ -183,6 +183,8 @@ class Handlers:
         try:
             with call.scope:
                 answer = await link.services.methods[method](link.peer, request.body)
+                if link.ended:  # and its calls count no more
+                    return
                 parts, size = buffers_of(answer)
                 self._keep(call, size)
                 while not link.has_room(request.priority):

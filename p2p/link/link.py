@@ -216,7 +216,7 @@ class PeerLink:
     def refuse(self, kind: int, id: int, why: str, code: str = BUSY) -> None:
         """Refuse a call or stream of the peer; a peer that was refused too often is reported as misbehaving."""
         self.post(spoken(kind, id, code, why))
-        if self.services.quota.refused(self._peer, trio.current_time()):
+        if not self.ended and self.services.quota.refused(self._peer, trio.current_time()):
             self.misbehaved(f"it ignores refusals: {why}")
 
     def misbehaved(self, why: str) -> None:

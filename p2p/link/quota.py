@@ -113,6 +113,7 @@ class Quota:
         self._streams = SharedLimit(self.limits.streams_per_peer, self.limits.streams, self.limits.streams_floor)
         self._bytes = SharedLimit(self.limits.bytes_per_peer, self.limits.bytes, self.limits.bytes_floor)
         self._peers: dict[str, _Peer] = {}
+        self._leaving: set[str] = set()  # whose link has ended while something was in progress
         self._gone: OrderedDict[str, _Peer] = OrderedDict()
 
     def request(self, peer: str, now: float) -> str | None:
@@ -146,6 +147,7 @@ class Quota:
         self._peers[peer].answer_bytes -= answer_size
         self._calls.give_back(peer, 1)
         self._bytes.give_back(peer, size + answer_size)
+        self._less(peer)
 
     def begin_stream(self, peer: str) -> str | None:
         """Count a stream; returns the reason if it is refused, else None."""
@@ -154,6 +156,7 @@ class Quota:
     def end_stream(self, peer: str) -> None:
         """Stop counting one stream of `peer`."""
         self._streams.give_back(peer, 1)
+        self._less(peer)
 
     def hold(self, peer: str, size: int) -> bool:
         """Count bytes buffered for a peer; False, and nothing counted, if that is over a limit."""
@@ -162,6 +165,7 @@ class Quota:
     def release(self, peer: str, size: int) -> None:
         """Stop counting bytes that were buffered for a peer."""
         self._bytes.give_back(peer, size)
+        self._less(peer)
 
     def refused(self, peer: str, now: float) -> bool:
         """Count one refusal of a peer; True, and the count restarts, once it was refused too often."""
@@ -172,12 +176,18 @@ class Quota:
         return True
 
     def forget(self, peer: str) -> None:
-        """Drop the counters of a peer that has nothing in progress, so that they do not grow with every visitor.
+        """Drop the counters of a peer once it has nothing in progress, so that they do not grow with every visitor.
 
         Its request rate and refusals are kept for the last `MAX_REMEMBERED` peers, so that reconnecting does not reset
         them.
         """
-        if peer in self._peers and self.under_way(peer) == (0, 0, 0):
+        if peer in self._peers:
+            self._leaving.add(peer)
+            self._less(peer)
+
+    def _less(self, peer: str) -> None:
+        if peer in self._leaving and self.under_way(peer) == (0, 0, 0):
+            self._leaving.discard(peer)
             self._gone[peer] = self._peers.pop(peer)
             if len(self._gone) > MAX_REMEMBERED:
                 self._gone.popitem(last=False)
@@ -187,6 +197,7 @@ class Quota:
         return self._calls.used(peer), self._streams.used(peer), self._bytes.used(peer)
 
     def _peer(self, peer: str, now: float) -> _Peer:
+        self._leaving.discard(peer)
         use = self._peers.get(peer)
         if use is None:
             use = self._gone.pop(peer, None)

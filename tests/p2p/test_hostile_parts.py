@@ -33,14 +33,16 @@ from p2p.host.admission import Admission, ConnectionLimits
 from p2p.host.heartbeat import Heartbeat, Hello
 from p2p.host.messages import address_bytes
 from p2p.identity import Identity, peer_id_bytes, peer_id_of
-from p2p.link.frames import Kind
+from p2p.link import frames
+from p2p.link.frames import PREFACE, WHOLE, Frame, Kind
 from p2p.link.outbox import Outbox, Outgoing
 from p2p.link.quota import Limits, Quota
+from p2p.link.switchboard import LIVE_LANE
 from p2p.network import NetworkConfig
 from p2p.protobuf import encode
 from tests.p2p.channels import attacked, close_sockets, socket_pair, transport
 from tests.p2p.network_contract import echo
-from tests.p2p.networks import wired_world
+from tests.p2p.networks import TrioByteStream, wired_world
 
 __all__ = ["close_sockets"]
 
@@ -124,6 +126,36 @@ async def test_a_call_counts_until_its_answer_has_left() -> None:
             assert len(await a.call(b.peer_id, "echo", bytes(100_000), timeout_s=5)) == 100_000
         await trio.testing.wait_all_tasks_blocked()
         assert b.services.quota.under_way(a.peer_id) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_calls_of_a_link_that_ended_count_no_more(fails: bool) -> None:
+    """Handlers that were not started yet when the peer closed, or that cannot be interrupted, run to their end."""
+    async with wired_world() as world:
+        a, b = await world.node(), await world.node()
+        runs, ended = list[bytes](), trio.Event()
+
+        async def handler(peer: str, body: bytes) -> bytes:
+            if body:
+                with trio.CancelScope(shield=True):
+                    await ended.wait()
+            runs.append(body)
+            if fails:
+                raise ProtocolError("this is no request")
+            return bytes(100_000)
+
+        b.serve("give", handler)
+        here, there = trio.testing.memory_stream_pair()
+        world.connect(b, a.peer_id, LIVE_LANE, TrioByteStream(there))
+        calls = [Frame(Kind.REQUEST, WHOLE, id, len(body), 60_000, "give", body) for id, body in ((1, b""), (3, b"x"))]
+        await here.send_all(PREFACE + b"".join(frames.encode(call) for call in calls))
+        await here.send_stream.aclose()
+        await trio.testing.wait_all_tasks_blocked()
+        ended.set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(runs) == 2
+        assert b.services.quota.under_way(a.peer_id) == (0, 0, 0)
+        assert not b.services.quota._peers
 
 
 def test_a_whole_ipv6_network_counts_as_one_address() -> None:
