@@ -171,12 +171,10 @@ class MessageStream:
         if self._failure is None:
             self._failure = failure
             self._inbox.clear()
-            self._carrier.consumed(self._held)
-            self._held = 0
             self._readable.set()
             self._writable.set()
             self.opened.set()
-            self._carrier.stream_done(self, broken=True)
+            self._end(broken=True)
 
     def _consume(self, cost: int) -> None:
         self._uncredited += cost
@@ -189,7 +187,12 @@ class MessageStream:
 
     def _finish_if_done(self) -> None:
         if self._failure is None and self.done:
-            self._carrier.stream_done(self, broken=False)
+            self._end(broken=False)
+
+    def _end(self, *, broken: bool) -> None:
+        self._carrier.consumed(self._held)  # of a message too whose rest does not come
+        self._held = 0
+        self._carrier.stream_done(self, broken=broken)
 
     def _check_sendable(self) -> None:
         if self._failure is not None:

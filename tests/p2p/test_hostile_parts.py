@@ -26,7 +26,7 @@ from p2p.dht.directory import Directory
 from p2p.dht.wire import Contact, Message, Op, decode
 from p2p.discovery.known_peers import MAX_UNREACHED, KnownPeer, load_peers, merge, save_peers
 from p2p.discovery.seeker import Seeker
-from p2p.errors import HandshakeError, ProtocolError, Refused
+from p2p.errors import HandshakeError, ProtocolError, Refused, StreamClosed
 from p2p.host import messages
 from p2p.host.address_book import AddressBook
 from p2p.host.admission import Admission, ConnectionLimits
@@ -34,9 +34,10 @@ from p2p.host.heartbeat import Heartbeat, Hello
 from p2p.host.messages import address_bytes
 from p2p.identity import Identity, peer_id_bytes, peer_id_of
 from p2p.link import frames
-from p2p.link.frames import PREFACE, WHOLE, Frame, Kind
+from p2p.link.frames import FIRST, PREFACE, WHOLE, Frame, Kind
 from p2p.link.outbox import Outbox, Outgoing
 from p2p.link.quota import Limits, Quota
+from p2p.link.streams import MessageStream
 from p2p.link.switchboard import LIVE_LANE
 from p2p.network import NetworkConfig
 from p2p.protobuf import encode
@@ -156,6 +157,27 @@ async def test_calls_of_a_link_that_ended_count_no_more(fails: bool) -> None:
         assert len(runs) == 2
         assert b.services.quota.under_way(a.peer_id) == (0, 0, 0)
         assert not b.services.quota._peers
+
+
+async def test_a_message_that_was_only_begun_counts_no_more_once_its_stream_is_closed() -> None:
+    async with wired_world() as world:
+        a, b = await world.node(), await world.node()
+
+        async def read(stream: MessageStream) -> None:
+            with pytest.raises(StreamClosed):
+                await stream.receive()
+
+        b.accept("read", read)
+        here, there = trio.testing.memory_stream_pair()
+        world.connect(b, a.peer_id, LIVE_LANE, TrioByteStream(there))
+        opened = Frame(Kind.OPEN, WHOLE, 1, 0, 0, "read", b"")
+        begun = Frame(Kind.MESSAGE, FIRST, 1, 2**20, 0, "", bytes(16 * 1024))
+        await here.send_all(PREFACE + frames.encode(opened) + frames.encode(begun))
+        await trio.testing.wait_all_tasks_blocked()
+        assert b.services.quota.under_way(a.peer_id)[2] > 16 * 1024
+        await here.send_all(frames.encode(Frame(Kind.CLOSE, WHOLE, 1, 0, 0, "", b"")))
+        await trio.testing.wait_all_tasks_blocked()
+        assert b.services.quota.under_way(a.peer_id) == (0, 0, 0)
 
 
 def test_a_whole_ipv6_network_counts_as_one_address() -> None:
