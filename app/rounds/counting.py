@@ -38,18 +38,17 @@ def counts(entry: RoundEntry, before: Before, met: set[str], gone_on: set[str], 
     """True for a round which most of those who took part lately and are there made, or went on from: half at least.
 
     Newcomers that arrive at once would else outvote those that still make their steps. Besides it wants a quorum of
-    those who were `met`, as long as others may be there that this island has not heard yet. Of one that this island
-    made itself with others it always wants that: who leads may list a few alone. Otherwise a round counts if nobody
-    else who was expected in it is elsewhere. `gone_on` are those whose newest round is this one or a later one.
+    those who were `met`, as long as others may be there that this island has not heard yet. Otherwise a round counts if
+    all who were expected in it and are there made it or went on from it: nobody else can make it. To one that this
+    island made itself it has agreed. `gone_on` are those whose newest round is this one or a later one.
     """
     made = {*entry.list.members}
+    if islands.own in made:
+        return True
     known = ({islands.own, *islands.heads} & before.recent) - before.left_out
     has_quorum = len(made | (gone_on & known)) >= quorum(len(met | made))
-    if islands.own in made:
-        is_made = has_quorum
-    else:
-        is_made = 2 * len((made | gone_on) & known) >= len(known) and (has_quorum or islands.knows_others)
-    return is_made or (islands.knows_others and (known | before.expected) & islands.heads.keys() <= made | gone_on)
+    is_made = 2 * len((made | gone_on) & known) >= len(known) and (has_quorum or islands.knows_others)
+    return is_made or (islands.knows_others and before.expected & islands.heads.keys() <= made | gone_on)
 
 
 def taken_over(log: Sequence[RoundEntry], entries: Sequence[RoundEntry], founder: str, islands: Islands) -> int | None:

@@ -288,7 +288,7 @@ class Island:
         self._own: OwnChange | None = None
         self._tested: OwnChange | None = None  # of the last round, for those who were drawn to test it
         self._lists: dict[str, MemberList] = {}  # the latest of each leader, if it names this island, until followed
-        self._offered_at: dict[str, float] = {}  # when they came
+        self._offered_at: dict[str, float] = {}  # when those came; an exchange has its time from then on
         self._listed: dict[str, int] = {}  # leader -> attempt of its latest list, this island's too
         self._leads: dict[str, tuple[int, float]] = {}  # leader -> how often it led in vain, until when it leads now
         self._first_list_at: dict[str, float] = {}  # by its leader
@@ -569,9 +569,15 @@ class Island:
                 # who led in vain has to wait for its place, so that it does not keep others from leading
                 is_doubtful = self._times_in_vain(offered.leader) > 0
                 follow_at = max(given_until, lead_at(offered.leader)) if is_doubtful else now
+                if not self._may_count(standing, offered.members):  # whoever signs a result agrees to the round
+                    follow_at = max(follow_at, self._arrived_at[self.peer] + self.timing.quorum_s)
+                deadline = self._offered_at[offered.leader] + self._exchange_s()
+                if max(follow_at, now) + self.timing.lead_s > deadline:  # its leader will have given up
+                    del self._lists[offered.leader]
+                    continue
                 if follow_at <= now:
                     del self._lists[offered.leader]
-                    followed.setdefault(offered.leader, await self._attend(offered))
+                    followed.setdefault(offered.leader, await self._attend(offered, deadline))
                     began = trio.current_time() + self.timing.lead_s
                     continue
                 next_at = min(next_at, follow_at)
@@ -646,14 +652,12 @@ class Island:
         leaders = self._leaders(self._lists.keys() - self._failed_here)
         return self._lists[leaders[0]] if leaders else None
 
-    async def _attend(self, members: MemberList) -> float:
+    async def _attend(self, members: MemberList, deadline: float) -> float:
         """Take part in an exchange that another island leads, and tell it how that ended.
 
-        It has the time from when its list came, as the others have. Returns until when it may still wait for the
-        results of others. The round's entry may be here before its answer.
+        Returns until when it may still wait for the results of others. The round's entry may be here before its answer.
         """
         self._begin_lead(members.leader)
-        deadline = self._offered_at.pop(members.leader) + self._exchange_s()
         result = await self._exchanged(members, deadline)
         self._nursery.start_soon(self._say, members.leader, result.raw)
         return deadline + 2 * self.timing.lead_s if result.root else 0.0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import trio
 from trio.testing import MockClock
 
-from app.rounds.island import Island
+from app.rounds.island import Island, RoundTiming
 from app.rounds.log import Standing, make_entry
 from app.rounds.statements import sign_list
 from tests.app.rounds.island_swarm import ONE_STEP, TIMING, IslandSwarm, open_islands
@@ -85,3 +86,30 @@ async def test_islands_that_were_all_apart_come_together_again(tmp_path: Path, p
         await trio.sleep(120)
         swarm.fabric.heal()
         await swarm.until(lambda: all(len(island.log[-1].list.members) == 4 for island in islands), within_s=300)
+
+
+async def test_islands_that_come_back_one_after_the_other_take_part_again(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    """Three of five were away for some minutes; one has taken the others' history over before the two are there."""
+    job = {"every": 12, "least_every": 12, "most_every": 12, "steps": 10**5}
+    async with open_islands(tmp_path, 0, 1, 2, 3, 4, step_s=10.0, timing=RoundTiming(), **job) as swarm:
+        island = swarm.nodes[0].island
+        await swarm.until(lambda: len(island.log) >= 3 and len(island.log[-1].list.members) == 5, within_s=1800)
+        await trio.sleep(60)
+        away = {
+            number: (list(swarm.nodes[number].island.log), swarm.nodes[number].model.states()) for number in (2, 3, 4)
+        }
+        for number in away:
+            swarm.kill(number)
+        await trio.sleep(300)
+
+        def start(number: int) -> None:
+            back = swarm.add(number, step_s=10.0).island
+            back.begin = partial(back.begin, *away[number])  # type: ignore[method-assign]
+
+        start(2)
+        await trio.sleep(45)
+        start(3)
+        start(4)
+        await swarm.until(lambda: all(len(node.island.log[-1].list.members) == 5 for node in swarm.nodes.values()))

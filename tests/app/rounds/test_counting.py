@@ -61,6 +61,22 @@ def test_rounds_of_one_count_if_nobody_else_is_there_and_there_was_time_to_hear_
     assert taken_over(COMMON, entries, FOUNDER, there) == count
 
 
+def test_a_round_counts_that_all_made_who_were_expected_in_it() -> None:
+    """Three of five were away. Two are back where this island is, and cannot make that round either."""
+    two, common = PEOPLE[3:5], history(2, PEOPLE[:5], every=5)
+    mine, entries = going_on(common, two), going_on(common, two, two)
+    there = {0: mine[-1].hash, 2: mine[-1].hash, 3: entries[-1].hash, 4: entries[-1].hash}
+    assert taken_over(mine, entries, FOUNDER, islands(there)) == len(entries)
+    assert taken_over(mine, entries, FOUNDER, islands(there | {4: mine[-1].hash})) == len(entries)
+    alone = going_on(common, two, two[:1])
+    assert taken_over(mine, alone, FOUNDER, islands(there | {3: alone[-1].hash, 4: mine[-1].hash})) is None
+
+
+def test_to_a_round_that_an_island_made_it_has_agreed() -> None:
+    entries = going_on(COMMON, PEOPLE[1:3])
+    assert taken_over(COMMON, entries, FOUNDER, islands(OTHERS)) == len(entries)
+
+
 def test_a_history_that_parted_is_taken_over_whole_or_not_at_all() -> None:
     """The own one had a quorum since then: the other's last rounds were made past islands that are there."""
     mine = going_on(COMMON, PEOPLE[:3])
