@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -92,7 +93,7 @@ async def test_islands_that_come_back_one_after_the_other_take_part_again(
     tmp_path: Path, patient_clock: MockClock
 ) -> None:
     """Three of five were away for some minutes; one has taken the others' history over before the two are there."""
-    job = {"every": 12, "least_every": 12, "most_every": 12, "steps": 10**5}
+    job: dict[str, Any] = {"every": 12, "least_every": 12, "most_every": 12, "steps": 10**5}
     async with open_islands(tmp_path, 0, 1, 2, 3, 4, step_s=10.0, timing=RoundTiming(), **job) as swarm:
         island = swarm.nodes[0].island
         await swarm.until(lambda: len(island.log) >= 3 and len(island.log[-1].list.members) == 5, within_s=1800)
