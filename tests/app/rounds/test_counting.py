@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from app.rounds.counting import Islands, joined, taken_over
-from app.rounds.log import RoundEntry, replay
+from app.rounds.log import RoundEntry, beginning, replay
 from app.rounds.statements import GENESIS
 from p2p.identity import Identity
-from tests.app.rounds.statements import PEOPLE, RECORD, history, round_of
+from tests.app.rounds.statements import PEOPLE, RECORD, STRANGERS, history, round_of
+from tests.app.swarms import identity
 
 FOUNDER, OWN = PEOPLE[0].peer_id, PEOPLE[1].peer_id
 ALL = [one.peer_id for one in PEOPLE]
@@ -107,3 +108,19 @@ def test_a_newcomer_begins_with_a_history_in_which_all_rounds_count() -> None:
     made = dict.fromkeys((0, 2), entries[-1].hash)
     assert joined(entries, FOUNDER, islands(made | {3: GENESIS})._replace(own=own)) == len(entries)
     assert joined([], FOUNDER, islands({0: HEAD})._replace(own=own)) == 0
+
+
+def test_who_made_a_later_round_has_gone_on_from_those_before_it() -> None:
+    """Two of five went on alone. The others came back, and have made more rounds with them than are shown here."""
+    entries = going_on(history(2, PEOPLE, every=5), PEOPLE[:2], PEOPLE[:2], PEOPLE, present=ALL)
+    there = Islands(STRANGERS[0].peer_id, dict.fromkeys(ALL, b"a later round".ljust(32)))
+    assert joined(entries[:-1], FOUNDER, there) is None
+    assert joined(entries, FOUNDER, there) == len(entries)
+
+
+def test_who_made_rounds_past_the_others_has_no_voice_for_them() -> None:
+    first, _ = round_of(beginning(RECORD), PEOPLE[:1], present=[one.peer_id for one in STRANGERS])
+    made_up = going_on([first], *[STRANGERS] * 4)
+    heads = dict.fromkeys(ALL, HEAD) | {one.peer_id: made_up[-1].hash for one in STRANGERS}
+    assert joined(made_up, FOUNDER, Islands(identity(99).peer_id, heads)) is None
+    assert joined(made_up, FOUNDER, Islands(identity(99).peer_id, heads, knows_others=False)) is None
