@@ -15,8 +15,6 @@ from app.rounds.decisions import quorum
 from app.rounds.log import RECENT_ROUNDS, RoundEntry, had_quorum, is_better, shared, took_part
 from app.rounds.statements import GENESIS
 
-_NEWEST = 4  # rounds of a history; who names one of them is about as far as it is
-
 
 class Before(NamedTuple):
     """Who may make a round, as the one before it says."""
@@ -38,18 +36,17 @@ def counts(entry: RoundEntry, before: Before, met: set[str], gone_on: set[str], 
     """True for a round which most of those who took part lately and are there made, or went on from: half at least.
 
     Newcomers that arrive at once would else outvote those that still make their steps. Besides it wants a quorum of
-    those who were `met`, as long as others may be there that this island has not heard yet. Of one that this island
-    made itself with others it always wants that: who leads may list a few alone. Otherwise a round counts if nobody
-    else who was expected in it is elsewhere. `gone_on` are those whose newest round is this one or a later one.
+    those who were `met`, as long as others may be there that this island has not heard yet. Otherwise a round counts if
+    all who were expected in it and are there made it or went on from it: nobody else can make it. To one that this
+    island made itself it has agreed. `gone_on` are those whose newest round is this one or a later one.
     """
     made = {*entry.list.members}
+    if islands.own in made:
+        return True
     known = ({islands.own, *islands.heads} & before.recent) - before.left_out
     has_quorum = len(made | (gone_on & known)) >= quorum(len(met | made))
-    if islands.own in made:
-        is_made = has_quorum
-    else:
-        is_made = 2 * len((made | gone_on) & known) >= len(known) and (has_quorum or islands.knows_others)
-    return is_made or (islands.knows_others and (known | before.expected) & islands.heads.keys() <= made | gone_on)
+    is_made = 2 * len((made | gone_on) & known) >= len(known) and (has_quorum or islands.knows_others)
+    return is_made or (islands.knows_others and before.expected & islands.heads.keys() <= made | gone_on)
 
 
 def taken_over(log: Sequence[RoundEntry], entries: Sequence[RoundEntry], founder: str, islands: Islands) -> int | None:
@@ -89,22 +86,20 @@ def _sides(
 
 
 def joined(entries: Sequence[RoundEntry], founder: str, islands: Islands) -> int | None:
-    """Return how many rounds of a history an island without a state begins with; None if it does not begin with it.
-
-    All its rounds count, or half of those who made some, and are there with a state, are about as far.
-    """
-    if _counted((), entries, founder, islands) == len(entries):
-        return len(entries)
-    makers, newest = {peer for entry in entries for peer in entry.list.members}, {e.hash for e in entries[-_NEWEST:]}
-    heads = [head for peer, head in islands.heads.items() if peer in makers and head != GENESIS]
-    is_usual = islands.knows_others and 2 * sum(head in newest for head in heads) >= len(heads)
-    return len(entries) if is_usual else None
+    """Return how many rounds of a history an island without a state begins with: all, if all count; None otherwise."""
+    return len(entries) if _counted((), entries, founder, islands) == len(entries) else None
 
 
 def _counted(log: Sequence[RoundEntry], entries: Sequence[RoundEntry], founder: str, islands: Islands) -> int:
-    """Return how many of these rounds after those of a log count, up to one that does not."""
+    """Return how many of these rounds after those of a log count, up to one that does not.
+
+    Whoever made a later one has gone on from those before it.
+    """
     after = {entry.hash: number for number, entry in enumerate(entries)}
-    reached = {peer: after[head] for peer, head in islands.heads.items() if head in after}
+    reached = {peer: number for number, entry in enumerate(entries) for peer in entry.list.members}
+    reached |= {
+        peer: after[head] for peer, head in islands.heads.items() if after.get(head, -1) > reached.get(peer, -1)
+    }
     window = deque(({*entry.list.members} for entry in log[-RECENT_ROUNDS:]), RECENT_ROUNDS)
     expected, left_out = ({*log[-1].next}, {*log[-1].left_out}) if log else ({founder}, set[str]())
     for number, entry in enumerate(entries):

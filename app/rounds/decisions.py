@@ -51,8 +51,11 @@ def grace_s(lags_s: Sequence[float], *, least_s: float, most_s: float) -> float:
 
 
 def quorum(expected: int) -> int:
-    """Return how many members a round needs: half of those expected, but two unless only one is."""
-    return min(expected, max(2, -(-expected // 2)))
+    """Return how many members a round needs: more than half of those expected, all of two.
+
+    So no two rounds of a quorum are made by different members.
+    """
+    return min(expected, max(2, expected // 2 + 1))
 
 
 def merge_weights(tokens: Mapping[str, int]) -> dict[str, float]:

@@ -153,7 +153,7 @@ class Exchange:
         # Stages end before the next ones: who waits for another hears that it failed, and does not take it for the one
         # at fault.
         left_s = deadline - trio.current_time()
-        until = deadline - left_s / 2 if is_grid else deadline
+        until = deadline - left_s / (2 if is_grid else 4)
         leaves = await self._merge_row(attempt, grid, own, weights, until)
         if is_grid:
             attempt.of_row.update(zip(grid.row_shares(self._model.leaves)[me], leaves, strict=True))

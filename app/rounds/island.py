@@ -102,6 +102,7 @@ from app.rounds.testers import drawn_trace
 from app.rounds.testing import ChangeTester, PastRound
 from app.rounds.traces import StepTraces, Trace, pack_trace, trace_seed, traced_steps
 from app.routing.route import Route
+from app.serving.homes import Homes
 from app.training.states import StateStore, part_of
 from app.training.waiting import what_it_waits_for
 from app.training.wire import StatePart
@@ -287,6 +288,7 @@ class Island:
         self._own: OwnChange | None = None
         self._tested: OwnChange | None = None  # of the last round, for those who were drawn to test it
         self._lists: dict[str, MemberList] = {}  # the latest of each leader, if it names this island, until followed
+        self._offered_at: dict[str, float] = {}  # when those came; an exchange has its time from then on
         self._listed: dict[str, int] = {}  # leader -> attempt of its latest list, this island's too
         self._leads: dict[str, tuple[int, float]] = {}  # leader -> how often it led in vain, until when it leads now
         self._first_list_at: dict[str, float] = {}  # by its leader
@@ -296,6 +298,7 @@ class Island:
         self._candidate: _Candidate | None = None
         self._ahead: RoundEntry | None = None
         self._better: _History | None = None  # than the own one
+        self._homes = Homes(network)
         self._shown_by: dict[str, str] = {}  # whose history is being looked at, and its home
         self._rests: dict[str, Rest] = {}  # members that failed in exchanges of the last rounds, as seen from here
         self._failures: deque[set[str]] = deque(maxlen=KEPT_RESTS)  # who did so in each of the last rounds made here
@@ -566,9 +569,15 @@ class Island:
                 # who led in vain has to wait for its place, so that it does not keep others from leading
                 is_doubtful = self._times_in_vain(offered.leader) > 0
                 follow_at = max(given_until, lead_at(offered.leader)) if is_doubtful else now
+                if not self._may_count(standing, offered.members):  # whoever signs a result agrees to the round
+                    follow_at = max(follow_at, self._arrived_at[self.peer] + self.timing.quorum_s)
+                deadline = self._offered_at[offered.leader] + self._exchange_s()
+                if max(follow_at, now) + self.timing.lead_s > deadline:  # its leader will have given up
+                    del self._lists[offered.leader]
+                    continue
                 if follow_at <= now:
                     del self._lists[offered.leader]
-                    followed.setdefault(offered.leader, await self._attend(offered))
+                    followed.setdefault(offered.leader, await self._attend(offered, deadline))
                     began = trio.current_time() + self.timing.lead_s
                     continue
                 next_at = min(next_at, follow_at)
@@ -643,16 +652,15 @@ class Island:
         leaders = self._leaders(self._lists.keys() - self._failed_here)
         return self._lists[leaders[0]] if leaders else None
 
-    async def _attend(self, members: MemberList) -> float:
+    async def _attend(self, members: MemberList, deadline: float) -> float:
         """Take part in an exchange that another island leads, and tell it how that ended.
 
         Returns until when it may still wait for the results of others. The round's entry may be here before its answer.
         """
         self._begin_lead(members.leader)
-        until = trio.current_time() + self._exchange_s() + 2 * self.timing.lead_s
-        result = await self._exchanged(members)
+        result = await self._exchanged(members, deadline)
         self._nursery.start_soon(self._say, members.leader, result.raw)
-        return until if result.root else 0.0
+        return deadline + 2 * self.timing.lead_s if result.root else 0.0
 
     async def _lead(self, standing: Standing) -> None:
         """Make lists until a round counts, another island leads better or the time for it is over.
@@ -681,8 +689,9 @@ class Island:
                 continue
             if self._is_overtaken:
                 break
-            until = trio.current_time() + self._exchange_s() + self.timing.lead_s
-            results = await self._gather(members, await self._exchanged(members), until)
+            deadline = trio.current_time() + self._exchange_s()
+            own = await self._exchanged(members, deadline)
+            results = await self._gather(members, own, deadline + self.timing.lead_s)
             if self._is_overtaken or results is None:
                 break
             accusations = {peer: result.failed for peer, result in results.items() if result.failed}
@@ -872,11 +881,11 @@ class Island:
         absent = (self.alive() & expected) - counted if self.peer in counted and is_quorate else set[str]()
         return missed_after(self._missed, members.round, absent=absent, counted=counted)
 
-    async def _exchanged(self, members: MemberList) -> Result:
+    async def _exchanged(self, members: MemberList, deadline: float) -> Result:
         """Run one attempt; the result says what state it leads to, or who failed."""
         assert self._own is not None
         began = trio.current_time()
-        self._exchange_began, deadline = (members.hash, began), began + self._exchange_s()
+        self._exchange_began = members.hash, began
         self._tester.stop()
         self._tried |= {*members.members}
         attempt = ExchangeAttempt(members, self.record.grid)
@@ -1004,6 +1013,7 @@ class Island:
         self._arrived_at.clear()
         self._results.clear()
         self._lists.clear()
+        self._offered_at.clear()
         self._listed.clear()
         self._end_leads(entries)
         self._first_list_at.clear()
@@ -1043,7 +1053,7 @@ class Island:
                 if peer is None or looks >= (1 if self._has_state else LOOKS):
                     await self._pause(self.timing.hello_s)
                 else:
-                    self._shown_by[peer] = self._network.source(peer)
+                    self._shown_by[peer] = self._homes.of(peer)
                     nursery.start_soon(self._look_at, peer, self.heard[peer].head)
                     await self._pause(NEXT_LOOK_S)
                 await trio.lowlevel.checkpoint()
@@ -1060,7 +1070,8 @@ class Island:
             peer
             for peer in self.alive()
             if self.heard[peer].head not in known
-            and self._network.source(peer) not in self._shown_by.values()
+            and peer not in self._shown_by
+            and self._homes.of(peer) not in self._shown_by.values()
             and self._disregarded.get(peer, (0, 0.0))[1] <= now
             and (others_may or peer in self.recent)
         ]
@@ -1297,6 +1308,7 @@ class Island:
         number, head = fields.integer("round", 0, MAX_ROUNDS), fields.hex_bytes("head", HASH_BYTES)
         is_known = (head in self._heads and head != GENESIS) or (peer in self.heard and self.heard[peer].is_known)
         seen = Heard(now, number, head, others, is_known)
+        self._homes.of(peer)  # to be known later as well, when its link may have ended
         self._note_data(peer, fields)
         self._greetings.answered(peer)
         if peer not in self.heard and len(self.heard) >= MAX_PEERS:
@@ -1532,6 +1544,7 @@ class Island:
             if self._comes_before(members, attempt.members):
                 attempt.is_superseded = True  # others attend the same one of two lists, else both would wait in vain
         self._lists[members.leader], self._listed[members.leader] = members, members.attempt
+        self._offered_at[members.leader] = trio.current_time()
         self._news.notify()
         return b""
 
@@ -1541,15 +1554,10 @@ class Island:
         return is_trusted and self._leaders((members.leader, other.leader))[0] == members.leader
 
     def _left_out_of(self, members: MemberList) -> str | None:
-        """Somebody who arrived in time for a list and is not in it, though no exchange with it has failed here.
-
-        Whoever leads may leave out any of those with whom an exchange failed, but not half of them, if they are there:
-        it would make rounds with each other one alone.
-        """
+        """Somebody who arrived in time for a list and is not in it, though no exchange with it has failed here."""
         in_time = self._first_list_at.setdefault(members.leader, trio.current_time()) - self.timing.grace_least_s / 2
         known = (peer for peer, at in self._arrived_at.items() if at <= in_time)
-        tried = self._tried if 2 * len(members.members) > len(self._tried) else self._tried - self.alive()
-        with_cause = {*members.members, *tried, *self._failed_here}
+        with_cause = {*members.members, *self._tried, *self._failed_here}
         changes = {one.change for one in members.arrivals}
         left = (peer for peer in known if peer not in with_cause and self._arrivals[peer].change not in changes)
         return next(left, None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -220,4 +222,52 @@ async def test_identities_that_answer_late_hold_a_newcomer_up_little(tmp_path: P
         for node in identities(swarm, 32, shown):
             nursery.start_soon(greet, swarm, [node], shown)
         await swarm.until(lambda: new.name in {*island.log[-1].list.members}, within_s=90)
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_island_looks_once_at_a_history_whose_giver_hangs_up(tmp_path: Path, patient_clock: MockClock) -> None:
+    """A link that ended and is dialled again gives nobody a second look, nor two to a home."""
+    asked, looks = Counter[str](), list[int]()
+
+    def serve(node: MemoryNode) -> None:
+        async def show(peer: str, body: bytes) -> bytes:
+            asked[node.peer_id] += 1
+            try:
+                await trio.sleep(14)
+            finally:
+                asked[node.peer_id] -= 1
+            return b""
+
+        async def greeted(peer: str, body: bytes) -> bytes:
+            raise RemoteError("not now", wire.NOT_YET)
+
+        node.serve(wire.LOG, show)
+        node.serve(wire.HELLO, greeted)
+
+    async with (
+        open_islands(tmp_path, 0, step_s=100.0, timing=RoundTiming(), **ONE_STEP) as swarm,
+        trio.open_nursery() as nursery,
+    ):
+        nodes = identities(swarm, 8, Shown(tmp_path))
+        for node in nodes:
+            serve(node)
+        new = swarm.add(NEW, has_model=False)
+
+        async def greet_and_hang_up(node: MemoryNode) -> None:
+            number = 0
+            while True:
+                number += 1
+                said = {"round": 10**6, "head": f"{number:064x}"}
+                if not asked[node.peer_id]:
+                    with suppress(P2PError):
+                        await node.call(new.name, wire.HELLO, wire.request(swarm.record.id, said), timeout_s=2)
+                    swarm.fabric.unlink(node.peer_id, new.name, tell=(new.name,))
+                looks.append(sum(asked.values()))
+                await trio.sleep(0.3)
+
+        for node in nodes:
+            nursery.start_soon(greet_and_hang_up, node)
+        await trio.sleep(60)
+        assert new.failure is None
+        assert max(looks) == 1
         nursery.cancel_scope.cancel()

@@ -125,8 +125,8 @@ async def test_a_result_with_padding_costs_only_who_sends_it(tmp_path: Path, pat
         liar = swarm.add(3)
         exchanged = liar.island._exchanged
 
-        async def padded(members: MemberList) -> Result:
-            made = await exchanged(members)
+        async def padded(members: MemberList, deadline: float) -> Result:
+            made = await exchanged(members, deadline)
             values = {
                 "job": made.job.hex(), "round": made.round, "list": made.list.hex(), "root": made.root.hex(),
                 "failed": {}, "report": {}, "more": "x" * 60_000,
@@ -206,8 +206,8 @@ class Copier:
         island._own = OwnChange(own, leaves, hashes_of(leaves)[0])
         found = self._list([own, *others], len(peers))
         await island._offer(found)
-        until = trio.current_time() + island._exchange_s() + island.timing.lead_s
-        results = await island._gather(found, await island._exchanged(found), until)
+        deadline = trio.current_time() + island._exchange_s()
+        results = await island._gather(found, await island._exchanged(found, deadline), deadline + island.timing.lead_s)
         if results is not None and len(results) == len(peers):
             await island._count(standing, found, results, trio.current_time())
 
@@ -744,8 +744,8 @@ async def test_a_false_accusation_costs_the_accuser_its_place(tmp_path: Path, pa
         exchanged = liar.island._exchanged
         accused: set[int] = set()  # rounds
 
-        async def accusing(members: MemberList) -> Result:
-            made = await exchanged(members)
+        async def accusing(members: MemberList, deadline: float) -> Result:
+            made = await exchanged(members, deadline)
             if victim not in members.members:
                 return made
             accused.add(made.round)
@@ -764,8 +764,8 @@ def accuses(swarm: IslandSwarm, number: int) -> None:
     island, me = swarm.nodes[number].island, swarm.nodes[number].name
     exchanged = island._exchanged
 
-    async def accusing(members: MemberList) -> Result:
-        made = await exchanged(members)
+    async def accusing(members: MemberList, deadline: float) -> Result:
+        made = await exchanged(members, deadline)
         others = sorted({*members.members} - {me})
         if len(others) < 2:
             return made

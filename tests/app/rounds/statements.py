@@ -17,7 +17,8 @@ from tests.app.swarms import identity
 
 NOW_MS = 1_800_000_000_000
 PEOPLE = [identity(number) for number in range(5)]
-BY_PEER = {one.peer_id: one for one in PEOPLE}
+STRANGERS = [identity(100 + number) for number in range(3)]
+BY_PEER = {one.peer_id: one for one in (*PEOPLE, *STRANGERS)}
 PART = StatePart(b"p" * 32, 1000)
 RECORD = TrainingRecord(
     name="fish", founder=PEOPLE[0].peer_id, swarm="s" * 32, model="", shape={"hidden_size": 64}, start="ab" * 32,

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from app.rounds.counting import Islands, joined, taken_over
-from app.rounds.log import RoundEntry, replay
+from app.rounds.log import RoundEntry, beginning, replay
 from app.rounds.statements import GENESIS
 from p2p.identity import Identity
-from tests.app.rounds.statements import PEOPLE, RECORD, history, round_of
+from tests.app.rounds.statements import PEOPLE, RECORD, STRANGERS, history, round_of
+from tests.app.swarms import identity
 
 FOUNDER, OWN = PEOPLE[0].peer_id, PEOPLE[1].peer_id
 ALL = [one.peer_id for one in PEOPLE]
@@ -61,6 +62,22 @@ def test_rounds_of_one_count_if_nobody_else_is_there_and_there_was_time_to_hear_
     assert taken_over(COMMON, entries, FOUNDER, there) == count
 
 
+def test_a_round_counts_that_all_made_who_were_expected_in_it() -> None:
+    """Three of five were away. Two are back where this island is, and cannot make that round either."""
+    two, common = PEOPLE[3:5], history(2, PEOPLE[:5], every=5)
+    mine, entries = going_on(common, two), going_on(common, two, two)
+    there = {0: mine[-1].hash, 2: mine[-1].hash, 3: entries[-1].hash, 4: entries[-1].hash}
+    assert taken_over(mine, entries, FOUNDER, islands(there)) == len(entries)
+    assert taken_over(mine, entries, FOUNDER, islands(there | {4: mine[-1].hash})) == len(entries)
+    alone = going_on(common, two, two[:1])
+    assert taken_over(mine, alone, FOUNDER, islands(there | {3: alone[-1].hash, 4: mine[-1].hash})) is None
+
+
+def test_to_a_round_that_an_island_made_it_has_agreed() -> None:
+    entries = going_on(COMMON, PEOPLE[1:3])
+    assert taken_over(COMMON, entries, FOUNDER, islands(OTHERS)) == len(entries)
+
+
 def test_a_history_that_parted_is_taken_over_whole_or_not_at_all() -> None:
     """The own one had a quorum since then: the other's last rounds were made past islands that are there."""
     mine = going_on(COMMON, PEOPLE[:3])
@@ -91,3 +108,19 @@ def test_a_newcomer_begins_with_a_history_in_which_all_rounds_count() -> None:
     made = dict.fromkeys((0, 2), entries[-1].hash)
     assert joined(entries, FOUNDER, islands(made | {3: GENESIS})._replace(own=own)) == len(entries)
     assert joined([], FOUNDER, islands({0: HEAD})._replace(own=own)) == 0
+
+
+def test_who_made_a_later_round_has_gone_on_from_those_before_it() -> None:
+    """Two of five went on alone. The others came back, and have made more rounds with them than are shown here."""
+    entries = going_on(history(2, PEOPLE, every=5), PEOPLE[:2], PEOPLE[:2], PEOPLE, present=ALL)
+    there = Islands(STRANGERS[0].peer_id, dict.fromkeys(ALL, b"a later round".ljust(32)))
+    assert joined(entries[:-1], FOUNDER, there) is None
+    assert joined(entries, FOUNDER, there) == len(entries)
+
+
+def test_who_made_rounds_past_the_others_has_no_voice_for_them() -> None:
+    first, _ = round_of(beginning(RECORD), PEOPLE[:1], present=[one.peer_id for one in STRANGERS])
+    made_up = going_on([first], *[STRANGERS] * 4)
+    heads = dict.fromkeys(ALL, HEAD) | {one.peer_id: made_up[-1].hash for one in STRANGERS}
+    assert joined(made_up, FOUNDER, Islands(identity(99).peer_id, heads)) is None
+    assert joined(made_up, FOUNDER, Islands(identity(99).peer_id, heads, knows_others=False)) is None

@@ -100,8 +100,8 @@ def test_one_slow_island_does_not_stretch_the_grace() -> None:
     assert grace_s([1.0] * 7 + [500.0], least_s=0.5, most_s=600.0) == 1.0
 
 
-@pytest.mark.parametrize(("expected", "wanted"), [(1, 1), (2, 2), (3, 2), (4, 2), (5, 3), (8, 4), (9, 5)])
-def test_the_quorum_is_half_but_two(expected: int, wanted: int) -> None:
+@pytest.mark.parametrize(("expected", "wanted"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3), (8, 5), (9, 5)])
+def test_the_quorum_is_more_than_half(expected: int, wanted: int) -> None:
     assert quorum(expected) == wanted
 
 

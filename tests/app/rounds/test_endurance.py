@@ -89,9 +89,9 @@ async def check_broken_member(folder: Path, *, rounds: int, most: int) -> None:
         def failing(*args: Any) -> Any:
             raise TrainingError("the device is out of order")
 
-        async def noted(members: MemberList) -> Any:
+        async def noted(members: MemberList, deadline: float) -> Any:
             tried.update({members.round} if broken.name in members.members else ())
-            return await exchanged(members)
+            return await exchanged(members, deadline)
 
         broken.model.merge = failing
         swarm.nodes[0].island._exchanged = noted  # type: ignore[method-assign]

@@ -564,7 +564,7 @@ def test_of_two_histories_the_one_with_more_known_tokens_goes_on() -> None:
     common = history(2, PEOPLE[:4], every=5)
     standing = replay(RECORD, common)
     few, after = round_of(standing, PEOPLE[:1], tokens=320, every=5, present=[PEOPLE[4].peer_id])
-    more, _ = round_of(standing, PEOPLE[1:3], every=5)
+    more, _ = round_of(standing, PEOPLE[1:4], every=5)
     assert is_better([*common, few], [*common, more])
     assert not is_better([*common, more], [*common, few])
     # a long history of one member, or of strangers who came after the split, does not count before a quorum's

@@ -1,0 +1,116 @@
+"""Neither one that leads badly nor a network that was lost parts the islands of a job for good."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from app.rounds.island import Island, RoundTiming
+from app.rounds.log import Standing, make_entry
+from app.rounds.statements import sign_list
+from tests.app.rounds.island_swarm import ONE_STEP, TIMING, IslandSwarm, open_islands
+from tests.app.swarms import identity
+
+LIAR = 3
+NOW_MS = 1_800_000_000_000
+
+
+def lead_in_turn(swarm: IslandSwarm, gives: int) -> None:
+    """Let an island lead as soon as it arrives: once all, then each other one alone.
+
+    It gives its change to `gives` of the others while all exchange, and shows each the entry of its own round only.
+    """
+    island: Island = swarm.nodes[LIAR].island
+
+    async def offer(attempt: int, peers: list[str]) -> None:
+        arrivals = [island._arrivals[peer] for peer in (island.peer, *peers)]
+        found = sign_list(identity(LIAR), swarm.record.id, attempt, arrivals, NOW_MS)
+        island._listed[island.peer] = attempt
+        await island._offer(found)
+        if len(peers) > gives > 0:
+            await trio.sleep(2)
+            return
+        deadline = trio.current_time() + TIMING.exchange_s
+        own = await island._exchanged(found, deadline)
+        results = await island._gather(found, own, deadline)
+        if results is None or len(results) < len(arrivals) or {one.root for one in results.values()} != {own.root}:
+            return
+        entry = make_entry(
+            identity(LIAR), swarm.record, island.standing, found, results.values(), every=1,
+            codec=island.standing.codec, present=island.standing.members, now_ms=NOW_MS,
+        )  # fmt: skip
+        for peer in peers:
+            await island._say(peer, entry.raw)
+
+    async def lead(standing: Standing) -> None:
+        others = [peer for peer in island._arrivals if peer != island.peer]
+        for attempt, peers in enumerate([others, *([peer] for peer in others)]):
+            if island.standing is standing and peers:
+                await offer(attempt, peers)
+        await trio.sleep(0.1)
+
+    island._lead = lead  # type: ignore[method-assign]
+    island._lead_at = lambda *args, **named: trio.current_time()  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("gives", [1, pytest.param(0, marks=pytest.mark.soak)])
+async def test_who_leads_with_one_island_after_the_other_does_not_part_them(
+    tmp_path: Path, patient_clock: MockClock, gives: int
+) -> None:
+    """Exchanges with it come to nothing, for one of the others at a time: none of them takes another for the liar."""
+    async with open_islands(tmp_path, 0, 1, 2, LIAR, step_s=1.0, **ONE_STEP) as swarm:
+        honest = [swarm.nodes[number].island for number in range(3)]
+        await swarm.until(lambda: all(len(island.recent) == 4 for island in honest))
+        lead_in_turn(swarm, gives)
+        before, most = honest[0].standing.round, 0
+        end = trio.current_time() + 240
+        while trio.current_time() < end:
+            await trio.sleep(1)
+            common = honest[0]._heads & honest[1]._heads & honest[2]._heads
+            most = max(most, *(len(island._heads - common) for island in honest))
+        assert most <= 2, swarm.words()
+        assert honest[0].standing.round > before + 60
+
+
+@pytest.mark.soak
+async def test_islands_that_were_all_apart_come_together_again(tmp_path: Path, patient_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, 3, step_s=1.0, **ONE_STEP) as swarm:
+        islands = [swarm.nodes[number].island for number in range(4)]
+        await swarm.until(lambda: all(len(island.recent) == 4 for island in islands))
+        swarm.fabric.partition(*([node.name] for node in swarm.nodes.values()))
+        await swarm.until(lambda: all(len(island.log[-1].list.members) == 1 for island in islands))
+        await trio.sleep(120)
+        swarm.fabric.heal()
+        await swarm.until(lambda: all(len(island.log[-1].list.members) == 4 for island in islands), within_s=300)
+
+
+async def test_islands_that_come_back_one_after_the_other_take_part_again(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    """Three of five were away for some minutes; one has taken the others' history over before the two are there."""
+    job: dict[str, Any] = {"every": 12, "least_every": 12, "most_every": 12, "steps": 10**5}
+    async with open_islands(tmp_path, 0, 1, 2, 3, 4, step_s=10.0, timing=RoundTiming(), **job) as swarm:
+        island = swarm.nodes[0].island
+        await swarm.until(lambda: len(island.log) >= 3 and len(island.log[-1].list.members) == 5, within_s=1800)
+        await trio.sleep(60)
+        away = {
+            number: (list(swarm.nodes[number].island.log), swarm.nodes[number].model.states()) for number in (2, 3, 4)
+        }
+        for number in away:
+            swarm.kill(number)
+        await trio.sleep(300)
+
+        def start(number: int) -> None:
+            back = swarm.add(number, step_s=10.0).island
+            back.begin = partial(back.begin, *away[number])  # type: ignore[method-assign]
+
+        start(2)
+        await trio.sleep(45)
+        start(3)
+        start(4)
+        await swarm.until(lambda: all(len(node.island.log[-1].list.members) == 5 for node in swarm.nodes.values()))
