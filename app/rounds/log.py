@@ -27,7 +27,7 @@ from functools import cached_property
 from statistics import median_high, median_low
 from typing import NamedTuple
 
-from app.core.canonical_json import Fields
+from app.core.canonical_json import Fields, canonical
 from app.core.errors import RecordError
 from app.manifest.merkle import HASH_BYTES
 from app.rounds.decisions import (
@@ -259,8 +259,8 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
     where = f"round {entry.round}"
     if (entry.job, entry.round, entry.prev) != (record.id, standing.round, standing.prev):
         raise RecordError(f"{where} does not follow round {standing.round - 1} of this job")
-    if len(entry.raw) > envelope_bytes(len(ENTRY), most_entry_bytes(record)):
-        raise RecordError(f"{where} has an entry of {len(entry.raw)} bytes, too long for this job")
+    if len(entry.raw) > envelope_bytes(len(ENTRY), min(most_entry_bytes(record), _own_bytes(entry))):
+        raise RecordError(f"{where} has an entry of {len(entry.raw)} bytes, too long for this job or for what it says")
     if (entry.list.job, entry.list.round, entry.list.prev) != (entry.job, entry.round, entry.prev):
         raise RecordError(f"{where} has the list of another round")
     if standing.step >= record.steps:
@@ -300,6 +300,16 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
         drawn_tests(entry.root, entry.list.members, doubts.why.keys() - left_out.keys()), standing.every, doubts.unlike,
         (*standing.harms, doubts.harm)[1 - HARM_ROUNDS :],
     )  # fmt: skip
+
+
+def _own_bytes(entry: RoundEntry) -> int:
+    """Return how long the payload of an entry is at most that says what this one does, and nothing more."""
+    most_list = envelope_bytes(len(LIST), list_bytes(len(entry.list.arrivals)))
+    statements = base64_bytes(min(len(entry.list.raw), most_list)) + sum(
+        base64_bytes(len(one.raw)) for one in entry.results
+    )
+    reasons = len(canonical({**entry.doubted})) + len(canonical({**entry.left_out}))
+    return FIELDS_BYTES + statements + reasons + len(entry.next) * (PEER_ID_CHARS + TEXT_BYTES)
 
 
 def check_arrivals(record: TrainingRecord, standing: Standing, arrivals: Iterable[Arrival]) -> None:

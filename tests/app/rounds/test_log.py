@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -464,6 +464,18 @@ def test_an_entry_longer_than_older_versions_read_ends_no_old_job() -> None:
     long = read_entry(signed(PEOPLE[0], ENTRY, values, NOW_MS, MAX_ENTRY_BYTES))
     with pytest.raises(RecordError, match="too long for this job"):
         follow(RECORD, START, long)
+
+
+@pytest.mark.parametrize("people", [PEOPLE[:1], PEOPLE[:5]])
+def test_an_entry_is_no_longer_than_what_it_says(people: Sequence[Identity]) -> None:
+    """Its members could else have those that read their log keep what they like in memory."""
+    common = history(2, people, every=5)
+    standing = replay(RECORD, common)
+    entry, _ = round_of(standing, people, every=5)
+    follow(RECORD, standing, entry)
+    long = changed(entry.raw, ENTRY, BY_PEER[entry.list.leader], more="x" * 1000)
+    with pytest.raises(RecordError, match="too long"):
+        follow(RECORD, standing, read_entry(long))
 
 
 def test_a_record_names_its_islands_only_with_a_grid() -> None:
