@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import median_high
 
-from app.core.pieces import Pieces, at_once, by_chunks
+from app.core.pieces import CHUNK, Pieces, at_once, by_chunks
 from app.routing.route import Hop, KnownCosts, LinkSeconds, ReadingPace, Route, RouteRequest
 from app.swarm.records import SLOWEST_TOKENS_PER_S, Announcement
 
@@ -117,11 +117,14 @@ def believed_in_pieces(
         lambda some: {m.peer: m.decode_block_s + prompt * prompt_block_seconds(m) for m in some}, members
     )
     # Only decode steps are measured; the prompt's share is scaled by the same factor.
-    measured = {
-        m.peer: known.block_s[m.peer] * claimed[m.peer] / m.decode_block_s for m in members if m.peer in known.block_s
-    }
-    least_s = _least_seconds(claimed, measured, known.homes)
-    yield
+    measured = yield from by_chunks(
+        lambda some: {
+            m.peer: known.block_s[m.peer] * claimed[m.peer] / m.decode_block_s for m in some if m.peer in known.block_s
+        },
+        members,
+    )
+    of_claims = yield from _voices(claimed, known.homes)
+    least_s = _least_seconds(of_claims, (yield from _voices(measured, known.homes)))
     believed = yield from by_chunks(lambda some: _at_least(least_s, some), [*claimed.items()])
     fastest_s = min(least_s, min(measured.values(), default=math.inf) / BELIEVED_TIMES)
     believed |= _at_least(fastest_s, [(peer, claimed[peer]) for peer in known.to_try if peer in claimed])
@@ -153,28 +156,30 @@ def believed_prompt_seconds(members: Sequence[Announcement]) -> dict[str, float]
 
 def limited(claimed: Mapping[str, float]) -> dict[str, float]:
     """Return claimed seconds, none of them less than the median over `BELIEVED_TIMES`."""
-    return _at_least(_least_seconds(claimed, {}, {}), claimed.items())
+    return _at_least(_least_seconds([*claimed.values()], []), claimed.items())
 
 
-def _least_seconds(claimed: Mapping[str, float], measured: Mapping[str, float], homes: Mapping[str, str]) -> float:
-    """Return the least seconds that are believed of a member that was not measured.
+def _least_seconds(of_claims: Sequence[float], of_measured: Sequence[float]) -> float:
+    """Return the least seconds that are believed of a member that was not measured, by what homes claim and take.
 
     That follows from the median of those measured, or of all claims if it is faster: neither who claims a crawl nor a
     few slow hops then make the others seem slow. Each home has one voice. Where enough were measured, claims count up
     to the fastest of these: whoever is many cannot lift the limit for a liar.
     """
-    of_measured, of_claims = _voices(measured, homes), _voices(claimed, homes)
     usual_s = min((median_high(voices) for voices in (of_measured, of_claims) if voices), default=0.0)
     if len(of_measured) >= ENOUGH_HOMES:
         usual_s = max(usual_s, min(of_measured))
     return usual_s / BELIEVED_TIMES
 
 
-def _voices(seconds: Mapping[str, float], homes: Mapping[str, str]) -> list[float]:
+def _voices(seconds: Mapping[str, float], homes: Mapping[str, str]) -> Pieces[list[float]]:
     """Return the median of each home."""
     of_home: defaultdict[str, list[float]] = defaultdict(list)
-    for peer, one_s in seconds.items():
+    for number, (peer, one_s) in enumerate(seconds.items()):
         of_home[homes.get(peer, peer)].append(one_s)
+        if number % CHUNK == CHUNK - 1:
+            yield
+    yield
     return [median_high(several) for several in of_home.values()]
 
 

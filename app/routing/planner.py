@@ -336,7 +336,9 @@ class RoutePlanner:
         one that failed they are tried by lot, and not in the order of their claims: thousands can claim to be fastest.
         """
         now, own = trio.current_time(), {self._network.peer_id, *(hop.peer for hop in current)}
-        strangers = self._strangers.among(member.peer for member in members if member.serves) - own - excluded
+        among = self._strangers.among
+        found = yield from by_chunks(lambda some: dict.fromkeys(among(m.peer for m in some if m.serves)), members)
+        strangers = found.keys() - own - excluded
         not_now, failed = self._strangers.not_now(strangers, now), self._strangers.failed_among(strangers, now)
         to_try = self._strangers.in_order(strangers - not_now) if self._strangers.by_lot else []
 
