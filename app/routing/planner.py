@@ -398,9 +398,9 @@ class RoutePlanner:
         self.broken_links.note(machines, trio.current_time())
 
     def _machine_of(self, peer: str) -> str:
-        """Return the address of a peer's machine; empty if the peer is behind a relay or has no link."""
+        """Return a peer's home; empty if it is behind a relay, or was never linked."""
         is_relayed = any(link.peer == peer and link.kind == "relayed" for link in self._network.links())
-        return "" if is_relayed else self._network.source(peer)
+        return "" if is_relayed else self.homes.of(peer)
 
     def worked(self, peer: str) -> None:
         """Record that a peer did its part in a session."""
