@@ -30,6 +30,7 @@ class Islands(NamedTuple):
     own: str
     heads: Mapping[str, bytes]  # of the others that were heard lately: the round that each named last
     knows_others: bool = True  # it has listened for long enough to have heard all who are there
+    homes: Mapping[str, str] = {}  # of the others; who has none here has its own
 
 
 def counts(entry: RoundEntry, before: Before, met: set[str], gone_on: set[str], islands: Islands) -> bool:
@@ -86,8 +87,21 @@ def _sides(
 
 
 def joined(entries: Sequence[RoundEntry], founder: str, islands: Islands) -> int | None:
-    """Return how many rounds of a history an island without a state begins with: all, if all count; None otherwise."""
-    return len(entries) if _counted((), entries, founder, islands) == len(entries) else None
+    """Return how many rounds of a history an island without a state begins with: all, or None.
+
+    All must count, and half of all homes with a state must be of this history: names of one machine could make up one
+    from an early round on, if those are away who made the rounds before it.
+    """
+    if _counted((), entries, founder, islands) < len(entries):
+        return None
+    hashes, makers = {entry.hash for entry in entries}, took_part(entries)
+    voices: dict[str, bool] = {}
+    for peer, head in islands.heads.items():
+        if head != GENESIS:
+            home = islands.homes.get(peer, peer)
+            voices[home] = voices.get(home, False) or head in hashes or peer in makers
+    is_usual = islands.knows_others and 2 * sum(voices.values()) >= len(voices)
+    return len(entries) if is_usual or not entries else None
 
 
 def _counted(log: Sequence[RoundEntry], entries: Sequence[RoundEntry], founder: str, islands: Islands) -> int:

@@ -1045,9 +1045,11 @@ class Island:
         """Look at the histories of others beside the steps, and leave a better one to the main task.
 
         One at a time. Without a state another one begins every few seconds, one of each home, so that many who answer
-        late do not hide the others.
+        late do not hide the others; the first one once it is known who is there.
         """
         async with trio.open_nursery() as nursery:
+            while not self._has_state and not self._knows_others:
+                await self._pause(self.timing.hello_s)
             while True:
                 peer, looks = self._next_to_show() if self._better is None else None, len(self._shown_by)
                 if peer is None or looks >= (1 if self._has_state else LOOKS):
@@ -1126,8 +1128,17 @@ class Island:
 
     def _islands(self) -> Islands:
         """The islands of this job as they are known now."""
-        heads = {peer: self.heard[peer].head for peer in self.alive()}
-        return Islands(self.peer, heads, trio.current_time() - self._listens_since >= self.timing.alive_s)
+        alive = self.alive()
+        relayed = {link.peer for link in self._network.links() if link.kind == "relayed"}
+        homes = {peer: "" if peer in relayed else self._homes.of(peer) for peer in alive}
+        heads = {peer: self.heard[peer].head for peer in alive}
+        return Islands(self.peer, heads, self._knows_others, homes)
+
+    @property
+    def _knows_others(self) -> bool:
+        """True if it has listened for long enough to have heard all who are there, or all have answered."""
+        has_listened = trio.current_time() - self._listens_since >= self.timing.alive_s
+        return has_listened or self._greetings.have_all_answered({*self._found()} - {self.peer}, self.heard)
 
     async def _catch_up(self) -> None:
         """Take over the round that is over, or a better history; raises if there is no room for it here."""

@@ -482,7 +482,7 @@ async def test_a_newcomer_without_room_for_the_state_ends_with_the_reason(
         newcomer.island._states._floor_bytes = lambda: 2**60
         await newcomer.ended.wait()
         assert what_it_waits_for(newcomer.failure).startswith("waits for room on the disk")  # type: ignore[arg-type]
-        assert calls[wire.LOG] <= 2
+        assert calls[wire.LOG] <= 4
 
 
 async def test_a_newcomer_that_can_use_no_state_asks_ever_more_seldom(

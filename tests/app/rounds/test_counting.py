@@ -124,3 +124,16 @@ def test_who_made_rounds_past_the_others_has_no_voice_for_them() -> None:
     heads = dict.fromkeys(ALL, HEAD) | {one.peer_id: made_up[-1].hash for one in STRANGERS}
     assert joined(made_up, FOUNDER, Islands(identity(99).peer_id, heads)) is None
     assert joined(made_up, FOUNDER, Islands(identity(99).peer_id, heads, knows_others=False)) is None
+
+
+def test_a_newcomer_begins_with_the_history_of_half_of_all_homes() -> None:
+    """The founder, which made the only round that both histories have, is away: rounds of anybody count after that."""
+    first, _ = round_of(beginning(RECORD), PEOPLE[:1], present=[one.peer_id for one in STRANGERS])
+    made_up = going_on([first], *[STRANGERS] * 4)
+    true = going_on(history(2, PEOPLE[:4], every=5), PEOPLE[1:4])
+    heads = dict.fromkeys(ALL[1:4], true[-1].hash) | {one.peer_id: made_up[-1].hash for one in STRANGERS}
+    of_one = {one.peer_id: "one machine" for one in STRANGERS}
+    there = Islands(identity(99).peer_id, heads, homes=of_one)
+    assert joined(made_up, FOUNDER, there) is None
+    assert joined(true, FOUNDER, there) == len(true)
+    assert joined(true, FOUNDER, there._replace(knows_others=False)) is None

@@ -57,7 +57,7 @@ async def test_each_of_many_islands_is_counted_soon_after_it_came(
     tmp_path: Path, first: int, count: int, patient_clock: MockClock
 ) -> None:
     soon = 1
-    short: dict[str, Any] = {"every": 3, "least_every": 3, "most_every": 3, "steps": 12}
+    short: dict[str, Any] = {"every": 3, "least_every": 3, "most_every": 3, "steps": 18}
     async with open_grid(tmp_path, 0, islands=MAX_MEMBERS, **short) as swarm:
         for number in range(first):
             swarm.add(number, step_s=1.0)

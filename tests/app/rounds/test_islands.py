@@ -206,7 +206,7 @@ async def test_the_figures_say_who_is_slow_and_for_whom_a_round_waits(tmp_path: 
 async def test_joining_takes_the_state_by_parts_and_enters_at_a_boundary(
     tmp_path: Path, patient_clock: MockClock
 ) -> None:
-    async with open_islands(tmp_path, 0, 1, steps=60) as swarm:
+    async with open_islands(tmp_path, 0, 1, steps=100) as swarm:
         await swarm.until(lambda: swarm.nodes[0].island.standing.round >= 3)
         late = swarm.add(4, has_model=False)
         await swarm.until(lambda: late.name in swarm.nodes[0].island.standing.members)

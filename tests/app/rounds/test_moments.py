@@ -83,7 +83,7 @@ async def newcomer(swarm: IslandSwarm, number: int = 4) -> Node:
 
 
 async def test_a_newcomer_takes_over_moments(tmp_path: Path, patient_clock: MockClock) -> None:
-    async with open_islands(tmp_path, 0, 1, 2, steps=40) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, steps=80) as swarm:
         late = await newcomer(swarm)
         assert late.model.has_moments
         assert late.model._model.version >= 5  # steps that the moments are of
@@ -130,7 +130,7 @@ async def test_wrong_moments_are_not_taken(tmp_path: Path, patient_clock: MockCl
 async def test_without_moments_a_newcomer_begins_with_fresh_ones(
     tmp_path: Path, how: str, patient_clock: MockClock
 ) -> None:
-    async with open_islands(tmp_path, 0, 1, steps=40) as swarm:
+    async with open_islands(tmp_path, 0, 1, steps=80) as swarm:
         for node in swarm.nodes.values():
             model: Any = node.model
             honest = model.moments
@@ -160,7 +160,7 @@ async def test_a_card_that_is_full_costs_the_moments_alone(tmp_path: Path, patie
 
         model.take_moments = full
 
-    async with open_islands(tmp_path, 0, 1, steps=40) as swarm:
+    async with open_islands(tmp_path, 0, 1, steps=80) as swarm:
         await swarm.until(lambda: swarm.nodes[0].island.standing.round >= 2)
         late = swarm.add(4, has_model=False, change=fill)
         await swarm.until(lambda: late.island.figures.fetched > 0)
