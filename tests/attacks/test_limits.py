@@ -429,6 +429,8 @@ def test_limits_in_words_are_those_of_the_code() -> None:
     assert ("for two minutes" in table["bodies and answers in memory"]) == (link.UNFINISHED_S == 120.0)
     text = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text()
     assert ("waits for them for a quarter of a second at most" in text) == (download.ROOM_S == 0.25)
+    longest_without_certificate_s = guard.GRACE_S + 2 * guard.SWEEP_S  # until the first sweep, and for the last check
+    assert ("connect for less than a minute at a time" in text) == (longest_without_certificate_s < 60.0)
     assert ("reply that is over for up to 15 minutes" in text) == (ServerSettings().rest_s == 900.0)
     assert ("held off for 10 s, doubled each time up to an hour" in text) == (
         (DOORS.first_holdoff_s, DOORS.longest_holdoff_s) == (10.0, 3600.0)

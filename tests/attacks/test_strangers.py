@@ -1,4 +1,4 @@
-"""Attacks by anybody who can connect: a flood of worthless statements, a full quota, a made-up round-trip time."""
+"""Attacks by anybody who can connect: a flood of worthless statements, a full quota, made-up times, silence."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 import trio
@@ -14,9 +15,10 @@ import trio.testing
 from trio.testing import MockClock
 
 from app.membership import Membership, wire
+from app.membership.guard import GRACE_S, PRESENT_TIMEOUT_S, SWEEP_S
 from app.swarm.records import sign_record
 from p2p.discovery.seeker import ENOUGH_PEERS
-from p2p.errors import P2PError
+from p2p.errors import DeadlineExceeded, P2PError
 from p2p.host.admission import Admission, ConnectionLimits
 from p2p.host.heartbeat import PROTOCOL as HEARTBEAT
 from p2p.identity import Identity
@@ -25,7 +27,8 @@ from p2p.link.quota import Limits
 from p2p.link.switchboard import LIVE_LANE
 from p2p.network import Libp2pNetwork
 from p2p.values import MAX_BODY_BYTES
-from tests.app.swarms import CREATOR, MODEL, N_BLOCKS
+from tests.app.guarded import open_guarded
+from tests.app.swarms import CREATOR, MODEL, N_BLOCKS, identity
 from tests.p2p.network_contract import PROTOCOL, Stall, echo, echo_stream
 from tests.p2p.networks import TrioByteStream, WiredNode, WiredWorld, wired_world
 from tests.p2p.nodes import make_host, make_network, until
@@ -146,6 +149,61 @@ async def test_a_dialler_does_not_choose_the_round_trip_time_that_is_measured_to
         assert all(rtt_s > 1e-5 for rtt_s in measured), measured  # nothing in Python answers within 10 microseconds
         await evil.goodbye()
         nursery.cancel_scope.cancel()
+
+
+# --- peers without a certificate --------------------------------------------------------------------------------------
+
+
+async def say_nothing(peer: str, body: bytes) -> bytes:
+    """Never answer."""
+    await trio.sleep_forever()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("patience_s", [1e6, PRESENT_TIMEOUT_S - 1])
+async def test_a_silent_peer_with_many_calls_and_no_certificate_does_not_stop_the_sweep(
+    autojump_clock: MockClock, tmp_path: Path, patience_s: float
+) -> None:
+    """Its calls each waited for it in turn, the check of the sweep behind them, and the links of all others stayed."""
+    async with open_guarded(tmp_path) as sim, trio.open_nursery() as nursery:
+        creator, member = await sim.grow(2)
+        silent, quiet = (sim.fabric.node(identity(number).peer_id) for number in (50, 51))
+        silent.serve(wire.PRESENT, say_nothing)
+
+        async def call(starts_after_s: float) -> None:
+            await trio.sleep(starts_after_s)
+            while member.peer in silent.linked:
+                with contextlib.suppress(P2PError):
+                    await silent.call(member.peer, wire.TABLE, b"", timeout_s=patience_s)
+
+        for node in (silent, quiet):
+            await sim.fabric.dial(node, member.peer)
+        for number in range(60):
+            nursery.start_soon(call, number / 12)
+        await trio.sleep(GRACE_S + 2 * SWEEP_S + 1)
+        assert {link.peer for link in member.raw.links()} == {creator.peer}
+        nursery.cancel_scope.cancel()
+
+
+async def test_all_calls_to_a_peer_that_shows_no_certificate_fail_at_once(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with open_guarded(tmp_path) as sim:
+        _, member = await sim.grow(2)
+        silent = sim.fabric.node(identity(50).peer_id)
+        silent.serve(wire.PRESENT, say_nothing)
+        began, took_s = trio.current_time(), []
+
+        async def call() -> None:
+            with pytest.raises(DeadlineExceeded):
+                await member.guard.call(silent.peer_id, wire.TABLE, b"", timeout_s=60)
+            took_s.append(trio.current_time() - began)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(20):
+                nursery.start_soon(call)
+        assert len(took_s) == 20
+        assert max(took_s) <= PRESENT_TIMEOUT_S + 1
 
 
 # --- peers that are wanted ------------------------------------------------------------------------------------------
