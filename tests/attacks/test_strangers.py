@@ -1,4 +1,4 @@
-"""Attacks by anybody who can connect: a flood of worthless statements, a full quota, made-up times, silence."""
+"""Attacks by anybody who can connect: floods of statements or questions, a full quota, made-up times, silence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import trio
@@ -17,10 +20,15 @@ from trio.testing import MockClock
 from app.membership import Membership, wire
 from app.membership.guard import GRACE_S, PRESENT_TIMEOUT_S, SWEEP_S
 from app.swarm.records import sign_record
+from p2p import sockets
+from p2p.addresses import Address, parse_address
 from p2p.discovery.seeker import ENOUGH_PEERS
 from p2p.errors import DeadlineExceeded, P2PError
 from p2p.host.admission import Admission, ConnectionLimits
+from p2p.host.connection import Stream
 from p2p.host.heartbeat import PROTOCOL as HEARTBEAT
+from p2p.host.identify import IDENTIFY, PING, StandardProtocols
+from p2p.host.messages import address_bytes
 from p2p.identity import Identity
 from p2p.link.frames import CHUNK_BYTES, FIRST, PREFACE, WHOLE, Frame, Kind, encode
 from p2p.link.quota import Limits
@@ -149,6 +157,86 @@ async def test_a_dialler_does_not_choose_the_round_trip_time_that_is_measured_to
         assert all(rtt_s > 1e-5 for rtt_s in measured), measured  # nothing in Python answers within 10 microseconds
         await evil.goodbye()
         nursery.cancel_scope.cancel()
+
+
+# --- questions of other libp2p nodes ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Asking:
+    """A stream of a peer that asks without end, and what it was answered."""
+
+    peer: str = "stranger"
+    connection: Any = field(
+        default_factory=lambda: SimpleNamespace(relayed=False, address=parse_address("/ip4/198.51.100.7/tcp/7464"))
+    )
+    answers: list[bytes] = field(default_factory=list)
+
+    async def read(self, n: int) -> bytes:
+        await trio.lowlevel.checkpoint()
+        return bytes(n)
+
+    async def write(self, data: bytes) -> None:
+        self.answers.append(data)
+        assert len(self.answers) < 1000
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("protocol", [IDENTIFY, PING])
+async def test_a_flood_of_questions_who_a_node_is_and_of_pings_ends_with_the_connection(protocol: str) -> None:
+    stranger, honest = make_host(), make_host()
+    async with make_network().running() as victim, trio.open_nursery() as nursery:
+        await nursery.start(stranger.run)
+        await nursery.start(honest.run)
+        flood, quiet = [await host.connect(victim.peer_id, victim.host.addresses) for host in (stranger, honest)]
+        with contextlib.suppress(P2PError):
+            for _ in range(500):
+                await (await flood.open_stream(protocol)).reset()
+        with trio.fail_after(5):
+            await flood.closed.wait()
+        assert (await quiet.open_stream(protocol)).protocol == protocol
+        nursery.cancel_scope.cancel()
+
+
+async def test_many_who_ask_a_node_who_it_is_make_it_look_up_its_addresses_once_a_second(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer had all interfaces of the machine read."""
+    host, own_ips, reads = make_host(), sockets.own_ips, 0
+
+    def counted() -> Any:
+        nonlocal reads
+        reads += 1
+        return own_ips()
+
+    monkeypatch.setattr(sockets, "own_ips", counted)
+    StandardProtocols(host, Identity.generate())
+
+    async def ask() -> bytes:
+        stream = Asking(Identity.generate().peer_id)
+        await host._handlers[IDENTIFY](cast(Stream, stream))
+        return b"".join(stream.answers)
+
+    first = await ask()
+    assert {await ask() for _ in range(100)} == {first}
+    assert reads == 1
+    new = Address("ip4", "203.0.113.9", 7464)
+    host.confirmed.append(new)
+    await trio.sleep(1.5)
+    assert address_bytes(new) in await ask()
+
+
+async def test_pings_without_pause_are_answered_at_a_bounded_rate(autojump_clock: MockClock) -> None:
+    host = make_host()
+    StandardProtocols(host, Identity.generate())
+    streams = [Asking() for _ in range(3)]
+    with trio.move_on_after(60):
+        async with trio.open_nursery() as nursery:
+            for stream in streams:
+                nursery.start_soon(host._handlers[PING], cast(Stream, stream))
+    assert 60 <= sum(len(stream.answers) for stream in streams) <= 400
 
 
 # --- peers without a certificate --------------------------------------------------------------------------------------
