@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import trio
 
@@ -50,6 +51,14 @@ _MAX_STATEMENTS = 64
 LISTS_AT_ONCE, LISTS_PER_S = 64, 1.0  # revocation lists of one peer that are looked at because they may be news
 
 
+@dataclass
+class _Asking:
+    """One exchange of certificates with a peer, for all who wait for it."""
+
+    done: trio.Event = field(default_factory=trio.Event)
+    failure: P2PError | None = None
+
+
 class GuardedNetwork:
     """The calls and streams of a guarded swarm; satisfies `app.core.network.Network`.
 
@@ -69,7 +78,7 @@ class GuardedNetwork:
         self._guard = bytes.fromhex(authority.swarm)
         self._certificates: OrderedDict[str, Certificate] = OrderedDict()
         self._refused_until: OrderedDict[str, float] = OrderedDict()
-        self._asking: dict[str, trio.Event] = {}
+        self._asking: dict[str, _Asking] = {}
         self._presented = PeerRateLimit(burst=16, per_s=1.0)
         self._lists_told = PeerRateLimit(LISTS_AT_ONCE, LISTS_PER_S)
         self._without_since: dict[str, float] = {}  # linked peers without a certificate
@@ -128,30 +137,32 @@ class GuardedNetwork:
 
     async def run(self) -> None:
         """Sweep every `SWEEP_S` seconds, until cancelled."""
-        while True:
-            await trio.sleep(SWEEP_S)
-            await self.sweep()
+        async with trio.open_nursery() as nursery:
+            while True:
+                await trio.sleep(SWEEP_S)
+                self._sweep(nursery)
 
-    async def sweep(self) -> None:
-        """Ask linked peers without a certificate for one.
-
-        The links of revoked peers are closed at once, those of other peers that have none after `GRACE_S`.
-        """
+    def _sweep(self, nursery: trio.Nursery) -> None:
+        """Check each linked peer without a certificate, in a task of its own so that none delays the next sweep."""
         now = trio.current_time()
         without = [link.peer for link in self._network.links() if not self.is_admitted(link.peer)]
         self._without_since = {peer: self._without_since.get(peer, now) for peer in without}
-        async with trio.open_nursery() as nursery:
-            for peer in without:
-                nursery.start_soon(self._check, peer, now)
+        for peer, since in self._without_since.items():
+            nursery.start_soon(self._check, peer, since)
 
-    async def _check(self, peer: str, now: float) -> None:
-        try:
-            await self._require(peer)
-        except P2PError as error:
-            log.debug("%s is not admitted: %s", peer, error)
-            revoked = self.is_revoked(peer)
-            if revoked or now - self._without_since[peer] >= GRACE_S:
-                await self._network.disconnect(peer, misbehaved=revoked)
+    async def _check(self, peer: str, since: float) -> None:
+        """Ask a linked peer for its certificate, until the next sweep at most; close its link if it shows none.
+
+        The link of a revoked peer is closed at once, that of another one if it has had none for `GRACE_S`.
+        """
+        with trio.move_on_after(SWEEP_S):
+            try:
+                await self._require(peer)
+            except P2PError as error:
+                log.debug("%s is not admitted: %s", peer, error)
+        revoked = self.is_revoked(peer)
+        if not self.is_admitted(peer) and (revoked or trio.current_time() - since >= GRACE_S):
+            await self._network.disconnect(peer, misbehaved=revoked)
 
     # --- certificates -------------------------------------------------------------------------------------------------
 
@@ -206,24 +217,34 @@ class GuardedNetwork:
     async def _require(self, peer: str) -> None:
         """Return once the peer is admitted, after asking it for its certificate if need be.
 
-        Raises `RemoteError` with the code `not_admitted`, or the `P2PError` for which the peer could not be asked.
+        Calls that wait for the same peer share one exchange and its failure: in turn, each would wait for those of all
+        others before its own. Raises `RemoteError` with the code `not_admitted`, or the `P2PError` for which the peer
+        could not be asked.
         """
         while not self.is_admitted(peer):
             if trio.current_time() < self._refused_until.get(peer, 0.0):
                 raise RemoteError(f"{peer} has no valid certificate of this swarm", code=wire.NOT_ADMITTED)
-            running = self._asking.get(peer)
-            if running is not None:
-                await running.wait()
-                continue
-            self._asking[peer] = trio.Event()
-            try:
-                await self.present(peer)
-            except (RemoteError, ProtocolError) as error:
-                log.debug("%s showed no certificate: %s", peer, error)
-            finally:
-                self._asking.pop(peer).set()
-            if not self.is_admitted(peer):
-                self._refuse(peer)
+            asking = self._asking.get(peer)
+            if asking is None:
+                await self._ask(peer)
+            else:
+                await asking.done.wait()
+                if asking.failure is not None and not self.is_admitted(peer):
+                    raise asking.failure.with_traceback(None)  # else it grows with every one that waited
+
+    async def _ask(self, peer: str) -> None:
+        asking = self._asking[peer] = _Asking()
+        try:
+            await self.present(peer)
+        except (RemoteError, ProtocolError) as error:
+            log.debug("%s showed no certificate: %s", peer, error)
+        except P2PError as error:
+            asking.failure = error
+            raise
+        finally:
+            self._asking.pop(peer).done.set()
+        if not self.is_admitted(peer):
+            self._refuse(peer)
 
     async def _require_within(self, peer: str, timeout_s: float) -> float:
         """Return the seconds left once the peer is admitted; raises `DeadlineExceeded` and the errors of `_require`."""

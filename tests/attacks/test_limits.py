@@ -59,7 +59,7 @@ from p2p.dht import wire as dht_wire
 from p2p.discovery import seeker
 from p2p.discovery.known_peers import MAX_REMEMBERED, MAX_UNREACHED
 from p2p.envelope import MAX_PAYLOAD_BYTES
-from p2p.host import dialer, heartbeat, peer_record
+from p2p.host import dialer, heartbeat, identify, peer_record
 from p2p.host.address_book import MAX_PEERS
 from p2p.host.admission import ConnectionLimits
 from p2p.host.host import ADDRESSES_OF_A_RELAY, LOOKUPS, UNAWAITED_DIALS
@@ -195,6 +195,7 @@ ROWS: dict[str, tuple[float, ...]] = {
         heartbeat._BURST_FRAMES,
         heartbeat._FRAMES_PER_S,
     ),
+    "`identify` and `ping` of other libp2p software": (identify.BURST_REQUESTS, identify.REQUESTS_PER_S),
     "directory": (
         store.MAX_RECORDS,
         store.MAX_PROVIDERS_PER_KEY,
@@ -429,6 +430,11 @@ def test_limits_in_words_are_those_of_the_code() -> None:
     assert ("for two minutes" in table["bodies and answers in memory"]) == (link.UNFINISHED_S == 120.0)
     text = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text()
     assert ("waits for them for a quarter of a second at most" in text) == (download.ROOM_S == 0.25)
+    assert ("is looked up once a second" in table["`identify` and `ping` of other libp2p software"]) == (
+        identify.KEPT_S == 1.0
+    )
+    longest_without_certificate_s = guard.GRACE_S + 2 * guard.SWEEP_S  # until the first sweep, and for the last check
+    assert ("connect for less than a minute at a time" in text) == (longest_without_certificate_s < 60.0)
     assert ("reply that is over for up to 15 minutes" in text) == (ServerSettings().rest_s == 900.0)
     assert ("held off for 10 s, doubled each time up to an hour" in text) == (
         (DOORS.first_holdoff_s, DOORS.longest_holdoff_s) == (10.0, 3600.0)

@@ -1,4 +1,4 @@
-"""Attacks by anybody who can connect: a flood of worthless statements, a full quota, a made-up round-trip time."""
+"""Attacks by anybody who can connect: floods of statements or questions, a full quota, made-up times, silence."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import trio
@@ -14,18 +18,25 @@ import trio.testing
 from trio.testing import MockClock
 
 from app.membership import Membership, wire
+from app.membership.guard import GRACE_S, PRESENT_TIMEOUT_S, SWEEP_S
 from app.swarm.records import sign_record
+from p2p import sockets
+from p2p.addresses import Address, parse_address
 from p2p.discovery.seeker import ENOUGH_PEERS
-from p2p.errors import P2PError
+from p2p.errors import DeadlineExceeded, P2PError
 from p2p.host.admission import Admission, ConnectionLimits
+from p2p.host.connection import Stream
 from p2p.host.heartbeat import PROTOCOL as HEARTBEAT
+from p2p.host.identify import IDENTIFY, PING, StandardProtocols
+from p2p.host.messages import address_bytes
 from p2p.identity import Identity
 from p2p.link.frames import CHUNK_BYTES, FIRST, PREFACE, WHOLE, Frame, Kind, encode
 from p2p.link.quota import Limits
 from p2p.link.switchboard import LIVE_LANE
 from p2p.network import Libp2pNetwork
 from p2p.values import MAX_BODY_BYTES
-from tests.app.swarms import CREATOR, MODEL, N_BLOCKS
+from tests.app.guarded import open_guarded
+from tests.app.swarms import CREATOR, MODEL, N_BLOCKS, identity
 from tests.p2p.network_contract import PROTOCOL, Stall, echo, echo_stream
 from tests.p2p.networks import TrioByteStream, WiredNode, WiredWorld, wired_world
 from tests.p2p.nodes import make_host, make_network, until
@@ -146,6 +157,141 @@ async def test_a_dialler_does_not_choose_the_round_trip_time_that_is_measured_to
         assert all(rtt_s > 1e-5 for rtt_s in measured), measured  # nothing in Python answers within 10 microseconds
         await evil.goodbye()
         nursery.cancel_scope.cancel()
+
+
+# --- questions of other libp2p nodes ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Asking:
+    """A stream of a peer that asks without end, and what it was answered."""
+
+    peer: str = "stranger"
+    connection: Any = field(
+        default_factory=lambda: SimpleNamespace(relayed=False, address=parse_address("/ip4/198.51.100.7/tcp/7464"))
+    )
+    answers: list[bytes] = field(default_factory=list)
+
+    async def read(self, n: int) -> bytes:
+        await trio.lowlevel.checkpoint()
+        return bytes(n)
+
+    async def write(self, data: bytes) -> None:
+        self.answers.append(data)
+        assert len(self.answers) < 1000
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("protocol", [IDENTIFY, PING])
+async def test_a_flood_of_questions_who_a_node_is_and_of_pings_ends_with_the_connection(protocol: str) -> None:
+    stranger, honest = make_host(), make_host()
+    async with make_network().running() as victim, trio.open_nursery() as nursery:
+        await nursery.start(stranger.run)
+        await nursery.start(honest.run)
+        flood, quiet = [await host.connect(victim.peer_id, victim.host.addresses) for host in (stranger, honest)]
+        with contextlib.suppress(P2PError):
+            for _ in range(500):
+                await (await flood.open_stream(protocol)).reset()
+        with trio.fail_after(5):
+            await flood.closed.wait()
+        assert (await quiet.open_stream(protocol)).protocol == protocol
+        nursery.cancel_scope.cancel()
+
+
+async def test_many_who_ask_a_node_who_it_is_make_it_look_up_its_addresses_once_a_second(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer had all interfaces of the machine read."""
+    host, own_ips, reads = make_host(), sockets.own_ips, 0
+
+    def counted() -> Any:
+        nonlocal reads
+        reads += 1
+        return own_ips()
+
+    monkeypatch.setattr(sockets, "own_ips", counted)
+    StandardProtocols(host, Identity.generate())
+
+    async def ask() -> bytes:
+        stream = Asking(Identity.generate().peer_id)
+        await host._handlers[IDENTIFY](cast(Stream, stream))
+        return b"".join(stream.answers)
+
+    first = await ask()
+    assert {await ask() for _ in range(100)} == {first}
+    assert reads == 1
+    new = Address("ip4", "203.0.113.9", 7464)
+    host.confirmed.append(new)
+    await trio.sleep(1.5)
+    assert address_bytes(new) in await ask()
+
+
+async def test_pings_without_pause_are_answered_at_a_bounded_rate(autojump_clock: MockClock) -> None:
+    host = make_host()
+    StandardProtocols(host, Identity.generate())
+    streams = [Asking() for _ in range(3)]
+    with trio.move_on_after(60):
+        async with trio.open_nursery() as nursery:
+            for stream in streams:
+                nursery.start_soon(host._handlers[PING], cast(Stream, stream))
+    assert 60 <= sum(len(stream.answers) for stream in streams) <= 400
+
+
+# --- peers without a certificate --------------------------------------------------------------------------------------
+
+
+async def say_nothing(peer: str, body: bytes) -> bytes:
+    """Never answer."""
+    await trio.sleep_forever()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("patience_s", [1e6, PRESENT_TIMEOUT_S - 1])
+async def test_a_silent_peer_with_many_calls_and_no_certificate_does_not_stop_the_sweep(
+    autojump_clock: MockClock, tmp_path: Path, patience_s: float
+) -> None:
+    """Its calls each waited for it in turn, the check of the sweep behind them, and the links of all others stayed."""
+    async with open_guarded(tmp_path) as sim, trio.open_nursery() as nursery:
+        creator, member = await sim.grow(2)
+        silent, quiet = (sim.fabric.node(identity(number).peer_id) for number in (50, 51))
+        silent.serve(wire.PRESENT, say_nothing)
+
+        async def call(starts_after_s: float) -> None:
+            await trio.sleep(starts_after_s)
+            while member.peer in silent.linked:
+                with contextlib.suppress(P2PError):
+                    await silent.call(member.peer, wire.TABLE, b"", timeout_s=patience_s)
+
+        for node in (silent, quiet):
+            await sim.fabric.dial(node, member.peer)
+        for number in range(60):
+            nursery.start_soon(call, number / 12)
+        await trio.sleep(GRACE_S + 2 * SWEEP_S + 1)
+        assert {link.peer for link in member.raw.links()} == {creator.peer}
+        nursery.cancel_scope.cancel()
+
+
+async def test_all_calls_to_a_peer_that_shows_no_certificate_fail_at_once(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with open_guarded(tmp_path) as sim:
+        _, member = await sim.grow(2)
+        silent = sim.fabric.node(identity(50).peer_id)
+        silent.serve(wire.PRESENT, say_nothing)
+        began, took_s = trio.current_time(), []
+
+        async def call() -> None:
+            with pytest.raises(DeadlineExceeded):
+                await member.guard.call(silent.peer_id, wire.TABLE, b"", timeout_s=60)
+            took_s.append(trio.current_time() - began)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(20):
+                nursery.start_soon(call)
+        assert len(took_s) == 20
+        assert max(took_s) <= PRESENT_TIMEOUT_S + 1
 
 
 # --- peers that are wanted ------------------------------------------------------------------------------------------
