@@ -57,6 +57,7 @@ class Calls:
                 await pending.done.wait()
         finally:
             del self._pending[id]
+            self._link.drop_chunks(id)  # of an answer that ended otherwise than with its last one
             self._link.consumed(pending.held)
             if not pending.done.is_set():
                 self._link.give_up(id)

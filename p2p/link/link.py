@@ -207,6 +207,10 @@ class PeerLink:
         if stream.id % 2 != self.own_parity:
             self.services.quota.end_stream(self._peer)
 
+    def drop_chunks(self, id: int) -> None:
+        """Forget what has arrived of an unfinished message."""
+        self._assembler.drop(id)
+
     def give_up(self, id: int) -> None:
         """Abort a call of this node: unsent chunks are dropped and the peer's handler is cancelled."""
         self._outbox.drop(id)

@@ -59,6 +59,11 @@ class MessageStream:
         return self._failure is not None or (self._sent_close and self._got_close and not self._inbox)
 
     @property
+    def _ends(self) -> bool:
+        """True if no more messages can be sent."""
+        return self._sent_close or self._failure is not None
+
+    @property
     def failure(self) -> P2PError | None:
         """The error that broke the stream, or None."""
         return self._failure
@@ -80,9 +85,9 @@ class MessageStream:
     async def wait_room(self, priority: int = DECODE) -> None:
         """Wait until `send` would accept a message of this priority; raises `StreamClosed` or `StreamReset`."""
         await trio.lowlevel.checkpoint()
-        while self._failure is None and self._outstanding >= WINDOW_BYTES // 2:
+        while not self._ends and self._outstanding >= WINDOW_BYTES // 2:
             await self._writable.wait()
-        while self._failure is None and not self._carrier.has_room(priority):
+        while not self._ends and not self._carrier.has_room(priority):
             await self._carrier.written()
         self._check_sendable()
 
@@ -108,6 +113,7 @@ class MessageStream:
         """Close this side once all queued messages are sent."""
         if not self._sent_close and self._failure is None:
             self._sent_close = True
+            self._writable.set()
             # With the lowest priority this stream has used, hence behind everything it sent.
             self._carrier.post(Outgoing(Kind.CLOSE, self.id, self._lowest_priority))
             self._finish_if_done()

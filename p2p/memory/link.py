@@ -240,7 +240,7 @@ class MemoryStream:
     async def wait_room(self, priority: int = DECODE) -> None:
         """Wait until the window has room for a message of any size; raises `StreamReset` or `StreamClosed`."""
         await trio.lowlevel.checkpoint()
-        while not self._out.broken and not self._out.has_room(priority=priority):
+        while not (self._out.broken or self._out.ended or self._out.has_room(priority=priority)):
             await self._out.changed()
         self._check_open()
 

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import pytest
 import trio
+import trio.testing
 
 from app.core.network import MAX_BODY_BYTES, FrameStream, Network, Priority
 from p2p.errors import DeadlineExceeded, PeerUnreachable, QueueFull, Refused, RemoteError, StreamClosed, StreamReset
@@ -43,6 +44,12 @@ async def echo_stream(stream: FrameStream) -> None:
         raise
     except StreamClosed:
         return
+
+
+async def closed(stream: FrameStream) -> None:
+    """Wait for room in vain."""
+    with pytest.raises(StreamClosed):
+        await stream.wait_room()
 
 
 async def send_until_full(stream: FrameStream, size: int) -> int:
@@ -310,6 +317,21 @@ class StreamContract:
         with trio.fail_after(20):
             await received.wait()
         assert total == sent + 20 * 2**20
+
+    async def test_who_waits_for_room_hears_that_its_side_was_closed(self, world: World) -> None:
+        a, b = await pair(world)
+
+        async def never_reads(stream: FrameStream) -> None:
+            await trio.sleep_forever()
+
+        b.accept(PROTOCOL, never_reads)
+        stream = await a.open(b.peer_id, PROTOCOL)
+        await send_until_full(stream, 100_000)
+        with trio.fail_after(10):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(closed, stream)
+                await trio.testing.wait_all_tasks_blocked()
+                await stream.aclose()
 
     async def test_tiny_messages_are_bounded_too(self, world: World) -> None:
         a, b = await pair(world)

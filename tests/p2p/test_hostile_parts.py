@@ -26,7 +26,7 @@ from p2p.dht.directory import Directory
 from p2p.dht.wire import Contact, Message, Op, decode
 from p2p.discovery.known_peers import MAX_UNREACHED, KnownPeer, load_peers, merge, save_peers
 from p2p.discovery.seeker import Seeker
-from p2p.errors import HandshakeError, ProtocolError, Refused, StreamClosed
+from p2p.errors import HandshakeError, P2PError, ProtocolError, Refused, StreamClosed
 from p2p.host import messages
 from p2p.host.address_book import AddressBook
 from p2p.host.admission import Admission, ConnectionLimits
@@ -35,6 +35,7 @@ from p2p.host.messages import address_bytes
 from p2p.identity import Identity, peer_id_bytes, peer_id_of
 from p2p.link import frames
 from p2p.link.frames import FIRST, PREFACE, WHOLE, Frame, Kind
+from p2p.link.link import PeerLink
 from p2p.link.outbox import Outbox, Outgoing
 from p2p.link.quota import Limits, Quota
 from p2p.link.streams import MessageStream
@@ -178,6 +179,38 @@ async def test_a_message_that_was_only_begun_counts_no_more_once_its_stream_is_c
         await here.send_all(frames.encode(Frame(Kind.CLOSE, WHOLE, 1, 0, 0, "", b"")))
         await trio.testing.wait_all_tasks_blocked()
         assert b.services.quota.under_way(a.peer_id) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("how", ["an error", "a whole answer", "nothing more"])
+async def test_chunks_of_an_answer_that_ends_otherwise_are_not_kept(how: str, autojump_clock: trio.abc.Clock) -> None:
+    async with wired_world() as world:
+        a, b = await world.node(), await world.node()
+        here, there = trio.testing.memory_stream_pair()
+        link = PeerLink(b.peer_id, TrioByteStream(there), a.services, initiator=True, paced=False, exempt=False)
+
+        async def answer() -> None:
+            await here.send_all(PREFACE)
+            decoder = frames.FrameDecoder()
+            while True:
+                for asked in decoder.feed(await here.receive_some(2**16)):
+                    if asked.kind != Kind.REQUEST:
+                        continue
+                    for number in range(3):
+                        begun = Frame(Kind.ANSWER, FIRST, asked.id, 2**20, 0, "", bytes(16 * 1024))
+                        await here.send_all(frames.encode(begun if not number else begun._replace(flags=0)))
+                    if how == "an error":
+                        await here.send_all(frames.encode(Frame(Kind.ERROR, WHOLE, asked.id, 0, 0, "busy", b"")))
+                    elif how == "a whole answer":
+                        await here.send_all(frames.encode(Frame(Kind.ANSWER, WHOLE | 1, asked.id, 0, 0, "", b"")))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(link.run)
+            nursery.start_soon(answer)
+            with contextlib.suppress(P2PError):
+                await link.call("echo", b"", timeout_s=5)
+            assert not link._assembler
+            assert a.services.quota.under_way(b.peer_id) == (0, 0, 0)
+            nursery.cancel_scope.cancel()
 
 
 def test_a_whole_ipv6_network_counts_as_one_address() -> None:
