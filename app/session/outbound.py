@@ -407,7 +407,7 @@ class PeerOutboxes(Generic[SendableT]):
             while True:
                 await stream.receive()  # nothing is ever sent this way: it only tells of the stream's end
         except P2PError:
-            outbox.broken = True
+            await outbox.close()  # this side too, else half of the stream stays open
             if self._open.get(peer) is outbox:  # else it was closed as idle
                 del self._open[peer]
                 self._lost(peer)

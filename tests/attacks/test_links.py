@@ -179,6 +179,28 @@ async def test_an_asker_with_too_much_for_a_link_loses_that_and_not_the_link_of_
         assert names.count("prompt") < 200
 
 
+async def test_of_streams_that_the_next_hop_closes_nothing_stays(autojump_clock: MockClock) -> None:
+    """It closes its side only, of one stream after the other."""
+    async with wired_world() as world, trio.open_nursery() as nursery:
+        node, after, lost = await world.node(), await world.node(), list[str]()
+
+        async def close(stream: FrameStream) -> None:
+            await stream.aclose()
+            await trio.sleep_forever()
+
+        after.accept(PROTOCOL, close)
+        outboxes = PeerOutboxes[HopFrame](
+            node, PROTOCOL, nursery, lost=lost.append, undeliverable=lambda peer, frames: None
+        )
+        for _ in range(5):
+            await outboxes.push(after.peer_id, row_of("asker", "row", 100, Priority.DECODE), "asker")
+            await trio.sleep(3)
+        [link] = node.links_to(after.peer_id)
+        assert len(lost) == 5
+        assert not link.busy
+        nursery.cancel_scope.cancel()
+
+
 # --- peers that do not read ------------------------------------------------------------------------------------------
 
 
