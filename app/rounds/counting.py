@@ -8,7 +8,7 @@ first one only.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from app.rounds.decisions import quorum
@@ -94,14 +94,18 @@ def joined(entries: Sequence[RoundEntry], founder: str, islands: Islands) -> int
     """
     if _counted((), entries, founder, islands) < len(entries):
         return None
-    hashes, makers = {entry.hash for entry in entries}, took_part(entries)
+    is_usual = islands.knows_others and of_half_of_homes({entry.hash for entry in entries}, islands)
+    return len(entries) if is_usual or not entries else None
+
+
+def of_half_of_homes(heads: Collection[bytes], islands: Islands) -> bool:
+    """True if half of all homes with a state named one of these rounds last, where several of a home have one voice."""
     voices: dict[str, bool] = {}
     for peer, head in islands.heads.items():
         if head != GENESIS:
             home = islands.homes.get(peer, peer)
-            voices[home] = voices.get(home, False) or head in hashes or peer in makers
-    is_usual = islands.knows_others and 2 * sum(voices.values()) >= len(voices)
-    return len(entries) if is_usual or not entries else None
+            voices[home] = voices.get(home, False) or head in heads
+    return 2 * sum(voices.values()) >= len(voices)
 
 
 def _counted(log: Sequence[RoundEntry], entries: Sequence[RoundEntry], founder: str, islands: Islands) -> int:

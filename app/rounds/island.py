@@ -32,7 +32,7 @@ from app.core.signal import Signal
 from app.manifest.merkle import HASH_BYTES
 from app.rounds import wire
 from app.rounds.checkpoint import HELD_CHANGES, CheckpointWriter, MergedChange
-from app.rounds.counting import Before, Islands, counts, joined, taken_over
+from app.rounds.counting import Before, Islands, counts, joined, of_half_of_homes, taken_over
 from app.rounds.decisions import (
     KEPT_RESTS,
     SLOWER,
@@ -70,6 +70,7 @@ from app.rounds.log import (
     make_entry,
     read_entry,
     replay,
+    shared,
     steps_s,
     took_part,
 )
@@ -569,8 +570,8 @@ class Island:
                 # who led in vain has to wait for its place, so that it does not keep others from leading
                 is_doubtful = self._times_in_vain(offered.leader) > 0
                 follow_at = max(given_until, lead_at(offered.leader)) if is_doubtful else now
-                if not self._may_count(standing, offered.members):  # whoever signs a result agrees to the round
-                    follow_at = max(follow_at, self._arrived_at[self.peer] + self.timing.quorum_s)
+                # whoever signs a result agrees to the round
+                follow_at = max(follow_at, self._may_count_at(standing, offered.members))
                 deadline = self._offered_at[offered.leader] + self._exchange_s()
                 if max(follow_at, now) + self.timing.lead_s > deadline:  # its leader will have given up
                     del self._lists[offered.leader]
@@ -612,8 +613,7 @@ class Island:
             waited_until = half + grace if self._complete_at is None else min(self._complete_at, half + grace)
             ready_at = max(waited_until, self._arrived_at[self.peer])
         self.figures.waiting = ""
-        if not self._may_count(standing, order):
-            ready_at = max(ready_at, self._arrived_at[self.peer] + self.timing.quorum_s)
+        ready_at = max(ready_at, self._may_count_at(standing, order))
         if leader == self.peer:
             ready_at = max(ready_at, self._stands_down_until)
         before = [peer for peer in self._leaders({*order, leader}) if peer == leader or peer not in self._failed_here]
@@ -674,7 +674,7 @@ class Island:
         while self.standing is standing and not self._is_overtaken and self._times_in_vain(self.peer) == vain:
             began = trio.current_time()
             order = leading_order(self.record.id, standing.round, self._without_copies(arrived - out))
-            if not self._may_count(standing, order):
+            if self._may_count_at(standing, order) > began:
                 break
             arrivals = [self._arrivals[peer] for peer in order]
             attempt = self._listed.get(self.peer, -1) + 1
@@ -766,18 +766,23 @@ class Island:
                 nursery.start_soon(compare, peer)
         return found
 
-    def _may_count(self, standing: Standing, order: Sequence[str]) -> bool:
-        """True if these members are a quorum, or the others were waited for long enough."""
+    def _may_count_at(self, standing: Standing, order: Sequence[str]) -> float:
+        """When these members may make the round: at once if they are a quorum, else when others were waited for.
+
+        With those who are there and still make their steps, it may take as long again as steps usually take.
+        """
         met = self._met(standing)
         if len(order) >= quorum(len(met)):
-            return True
-        until = self._arrived_at[self.peer] + self.timing.quorum_s
-        missing = sorted(met - {*order})
+            return -math.inf
+        until, missing = self._arrived_at[self.peer] + self.timing.quorum_s, sorted(met - {*order})
+        at_work = [peer for peer in missing if peer in self.alive() and self.heard[peer].head == standing.prev]
+        if len(order) + len(at_work) >= quorum(len(met)):
+            until += steps_s(self.record, self.log, standing.every)
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         self.figures.waiting = (
             f"waits for {', '.join(missing[:_NAMED])}{more}, for {until - trio.current_time():.0f} s at most"
         )
-        return trio.current_time() >= until
+        return until
 
     def _met(self, standing: Standing) -> set[str]:
         """Members of a round of whom a quorum makes it: those of the last one, who arrived, or who took part lately and
@@ -1048,11 +1053,11 @@ class Island:
         late do not hide the others; the first one once it is known who is there.
         """
         async with trio.open_nursery() as nursery:
-            while not self._has_state and not self._knows_others:
+            while self._is_lost and not self._knows_others:
                 await self._pause(self.timing.hello_s)
             while True:
                 peer, looks = self._next_to_show() if self._better is None else None, len(self._shown_by)
-                if peer is None or looks >= (1 if self._has_state else LOOKS):
+                if peer is None or looks >= (LOOKS if self._is_lost else 1):
                     await self._pause(self.timing.hello_s)
                 else:
                     self._shown_by[peer] = self._homes.of(peer)
@@ -1067,7 +1072,7 @@ class Island:
         here, and of these the one that was looked at in vain longest ago. A lot decides among equals.
         """
         known, now = self._heads if self._has_state else set(), trio.current_time()
-        others_may = not self._has_state or self._strangers_until <= now
+        others_may = self._is_lost or self._strangers_until <= now
         found = [
             peer
             for peer in self.alive()
@@ -1089,6 +1094,8 @@ class Island:
         began = trio.current_time()
         try:
             found = _History(peer, *await self._log_of(peer))
+            if peer in self.heard and self.heard[peer].head != found.standing.prev:  # it has made more rounds meanwhile
+                found = _History(peer, *await self._log_of(peer, found))
             if await self._wanted(found.entries) is not None:
                 self._better = self._better or found
                 return
@@ -1110,7 +1117,7 @@ class Island:
         times, now = self._disregarded.pop(peer, (0, 0.0))[0], trio.current_time()
         if is_brief:
             self._disregarded[peer] = times, now + _BRIEFLY_S
-        elif not self._has_state:
+        elif self._is_lost:
             self._disregarded[peer] = times + 1, now + _BRIEFLY_S * 2 ** min(times, _LONGEST_STATELESS)
         else:
             self._disregarded[peer] = times + 1, now + self.timing.alive_s * 2 ** min(times, _LONGEST_DISREGARD)
@@ -1122,7 +1129,7 @@ class Island:
     async def _wanted(self, entries: list[RoundEntry]) -> int | None:
         """Return how many rounds of another history to go on from, None for none of them."""
         founder, islands = self.record.founder, self._islands()
-        if not self._has_state:
+        if not self._has_state or (self._is_new and shared(self.log, entries) < len(entries)):
             return await self._in_thread(joined, entries, founder, islands)
         return await self._in_thread(taken_over, list(self.log), entries, founder, islands)  # reads entries from disk
 
@@ -1135,6 +1142,16 @@ class Island:
         return Islands(self.peer, heads, self._knows_others, homes)
 
     @property
+    def _is_new(self) -> bool:
+        """True while this island has made no round, if it does not begin the job."""
+        return self.peer not in self.recent and self.peer != self.record.founder
+
+    @property
+    def _is_lost(self) -> bool:
+        """True while this island knows nothing of the job to go on from."""
+        return not self._has_state or (self._is_new and not self.log)
+
+    @property
     def _knows_others(self) -> bool:
         """True if it has listened for long enough to have heard all who are there, or all have answered."""
         has_listened = trio.current_time() - self._listens_since >= self.timing.alive_s
@@ -1142,7 +1159,7 @@ class Island:
 
     async def _catch_up(self) -> None:
         """Take over the round that is over, or a better history; raises if there is no room for it here."""
-        began, entry, better = trio.current_time(), self._ahead, self._better
+        entry, better = self._ahead, self._better
         if entry is not None:
             self._ahead = None
             try:
@@ -1159,7 +1176,7 @@ class Island:
                 if what_it_waits_for(error):
                     raise  # whoever gives the state, there is no room for it here
                 log.info("what %s has of %s could not be taken over: %s", better.peer, self.record.name, error)
-                self._disregard(better.peer, began, is_brief=isinstance(error, WentOn))
+                self._disregard(better.peer, trio.current_time(), is_brief=isinstance(error, WentOn))
             finally:
                 self._better = None
                 self._news.notify()
@@ -1192,7 +1209,7 @@ class Island:
         if self._moments.are_lacking and not await self._moments.take(question, gave):
             log.info("%s goes on with fresh moments: nobody has given any", self.record.name)
         self.figures.fetched += 1
-        if not self._has_state:
+        if self._is_lost:
             self._disregarded.clear()  # they were counted while there was no state
         self._has_state, self._rounds_behind = True, math.inf
         await self._settle(standing, entries, states, parts)
@@ -1434,6 +1451,8 @@ class Island:
     def _counts(self, entry: RoundEntry) -> bool:
         """True for the current round's entry if it is one to go on from."""
         islands = self._islands()
+        if self._is_new and not of_half_of_homes(self._heads | {entry.hash}, islands):
+            return False
         gone_on = {peer for peer, head in islands.heads.items() if head == entry.hash}
         before = Before({*self.standing.members}, {*self.recent}, {*self.standing.banned})
         return counts(entry, before, self._met(self.standing), gone_on, islands)

@@ -114,3 +114,19 @@ async def test_islands_that_come_back_one_after_the_other_take_part_again(
         start(3)
         start(4)
         await swarm.until(lambda: all(len(node.island.log[-1].list.members) == 5 for node in swarm.nodes.values()))
+
+
+async def test_an_island_that_is_much_faster_than_the_others_takes_part(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    """It is done with its steps long before the others, who are there and still make theirs."""
+    job: dict[str, Any] = {"every": 12, "least_every": 12, "most_every": 12, "steps": 10**5}
+    async with open_islands(tmp_path, **job) as swarm:
+        swarm.add(0, step_s=3.0)
+        for number in (1, 2, 3):
+            swarm.add(number, step_s=3.0)
+        fast = swarm.add(4, step_s=0.5)
+        island = swarm.nodes[0].island
+        await swarm.until(lambda: len(island.log) >= 8)
+        counted = [entry.round for entry in island.log[2:] if fast.name in entry.list.members]
+        assert len(counted) >= len(island.log) - 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def work_together(island: Any, rogues: set[str]) -> None:
         )
 
     island._counts = lambda entry: True
-    island._may_count = lambda standing, order: len(order) >= len(rogues)
+    island._may_count_at = lambda standing, order: -math.inf if len(order) >= len(rogues) else math.inf
     island._lead_at = lead_at
 
 

@@ -114,8 +114,8 @@ def test_who_made_a_later_round_has_gone_on_from_those_before_it() -> None:
     """Two of five went on alone. The others came back, and have made more rounds with them than are shown here."""
     entries = going_on(history(2, PEOPLE, every=5), PEOPLE[:2], PEOPLE[:2], PEOPLE, present=ALL)
     there = Islands(STRANGERS[0].peer_id, dict.fromkeys(ALL, b"a later round".ljust(32)))
-    assert joined(entries[:-1], FOUNDER, there) is None
-    assert joined(entries, FOUNDER, there) == len(entries)
+    assert taken_over([], entries[:-1], FOUNDER, there) == 2
+    assert taken_over([], entries, FOUNDER, there) == len(entries)
 
 
 def test_who_made_rounds_past_the_others_has_no_voice_for_them() -> None:
