@@ -41,6 +41,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 HEAVY = re.compile(r"(import|from) transformers|import peft|_equals_peft|tests\.engine\.(\w+_)?models |torch\.optim\.")
 
 
+def pytest_sessionstart() -> None:
+    """Let what is imported be: nearly all of it is kept, and to look at it again and again took two seconds."""
+    gc.disable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Spread the tests of whole processes among the others: together they would starve each other of the cores."""
     files = list(dict.fromkeys(item.path for item in items))
@@ -78,6 +83,7 @@ def pytest_collection_finish() -> None:
         sys.modules["torch"].backends.mkldnn.enabled = False
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(20_000, 10, 10)  # 700 is a fifth of the time of a dashboard's tests
 
 
