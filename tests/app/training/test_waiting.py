@@ -183,7 +183,7 @@ async def test_a_job_waits_for_a_holder_that_is_known_and_does_not_answer(
         await owner.until(lambda job: job.waiting, within_s=HOURS)
         opened = swarm.nodes["n0"].server._jobs.keys()
         for _ in range(3):
-            await trio.sleep(HOURS)
+            await trio.sleep(HOURS / 4)
             assert (owner.job.status, owner.job.waiting[:19]) == ("running", "waits for members: ")
             assert "n1" in owner.job.waiting
             assert len(opened) <= 1
@@ -365,7 +365,7 @@ async def test_a_job_waits_for_memory_and_for_room_on_the_disk(
         assert str(error) in owner.job.waiting
         assert not owner.jobs.running
         for _ in range(3):
-            await trio.sleep(HOURS / 6)
+            await trio.sleep(HOURS / 18)
             assert (owner.job.status, owner.job.why) == ("running", "")
         is_full = False
         await owner.until(lambda job: job.status == "finished")
