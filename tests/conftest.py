@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import re
 import signal
 import sys
 
@@ -17,9 +18,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
+from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,17 @@ from trio.testing import MockClock
 from app.core.device_thread import DeviceThread
 from app.weights.chunk_writer import ChunkWriter
 
-settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+# What files say that have `transformers` imported, or what `torch.optim` compiles with.
+HEAVY = re.compile(r"(import|from) transformers|import peft|_equals_peft|tests\.engine\.(\w+_)?models |torch\.optim\.")
+
+
+def pytest_sessionstart() -> None:
+    """Let what is imported be: nearly all of it is kept, and to look at it again and again took two seconds."""
+    gc.disable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,6 +57,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: at[item.path])
 
 
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one worker have all files that import heavy libraries, which take each process seven seconds of CPU."""
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    class Files(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "heavy" if is_heavy(config.rootpath / file) else file
+
+    @cache
+    def is_heavy(file: Path) -> bool:
+        return HEAVY.search(file.read_text("utf-8")) is not None
+
+    return Files(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 def pytest_collection_finish() -> None:
     """Make what was imported cheap for small tests.
 
@@ -57,6 +83,8 @@ def pytest_collection_finish() -> None:
         sys.modules["torch"].backends.mkldnn.enabled = False
     gc.collect()
     gc.freeze()
+    gc.enable()
+    gc.set_threshold(20_000, 10, 10)  # 700 is a fifth of the time of a dashboard's tests
 
 
 @pytest.fixture
@@ -107,9 +135,21 @@ def patient_clock(monkeypatch: pytest.MonkeyPatch) -> MockClock:
     return clock
 
 
+@pytest.fixture(scope="session")
+def _homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Empty folders; `mktemp` would look at all that there are to number each, which is slow among thousands."""
+    folder = tmp_path_factory.mktemp("homes")
+
+    def made() -> Iterator[Path]:
+        for number in count():
+            (home := folder / str(number)).mkdir()
+            yield home
+
+    return made()
+
+
 @pytest.fixture(autouse=True)
-def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_home(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that forgets to name a home folder must not find, or touch, the person's."""
-    home: Path = tmp_path_factory.mktemp("home")
-    monkeypatch.setenv("SHOAL_HOME", str(home))
+    monkeypatch.setenv("SHOAL_HOME", str(next(_homes)))
     monkeypatch.setenv("SHOAL_MAP_PORT", "false")  # nor ask anything of the router of this network

@@ -28,7 +28,7 @@ async def test_statements_that_are_passed_on_are_no_clock(autojump_clock: MockCl
         nodes = await sim.grow(2)
         old = nodes[1].swarm.own.raw
         sim.kill(nodes[1])
-        await trio.sleep(3 * HOUR_S)
+        await trio.sleep(1.5 * HOUR_S)
         third = sim.add(2, [nodes[0].peer])
         await sim.until(lambda: third.peer in nodes[0].knows(), 30)
         for _ in range(5):

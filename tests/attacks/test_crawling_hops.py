@@ -99,7 +99,7 @@ async def replies_with_patience(asker: Asker, tokens: int, patience_s: float, co
     return answered
 
 
-@pytest.mark.parametrize("tokens", [40, 500, 2000, 4000])
+@pytest.mark.parametrize("tokens", [40, 500, pytest.param(2000, marks=pytest.mark.soak), 4000])
 async def test_a_hop_that_claims_a_token_now_and_then_is_left_however_long_the_prompt_is(
     autojump_clock: MockClock, tokens: int
 ) -> None:
@@ -197,7 +197,7 @@ EXCUSES = ("closed", "gap", "input", "draining", "link")
 
 
 @pytest.mark.parametrize("code", EXCUSES)
-@pytest.mark.parametrize("excuse_s", [9.0, 25.0])
+@pytest.mark.parametrize("excuse_s", [9.0, pytest.param(25.0, marks=pytest.mark.soak)])
 async def test_a_hop_with_an_excuse_now_and_then_has_no_more_time_than_others(
     autojump_clock: MockClock, code: str, excuse_s: float
 ) -> None:
@@ -248,7 +248,7 @@ async def test_a_hop_that_reads_short_prompts_is_not_asked_with_each_long_one(au
         assert await replies_with_patience(asker, 1000, 60.0) >= 9
 
 
-@pytest.mark.parametrize("tokens", [200, 2000])
+@pytest.mark.parametrize("tokens", [pytest.param(200, marks=pytest.mark.soak), 2000])
 async def test_a_running_reply_is_lured_to_such_a_hop_once_at_most(autojump_clock: MockClock, tokens: int) -> None:
     async with open_swarm((0, 4), (4, 8), (4, 8)) as swarm:
         for device in swarm.devices.values():

@@ -511,13 +511,13 @@ HOSTILE = {
 async def test_a_hostile_hop_costs_the_owner_its_place_and_not_the_job(
     source: ModelSource, tmp_path: Path, what: str
 ) -> None:
-    wanted, _ = undisturbed(source, 3)
+    wanted, _ = undisturbed(source, 2)
     async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
         await swarm.train("spare", 0, 4)
         HOSTILE[what](swarm.nodes["n0"].server)
         losses, owner = Losses(), swarm.owner(every=1, patience=replace(PATIENCE, stuck_s=1.0))
         with trio.fail_after(60):
-            await owner.run(3, batches_of, losses)
+            await owner.run(2, batches_of, losses)
         losses.check(wanted)
         assert any(why.startswith("n0") for why in owner.figures.lost)
         assert {hop.peer for hop in owner.route} == {"spare", "n1"}

@@ -144,7 +144,7 @@ class Enough(Exception):
 
 
 @pytest.mark.parametrize("spans", [((0, 4), (4, 8)), (ALL, ALL)])
-@pytest.mark.parametrize("bytes_per_s", [20_000, 4_000, 1_000])
+@pytest.mark.parametrize("bytes_per_s", [20_000, pytest.param(4_000, marks=pytest.mark.soak), 1_000])
 async def test_a_job_goes_on_over_slow_links(
     autojump_clock: MockClock,
     source: ModelSource,

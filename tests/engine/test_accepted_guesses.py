@@ -90,7 +90,7 @@ scripts = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), max_size=TOK
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(script=scripts)
 def test_no_guesses_change_a_reply(
     tiny: tuple[SwarmEnds, LocalModel], sampling: Sampling, script: list[tuple[int, int]]

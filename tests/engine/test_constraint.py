@@ -181,7 +181,10 @@ HARMFUL: dict[str, tuple[ConstraintKind, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", HARMFUL)
+# Patterns compute until their time is over, as intersections and a divisor do.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name == "patterns" else name for name in HARMFUL]
+)
 def test_a_constraint_that_would_end_or_occupy_the_process_is_refused(models: dict[str, Model], name: str) -> None:
     compiler = models["huggingface"].compiler
     with pytest.raises(ConstraintError, match="f: too complex to compile"):

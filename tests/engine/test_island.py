@@ -59,7 +59,7 @@ def merge_all(islands: list[IslandModel]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("codec", ["int8", "f32"])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_a_round_takes_no_more_memory_than_is_counted(count: int, codec: Codec) -> None:
     """For the whole of it, with all that is written and sent: `tests/attacks/test_training_memory.py`."""
     config = replace(CONFIG, hidden_size=256, intermediate_size=1024, n_heads=4, n_kv_heads=4, head_dim=64)
@@ -299,8 +299,14 @@ def apart(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (2, 3))])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("optimiser", [AdamW(), Muon()])
+@pytest.mark.parametrize(
+    ("optimiser", "dtype"),
+    [
+        *((AdamW(), dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+        (Muon(), torch.bfloat16),
+        *(pytest.param(Muon(), dtype, marks=pytest.mark.soak) for dtype in (torch.float32, torch.float16)),
+    ],
+)
 def test_another_machine_finds_the_gradient_of_a_step(seed: int, dtype: torch.dtype, optimiser: AdamW | Muon) -> None:
     """Also if one computes in 16 bits and the other in 32, where a gradient of other text is far away."""
     terms = replace(TERMS, optimiser=optimiser)

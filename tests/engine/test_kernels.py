@@ -103,7 +103,7 @@ def test_a_captured_step_equals_an_ordinary_one(flavour: str, case: str, lengths
     [
         ("fused", "plain", [3, 62], [1, 3]),  # one session with guesses, across the end of a page, and one without
         ("fused", "qk_norm", [5], [2]),
-        ("fused", "window", [9], [2]),
+        pytest.param("fused", "window", [9], [2], marks=pytest.mark.soak),
         *(("plain", case, [3, 130, 60], [4, 1, 9]) for case in sorted(CASES)),
     ],
 )
@@ -118,7 +118,7 @@ def test_guesses_go_along_in_a_captured_step(flavour: str, case: str, lengths: l
     [
         pytest.param("fused", "plain", [130], [1], marks=pytest.mark.soak),
         ("fused", "plain", [3, 62], [1, 3]),
-        ("fused", "qk_norm", [5], [2]),
+        pytest.param("fused", "qk_norm", [5], [2], marks=pytest.mark.soak),
         pytest.param("fused", "window", [70], [1], marks=pytest.mark.soak),
         *(("plain", case, [3, 130, 60], [4, 1, 9]) for case in sorted(CASES)),
     ],
@@ -180,10 +180,19 @@ KINDS = {  # 96 rows, and 3 groups or more
     "8 bits, minima": _grid(8, 32, 0, torch.float32, minima=True),
 }
 
+FOLDS = ("plain", "norm and gate", "bias and residual")
 
-@pytest.mark.parametrize("rows", [1, 11, pytest.param(50, marks=pytest.mark.soak)])
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.parametrize("fold", ["plain", "norm and gate", "bias and residual"])
+@pytest.mark.parametrize(
+    ("fold", "rows"),
+    [
+        ("plain", 1),
+        *((fold, 11) for fold in FOLDS),
+        *(pytest.param(fold, 1, marks=pytest.mark.soak) for fold in FOLDS[1:]),
+        *(pytest.param(fold, 50, marks=pytest.mark.soak) for fold in FOLDS),
+    ],
+)
 def test_a_product_with_a_grid_is_that_with_its_numbers(kind: str, rows: int, fold: str) -> None:
     torch.manual_seed(0)
     grid = tiled(KINDS[kind]).to(torch.device(DEVICE))
@@ -292,7 +301,7 @@ def test_a_tile_that_fails_or_has_another_result_is_not_taken(monkeypatch: pytes
 def test_tiles_are_measured_once_and_then_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grid_kernels, "chosen_tiles", {})
     blocks = _span_in_tiles().blocks
-    file, timer = tmp_path / "kernels" / "tiles.json", _FakeTimer()
+    file, timer = tmp_path / "kernels" / "tiles.json", _FakeTimer(computes=False)
     choose_tiles(blocks, torch.float16, timer, file)
     chosen, runs = dict(grid_kernels.chosen_tiles), timer.runs
     assert runs
@@ -333,7 +342,7 @@ def test_tiles_that_cannot_be_written_are_used(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(grid_kernels, "chosen_tiles", {})
     (tmp_path / "file").write_text("")
     blocks = _span_in_tiles().blocks
-    choose_tiles(blocks, torch.float16, _FakeTimer(), tmp_path / "file" / "tiles.json")
+    choose_tiles(blocks, torch.float16, _FakeTimer(computes=False), tmp_path / "file" / "tiles.json")
     assert grid_kernels.chosen_tiles
 
 
@@ -379,7 +388,7 @@ def test_the_self_test_of_grids_finds_wrong_results(monkeypatch: pytest.MonkeyPa
     assert not grids_are_right(torch.device(DEVICE))
 
 
-@pytest.mark.parametrize("lengths", [[3], [3, 70]])
+@pytest.mark.parametrize("lengths", [pytest.param([3], marks=pytest.mark.soak), [3, 70]])
 def test_a_captured_step_of_four_bits_equals_an_ordinary_one(
     lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,8 +27,18 @@ from tests.engine.models import SPECIAL, TEMPLATE, VARIANT, VARIANTS, Variant, r
 Change = Callable[[dict[str, Any]], object]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-@pytest.mark.parametrize("shard_size", [None, "60KB"], ids=["single", "sharded"])
+@pytest.mark.parametrize(
+    ("shard_size", "variant"),
+    [
+        *(pytest.param(None, variant, id=f"single-{variant.name}") for variant in VARIANTS),
+        pytest.param("60KB", VARIANT["llama"], id="sharded-llama"),
+        *(
+            pytest.param("60KB", variant, id=f"sharded-{variant.name}", marks=pytest.mark.soak)
+            for variant in VARIANTS
+            if variant.name != "llama"
+        ),
+    ],
+)
 def test_a_folder_gives_back_the_weights_and_the_config(
     variant: Variant, shard_size: str | None, tmp_path: Path
 ) -> None:

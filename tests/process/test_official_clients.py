@@ -1,25 +1,28 @@
-"""The official clients of OpenAI, Anthropic and Ollama against a swarm of three real nodes."""
+"""The official clients of OpenAI, Anthropic and Ollama against a swarm of three real nodes.
+
+Tests import them: every process that collects tests would take two seconds for it.
+"""
 
 from __future__ import annotations
 
 import json
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import anthropic
 import httpx
 import jsonschema_rs
-import ollama
-import openai
 import psutil
 import pytest
-from openai import OpenAI
 
 from app.config.home import Home, api_token
 from tests.app.api.test_openai import CHAT
 from tests.process.node_process import Place, Serving, wait_until
+
+if TYPE_CHECKING:
+    import ollama
+    from openai import OpenAI
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +45,8 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Serving]]:
 
 @pytest.fixture(scope="module")
 def client(swarm: list[Serving]) -> Iterator[OpenAI]:
+    from openai import OpenAI
+
     place = swarm[2].place
     url = f"{place.node_file()['api_url']}/v1"
     with OpenAI(base_url=url, api_key=api_token(Home(place.home)), max_retries=0) as client:
@@ -81,6 +86,8 @@ def test_the_client_gets_the_swarms_reply(swarm: list[Serving], client: OpenAI) 
 
 
 def test_the_client_is_told_what_is_wrong(swarm: list[Serving], client: OpenAI) -> None:
+    import openai
+
     hello: Any = [{"role": "user", "content": "hello"}]
     with pytest.raises(openai.NotFoundError, match="unknown model"):
         client.chat.completions.create(model="gpt-9", messages=hello)
@@ -218,6 +225,8 @@ def test_the_client_gets_probabilities_choices_and_embeddings(client: OpenAI) ->
 
 
 def test_the_client_continues_a_response(client: OpenAI) -> None:
+    import openai
+
     first = client.responses.create(model="home", input="Once", temperature=0, max_output_tokens=8)
     assert (first.status, first.usage is not None) == ("incomplete", True)
     again = client.responses.create(
@@ -247,6 +256,8 @@ def test_the_client_continues_a_response(client: OpenAI) -> None:
 
 
 def test_anthropics_client_gets_messages_and_calls(swarm: list[Serving], client: OpenAI) -> None:
+    import anthropic
+
     place = swarm[2].place
     url, key = place.node_file()["api_url"], api_token(Home(place.home))
     asked: dict[str, Any] = {"model": "home", "messages": [{"role": "user", "content": "Once"}], "max_tokens": 12}
@@ -293,6 +304,8 @@ def test_anthropics_client_gets_messages_and_calls(swarm: list[Serving], client:
 
 
 def test_ollamas_client_gets_chats_texts_and_calls(swarm: list[Serving], client: OpenAI) -> None:
+    import ollama
+
     place = swarm[2].place
     url, key = place.node_file()["api_url"], api_token(Home(place.home))
     messages: Any = [{"role": "user", "content": "Once"}]
@@ -306,6 +319,8 @@ def test_ollamas_client_gets_chats_texts_and_calls(swarm: list[Serving], client:
 
 def check_ollamas_client(place: Place, other: ollama.Client, bare: ollama.Client, same: str | None) -> None:
     """Everything that Ollama's client can ask; `bare` sends no key."""
+    import ollama
+
     messages = [{"role": "user", "content": "Once"}]
     options = {"temperature": 0, "num_predict": 12}
     whole = other.chat("home", messages, options=options)

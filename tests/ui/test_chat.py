@@ -100,7 +100,7 @@ def test_keys_that_do_nothing_in_the_chat_are_not_offered_there() -> None:
     driven(ScriptedNode(), drive, size=(200, 40))
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+@pytest.mark.parametrize("size", [(80, 24), pytest.param((120, 40), marks=pytest.mark.soak)], ids=str)
 def test_the_sampling_form_shows_its_values_and_what_is_typed(size: tuple[int, int]) -> None:
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
         await pilot.press("3", "ctrl+s")
@@ -293,7 +293,7 @@ def test_conversations_are_searched_renamed_and_forgotten(size: tuple[int, int])
     driven(node, drive, size=size)
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+@pytest.mark.parametrize("size", [(80, 24), pytest.param((120, 40), marks=pytest.mark.soak)], ids=str)
 def test_a_text_file_is_sent_with_the_question(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ) -> None:

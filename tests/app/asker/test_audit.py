@@ -346,7 +346,7 @@ async def test_rows_that_are_rounded_on_the_way_convict_nobody(
         swarm.slow_down("a0", "a1", "a2", *(("b0", "b1", "b2") if slow == "all" else ()))
         asker = await swarm.audited(ends, seed=6)
         rounded = 0
-        for number in range(60):
+        for number in range(40):
             async with asker.session(8) as session:
                 await session.advance(PROMPTS[number])
                 rounded += bool(session.wires)

@@ -135,8 +135,11 @@ def test_machines_like_this_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert found["sizes"][1]["tokens_per_s"] > found["sizes"][0]["tokens_per_s"]
 
 
-def test_without_a_node_this_machine_is_measured_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned("chat", capsys=capsys)
+@pytest.mark.parametrize("model", [("--model", "tiny-random"), pytest.param((), marks=pytest.mark.soak)])
+def test_without_a_node_this_machine_is_measured_alone(
+    model: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned("chat", *model, capsys=capsys)
     assert isinstance(found["assumed"], list)
     assert found["assumed"][0].startswith("no swarm: this machine alone is forecast")
     assert found["machines"] == ["here"]

@@ -269,7 +269,7 @@ async def test_a_hop_that_takes_long_to_load_its_states_is_used(tmp_path: Path, 
 async def test_without_its_machines_an_island_waits_and_the_others_go_on(
     tmp_path: Path, patient_clock: MockClock
 ) -> None:
-    async with open_pipeline(tmp_path, (0, 2), (2, 4), islands=(1, 2), steps=45) as (swarm, machines):
+    async with open_pipeline(tmp_path, (0, 2), (2, 4), islands=(1, 2), steps=35) as (swarm, machines):
         first = swarm.nodes[1].island
         await swarm.until(lambda: len(first.standing.members) == 3)
         machines.kill("hop1")

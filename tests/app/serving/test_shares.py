@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.serving.shares import RESERVE, Holder, Shares
@@ -38,6 +38,7 @@ def test_what_a_home_has_is_shared_among_its_askers() -> None:
     assert shares(a=6, twin=6).in_the_way(TWIN, 1) == set()
 
 
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from([A, B, C, TWIN, Holder("d", "5"), Holder("e", "6")]), max_size=200))
 def test_whoever_comes_finds_room(wishes: list[Holder]) -> None:
     held: list[tuple[Holder, int]] = []

@@ -148,7 +148,7 @@ async def test_rows_of_int8_take_a_quarter_of_the_bytes_and_train_alike(source: 
     for wire in ("f32", "int8"):
         async with open_job_swarm(source, tmp_path / wire, *SPLITS) as swarm:
             losses, owner = Losses(), swarm.owner(wire=wire)
-            await owner.run(6, batches_of, losses)
+            await owner.run(4, batches_of, losses)
             found[wire] = losses, owner
     exact, rounded = ([step.loss for step in found[wire][0].steps.values()] for wire in found)
     assert rounded != exact
@@ -266,7 +266,7 @@ async def test_who_refuses_is_not_asked_again(source: ModelSource, alone: Alone,
         assert not swarm.nodes["a"].blocks
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.soak)])
 async def test_validation_changes_no_step_and_is_that_of_one_process(
     source: ModelSource, alone: Alone, tmp_path: Path, apart: bool
 ) -> None:
