@@ -612,8 +612,9 @@ class Island:
             grace = grace_s(self._lags_s, least_s=self.timing.grace_least_s, most_s=self.timing.grace_most_s)
             waited_until = half + grace if self._complete_at is None else min(self._complete_at, half + grace)
             ready_at = max(waited_until, self._arrived_at[self.peer])
-        self.figures.waiting = ""
-        ready_at = max(ready_at, self._may_count_at(standing, order))
+        may_at = self._may_count_at(standing, order)
+        ready_at = max(ready_at, may_at)
+        self.figures.waiting = self._why_not_yet(standing, order, may_at) if may_at > trio.current_time() else ""
         if leader == self.peer:
             ready_at = max(ready_at, self._stands_down_until)
         before = [peer for peer in self._leaders({*order, leader}) if peer == leader or peer not in self._failed_here]
@@ -648,9 +649,12 @@ class Island:
         return first_to_commit({peer: self._arrivals[peer].change for peer in heard})
 
     def _best_list(self) -> MemberList | None:
-        """The list to follow: by the one who comes first in the order of leading."""
-        leaders = self._leaders(self._lists.keys() - self._failed_here)
-        return self._lists[leaders[0]] if leaders else None
+        """The list to follow: by the one who comes first in the order of leading, of those that may count now."""
+        lists = [self._lists[peer] for peer in self._leaders(self._lists.keys() - self._failed_here)]
+        return min(lists, key=lambda one: not self._may_be_followed(one), default=None)
+
+    def _may_be_followed(self, members: MemberList) -> bool:
+        return self._may_count_at(self.standing, members.members) <= trio.current_time()
 
     async def _attend(self, members: MemberList, deadline: float) -> float:
         """Take part in an exchange that another island leads, and tell it how that ended.
@@ -774,15 +778,17 @@ class Island:
         met = self._met(standing)
         if len(order) >= quorum(len(met)):
             return -math.inf
-        until, missing = self._arrived_at[self.peer] + self.timing.quorum_s, sorted(met - {*order})
-        at_work = [peer for peer in missing if peer in self.alive() and self.heard[peer].head == standing.prev]
+        until = self._arrived_at[self.peer] + self.timing.quorum_s
+        missing = (met & self.alive()) - {*order}
+        at_work = [peer for peer in missing if self.heard[peer].head == standing.prev]
         if len(order) + len(at_work) >= quorum(len(met)):
             until += steps_s(self.record, self.log, standing.every)
-        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-        self.figures.waiting = (
-            f"waits for {', '.join(missing[:_NAMED])}{more}, for {until - trio.current_time():.0f} s at most"
-        )
         return until
+
+    def _why_not_yet(self, standing: Standing, order: Sequence[str], until: float) -> str:
+        missing = sorted(self._met(standing) - {*order})
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        return f"waits for {', '.join(missing[:_NAMED])}{more}, for {until - trio.current_time():.0f} s at most"
 
     def _met(self, standing: Standing) -> set[str]:
         """Members of a round of whom a quorum makes it: those of the last one, who arrived, or who took part lately and
@@ -1154,8 +1160,11 @@ class Island:
     @property
     def _knows_others(self) -> bool:
         """True if it has listened for long enough to have heard all who are there, or all have answered."""
-        has_listened = trio.current_time() - self._listens_since >= self.timing.alive_s
-        return has_listened or self._greetings.have_all_answered({*self._found()} - {self.peer}, self.heard)
+        listened_s = trio.current_time() - self._listens_since
+        has_greeted = listened_s >= self.timing.hello_s  # before, few members may be known
+        others = {*self._found()} - {self.peer}
+        have_answered = has_greeted and self._greetings.have_all_answered(others, self.heard)
+        return have_answered or listened_s >= self.timing.alive_s
 
     async def _catch_up(self) -> None:
         """Take over the round that is over, or a better history; raises if there is no room for it here."""
@@ -1581,7 +1590,8 @@ class Island:
     def _comes_before(self, members: MemberList, other: MemberList) -> bool:
         """True if a list is to be followed rather than one of another leader that is under way."""
         is_trusted = members.leader not in self._failed_here and members.leader != other.leader
-        return is_trusted and self._leaders((members.leader, other.leader))[0] == members.leader
+        is_first = self._leaders((members.leader, other.leader))[0] == members.leader
+        return is_trusted and is_first and self._may_be_followed(members)
 
     def _left_out_of(self, members: MemberList) -> str | None:
         """Somebody who arrived in time for a list and is not in it, though no exchange with it has failed here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from trio.testing import MockClock
 
 from app.rounds.island import Island, RoundTiming
 from app.rounds.log import Standing, make_entry
-from app.rounds.statements import sign_list
+from app.rounds.statements import MAX_ATTEMPTS, sign_list
 from tests.app.rounds.island_swarm import ONE_STEP, TIMING, IslandSwarm, open_islands
 from tests.app.swarms import identity
 
@@ -130,3 +131,37 @@ async def test_an_island_that_is_much_faster_than_the_others_takes_part(
         await swarm.until(lambda: len(island.log) >= 8)
         counted = [entry.round for entry in island.log[2:] if fast.name in entry.list.members]
         assert len(counted) >= len(island.log) - 3
+
+
+async def test_a_list_of_few_keeps_nobody_from_that_of_most(tmp_path: Path, patient_clock: MockClock) -> None:
+    """One that comes first in the order of leading lists itself and one other, as soon as that one has arrived."""
+    timing = replace(TIMING, exchange_s=60.0)
+    async with (
+        open_islands(tmp_path, 0, 1, 2, LIAR, step_s=2.0, timing=timing, **ONE_STEP) as swarm,
+        trio.open_nursery() as nursery,
+    ):
+        island, liar = swarm.nodes[0].island, swarm.nodes[LIAR].island
+        await swarm.until(lambda: len(island.recent) == 4)
+        before, began = island.standing.round, trio.current_time()
+
+        async def lead(standing: Standing) -> None:
+            await trio.sleep(0.5)
+
+        liar._lead = lead  # type: ignore[method-assign]
+
+        async def spoil() -> None:
+            while True:
+                own, attempt = liar._arrivals.get(liar.peer), liar._listed.get(liar.peer, -1) + 1
+                theirs = liar._arrivals.get(island.peer)
+                if own is not None and theirs is not None and attempt <= MAX_ATTEMPTS:
+                    liar._listed[liar.peer] = attempt
+                    few = sign_list(identity(LIAR), swarm.record.id, attempt, [own, theirs], NOW_MS)
+                    swarm._nursery.start_soon(liar._say, island.peer, few.raw)
+                await trio.sleep(0.2)
+
+        nursery.start_soon(spoil)
+        await swarm.until(lambda: island.standing.round >= before + 20)
+        assert trio.current_time() - began < 20 * 5
+        counted = [island.peer in entry.list.members for entry in island.log[before:]]
+        assert sum(counted) >= 18, counted
+        nursery.cancel_scope.cancel()
