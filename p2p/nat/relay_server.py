@@ -15,7 +15,7 @@ from typing import NamedTuple
 import trio
 
 from p2p.addresses import IPAddress
-from p2p.errors import P2PError, ProtocolError
+from p2p.errors import P2PError, ProtocolError, Refused
 from p2p.host.admission import source_of
 from p2p.host.connection import Connection, Stream
 from p2p.host.host import Host
@@ -127,45 +127,44 @@ class RelayServer:
             return
         self._circuits.append(circuit)
         try:
-            onward = await self._open_onward(connection.open_stream(STOP), stream.peer)
-            if onward is None:
-                await self._answer(stream, Status.CONNECTION_FAILED)
-                return
-            await send_message(stream, HopMessage(HopType.STATUS, status=Status.OK, limit=self._limit()))
-            log.info("relaying between %s and %s", stream.peer, target)
-            await self._relay(stream, onward)
+            await self._open_and_relay(stream, connection)
         finally:
             self._circuits.remove(circuit)
 
-    async def _open_onward(self, opening: object, source: str) -> Stream | None:
+    async def _open_and_relay(self, stream: Stream, connection: Connection) -> None:
+        """Open a stream to the target and relay between it and the asker's until the circuit ends.
+
+        The target's is reset whatever happens, also when this is cancelled: else the target would keep a circuit that
+        no longer counts here.
+        """
         onward: Stream | None = None
         try:
-            with trio.fail_after(_ASK_TIMEOUT_S):
-                onward = await opening  # type: ignore[misc]
-                assert onward is not None
-                await send_message(onward, StopMessage(StopType.CONNECT, source, self._limit()))
-                answer = await receive_message(onward, StopMessage)
-        except (P2PError, trio.TooSlowError) as error:
-            log.debug("the target of a circuit did not answer: %s", error)
+            try:
+                with trio.fail_after(_ASK_TIMEOUT_S):
+                    onward = await connection.open_stream(STOP)
+                    await send_message(onward, StopMessage(StopType.CONNECT, stream.peer, self._limit()))
+                    answer = await receive_message(onward, StopMessage)
+                if answer.type is not StopType.STATUS or answer.status is not Status.OK:
+                    raise Refused(f"{connection.peer} did not accept it")
+            except (P2PError, trio.TooSlowError) as error:
+                log.debug("a circuit was not opened: %s", error)
+                await self._answer(stream, Status.CONNECTION_FAILED)
+                return
+            await send_message(stream, HopMessage(HopType.STATUS, status=Status.OK, limit=self._limit()))
+            log.info("relaying between %s and %s", stream.peer, connection.peer)
+            await self._relay(stream, onward)
+            await stream.reset()
+        finally:
             if onward is not None:
                 await onward.reset()
-            return None
-        if answer.type is StopType.STATUS and answer.status is Status.OK:
-            return onward
-        await onward.reset()
-        return None
 
     async def _relay(self, one: Stream, other: Stream) -> None:
-        """Copy bytes in both directions until one side ends or a limit is reached, then reset both streams."""
+        """Copy bytes in both directions until one side ends or a limit is reached."""
         left = [self._limits.circuit_bytes]
-        try:
-            with trio.move_on_after(self._limits.circuit_s):
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._pump, one, other, left, nursery.cancel_scope)
-                    nursery.start_soon(self._pump, other, one, left, nursery.cancel_scope)
-        finally:
-            await one.reset()
-            await other.reset()
+        with trio.move_on_after(self._limits.circuit_s):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._pump, one, other, left, nursery.cancel_scope)
+                nursery.start_soon(self._pump, other, one, left, nursery.cancel_scope)
 
     async def _pump(self, source: Stream, sink: Stream, left: list[int], scope: trio.CancelScope) -> None:
         try:
