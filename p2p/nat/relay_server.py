@@ -21,6 +21,7 @@ from p2p.host.connection import Connection, Stream
 from p2p.host.host import Host
 from p2p.host.messages import address_bytes, receive_message, send_message
 from p2p.nat.relay_wire import HOP, STOP, HopMessage, HopType, Limit, Reservation, Status, StopMessage, StopType
+from p2p.rate_limit import KeyedRateLimit
 
 _ASK_TIMEOUT_S = 10.0
 _PIECE_BYTES = 64 * 1024
@@ -40,6 +41,8 @@ class RelayLimits:
     circuits_per_address: int = 8  # that peers of one address ask for
     circuits_to_peer: int = 16
     circuits_to_peer_per_address: int = 4  # so that one address cannot keep all others from a peer
+    requests_per_address: int = 64  # for circuits, at once
+    requests_per_address_s: float = 4.0  # and a second after that
     circuit_s: float = 1800.0
     circuit_bytes: int = 256 << 20
     bytes_per_s: float = 4 << 20  # all circuits together
@@ -61,6 +64,9 @@ class RelayServer:
         self._limits = limits or RelayLimits()
         self._reserved: dict[str, float] = {}  # peer -> expiry, trio's clock
         self._circuits: list[_Circuit] = []
+        self._requests: KeyedRateLimit[IPAddress | None] = KeyedRateLimit(
+            self._limits.requests_per_address, self._limits.requests_per_address_s
+        )
         self._budget_at = 0.0
         self.enabled = False
         self.carried_bytes = 0
@@ -116,12 +122,16 @@ class RelayServer:
 
     async def _connect(self, stream: Stream, target: str) -> None:
         now = trio.current_time()
+        address = _counted(stream.connection)
+        if not self._requests.take(address, now):
+            await self._answer(stream, Status.RESOURCE_LIMIT_EXCEEDED)
+            return
         self._drop_lost(now)
         connection = self._host.connection(target)
         if target not in self._reserved or connection is None or connection.relayed:
             await self._answer(stream, Status.NO_RESERVATION)
             return
-        circuit = _Circuit(stream.peer, _counted(stream.connection), target)
+        circuit = _Circuit(stream.peer, address, target)
         if not self._has_room(circuit):
             await self._answer(stream, Status.RESOURCE_LIMIT_EXCEEDED)
             return

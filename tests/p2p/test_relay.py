@@ -17,6 +17,7 @@ from p2p import sockets
 from p2p.addresses import Address, parse_address
 from p2p.errors import P2PError, PeerUnreachable, ProtocolError, Refused
 from p2p.host.connection import Connection, Stream
+from p2p.host.host import Host
 from p2p.host.messages import address_bytes, address_from_bytes, receive_message, send_message
 from p2p.nat import relay_client, relay_server
 from p2p.nat.hole_punching import ATTEMPTS, HolePunch, HolePuncher, PunchType, _addresses
@@ -216,6 +217,29 @@ async def test_a_circuit_whose_asker_leaves_while_it_is_opened_ends_at_the_targe
             await ended.wait()
             await until(lambda: not server._circuits)
     assert counted_at_reset == [1], "a circuit counts until it has ended"
+
+
+async def test_one_address_does_not_ask_for_circuits_without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who leaves at once holds no circuit, so the limits on open ones do not stop it."""
+    relay, stranger, other = make_host(), make_host(), make_host()
+    server = RelayServer(relay, RelayLimits(requests_per_address=3, requests_per_address_s=0.001))
+    server.enable()
+    elsewhere = ipaddress.ip_address("192.0.2.1")
+    counted = relay_server._counted
+    monkeypatch.setattr(relay_server, "_counted", lambda one: elsewhere if one.peer == other.peer_id else counted(one))
+
+    async def ask(host: Host) -> Status | None:
+        stream = await host.open_stream(relay.peer_id, HOP)
+        await send_message(stream, HopMessage(HopType.CONNECT, make_host().peer_id))
+        return (await receive_message(stream, HopMessage)).status
+
+    async with running(relay, stranger, other):
+        for host in (stranger, other):
+            await host.connect(relay.peer_id, relay.addresses)
+        answers = [await ask(stranger) for _ in range(5)]
+        assert answers == [Status.NO_RESERVATION] * 3 + [Status.RESOURCE_LIMIT_EXCEEDED] * 2
+        assert await ask(other) == Status.NO_RESERVATION
+        assert relay.connection(stranger.peer_id) is not None, "others behind its address may be the ones who ask"
 
 
 async def test_relays_that_are_gone_make_way_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
