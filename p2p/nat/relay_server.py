@@ -15,12 +15,13 @@ from typing import NamedTuple
 import trio
 
 from p2p.addresses import IPAddress
-from p2p.errors import P2PError, ProtocolError
+from p2p.errors import P2PError, ProtocolError, Refused
 from p2p.host.admission import source_of
 from p2p.host.connection import Connection, Stream
 from p2p.host.host import Host
 from p2p.host.messages import address_bytes, receive_message, send_message
 from p2p.nat.relay_wire import HOP, STOP, HopMessage, HopType, Limit, Reservation, Status, StopMessage, StopType
+from p2p.rate_limit import KeyedRateLimit
 
 _ASK_TIMEOUT_S = 10.0
 _PIECE_BYTES = 64 * 1024
@@ -40,6 +41,8 @@ class RelayLimits:
     circuits_per_address: int = 8  # that peers of one address ask for
     circuits_to_peer: int = 16
     circuits_to_peer_per_address: int = 4  # so that one address cannot keep all others from a peer
+    requests_per_address: int = 64  # for circuits, at once
+    requests_per_address_s: float = 4.0  # and a second after that
     circuit_s: float = 1800.0
     circuit_bytes: int = 256 << 20
     bytes_per_s: float = 4 << 20  # all circuits together
@@ -61,6 +64,9 @@ class RelayServer:
         self._limits = limits or RelayLimits()
         self._reserved: dict[str, float] = {}  # peer -> expiry, trio's clock
         self._circuits: list[_Circuit] = []
+        self._requests: KeyedRateLimit[IPAddress | None] = KeyedRateLimit(
+            self._limits.requests_per_address, self._limits.requests_per_address_s
+        )
         self._budget_at = 0.0
         self.enabled = False
         self.carried_bytes = 0
@@ -116,56 +122,59 @@ class RelayServer:
 
     async def _connect(self, stream: Stream, target: str) -> None:
         now = trio.current_time()
+        address = _counted(stream.connection)
+        if not self._requests.take(address, now):
+            await self._answer(stream, Status.RESOURCE_LIMIT_EXCEEDED)
+            return
         self._drop_lost(now)
         connection = self._host.connection(target)
         if target not in self._reserved or connection is None or connection.relayed:
             await self._answer(stream, Status.NO_RESERVATION)
             return
-        circuit = _Circuit(stream.peer, _counted(stream.connection), target)
+        circuit = _Circuit(stream.peer, address, target)
         if not self._has_room(circuit):
             await self._answer(stream, Status.RESOURCE_LIMIT_EXCEEDED)
             return
         self._circuits.append(circuit)
         try:
-            onward = await self._open_onward(connection.open_stream(STOP), stream.peer)
-            if onward is None:
-                await self._answer(stream, Status.CONNECTION_FAILED)
-                return
-            await send_message(stream, HopMessage(HopType.STATUS, status=Status.OK, limit=self._limit()))
-            log.info("relaying between %s and %s", stream.peer, target)
-            await self._relay(stream, onward)
+            await self._open_and_relay(stream, connection)
         finally:
             self._circuits.remove(circuit)
 
-    async def _open_onward(self, opening: object, source: str) -> Stream | None:
+    async def _open_and_relay(self, stream: Stream, connection: Connection) -> None:
+        """Open a stream to the target and relay between it and the asker's until the circuit ends.
+
+        The target's is reset whatever happens, also when this is cancelled: else the target would keep a circuit that
+        no longer counts here.
+        """
         onward: Stream | None = None
         try:
-            with trio.fail_after(_ASK_TIMEOUT_S):
-                onward = await opening  # type: ignore[misc]
-                assert onward is not None
-                await send_message(onward, StopMessage(StopType.CONNECT, source, self._limit()))
-                answer = await receive_message(onward, StopMessage)
-        except (P2PError, trio.TooSlowError) as error:
-            log.debug("the target of a circuit did not answer: %s", error)
+            try:
+                with trio.fail_after(_ASK_TIMEOUT_S):
+                    onward = await connection.open_stream(STOP)
+                    await send_message(onward, StopMessage(StopType.CONNECT, stream.peer, self._limit()))
+                    answer = await receive_message(onward, StopMessage)
+                if answer.type is not StopType.STATUS or answer.status is not Status.OK:
+                    raise Refused(f"{connection.peer} did not accept it")
+            except (P2PError, trio.TooSlowError) as error:
+                log.debug("a circuit was not opened: %s", error)
+                await self._answer(stream, Status.CONNECTION_FAILED)
+                return
+            await send_message(stream, HopMessage(HopType.STATUS, status=Status.OK, limit=self._limit()))
+            log.info("relaying between %s and %s", stream.peer, connection.peer)
+            await self._relay(stream, onward)
+            await stream.reset()
+        finally:
             if onward is not None:
                 await onward.reset()
-            return None
-        if answer.type is StopType.STATUS and answer.status is Status.OK:
-            return onward
-        await onward.reset()
-        return None
 
     async def _relay(self, one: Stream, other: Stream) -> None:
-        """Copy bytes in both directions until one side ends or a limit is reached, then reset both streams."""
+        """Copy bytes in both directions until one side ends or a limit is reached."""
         left = [self._limits.circuit_bytes]
-        try:
-            with trio.move_on_after(self._limits.circuit_s):
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._pump, one, other, left, nursery.cancel_scope)
-                    nursery.start_soon(self._pump, other, one, left, nursery.cancel_scope)
-        finally:
-            await one.reset()
-            await other.reset()
+        with trio.move_on_after(self._limits.circuit_s):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._pump, one, other, left, nursery.cancel_scope)
+                nursery.start_soon(self._pump, other, one, left, nursery.cancel_scope)
 
     async def _pump(self, source: Stream, sink: Stream, left: list[int], scope: trio.CancelScope) -> None:
         try:

@@ -274,6 +274,8 @@ ROWS: dict[str, tuple[float, ...]] = {
         RELAY.circuit_bytes / MIB,
         RELAY.circuit_s / 60,
         RELAY.bytes_per_s / MIB,
+        RELAY.requests_per_address,
+        RELAY.requests_per_address_s,
     ),
     "manifest, record, announcement, invite": (
         MAX_MANIFEST_BYTES / MIB,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import math
@@ -15,7 +16,8 @@ import trio
 from p2p import sockets
 from p2p.addresses import Address, parse_address
 from p2p.errors import P2PError, PeerUnreachable, ProtocolError, Refused
-from p2p.host.connection import Connection
+from p2p.host.connection import Connection, Stream
+from p2p.host.host import Host
 from p2p.host.messages import address_bytes, address_from_bytes, receive_message, send_message
 from p2p.nat import relay_client, relay_server
 from p2p.nat.hole_punching import ATTEMPTS, HolePunch, HolePuncher, PunchType, _addresses
@@ -23,7 +25,7 @@ from p2p.nat.hole_punching import PROTOCOL as DCUTR
 from p2p.nat.reachability import Reach, Reachability
 from p2p.nat.relay_client import RelayClient, _Place, best_relay
 from p2p.nat.relay_server import RelayLimits, RelayServer
-from p2p.nat.relay_wire import HOP, STOP, Status, StopMessage, StopType
+from p2p.nat.relay_wire import HOP, STOP, HopMessage, HopType, Status, StopMessage, StopType
 from p2p.nat.traversal import Traversal
 from p2p.network import Libp2pNetwork
 from tests.p2p.network_contract import echo
@@ -165,6 +167,79 @@ async def test_one_address_does_not_keep_others_from_a_peer(monkeypatch: pytest.
         with pytest.raises(Refused, match="RESOURCE_LIMIT"):
             await strangers[2].dial(way, hidden.peer_id)
         await other.dial(way, hidden.peer_id)
+
+
+@pytest.mark.parametrize("leaving", ["the stream", "the connection"])
+async def test_a_circuit_whose_asker_leaves_while_it_is_opened_ends_at_the_target_too(
+    leaving: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The relay forgot such circuits, so a stranger filled all places of a hidden node with them, and nobody got in."""
+    relay, hidden, asker = make_host(), make_host(), make_host()
+    server = RelayServer(relay)
+    server.enable()
+    asked, asker_left, ended = trio.Event(), trio.Event(), trio.Event()
+    counted_at_reset: list[int] = []
+    reset = Stream.reset
+
+    async def accept(stream: Stream) -> None:
+        await receive_message(stream, StopMessage)
+        asked.set()
+        await asker_left.wait()
+        with contextlib.suppress(P2PError):
+            await send_message(stream, StopMessage(StopType.STATUS, status=Status.OK))
+            while await stream.read():
+                pass
+        ended.set()
+
+    async def counting_reset(stream: Stream) -> None:
+        if stream.protocol == STOP and stream.peer == hidden.peer_id:
+            counted_at_reset.append(len(server._circuits))
+        await reset(stream)
+
+    monkeypatch.setattr(Stream, "reset", counting_reset)
+    async with running(relay, hidden, asker):
+        hidden.handle(STOP, accept)
+        await hidden.connect(relay.peer_id, relay.addresses)
+        await until(lambda: relay.connection(hidden.peer_id) is not None)
+        server._reserved[hidden.peer_id] = math.inf
+        connection = await asker.connect(relay.peer_id, relay.addresses)
+        stream = await connection.open_stream(HOP)
+        await send_message(stream, HopMessage(HopType.CONNECT, hidden.peer_id))
+        with trio.fail_after(10):
+            await asked.wait()
+            if leaving == "the stream":
+                await stream.reset()
+                await connection.ping()  # the relay has seen the reset once it answers
+            else:
+                await asker.disconnect(relay.peer_id)
+                await until(lambda: relay.connection(asker.peer_id) is None)
+            asker_left.set()
+            await ended.wait()
+            await until(lambda: not server._circuits)
+    assert counted_at_reset == [1], "a circuit counts until it has ended"
+
+
+async def test_one_address_does_not_ask_for_circuits_without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who leaves at once holds no circuit, so the limits on open ones do not stop it."""
+    relay, stranger, other = make_host(), make_host(), make_host()
+    server = RelayServer(relay, RelayLimits(requests_per_address=3, requests_per_address_s=0.001))
+    server.enable()
+    elsewhere = ipaddress.ip_address("192.0.2.1")
+    counted = relay_server._counted
+    monkeypatch.setattr(relay_server, "_counted", lambda one: elsewhere if one.peer == other.peer_id else counted(one))
+
+    async def ask(host: Host) -> Status | None:
+        stream = await host.open_stream(relay.peer_id, HOP)
+        await send_message(stream, HopMessage(HopType.CONNECT, make_host().peer_id))
+        return (await receive_message(stream, HopMessage)).status
+
+    async with running(relay, stranger, other):
+        for host in (stranger, other):
+            await host.connect(relay.peer_id, relay.addresses)
+        answers = [await ask(stranger) for _ in range(5)]
+        assert answers == [Status.NO_RESERVATION] * 3 + [Status.RESOURCE_LIMIT_EXCEEDED] * 2
+        assert await ask(other) == Status.NO_RESERVATION
+        assert relay.connection(stranger.peer_id) is not None, "others behind its address may be the ones who ask"
 
 
 async def test_relays_that_are_gone_make_way_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
