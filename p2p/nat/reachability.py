@@ -4,7 +4,11 @@
 only if its IP is the one that the asker's connection comes from, so that a node cannot be made to dial third parties.
 It then checks the asker's identity there and answers `{"version": 1, "reached": …}`, of at most 1024 bytes too. For a
 public address of its own, or one whose port its router forwards, a node needs the confirmation of one peer; for an
-address at which peers merely see it, those of peers in two networks.
+address at which peers merely see it, those of peers in two networks. A refusal or a failed call is no answer: others
+are asked, and an address that was confirmed stays so until peers of two networks, or of the only one that can be
+asked, say that they did not reach it.
+
+A peer dials back for a few at once. It counts them by the address they come from: identities cost nothing.
 """
 
 from __future__ import annotations
@@ -15,26 +19,34 @@ import logging
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import trio
 
-from p2p.addresses import Address, BadAddress, Scope, network_of, parse_address
+from p2p.addresses import Address, BadAddress, IPAddress, Scope, network_of, parse_address
 from p2p.errors import P2PError, ProtocolError, Refused
+from p2p.host.admission import source_of
 from p2p.host.host import Host
+from p2p.rate_limit import KeyedRateLimit
 
 METHOD = "reach"
-PEERS_ASKED = 4
+PEERS_ASKED = 4  # that answer
+MAX_PEERS_TRIED = 16  # if others do not
 VOTES_BEHIND_NAT = 2
+VOTES_TO_WITHDRAW = 2  # a confirmation
 MAX_OBSERVATIONS = 64
 _MAX_BODY_BYTES = 1024
 _ASK_TIMEOUT_S = 8.0
 _DIAL_TIMEOUT_S = 5.0
 _AT_ONCE = 4
+_AT_ONCE_PER_ADDRESS = 2
+_SLOW_S = 2.0  # a dial-back under way for longer gives way to an address that has none
+_BURST_PER_ADDRESS = 4
+_BURST_S = 10.0  # until an address may ask for as many again
 _RECHECK_S = 600.0
 _RETRY_S = 15.0
-_PER_PEER_S = 10.0
 
 log = logging.getLogger("shoal.p2p.reachability")
 
@@ -49,6 +61,13 @@ class Reach(StrEnum):
     UNVERIFIED = "unverified"
 
 
+@dataclass(eq=False)
+class _DialBack:
+    source: IPAddress  # of the asker
+    began_at: float
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+
 class Reachability:
     """Collects the addresses at which peers see this node, has them dial back, and dials back for others."""
 
@@ -58,8 +77,8 @@ class Reachability:
         self._changed = changed
         self._seen: OrderedDict[str, Address] = OrderedDict()  # peer -> address at which it sees this node
         self._probe_wanted = trio.Event()
-        self._dialling = 0
-        self._served_at: OrderedDict[str, float] = OrderedDict()
+        self._dialling: list[_DialBack] = []
+        self._rate: KeyedRateLimit[IPAddress] = KeyedRateLimit(_BURST_PER_ADDRESS, _BURST_PER_ADDRESS / _BURST_S)
         self.state = Reach.UNKNOWN
         self.verified: list[Address] = []
         self.mapped: list[Address] = []  # addresses whose port a router says it forwards to this node
@@ -130,30 +149,42 @@ class Reachability:
         return list(dict.fromkeys(c.peer for c in sorted(outside, key=lambda c: -c.opened_at)))
 
     async def _is_confirmed(self, address: Address) -> bool:
-        """True if enough peers reached this node at `address`, counted by network: a liar may have many identities."""
-        is_own = address in self.mapped or any(address.host == own.host for own in self._host.addresses)
-        votes: set[str] = set()
+        """True if enough peers reached this node at `address`, counted by network: a liar may have many identities.
 
-        async def ask(peer: str, network: str) -> None:
-            if await self._ask(peer, address):
-                votes.add(network)
+        An address that was confirmed stays so until peers of two networks say no, or of the only one that can be asked.
+        """
+        is_own = address in self.mapped or any(address.host == own.host for own in self._host.addresses)
+        votes: dict[bool, set[str]] = {True: set(), False: set()}
+        to_ask = self._peers_to_ask()
+        peers = iter(to_ask)
+
+        async def ask_until_one_answers() -> None:
+            for peer, network in peers:
+                reached = await self._ask(peer, address)
+                if reached is not None:
+                    votes[reached].add(network)
+                    return
 
         async with trio.open_nursery() as nursery:
-            for peer, network in self._peers_to_ask():
-                nursery.start_soon(ask, peer, network)
-        return len(votes) >= (1 if is_own else VOTES_BEHIND_NAT)
+            for _ in range(PEERS_ASKED):
+                nursery.start_soon(ask_until_one_answers)
+        if len(votes[True]) >= (1 if is_own else VOTES_BEHIND_NAT):
+            return True
+        networks = {network for _, network in to_ask}
+        return address in self.verified and len(votes[False]) < min(VOTES_TO_WITHDRAW, len(networks))
 
     def _peers_to_ask(self) -> list[tuple[str, str]]:
-        """Return up to `PEERS_ASKED` (peer, network) to ask: the latest peer of each network first, then others."""
+        """Return up to `MAX_PEERS_TRIED` (peer, network): the latest peer of each network first, then others."""
         found: dict[str, list[str]] = {}
         for peer in self._helpers():
             connection = self._host.connection(peer)
             if connection is not None and connection.ip is not None:
                 found.setdefault(network_of(connection.ip), []).append(peer)
         rounds = itertools.zip_longest(*([(peer, network) for peer in peers] for network, peers in found.items()))
-        return [pair for row in rounds for pair in row if pair is not None][:PEERS_ASKED]
+        return [pair for row in rounds for pair in row if pair is not None][:MAX_PEERS_TRIED]
 
-    async def _ask(self, peer: str, address: Address) -> bool:
+    async def _ask(self, peer: str, address: Address) -> bool | None:
+        """Return what `peer` says after it dialled `address`; None if it does not say."""
         try:
             body = json.dumps({"version": 1, "address": str(address)}).encode()
             answer = await self._call(peer, body, _ASK_TIMEOUT_S)
@@ -162,36 +193,56 @@ class Reachability:
             said = json.loads(answer)
         except (P2PError, ValueError, RecursionError) as error:
             log.debug("%s did not dial back: %s", peer, error)
-            return False
-        return isinstance(said, dict) and said.get("reached") is True
+            return None
+        reached = said.get("reached") if isinstance(said, dict) else None
+        return reached if isinstance(reached, bool) else None
 
     async def handle(self, peer: str, body: bytes) -> bytes:
-        """Answer a `reach` call of `peer`; raises `ProtocolError`, or `Refused` for another IP or too many requests."""
+        """Answer a `reach` call of `peer`; raises `ProtocolError`, or `Refused` if there is no room or no connection.
+
+        An address at another IP than the peer's is not dialled and counts as not reached: the peer may have lost it.
+        """
         address = _read_request(body)
         connection = self._host.connection(peer)
-        now = trio.current_time()
-        if connection is None or connection.relayed or address.ip is None or address.ip != connection.ip:
-            raise Refused("a peer is dialled back only at the IP address it comes from")
-        if self._dialling >= _AT_ONCE or now - self._served_at.get(peer, float("-inf")) < _PER_PEER_S / _AT_ONCE:
-            raise Refused("too many dial-back requests; ask again later")
-        self._served_at[peer] = now
-        self._served_at.move_to_end(peer)
-        if len(self._served_at) > MAX_OBSERVATIONS:
-            self._served_at.popitem(last=False)
-        self._dialling += 1
-        try:
-            reached = await self._dial_back(address, peer)
-        finally:
-            self._dialling -= 1
+        if connection is None or connection.relayed or connection.ip is None:
+            raise Refused("only a peer that is connected directly is dialled back")
+        reached = address.ip == connection.ip and await self._dial_back(address, peer, source_of(connection.ip))
         return json.dumps({"version": 1, "reached": reached}).encode()
 
-    async def _dial_back(self, address: Address, peer: str) -> bool:
+    async def _dial_back(self, address: Address, peer: str, source: IPAddress) -> bool:
+        """Dial the asker; raises `Refused` if there is no room, or others need it before an answer is known."""
+        now = trio.current_time()
+        if not self._rate.take(source, now) or not self._make_room(source, now):
+            raise Refused("too many dial-back requests; ask again later")
+        dial_back = _DialBack(source, now)
+        self._dialling.append(dial_back)
         try:
-            with trio.fail_after(_DIAL_TIMEOUT_S):
+            with dial_back.scope, trio.fail_after(_DIAL_TIMEOUT_S):
                 return await self._host.proves(address, peer)
         except (P2PError, OSError, trio.TooSlowError) as error:
             log.debug("%s is not reachable at %s: %s", peer, address, error)
             return False
+        finally:
+            if dial_back in self._dialling:
+                self._dialling.remove(dial_back)
+        raise Refused("others wait to be dialled back; ask again later")
+
+    def _make_room(self, source: IPAddress, now: float) -> bool:
+        """True if there is room for a dial-back of `source`.
+
+        If all are taken, one of an address with two, or one that is slow, gives way to an address that has none.
+        """
+        held = Counter(dial_back.source for dial_back in self._dialling)
+        if held[source] >= _AT_ONCE_PER_ADDRESS:
+            return False
+        if len(self._dialling) < _AT_ONCE:
+            return True
+        longest = max(self._dialling, key=lambda one: (held[one.source], now - one.began_at))
+        if held[source] or (held[longest.source] == 1 and now - longest.began_at < _SLOW_S):
+            return False
+        self._dialling.remove(longest)
+        longest.scope.cancel()
+        return True
 
 
 def _read_request(body: bytes) -> Address:

@@ -255,7 +255,12 @@ ROWS: dict[str, tuple[float, ...]] = {
     ),
     "dial-backs (whether a node can be reached)": (
         reachability._AT_ONCE,
-        reachability._PER_PEER_S,
+        reachability._AT_ONCE_PER_ADDRESS,
+        reachability._BURST_PER_ADDRESS,
+        reachability._BURST_S,
+        reachability._SLOW_S,
+        reachability.PEERS_ASKED,
+        reachability.MAX_PEERS_TRIED,
         reachability._MAX_BODY_BYTES / KIB,
     ),
     "hole punching": (
