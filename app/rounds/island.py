@@ -126,6 +126,7 @@ LOOKS, NEXT_LOOK_S = 8, 5.0  # at histories at once while there is no state, eac
 _LOOKS_APART = 4  # times as long as a look at a history that was of no use took, no other is looked at
 LEAVE_S = 1.0  # in which an island that leaves tells that to the one who leads
 _BRIEFLY_S = 0.5
+_MUCH_SLOWER = 8  # times as long as steps take here, others are waited for
 _LONGEST_STATELESS = 6  # doublings of that, between the looks of an island that has no state
 _NAMED = 4  # members that a round waits for, in words
 _SAID_TRIES = 4
@@ -305,6 +306,7 @@ class Island:
         self._failures: deque[set[str]] = deque(maxlen=KEPT_RESTS)  # who did so in each of the last rounds made here
         self._believed: dict[tuple[str, str], int] = {}  # whose word was taken here against whom, and in which round
         self._missed: dict[str, Missed] = {}  # members that did not arrive in the last rounds, as seen from here
+        self._in_vain: set[str] = set()  # who was waited for though it had only said hello, and has not arrived since
         self._failed_here: set[str] = set()  # members whom this island accused in this round
         self._exchange_began = b"", 0.0  # the last one: hash of its list, and when
         self._lost_s = 0.0  # in exchanges of this round for which the time was too short
@@ -680,6 +682,7 @@ class Island:
             order = leading_order(self.record.id, standing.round, self._without_copies(arrived - out))
             if self._may_count_at(standing, order) > began:
                 break
+            self._in_vain |= self._at_work(standing, arrived)
             arrivals = [self._arrivals[peer] for peer in order]
             attempt = self._listed.get(self.peer, -1) + 1
             if attempt > MAX_ATTEMPTS:
@@ -773,17 +776,22 @@ class Island:
     def _may_count_at(self, standing: Standing, order: Sequence[str]) -> float:
         """When these members may make the round: at once if they are a quorum, else when others were waited for.
 
-        With those who are there and still make their steps, it may take as long again as steps usually take.
+        Those who are there and still make their steps are waited for as long again as steps usually take, but not much
+        longer than they took here, and not if they were waited for like that and have not arrived since.
         """
         met = self._met(standing)
         if len(order) >= quorum(len(met)):
             return -math.inf
         until = self._arrived_at[self.peer] + self.timing.quorum_s
-        missing = (met & self.alive()) - {*order}
-        at_work = [peer for peer in missing if self.heard[peer].head == standing.prev]
-        if len(order) + len(at_work) >= quorum(len(met)):
-            until += steps_s(self.record, self.log, standing.every)
+        if len(order) + len(self._at_work(standing, order) - self._in_vain) >= quorum(len(met)):
+            most_s = _MUCH_SLOWER * self.figures.step_s * standing.every
+            until += min(steps_s(self.record, self.log, standing.every), most_s)
         return until
+
+    def _at_work(self, standing: Standing, order: Collection[str]) -> set[str]:
+        """Members that are not among these, are there, and have not ended this round."""
+        missing = (self._met(standing) & self.alive()) - {*order}
+        return {peer for peer in missing if self.heard[peer].head == standing.prev}
 
     def _why_not_yet(self, standing: Standing, order: Sequence[str], until: float) -> str:
         missing = sorted(self._met(standing) - {*order})
@@ -1444,6 +1452,7 @@ class Island:
         if arrival.peer not in self._arrivals:
             self._arrivals[arrival.peer] = arrival
             self._arrived_at[arrival.peer] = trio.current_time()
+            self._in_vain.discard(arrival.peer)
             self._news.notify()
 
     def _note_entry(self, entry: RoundEntry) -> None:

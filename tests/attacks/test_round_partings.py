@@ -12,7 +12,7 @@ import trio
 from trio.testing import MockClock
 
 from app.rounds.island import Island, RoundTiming
-from app.rounds.log import Standing, make_entry
+from app.rounds.log import Standing, make_entry, steps_s
 from app.rounds.statements import MAX_ATTEMPTS, sign_list
 from tests.app.rounds.island_swarm import ONE_STEP, TIMING, IslandSwarm, open_islands
 from tests.app.swarms import identity
@@ -165,3 +165,24 @@ async def test_a_list_of_few_keeps_nobody_from_that_of_most(tmp_path: Path, pati
         counted = [island.peer in entry.list.members for entry in island.log[before:]]
         assert sum(counted) >= 18, counted
         nursery.cancel_scope.cancel()
+
+
+async def test_times_that_others_sign_stop_no_round(tmp_path: Path, patient_clock: MockClock) -> None:
+    """One makes rounds alone whose steps took a month, as it signs, and then only says hello."""
+    async with open_islands(tmp_path, 0, step_s=2.0, **ONE_STEP) as swarm:
+        island, liar = swarm.nodes[0].island, swarm.add(LIAR)
+        liar.island.timing = replace(TIMING, quorum_s=-1e9, grace_least_s=0.0, grace_most_s=0.0)
+        arrive = liar.island._arrive
+
+        async def arrive_late(*args: Any) -> None:
+            honest, liar.island._wall_ms = liar.island._wall_ms, lambda: 2 * NOW_MS
+            await arrive(*args)
+            liar.island._wall_ms = honest
+
+        liar.island._arrive = arrive_late  # type: ignore[method-assign, assignment]
+        await swarm.until(lambda: steps_s(swarm.record, island.log, 1) > 1e6)
+        liar.device.step_s = 1e9  # type: ignore[attr-defined]
+        began, before = trio.current_time(), island.standing.round
+        await swarm.until(lambda: island.standing.round >= before + 5)
+        most_s = 5 * (TIMING.quorum_s + TIMING.lead_s + TIMING.grace_most_s + 2.0) + 8 * 2.0
+        assert trio.current_time() - began < most_s
