@@ -86,26 +86,37 @@ def _sides(
     return len(went), len(stayed), max(elsewhere.values(), default=0)
 
 
-def joined(entries: Sequence[RoundEntry], founder: str, islands: Islands) -> int | None:
-    """Return how many rounds of a history an island without a state begins with: all, or None.
+def joined(log: Sequence[RoundEntry], entries: Sequence[RoundEntry], founder: str, islands: Islands) -> int | None:
+    """Return how many rounds of a history an island begins with that has made none: all, or None.
 
     All must count, and half of all homes with a state must be of this history: names of one machine could make up one
-    from an early round on, if those are away who made the rounds before it.
+    from an early round on, if those are away who made the rounds before it. One that has begun with another history
+    leaves that only if more homes are of this one.
     """
     if _counted((), entries, founder, islands) < len(entries):
         return None
-    is_usual = islands.knows_others and of_half_of_homes({entry.hash for entry in entries}, islands)
-    return len(entries) if is_usual or not entries else None
+    hashes, own, same = {entry.hash for entry in entries}, {entry.hash for entry in log}, shared(log, entries)
+    is_usual = islands.knows_others and of_half_of_homes(hashes, islands)
+    is_more = same == len(log) or homes_at(hashes - own, islands) > homes_at(own - hashes, islands)
+    return len(entries) if (is_usual and is_more) or not entries else None
 
 
 def of_half_of_homes(heads: Collection[bytes], islands: Islands) -> bool:
-    """True if half of all homes with a state named one of these rounds last, where several of a home have one voice."""
-    voices: dict[str, bool] = {}
-    for peer, head in islands.heads.items():
-        if head != GENESIS:
-            home = islands.homes.get(peer, peer)
-            voices[home] = voices.get(home, False) or head in heads
-    return 2 * sum(voices.values()) >= len(voices)
+    """True if half of all homes with a state named one of these rounds last."""
+    return 2 * homes_at(heads, islands) >= len({_home(peer, islands) for peer in _with_state(islands)})
+
+
+def homes_at(heads: Collection[bytes], islands: Islands) -> int:
+    """Return how many homes named one of these rounds last; several islands of a home count once."""
+    return len({_home(peer, islands) for peer in _with_state(islands) if islands.heads[peer] in heads})
+
+
+def _with_state(islands: Islands) -> list[str]:
+    return [peer for peer, head in islands.heads.items() if head != GENESIS]
+
+
+def _home(peer: str, islands: Islands) -> str:
+    return islands.homes.get(peer, peer)
 
 
 def _counted(log: Sequence[RoundEntry], entries: Sequence[RoundEntry], founder: str, islands: Islands) -> int:

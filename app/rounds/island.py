@@ -1144,7 +1144,8 @@ class Island:
         """Return how many rounds of another history to go on from, None for none of them."""
         founder, islands = self.record.founder, self._islands()
         if not self._has_state or (self._is_new and shared(self.log, entries) < len(entries)):
-            return await self._in_thread(joined, entries, founder, islands)
+            log = list(self.log) if self._has_state else []
+            return await self._in_thread(joined, log, entries, founder, islands)
         return await self._in_thread(taken_over, list(self.log), entries, founder, islands)  # reads entries from disk
 
     def _islands(self) -> Islands:

@@ -103,11 +103,11 @@ def test_a_newcomer_begins_with_a_history_in_which_all_rounds_count() -> None:
     entries = going_on(COMMON, *[PEOPLE[3:4]] * 4)
     there = dict.fromkeys((0, 2, 3), COMMON[-1].hash)
     own = PEOPLE[4].peer_id
-    assert joined(COMMON, FOUNDER, islands(there)._replace(own=own)) == len(COMMON)
-    assert joined(entries, FOUNDER, islands(there)._replace(own=own)) is None
+    assert joined([], COMMON, FOUNDER, islands(there)._replace(own=own)) == len(COMMON)
+    assert joined([], entries, FOUNDER, islands(there)._replace(own=own)) is None
     made = dict.fromkeys((0, 2), entries[-1].hash)
-    assert joined(entries, FOUNDER, islands(made | {3: GENESIS})._replace(own=own)) == len(entries)
-    assert joined([], FOUNDER, islands({0: HEAD})._replace(own=own)) == 0
+    assert joined([], entries, FOUNDER, islands(made | {3: GENESIS})._replace(own=own)) == len(entries)
+    assert joined([], [], FOUNDER, islands({0: HEAD})._replace(own=own)) == 0
 
 
 def test_who_made_a_later_round_has_gone_on_from_those_before_it() -> None:
@@ -122,8 +122,8 @@ def test_who_made_rounds_past_the_others_has_no_voice_for_them() -> None:
     first, _ = round_of(beginning(RECORD), PEOPLE[:1], present=[one.peer_id for one in STRANGERS])
     made_up = going_on([first], *[STRANGERS] * 4)
     heads = dict.fromkeys(ALL, HEAD) | {one.peer_id: made_up[-1].hash for one in STRANGERS}
-    assert joined(made_up, FOUNDER, Islands(identity(99).peer_id, heads)) is None
-    assert joined(made_up, FOUNDER, Islands(identity(99).peer_id, heads, knows_others=False)) is None
+    assert joined([], made_up, FOUNDER, Islands(identity(99).peer_id, heads)) is None
+    assert joined([], made_up, FOUNDER, Islands(identity(99).peer_id, heads, knows_others=False)) is None
 
 
 def test_a_newcomer_begins_with_the_history_of_half_of_all_homes() -> None:
@@ -134,6 +134,19 @@ def test_a_newcomer_begins_with_the_history_of_half_of_all_homes() -> None:
     heads = dict.fromkeys(ALL[1:4], true[-1].hash) | {one.peer_id: made_up[-1].hash for one in STRANGERS}
     of_one = {one.peer_id: "one machine" for one in STRANGERS}
     there = Islands(identity(99).peer_id, heads, homes=of_one)
-    assert joined(made_up, FOUNDER, there) is None
-    assert joined(true, FOUNDER, there) == len(true)
-    assert joined(true, FOUNDER, there._replace(knows_others=False)) is None
+    assert joined([], made_up, FOUNDER, there) is None
+    assert joined([], true, FOUNDER, there) == len(true)
+    assert joined([], true, FOUNDER, there._replace(knows_others=False)) is None
+
+
+def test_a_newcomer_leaves_a_history_that_it_has_begun_with_for_one_of_more_homes_only() -> None:
+    common = history(2, PEOPLE[:4], every=5)
+    left, right = going_on(common, PEOPLE[:2], PEOPLE[:2]), going_on(common, PEOPLE[2:4], PEOPLE[2:4])
+    heads = dict.fromkeys(ALL[:2], left[-1].hash) | dict.fromkeys(ALL[2:4], right[-1].hash)
+    there = Islands(identity(99).peer_id, heads)
+    assert joined([], left, FOUNDER, there) == len(left)
+    assert joined([], right, FOUNDER, there) == len(right)
+    assert joined(left, right, FOUNDER, there) is None
+    assert joined(right, left, FOUNDER, there) is None
+    assert joined(left[:-1], left, FOUNDER, there) == len(left)
+    assert joined(left, right, FOUNDER, there._replace(heads=heads | {ALL[0]: right[-1].hash})) == len(right)
