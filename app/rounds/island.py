@@ -1470,7 +1470,8 @@ class Island:
     def _counts(self, entry: RoundEntry) -> bool:
         """True for the current round's entry if it is one to go on from."""
         islands = self._islands()
-        if self._is_new and not of_half_of_homes(self._heads | {entry.hash}, islands):
+        made_it = self.peer in entry.list.members
+        if self._is_new and not made_it and not of_half_of_homes(self._heads | {entry.hash}, islands):
             return False
         gone_on = {peer for peer, head in islands.heads.items() if head == entry.hash}
         before = Before({*self.standing.members}, {*self.recent}, {*self.standing.banned})
