@@ -322,7 +322,7 @@ async def test_who_joins_a_model_before_the_first_round_is_over_stays(tmp_path: 
 async def test_a_finished_job_serves_the_late_and_then_gives_its_memory_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_jobs, "KEPT_FINISHED_S", 1.0)
+    monkeypatch.setattr(train_jobs, "KEPT_FINISHED_S", 5.0)
     (tmp_path / "text.txt").write_text(made_up(1))
     wish = TrainWish(
         "fish", (str(tmp_path / "text.txt"),), model="tiny-random", steps=2, every=2, batch=32, length=16, licence="MIT"
