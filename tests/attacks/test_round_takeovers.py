@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trio
 from trio.testing import MockClock
 
@@ -271,3 +272,45 @@ async def test_an_island_looks_once_at_a_history_whose_giver_hangs_up(tmp_path: 
         assert new.failure is None
         assert max(looks) == 1
         nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("has_model", [True, pytest.param(False, marks=pytest.mark.soak)])
+async def test_a_newcomer_takes_no_history_that_one_made_who_was_named_early(
+    tmp_path: Path, patient_clock: MockClock, has_model: bool
+) -> None:
+    """Its namer is away, and two train on; the newcomer has the state before the first round, or none."""
+    shown, many = Shown(tmp_path), {**ONE_STEP, "steps": 100}
+    async with (
+        open_islands(tmp_path, 0, step_s=10.0, timing=RoundTiming(), islands=20, grid=True, **many) as swarm,
+        trio.open_nursery() as nursery,
+    ):
+        island, nodes = swarm.nodes[0].island, identities(swarm, 8, shown)
+        early = identity(1000)
+        while early.peer_id not in island.standing.members:
+            said = {"round": island.standing.round, "head": island.head.hex()}
+            await nodes[0].call(island.peer, wire.HELLO, wire.request(swarm.record.id, said), timeout_s=1)
+            await trio.sleep(2)
+        made = Shown(tmp_path)
+        made.entries = list(island.log)
+        for number in (1, 2):
+            swarm.add(number, step_s=10.0)
+        await swarm.until(lambda: len(island.log[-1].list.members) == 3)
+        await made.go_on(swarm, nodes, [early])
+        swarm.kill(0)
+        honest = swarm.nodes[1].island
+        await swarm.until(lambda: len(honest.log[-1].list.members) == 2)
+        shown.entries, shown.parts = made.entries, made.parts
+        new = swarm.add(NEW, step_s=10.0, has_model=has_model)
+        nursery.start_soon(greet_one, swarm, nodes, shown, new.name)
+        await swarm.until(lambda: new.name in {*honest.log[-1].list.members})
+        assert not new.island.is_finished
+        nursery.cancel_scope.cancel()
+
+
+async def greet_one(swarm: IslandSwarm, nodes: Sequence[MemoryNode], shown: Shown, peer: str) -> None:
+    """Say hello to an island again and again."""
+    while True:
+        for node in nodes:
+            with suppress(P2PError):
+                await node.call(peer, wire.HELLO, wire.request(swarm.record.id, shown.hello), timeout_s=1)
+        await trio.sleep(3)
