@@ -72,10 +72,10 @@ class Greetings:
         first_s, most_s = (UNKNOWN_S, UNKNOWN_MOST_S) if is_unknown else (SILENT_S, SILENT_MOST_S)
         self._vain[peer] = _Vain(times, is_unknown, now + backoff_s(first_s, times, most_s))
 
-    def have_all_answered(self, swarm: Collection[str], heard: Collection[str]) -> bool:
+    def have_all_answered(self, swarm: Collection[str], heard: Collection[str], now: float) -> bool:
         """True if every one of these members has said how far it is, or that it does not know the job."""
         unheard = {*swarm}.difference(heard)
-        return bool(swarm) and all(peer in self._vain and self._vain[peer].is_unknown for peer in unheard)
+        return bool(swarm) and all(self._knows_nothing(peer, now) for peer in unheard)
 
     def due(self, now: float, peers: JobPeers) -> list[str]:
         """Return whom to greet now.

@@ -1107,9 +1107,7 @@ class Island:
         """Fetch and verify another island's log, and remember it if it is the better one."""
         began = trio.current_time()
         try:
-            found = _History(peer, *await self._log_of(peer))
-            if peer in self.heard and self.heard[peer].head != found.standing.prev:  # it has made more rounds meanwhile
-                found = _History(peer, *await self._log_of(peer, found))
+            found = await self._newest(_History(peer, *await self._log_of(peer)))
             if await self._wanted(found.entries) is not None:
                 self._better = self._better or found
                 return
@@ -1121,6 +1119,13 @@ class Island:
             del self._shown_by[peer]
             self._news.notify()
         self._disregard(peer, began)
+
+    async def _newest(self, shown: _History) -> _History:
+        """Return a history with the rounds that its island has made since it was shown; raises as `_log_of` does."""
+        peer = shown.peer
+        if peer in self.heard and self.heard[peer].head == shown.standing.prev:
+            return shown
+        return _History(peer, *await self._log_of(peer, shown))
 
     def _disregard(self, peer: str, began: float, *, is_brief: bool = False) -> None:
         """Do not look at the history of a peer for a while, longer each time, because a look since then was in vain.
@@ -1151,10 +1156,8 @@ class Island:
     def _islands(self) -> Islands:
         """The islands of this job as they are known now."""
         alive = self.alive()
-        relayed = {link.peer for link in self._network.links() if link.kind == "relayed"}
-        homes = {peer: "" if peer in relayed else self._homes.of(peer) for peer in alive}
         heads = {peer: self.heard[peer].head for peer in alive}
-        return Islands(self.peer, heads, self._knows_others, homes)
+        return Islands(self.peer, heads, self._knows_others, self._homes.machines(alive))
 
     @property
     def _is_new(self) -> bool:
@@ -1172,7 +1175,7 @@ class Island:
         listened_s = trio.current_time() - self._listens_since
         has_greeted = listened_s >= self.timing.hello_s  # before, few members may be known
         others = {*self._found()} - {self.peer}
-        have_answered = has_greeted and self._greetings.have_all_answered(others, self.heard)
+        have_answered = has_greeted and self._greetings.have_all_answered(others, self.heard, trio.current_time())
         return have_answered or listened_s >= self.timing.alive_s
 
     async def _catch_up(self) -> None:
@@ -1209,8 +1212,9 @@ class Island:
         goes_on = self._has_state and len(entries) > same and entries[same].prev == self.head
         if goes_on and await self._caught_up(entries[same:wanted]):
             return
-        if peer not in self.heard or self.heard[peer].head != standing.prev:  # it has made more rounds meanwhile
-            entries, standing = await self._log_of(peer, better)
+        newest = await self._newest(better)
+        if newest is not better:
+            _, entries, standing = newest
             wanted = await self._wanted(entries)
         if wanted != len(entries):
             raise RecordError(f"{peer} goes on with rounds that were made past islands which are there")

@@ -394,13 +394,7 @@ class RoutePlanner:
 
     def link_broke(self, sender: str, receiver: str) -> None:
         """Go round a link between two hops for a while."""
-        machines = {peer: self._machine_of(peer) for peer in (sender, receiver)}
-        self.broken_links.note(machines, trio.current_time())
-
-    def _machine_of(self, peer: str) -> str:
-        """Return a peer's home; empty if it is behind a relay, or was never linked."""
-        is_relayed = any(link.peer == peer and link.kind == "relayed" for link in self._network.links())
-        return "" if is_relayed else self.homes.of(peer)
+        self.broken_links.note(self.homes.machines((sender, receiver)), trio.current_time())
 
     def worked(self, peer: str) -> None:
         """Record that a peer did its part in a session."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from app.core.network import Link
@@ -46,6 +46,11 @@ class Homes:
         while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return self._known[asker]
+
+    def machines(self, peers: Iterable[str]) -> dict[str, str]:
+        """Return the home of each peer; "" for those behind a relay, as for those that were never linked."""
+        relayed = {link.peer for link in self._network.links() if link.kind == "relayed"}
+        return {peer: "" if peer in relayed else self.of(peer) for peer in peers}
 
     def _is_relayed(self, asker: str) -> bool:
         return any(link.peer == asker and link.kind == "relayed" for link in self._network.links())

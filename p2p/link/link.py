@@ -214,7 +214,6 @@ class PeerLink:
     def give_up(self, id: int) -> None:
         """Abort a call of this node: unsent chunks are dropped and the peer's handler is cancelled."""
         self._outbox.drop(id)
-        self._assembler.drop(id)
         self.post(Outgoing(Kind.CANCEL, id, 0))
 
     def refuse(self, kind: int, id: int, why: str, code: str = BUSY) -> None:

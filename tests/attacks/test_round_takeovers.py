@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from trio.testing import MockClock
 
 from app.core.canonical_json import canonical
 from app.rounds import wire
-from app.rounds.island import RoundTiming, hashed
+from app.rounds.island import Island, RoundTiming, hashed
 from app.rounds.log import RoundEntry, Standing, follow, make_entry, replay
 from app.rounds.record import TrainingRecord
 from app.rounds.statements import Arrival, Result, sign_arrival, sign_list, sign_result
@@ -121,19 +122,20 @@ def identities(swarm: IslandSwarm, count: int, shown: Shown) -> list[MemoryNode]
     return nodes
 
 
-async def greet(swarm: IslandSwarm, nodes: Sequence[MemoryNode], shown: Shown) -> None:
-    """Say hello to all islands again and again; before there is a log, with the head that the first one has."""
+async def greet(swarm: IslandSwarm, nodes: Sequence[MemoryNode], shown: Shown, *, only: str = "") -> None:
+    """Say hello to all islands, or one, again and again; before there is a log, with the head of the first island."""
     while True:
-        island = swarm.nodes[0].island
-        known = {"round": island.standing.round, "head": island.head.hex()}
         for node in nodes:
-            for one in reversed([*swarm.nodes.values()]):
-                try:
-                    said = shown.hello if shown.entries else known
-                    await node.call(one.name, wire.HELLO, wire.request(swarm.record.id, said), timeout_s=1)
-                except P2PError:
-                    pass
+            for name in [only] if only else reversed([one.name for one in swarm.nodes.values()]):
+                said = shown.hello if shown.entries else hello_of(swarm.nodes[0].island)
+                with suppress(P2PError):
+                    await node.call(name, wire.HELLO, wire.request(swarm.record.id, said), timeout_s=1)
         await trio.sleep(3)
+
+
+def hello_of(island: Island) -> dict[str, Any]:
+    """What who is as far as an island says of itself."""
+    return {"round": island.standing.round, "head": island.head.hex()}
 
 
 async def test_who_leads_a_round_and_goes_on_alone_takes_nobody_along(tmp_path: Path, patient_clock: MockClock) -> None:
@@ -287,8 +289,8 @@ async def test_a_newcomer_takes_no_history_that_one_made_who_was_named_early(
         island, nodes = swarm.nodes[0].island, identities(swarm, 8, shown)
         early = identity(1000)
         while early.peer_id not in island.standing.members:
-            said = {"round": island.standing.round, "head": island.head.hex()}
-            await nodes[0].call(island.peer, wire.HELLO, wire.request(swarm.record.id, said), timeout_s=1)
+            said = wire.request(swarm.record.id, hello_of(island))
+            await nodes[0].call(island.peer, wire.HELLO, said, timeout_s=1)
             await trio.sleep(2)
         made = Shown(tmp_path)
         made.entries = list(island.log)
@@ -301,16 +303,7 @@ async def test_a_newcomer_takes_no_history_that_one_made_who_was_named_early(
         await swarm.until(lambda: len(honest.log[-1].list.members) == 2)
         shown.entries, shown.parts = made.entries, made.parts
         new = swarm.add(NEW, step_s=10.0, has_model=has_model)
-        nursery.start_soon(greet_one, swarm, nodes, shown, new.name)
+        nursery.start_soon(partial(greet, swarm, nodes, shown, only=new.name))
         await swarm.until(lambda: new.name in {*honest.log[-1].list.members})
         assert not new.island.is_finished
         nursery.cancel_scope.cancel()
-
-
-async def greet_one(swarm: IslandSwarm, nodes: Sequence[MemoryNode], shown: Shown, peer: str) -> None:
-    """Say hello to an island again and again."""
-    while True:
-        for node in nodes:
-            with suppress(P2PError):
-                await node.call(peer, wire.HELLO, wire.request(swarm.record.id, shown.hello), timeout_s=1)
-        await trio.sleep(3)

@@ -46,6 +46,11 @@ async def echo_stream(stream: FrameStream) -> None:
         return
 
 
+async def never_reads(stream: FrameStream) -> None:
+    """Serve a stream that stays full."""
+    await trio.sleep_forever()
+
+
 async def closed(stream: FrameStream) -> None:
     """Wait for room in vain."""
     with pytest.raises(StreamClosed):
@@ -320,10 +325,6 @@ class StreamContract:
 
     async def test_who_waits_for_room_hears_that_its_side_was_closed(self, world: World) -> None:
         a, b = await pair(world)
-
-        async def never_reads(stream: FrameStream) -> None:
-            await trio.sleep_forever()
-
         b.accept(PROTOCOL, never_reads)
         stream = await a.open(b.peer_id, PROTOCOL)
         await send_until_full(stream, 100_000)
@@ -335,10 +336,6 @@ class StreamContract:
 
     async def test_tiny_messages_are_bounded_too(self, world: World) -> None:
         a, b = await pair(world)
-
-        async def never_reads(stream: FrameStream) -> None:
-            await trio.sleep_forever()
-
         b.accept(PROTOCOL, never_reads)
         stream = await a.open(b.peer_id, PROTOCOL)
         assert await send_until_full(stream, 0) == 0
