@@ -1115,6 +1115,7 @@ class RouteSession:
                 if smooth and len(self._history) == first + 1:
                     now = trio.current_time()
                     self._step_s.add(now - begin)
+                    self._recheck.took(now - begin, now)
                     self.own_s = fed_at - begin + now - hops.answered_at
                 self._smooth_answers = self._smooth_answers + 1 if smooth else 0
                 if self._smooth_answers >= _FORGOTTEN_AFTER:

@@ -10,7 +10,7 @@ again soon, without the others of that reply where that is possible, and later e
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_high
 
@@ -247,6 +247,7 @@ _STEP = 0.5  # fraction of the surplus that one reply corrects
 _MOST_TIMES = 2.0  # one reply makes all blocks of its route together count as so many times as slow at most
 _CLEARLY = 1.1  # a hop that one reply makes count as so many times as slow is measured again
 AGAIN_S = 60.0  # after so long; doubled each time, up to `BELIEVED_S`
+FAR_SLOWER, SLIGHT_S = 3.0, 0.1  # a token that takes so many times what was believed, and so many seconds besides
 _LEAST_S = 1e-6  # lower bound of an estimate
 _REMEMBERED = 1024  # peers
 BELIEVED_S = (
@@ -322,12 +323,14 @@ class MeasuredSpeeds:
 
     def note(
         self, route: Route, token_s: float, links_s: float, expected_block_s: Mapping[str, float], now: float
-    ) -> None:
+    ) -> Collection[str]:
         """Correct the estimates of a route's hops by a measured token time (normalised least mean squares).
 
         `token_s` is a reply's typical seconds per token, `links_s` the part of it on links; `expected_block_s` is the
         start value for peers that were not measured yet; who left meanwhile counts as the middle one of them. A hop
         that a slow reply made count as slower counts as before it, if that explains this one better.
+
+        Returns those that were measured for the first time, if the route was far slower than was believed.
         """
         unknown_s = median_high(expected_block_s.values()) if expected_block_s else _LEAST_S
         new = [hop.peer for hop in route if hop.peer not in self._block_s]
@@ -340,7 +343,8 @@ class MeasuredSpeeds:
                 if abs(as_before_s) < abs(surplus_s):
                     estimates[hop.peer], surplus_s = slowed.before_s, as_before_s
                     self._clear(hop.peer, estimates)
-        most_s = (_MOST_TIMES - 1) * compute_seconds(route, estimates)
+        believed_s = compute_seconds(route, estimates)
+        most_s = (_MOST_TIMES - 1) * believed_s
         # What a hop claims that was not measured yet says least: a delay is put down to such hops alone, and wholly.
         blamed = new if new and surplus_s > 0 else [*estimates]
         # Nor is one reply's word taken for more, unless it is as slow when it is looked at again.
@@ -362,6 +366,7 @@ class MeasuredSpeeds:
                 self._slowed[peer] = _Slowed(estimates[peer], moved, now + pause_s)
         while len(self._block_s) > _REMEMBERED:
             self._forget(next(iter(self._block_s)))
+        return new if surplus_s > (FAR_SLOWER - 1) * believed_s + SLIGHT_S else ()
 
     def _clear(self, peer: str, route: Container[str]) -> None:
         """Let a hop count as before the slow reply; likely, one of that reply that is not on this route was slow."""

@@ -167,14 +167,18 @@ class RoutePlanner:
         return self._rates.estimates(self._network.peer_id, self._network.links())
 
     def record_token_time(self, route: Route, token_s: float, request: RouteRequest) -> None:
-        """Update the per-peer estimates from a reply's typical seconds per token over this route."""
+        """Update the per-peer estimates from a reply's typical seconds per token over this route.
+
+        Be wary of strangers if some of its hops are measured for the first time, and it was far slower than they claim.
+        """
         serving = [m for m in self.members() if m.serves]
         expected = believed_seconds(serving, replace(request, prompt_tokens=0), KnownCosts())
         links_s = links_seconds(route, self.link_s())
         # Slow members can make others seem slow, but no hop took longer than all hops together.
         most_s = {hop.peer: max(token_s - links_s, 0.0) / len(hop.span) for hop in route if hop.peer in expected}
         expected |= {peer: min(seconds, expected[peer]) for peer, seconds in most_s.items()}
-        self.measured.note(route, token_s, links_s, expected, trio.current_time())
+        now = trio.current_time()
+        self._strangers.were_far_slower(self.measured.note(route, token_s, links_s, expected, now), now)
 
     async def find(
         self,
@@ -423,6 +427,13 @@ class RoutePlanner:
         """True if a peer announces that it serves, and has room for a session of so many tokens."""
         return any(m.peer == peer and m.serves and m.kv_free_tokens >= tokens for m in self.members())
 
+    def waited(self, hop: Hop, pace: ReadingPace, tokens: int, waited_s: float) -> None:
+        """Note a hop that was waited for so long, far longer than was believed, and had not read so many tokens."""
+        now = trio.current_time()
+        if hop.peer not in self.measured.block_s(now):
+            self._strangers.were_far_slower([hop.peer], now)
+        self.measured.note_wait(hop, pace, tokens, waited_s, now)
+
     def tried_in_vain(self, peer: str) -> None:
         """Be wary of peers that never worked, if this one never did."""
         self._strangers.failed(peer, trio.current_time())
@@ -605,7 +616,7 @@ class SessionRoutes:
         if given_up:
             self._planner.tried_in_vain(hop.peer)
         if hop.peer in self._paces:
-            self._planner.measured.note_wait(hop, self._paces[hop.peer], tokens, waited_s, trio.current_time())
+            self._planner.waited(hop, self._paces[hop.peer], tokens, waited_s)
 
     async def would_use(self, hop: Hop, avoid: Sequence[str]) -> bool:
         """Return True if a new session would use this hop: the others, if any, are believed slower."""

@@ -28,6 +28,7 @@ from p2p.rate_limit import backoff_s
 CLEAR_GAIN = 1.3  # the new route must be this many times as fast
 PAYS_TIMES = 2.0  # the time won must be this many times the seconds of the move
 RECHECK_S = 20.0
+SLOW_STEP_S, SLOW_STEPS = 1.0, 3  # so many tokens in a row that take so long are looked at at once, on each route
 LONGEST_RECHECK_S = 600.0
 _SET_UP_TRIPS = 4  # round trips until a new hop is set up
 
@@ -106,6 +107,7 @@ class RerouteTimer:
     def __init__(self, now: float) -> None:
         self._moves = 0
         self._at = now + self._every_s
+        self._slow_steps = 0  # in a row
 
     @property
     def _every_s(self) -> float:
@@ -118,9 +120,16 @@ class RerouteTimer:
         self._at = now + self._every_s
         return True
 
+    def took(self, token_s: float, now: float) -> None:
+        """Note how long a token took: a hop may be far slower than it claims, and the interval is long by then."""
+        self._slow_steps = self._slow_steps + 1 if token_s > SLOW_STEP_S else 0
+        if self._slow_steps == SLOW_STEPS:
+            self._at = now
+
     def moved(self, now: float) -> None:
         """Double the interval after a move."""
         self._moves += 1
+        self._slow_steps = 0
         self._at = now + self._every_s
 
 

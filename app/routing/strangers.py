@@ -3,7 +3,8 @@
 Anybody can claim to be the fastest, do nothing, and come again under another name. So a stranger is tried by one
 session at a time, and after one that failed all are left aside for a while. Then a lot decides who is next, and not
 what they claim: each home (`app.serving.homes`) has one voice, and homes of which nobody failed come first. The one
-that failed is left aside for longer than the others, and for longer each time.
+that failed is left aside for longer than the others, and for longer each time. One that answers and is then far slower
+than it claims was tried in vain, too: else each of a crowd would answer once and then take its time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Strangers:
 
     def __init__(self, homes: Homes, rng: random.Random) -> None:
         self._homes, self._rng = homes, rng
-        self._worked: dict[str, None] = {}  # the latest last; an ordered set
+        self._worked: dict[str, bool] = {}  # to False if one was far slower than it claims; the latest last
         self._trials: dict[str, float] = {}  # peers that a session uses for the first time -> until when
         self._failed: dict[str, tuple[int, float]] = {}  # how often, and until when it is left aside; the latest last
         self._failed_homes: dict[str, None] = {}  # the latest last; an ordered set
@@ -53,7 +54,7 @@ class Strangers:
 
     def not_now(self, strangers: Collection[str], now: float) -> set[str]:
         """Return those strangers that no other session should try now; none while there is nobody else."""
-        if not self._worked:
+        if not any(self._worked.values()):
             return set()
         if now < self._wary_until:
             return set(strangers)
@@ -83,18 +84,32 @@ class Strangers:
         self._failed.pop(peer, None)
         if peer not in self._worked:
             self._vain_trials = max(self._vain_trials - 1, 0)
-        _put_last(self._worked, peer, None)
+        _put_last(self._worked, peer, self._worked.get(peer, True))
+
+    def were_far_slower(self, peers: Collection[str], now: float) -> None:
+        """Be wary of strangers: these did their part, but took far longer than they claim.
+
+        Where they are of several homes, nobody knows which of them is at fault.
+        """
+        slow = [peer for peer in peers if self._worked.get(peer, False)]
+        if slow and len({self._homes.of(peer) for peer in peers}) == 1:
+            self._worked |= dict.fromkeys(slow, False)
+            self._note_vain_trial(slow, now, 2)  # one more than a first answer takes away
 
     def failed(self, peer: str, now: float) -> None:
         """Be wary of strangers, and of this one most, if it is one."""
         if peer in self._worked:
             return
-        self._vain_trials += 1
-        self._wary_until = now + backoff_s(WARY_S, self._vain_trials, WARIEST_S)
+        self._note_vain_trial([peer], now, 1)
         times = self._failed[peer][0] + 1 if peer in self._failed else 1
         aside_until = now + backoff_s(LEFT_ASIDE_S, times, LONGEST_ASIDE_S)
         _put_last(self._failed, peer, (times, max(aside_until, self._wary_until)))
-        _put_last(self._failed_homes, self._homes.of(peer), None)
+
+    def _note_vain_trial(self, peers: Iterable[str], now: float, times: int) -> None:
+        self._vain_trials += times
+        self._wary_until = now + backoff_s(WARY_S, self._vain_trials, WARIEST_S)
+        for peer in peers:
+            _put_last(self._failed_homes, self._homes.of(peer), None)
 
 
 def _put_last(remembered: dict[str, _Value], key: str, value: _Value) -> None:

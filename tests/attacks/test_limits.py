@@ -33,8 +33,9 @@ from app.rounds import log as round_log
 from app.rounds import wire as round_wire
 from app.routing import broken_links, capacity, strangers
 from app.routing.cost import BELIEVED_TIMES, ENOUGH_HOMES
-from app.routing.estimates import AGAIN_S, BELIEVED_S
+from app.routing.estimates import AGAIN_S, BELIEVED_S, FAR_SLOWER
 from app.routing.planner import HIDDEN_EVERY, WITHOUT_ADAPTER_S
+from app.routing.reroute import SLOW_STEP_S, SLOW_STEPS
 from app.serving import batching, block_server, handover, orders, shares
 from app.serving.adapters import AdapterLimits
 from app.serving.admission import IDLE_S, MAX_HELD_BACK, TURN_S, AdmissionLimits
@@ -83,7 +84,12 @@ ROWS: dict[str, tuple[float, ...]] = {
         DOORS.handshake_timeout_s,
         DOORS.accepts_per_ip_s,
     ),
-    "streams of a connection": (yamux_table.MAX_STREAMS, DOORS.streams_per_connection),
+    "streams of a connection": (
+        yamux_table.MAX_STREAMS,
+        DOORS.streams_per_connection,
+        DOORS.streams_per_ip_s,
+        DOORS.streams_per_ip_burst,
+    ),
     "unread bytes": (yamux_flow.CONNECTION_WINDOW_BYTES / MIB, yamux_flow.UNREAD_BYTES / MIB),
     "calls under way": (QUOTA.calls_per_peer, QUOTA.calls_floor, QUOTA.calls, QUOTA.requests_per_s),
     "message streams": (QUOTA.streams_per_peer, QUOTA.streams_floor, QUOTA.streams, WINDOW_BYTES / MIB),
@@ -171,6 +177,9 @@ ROWS: dict[str, tuple[float, ...]] = {
         strangers.LEFT_ASIDE_S,
         strangers.LONGEST_ASIDE_S,
         strangers.REMEMBERED,
+        FAR_SLOWER,
+        SLOW_STEPS,
+        SLOW_STEP_S,
     ),
     "speeds that members claim": (BELIEVED_TIMES, BELIEVED_S, ENOUGH_HOMES, HIDDEN_EVERY),
     "caches that move": (

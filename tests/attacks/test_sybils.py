@@ -312,11 +312,42 @@ async def test_members_that_claim_to_be_fast_and_do_nothing_keep_no_newcomer_out
         assert used.count("newcomer") >= 25, used
 
 
-def strangers_of(homes: dict[str, str], seed: int = 1) -> Strangers:
+async def join_slowly(swarm: SessionSwarm, count: int) -> None:
+    """Add members of one machine that claim ten times the speed of the others, and take far longer than these."""
+    for number in range(count):
+        name = f"liar {number}"
+        await swarm.serve(name, HashRunner(0, 8), speed=100.0)
+        swarm.devices[name].seconds = 1.5
+        swarm.fabric.machine_of[name] = ONE_MACHINE
+    for name in swarm.announcements:
+        await swarm.fabric.dial(swarm.fabric.nodes["asker"], name)
+
+
+@pytest.mark.parametrize("knows_others", [True, False])
+async def test_a_crowd_that_answers_and_takes_its_time_costs_an_asker_few_replies(
+    autojump_clock: MockClock, knows_others: bool
+) -> None:
+    """Each of them had replies to itself before: whoever answers once is no stranger."""
+    async with open_swarm() as swarm:
+        for name in ("n0", "n1", "n2"):
+            await swarm.serve(name, HashRunner(0, 8), speed=10.0)
+            swarm.devices[name].seconds = 0.05
+        asker = await swarm.asker()
+        if knows_others:
+            await ask(asker, PROMPT, 2)
+        await join_slowly(swarm, 12)
+        begin = trio.current_time()
+        for number in range(10):
+            assert len((await ask(asker, [number, *PROMPT], 30)).token_ids) == 30
+        assert trio.current_time() - begin < 180, "over honest members alone it takes 20 s"
+
+
+def strangers_of(homes: dict[str, str], seed: int = 1, worked: Sequence[str] = ("somebody",)) -> Strangers:
     """Strangers of an asker that somebody has worked for, with the home of each."""
-    network: Any = SimpleNamespace(peer_id="me", source=lambda peer: homes.get(peer, ""))
+    network: Any = SimpleNamespace(peer_id="me", source=lambda peer: homes.get(peer, ""), links=lambda: ())
     strangers = Strangers(Homes(network), random.Random(seed))
-    strangers.worked("somebody")
+    for peer in worked:
+        strangers.worked(peer)
     return strangers
 
 
@@ -348,6 +379,21 @@ def test_a_stranger_that_failed_is_left_aside_for_longer_than_the_others_and_lon
         pauses.append(now - begun)
     assert pauses[0] > WARY_S
     assert all(later > earlier or later == LONGEST_ASIDE_S for earlier, later in pairwise(pauses))
+
+
+def test_who_is_far_slower_than_it_claims_was_tried_in_vain_unless_it_may_have_been_another() -> None:
+    strangers = strangers_of({"a": "one home", "b": "one home", "c": "another"})
+    for peer in ("a", "b", "c"):
+        strangers.worked(peer)
+    strangers.were_far_slower(["b", "c"], 0.0)
+    assert not strangers.by_lot
+    strangers.were_far_slower(["a", "b"], 0.0)
+    assert strangers.by_lot
+    assert strangers.not_now({"d"}, 0.0) == {"d"}
+    alone = strangers_of({}, worked=())
+    alone.worked("a")
+    alone.were_far_slower(["a"], 0.0)
+    assert alone.not_now({"d"}, 0.0) == set(), "nobody else has worked"
 
 
 def test_strangers_are_found_in_order_with_few_searches() -> None:
