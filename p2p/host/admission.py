@@ -30,6 +30,8 @@ class ConnectionLimits:
     accepts_per_ip_s: float = 20.0
     accepts_per_ip_burst: int = 60
     streams_per_connection: int = 128
+    streams_per_ip_s: float = 100.0
+    streams_per_ip_burst: int = 400
     handshake_timeout_s: float = 5.0
     first_holdoff_s: float = 10.0
     longest_holdoff_s: float = 3600.0
@@ -75,6 +77,9 @@ class Admission:
     def __post_init__(self) -> None:
         self._accepts: KeyedRateLimit[IPAddress] = KeyedRateLimit(
             self.limits.accepts_per_ip_burst, self.limits.accepts_per_ip_s, MAX_TRACKED
+        )
+        self._streams: KeyedRateLimit[IPAddress] = KeyedRateLimit(
+            self.limits.streams_per_ip_burst, self.limits.streams_per_ip_s, MAX_TRACKED
         )
         self._holdoffs: OrderedDict[str, _Holdoff] = OrderedDict()
         self._handshakes: Counter[IPAddress] = Counter()
@@ -133,6 +138,13 @@ class Admission:
             return False
         self._connections[source_of(ip)] += 1
         return True
+
+    def stream_delay_s(self, ip: IPAddress, now: float) -> float:
+        """Count one stream that a peer at `ip` opened; returns for how long its connection accepts no other.
+
+        Each connection waits for its own streams alone, so that those of others at this address have their turns.
+        """
+        return self._streams.delay_s(source_of(ip), now)
 
     def closed(self, ip: IPAddress) -> None:
         """Uncount a connection from or to `ip` that was open."""

@@ -127,8 +127,12 @@ class Connection:
         self,
         handlers: dict[str, StreamHandler],
         companions: list[Callable[[Connection], Awaitable[None]]],
+        stream_delay_s: Callable[[], float],
     ) -> None:
-        """Run the connection until it ends: the multiplexer, the companions, and a handler for each inbound stream."""
+        """Run the connection until it ends: the multiplexer, the companions, and a handler for each inbound stream.
+
+        After each of these the next one waits for `stream_delay_s`: to choose its protocol takes time, whatever it is.
+        """
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._abort_when_cancelled)
@@ -144,6 +148,7 @@ class Connection:
                     else:
                         self.inbound_streams += 1
                         nursery.start_soon(self._serve, muxed_stream, handlers)
+                    await trio.sleep(stream_delay_s())
         except* Exception as errors:
             log.debug("connection to %s ended: %r", self.peer, errors.exceptions)
         finally:

@@ -12,12 +12,13 @@ import ipaddress
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
 from p2p import sockets as sockopts
-from p2p.addresses import Address, Scope, address_of, advertised, mixed, parse_address
+from p2p.addresses import Address, IPAddress, Scope, address_of, advertised, mixed, parse_address
 from p2p.channel.raw import RawConnection, SocketConnection
 from p2p.channel.upgrade import Channel
 from p2p.errors import Denied, P2PError, PeerUnreachable, Refused
@@ -356,12 +357,15 @@ class Host:
             if len(group) > self.admission.limits.connections_per_peer:
                 # A restarted peer reconnects before its old connections are known to be dead, so the oldest one goes.
                 group[0].abort("a newer connection replaced it")
-            await connection.run(self._handlers, self._companions)
+            await connection.run(self._handlers, self._companions, partial(self._stream_delay_s, ip))
         finally:
             self.admission.closed(ip)
             group.remove(connection)
             if not group and self._connections.get(connection.peer) is group:
                 del self._connections[connection.peer]
+
+    def _stream_delay_s(self, ip: IPAddress) -> float:
+        return self.admission.stream_delay_s(ip, trio.current_time())
 
     async def _run_dial(self, peer: str, dial: _Dial) -> None:
         try:

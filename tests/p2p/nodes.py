@@ -26,7 +26,12 @@ from tests.bench.delay import delay_proxy
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 # Everybody comes from 127.0.0.1 here, so what one address may do is what all of them may do.
 GENEROUS = ConnectionLimits(
-    connections=512, connections_per_ip=512, accepts_per_ip_s=10_000, accepts_per_ip_burst=10_000
+    connections=512,
+    connections_per_ip=512,
+    accepts_per_ip_s=10_000,
+    accepts_per_ip_burst=10_000,
+    streams_per_ip_s=10_000,
+    streams_per_ip_burst=10_000,
 )
 
 

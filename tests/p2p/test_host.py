@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ from p2p.channel import multistream
 from p2p.errors import P2PError, PeerUnreachable, Refused
 from p2p.host import heartbeat
 from p2p.host.admission import ConnectionLimits
-from p2p.host.connection import Stream
+from p2p.host.connection import Connection, Stream
 from p2p.host.host import Host
 from p2p.host.listening import PortTaken
 from p2p.identity import Identity
@@ -361,6 +362,34 @@ async def test_too_many_streams_are_refused_and_the_connection_lives() -> None:
         assert refused == 30
         assert connection.is_open
         assert await ask_echo(friend, host) == b"hello"
+
+
+async def test_streams_that_nobody_serves_are_taken_no_faster_than_others_and_those_get_their_turns() -> None:
+    """A stream of an unknown protocol costs its opener a few bytes, and this node a task and a negotiation."""
+    per_s, burst = 50, 10
+    host = make_host(replace(GENEROUS, streams_per_ip_s=per_s, streams_per_ip_burst=burst))
+    friend, flooders = make_host(), [make_host() for _ in range(4)]
+    refused = 0
+
+    async def flood(connection: Connection) -> None:
+        nonlocal refused
+        while True:
+            with pytest.raises(P2PError):
+                await connection.open_stream("/unknown/1")
+            refused += 1
+
+    async with running(host, friend, *flooders), trio.open_nursery() as nursery:
+        begin = trio.current_time()
+        for flooder in flooders:
+            connection = await flooder.connect(host.peer_id, host.addresses)
+            for _ in range(8):
+                nursery.start_soon(flood, connection)
+        await until(lambda: refused > 3 * burst)
+        asked = [await ask_echo(friend, host) for _ in range(3)]
+        taken_s = trio.current_time() - begin
+        nursery.cancel_scope.cancel()
+    assert asked == [b"hello"] * 3
+    assert refused <= burst + per_s * taken_s + 2 * len(flooders)
 
 
 async def test_two_hundred_identities_leave_nothing_behind() -> None:
