@@ -304,6 +304,9 @@ async def test_a_newcomer_takes_no_history_that_one_made_who_was_named_early(
         shown.entries, shown.parts = made.entries, made.parts
         new = swarm.add(NEW, step_s=10.0, has_model=has_model)
         nursery.start_soon(partial(greet, swarm, nodes, shown, only=new.name))
+        swarm.fabric.partition([new.name, *(node.peer_id for node in nodes)])  # the first look is at who lies
+        await trio.sleep(10)
+        swarm.fabric.heal()
         await swarm.until(lambda: new.name in {*honest.log[-1].list.members})
         assert not new.island.is_finished
         nursery.cancel_scope.cancel()
