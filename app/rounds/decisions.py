@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
+from types import MappingProxyType
 from typing import NamedTuple
 
 LEAST_AGREEMENT = 0.2  # of the usual agreement of the others, below which a change is doubted
@@ -14,6 +15,7 @@ LEAST_AGREEMENT = 0.2  # of the usual agreement of the others, below which a cha
 # learn, directions differ by chance: of 59 honest islands, one in six agreed by less than that fifth in every round.
 AGREEMENT_DEVIATIONS = 4.0
 NORM_FACTOR = 5.0  # a change is doubted if its norm is so many times the median, or a fraction of it
+NORM_PER_STEPS = 2.0  # or so many times as long as the median would be after as many steps, if those are more
 LEAST_LIKENESS = 0.99  # cosine with the last merged change, from which on a change may be a replay of it
 MOST_LIKENESS = 0.98  # of the others; beyond it a replay cannot be told from an honest change
 REPLAY_FACTOR = 5.0  # a replay is so many times nearer to the last merged change than that of any other member
@@ -34,6 +36,7 @@ _CODEC_BYTES = {"f32": 4.0, "int8": 1.0, "int4": 0.5}  # a number, from the most
 # rounds, where a link became ten times slower.
 _CODEC_LONGER = {"f32": 1.0, "int8": 2.0, "int4": float("inf")}
 PAST_UNITS = 1000  # a cosine of one in a result's `past`
+_NO_STEPS: Mapping[str, int] = MappingProxyType({})
 MOST_GROWTH, MOST_SHRINKING = 2.0, 1.25  # factors by which the number of steps changes from round to round, at most
 
 
@@ -279,18 +282,23 @@ def odd_directions(figures: Mapping[str, Measured], few: Collection[str] = ()) -
     }
 
 
-def odd_norms(figures: Mapping[str, Measured], few: Collection[str] = ()) -> dict[str, str]:
+def odd_norms(
+    figures: Mapping[str, Measured], few: Collection[str] = (), steps: Mapping[str, int] = _NO_STEPS
+) -> dict[str, str]:
     """Return the members whose change is far longer than those of the others, or far shorter, and by how much.
 
-    With fewer than three, nobody; and that of one with `few` steps may be short.
+    With fewer than three, nobody. That of one with `few` steps may be short, and that of one with more steps than is
+    usual as much longer: a fast card makes all of them in a round in which slow ones stop after a few.
     """
     if len(figures) < 3:
         return {}
     usual = median(one.norm for one in figures.values())
+    usual_steps = max(1.0, median(steps.get(peer, 1) for peer in figures))
+    most = {peer: max(NORM_FACTOR, NORM_PER_STEPS * steps.get(peer, 1) / usual_steps) for peer in figures}
     return {
         peer: f"its change has the norm {one.norm:.3g}, the median is {usual:.3g}"
         for peer, one in figures.items()
-        if not (0 if peer in few else usual / NORM_FACTOR) <= one.norm <= usual * NORM_FACTOR
+        if not (0 if peer in few else usual / NORM_FACTOR) <= one.norm <= usual * most[peer]
     }
 
 

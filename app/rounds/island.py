@@ -776,17 +776,25 @@ class Island:
     def _may_count_at(self, standing: Standing, order: Sequence[str]) -> float:
         """When these members may make the round: at once if they are a quorum, else when others were waited for.
 
-        Those who are there and still make their steps are waited for as long again as steps usually take, but not much
-        longer than they took here, and not if they were waited for like that and have not arrived since.
+        Those who are there and still make their steps are waited for as long again as steps usually take, but not if
+        they were waited for like that and have not arrived since; and not much longer than steps took here, unless
+        they are at more homes than those who have arrived: alone, these make rounds that count for nobody else.
         """
         met = self._met(standing)
         if len(order) >= quorum(len(met)):
             return -math.inf
         until = self._arrived_at[self.peer] + self.timing.quorum_s
-        if len(order) + len(self._at_work(standing, order) - self._in_vain) >= quorum(len(met)):
+        slow = self._at_work(standing, order) - self._in_vain
+        if len(order) + len(slow) >= quorum(len(met)):
             most_s = _MUCH_SLOWER * self.figures.step_s * standing.every
+            if self._homes_of(slow) > self._homes_of(order):
+                most_s = math.inf
             until += min(steps_s(self.record, self.log, standing.every), most_s)
         return until
+
+    def _homes_of(self, peers: Collection[str]) -> int:
+        """At how many homes these are."""
+        return len({*self._homes.machines({*peers} - {self.peer}).values()}) + (self.peer in peers)
 
     def _at_work(self, standing: Standing, order: Collection[str]) -> set[str]:
         """Members that are not among these, are there, and have not ended this round."""
@@ -1028,6 +1036,7 @@ class Island:
         self.standing, self.log, self.recent = standing, entries, took_part(entries)
         self._model.begin_round(standing.round, standing.codec, standing.steps, standing.last_steps)
         self._heads = {GENESIS, *(entry.hash for entry in entries)}
+        self._in_vain -= {*entries[-1].list.members}
         self._arrivals.clear()
         self._arrived_at.clear()
         self._results.clear()

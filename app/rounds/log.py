@@ -430,13 +430,14 @@ def _doubts(record: TrainingRecord, standing: Standing, members: MemberList, res
     comes from training, or if there were too many such changes for all to be tested.
     """
     unlike, sure = dict[str, str](), dict[str, str]()
-    few = few_steps({arrival.peer: arrival.steps for arrival in members.arrivals})
+    steps = {arrival.peer: arrival.steps for arrival in members.arrivals}
+    few = few_steps(steps)
     for row in grid_of(members, is_grid=record.grid).rows:  # only those of a row have seen its changes
         told = [result for result in results if result.peer in row]
         reports = [result.report for result in told]
         figures = measured(row, reports)
         unlike |= odd_directions(figures, few)
-        sure |= odd_norms(figures, few)
+        sure |= odd_norms(figures, few, steps)
         sure |= replayed(past_likeness(row, reports, [result.past for result in told]))
     sure |= copied({arrival.peer: arrival.change for arrival in members.arrivals})
     tested = {result.peer: result.tested for result in results}

@@ -31,6 +31,7 @@ from app.rounds.decisions import (
     missed_after,
     next_codec,
     next_every,
+    odd_norms,
     past_likeness,
     quorum,
     replayed,
@@ -417,6 +418,17 @@ def test_the_change_of_few_steps_need_not_agree_with_the_others() -> None:
     assert doubted(figures).keys() == {"d"}
     assert not doubted(figures, few)
     assert doubted(figures | {"d": Measured(6.0, -0.1)}, few).keys() == {"d"}  # but not be far longer
+
+
+def test_the_change_of_one_that_makes_more_steps_is_longer() -> None:
+    """Two slow islands stop after two steps of twelve, a fast card makes all of them."""
+    figures = {"a": Measured(0.3, 0.4), "b": Measured(0.31, 0.5), "card": Measured(1.97, 0.4)}
+    steps = {"a": 2, "b": 2, "card": 12}
+    assert odd_norms(figures).keys() == {"card"}
+    assert not odd_norms(figures, (), steps)
+    assert odd_norms(figures | {"card": Measured(4.0, 0.4)}, (), steps).keys() == {"card"}
+    more = {"c": Measured(0.29, 0.4), "long": Measured(1.97, 0.4)}
+    assert odd_norms(figures | more, (), steps | {"c": 2, "long": 2}).keys() == {"long"}
 
 
 @pytest.mark.parametrize(
