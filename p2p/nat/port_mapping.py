@@ -1,8 +1,7 @@
-"""Keeps this node's listening port open in the router: PCP or NAT-PMP (`p2p.nat.port_control`), else UPnP IGD.
+"""Keeps this node's listening port open in the router, by PCP or NAT-PMP (`port_control`), else by UPnP (`upnp`).
 
 The mapping is renewed at half of its lifetime, made again when this machine moves to another network, and removed on
-exit. UPnP is spoken by the library miniupnpc in a thread. What the router says is an address to try: peers test it by
-dialling back (`p2p.nat.reachability`).
+exit. What the router says is an address to try: peers test it by dialling back (`p2p.nat.reachability`).
 """
 
 from __future__ import annotations
@@ -15,28 +14,24 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import trio
 
 from p2p import sockets
 from p2p.addresses import Address, Scope, scope_of
 from p2p.nat.port_control import LIFETIME_S, Mapping, MappingRefused, PortControl
+from p2p.nat.upnp import UpnpRouter, find_router
 from p2p.rate_limit import backoff_s
 
-DESCRIPTION = "Shoal"
 _FIRST_RETRY_S = 20.0  # after a refusal, doubled each time up to
 _LONGEST_RETRY_S = 600.0
 _CHECK_S = 10.0  # for a change of the network
-_UPNP_WAIT_MS = 2000
 _REMOVE_S = 2.0
 _PORTS_TRIED = 4  # external ports, in case another machine has the first
 _MIN_LIFETIME_S = 120
 
 log = logging.getLogger("shoal.p2p.ports")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,39 +40,6 @@ class Route:
 
     gateway: str
     own_ip: str
-
-
-class UpnpRouter:
-    """A router that speaks UPnP IGD; every method blocks, so call them in a thread."""
-
-    def __init__(self, own_ip: str) -> None:
-        import miniupnpc
-
-        self._igd: Any = miniupnpc.UPnP(multicastif=own_ip, discoverdelay=_UPNP_WAIT_MS)
-
-    def find(self) -> None:
-        """Look for a router on the LAN; raises `MappingRefused`."""
-        try:
-            self._igd.discover()
-            self._igd.selectigd()
-        except Exception as error:
-            raise MappingRefused("no router answers, neither by PCP and NAT-PMP nor by UPnP") from error
-
-    def map(self, port: int, external_port: int, lifetime_s: int) -> Mapping:
-        """Forward `external_port` to `port` of this machine; raises `MappingRefused`."""
-        try:
-            self._igd.addportmapping(external_port, "TCP", self._igd.lanaddr, port, DESCRIPTION, "", lifetime_s)
-            address = ipaddress.ip_address(str(self._igd.externalipaddress()))  # empty at some routers without a line
-            return Mapping("UPnP", str(address), external_port, lifetime_s)
-        except Exception as error:
-            raise MappingRefused(f"the router refuses to forward port {external_port}: {error}") from error
-
-    def remove(self, external_port: int) -> None:
-        """Remove the mapping of a port; raises `MappingRefused`."""
-        try:
-            self._igd.deleteportmapping(external_port, "TCP")
-        except Exception as error:
-            raise MappingRefused(f"the router does not remove port {external_port}: {error}") from error
 
 
 class PortMapper:
@@ -144,21 +106,16 @@ class PortMapper:
                 return await self._control.map(wanted)
             except MappingRefused as error:
                 log.debug("%s", error)
-        return await _abandonable(self._map_by_upnp, route.own_ip, wanted)
+        return await self._map_by_upnp(route, wanted)
 
-    def _map_by_upnp(self, own_ip: str, wanted: int) -> Mapping:
+    async def _map_by_upnp(self, route: Route, wanted: int) -> Mapping:
         if self._upnp is None:
-            try:
-                router = UpnpRouter(own_ip)
-            except ImportError:
-                raise MappingRefused("no router answers by PCP or NAT-PMP, and miniupnpc is not installed") from None
-            router.find()
-            self._upnp = router
+            self._upnp = await find_router(route.gateway, route.own_ip)
         failure = MappingRefused("the router forwards no port")
         for port in range(wanted, min(wanted + _PORTS_TRIED, 65536)):
             for lifetime_s in (LIFETIME_S, 0):  # some routers know permanent mappings only
                 try:
-                    mapping = self._upnp.map(self._port, port, lifetime_s)
+                    mapping = await self._upnp.map(self._port, port, lifetime_s)
                     return mapping if lifetime_s else Mapping(mapping.method, mapping.ip, mapping.port, LIFETIME_S)
                 except MappingRefused as error:
                     failure = error
@@ -171,16 +128,11 @@ class PortMapper:
             return
         try:
             if mapping.method == "UPnP" and self._upnp is not None:
-                await _abandonable(self._upnp.remove, mapping.port)
+                await self._upnp.remove(mapping.port)
             elif self._control is not None:
                 await self._control.map(mapping.port, lifetime_s=0)
         except MappingRefused as error:
             log.info("the mapping of port %d stays until it expires: %s", mapping.port, error)
-
-
-async def _abandonable(function: Callable[..., T], *args: object) -> T:
-    """Call a function in a thread that a cancellation does not wait for: a device may never end its answer."""
-    return await trio.to_thread.run_sync(partial(function, *args), abandon_on_cancel=True)  # type: ignore[call-arg]
 
 
 def _address(mapping: Mapping) -> Address:

@@ -67,7 +67,7 @@ from p2p.host.host import ADDRESSES_OF_A_RELAY, LOOKUPS, UNAWAITED_DIALS
 from p2p.host.pruning import ENOUGH_LINKS
 from p2p.link import link
 from p2p.link.quota import Limits
-from p2p.nat import hole_punching, reachability
+from p2p.nat import hole_punching, reachability, upnp
 from p2p.nat.relay_server import RelayLimits
 from p2p.values import MAX_BODY_BYTES, WINDOW_BYTES
 
@@ -402,6 +402,17 @@ ROWS: dict[str, tuple[float, ...]] = {
     ),
     "requests to the API under way": (places.MAX_REQUESTS, places.OWN_REQUESTS),
     "peers from the local network (mDNS)": (seeker.MAX_NEIGHBOURS,),
+    "routers (UPnP)": (
+        sum(upnp.SEARCHES_S),
+        upnp.MAX_DATAGRAM_BYTES / KIB,
+        upnp.MAX_PAGES,
+        upnp.MAX_PAGES_OF_DEVICE,
+        upnp.FIND_S,
+        upnp.ANSWER_S,
+        upnp.MAX_ANSWER_BYTES / KIB,
+        upnp.MAX_HEADER_BYTES / KIB,
+        upnp.MAX_SERVICES,
+    ),
     "schemas and grammars of requests": (
         constraint.MAX_CHARS,
         constraint.TRUSTED_CHARS,

@@ -1,11 +1,9 @@
-"""Somebody on the local network who answers mDNS and UPnP queries with whatever it likes."""
+"""Somebody on the local network who answers mDNS queries with whatever it likes."""
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 
-import pytest
 import trio
 from zeroconf import DNSOutgoing, DNSPointer, Zeroconf, const  # type: ignore[attr-defined]
 
@@ -13,8 +11,6 @@ from p2p.addresses import Address
 from p2p.discovery.mdns import SERVICE, LocalNetwork
 from p2p.discovery.seeker import MAX_NEIGHBOURS, Seeker
 from p2p.identity import Identity
-from p2p.nat import port_mapping
-from p2p.nat.port_control import Mapping, MappingRefused, PortControl
 
 # Names of services that are none: of another type, without a type, too long, with control characters.
 NAMES = (
@@ -63,51 +59,6 @@ async def test_names_that_are_no_services_do_not_end_the_search() -> None:
             if peer == first:  # this node listens by now
                 await trio.to_thread.run_sync(name_services)
         nursery.cancel_scope.cancel()
-
-
-async def test_a_device_that_never_ends_its_upnp_answer_does_not_keep_the_node_from_stopping(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked, may_end, token = trio.Event(), threading.Event(), trio.lowlevel.current_trio_token()
-
-    class Silent:
-        def __init__(self, own_ip: str) -> None: ...
-
-        def find(self) -> None:
-            token.run_sync_soon(asked.set)
-            may_end.wait(PATIENCE_S)
-            raise MappingRefused("no router")
-
-    async def refuse(*_: object) -> None:
-        raise MappingRefused("no PCP")
-
-    monkeypatch.setattr(port_mapping, "UpnpRouter", Silent)
-    monkeypatch.setattr(PortControl, "map", refuse)
-    route = port_mapping.Route("192.0.2.1", "192.0.2.2")
-    begun = trio.current_time()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(port_mapping.PortMapper(4001, lambda address: None, lambda: route).run)
-        await asked.wait()
-        nursery.cancel_scope.cancel()
-    assert trio.current_time() - begun < PATIENCE_S / 2
-    may_end.set()
-
-
-@pytest.mark.parametrize(("port", "lifetime_s", "again_s"), [(7000, 2**32 - 1, 1800), (7000, 0, 60), (0, 3600, 20)])
-async def test_whatever_a_router_answers_it_is_asked_again_and_no_port_0_is_told(
-    monkeypatch: pytest.MonkeyPatch, port: int, lifetime_s: int, again_s: float
-) -> None:
-    """A lifetime of 136 years was believed, and so was port 0."""
-
-    async def said(self: PortControl, external_port: int, lifetime_s_: int = 0) -> Mapping:
-        return Mapping("PCP", "5.5.5.5", port, lifetime_s)
-
-    monkeypatch.setattr(PortControl, "map", said)
-    told: list[Address | None] = []
-    mapper = port_mapping.PortMapper(4001, told.append, lambda: None)
-    pause_s = await mapper._map_along(port_mapping.Route("127.0.0.1", "127.0.0.1"))
-    assert pause_s == pytest.approx(again_s, rel=0.5)
-    assert [address.port for address in told if address is not None] == [port] * bool(port)
 
 
 def announced(local: LocalNetwork, *addresses: Address) -> None:
