@@ -272,3 +272,32 @@ async def test_names_on_the_local_network_push_out_each_other_only() -> None:
         seeker.want_neighbour(f"invented {number}", [ADDRESS])
     assert "remembered" in seeker._wanted
     assert len(seeker._wanted) == 1 + MAX_NEIGHBOURS
+
+
+async def test_peers_that_are_reported_again_and_again_do_not_keep_others_waiting(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    """32 peers that nobody reaches were due at any time, and came before everybody who was heard of later."""
+    reached = trio.Event()
+
+    async def connect(peer: str, addresses: list[Address]) -> bool:
+        if peer == "honest":
+            reached.set()
+            return True
+        await trio.sleep(5)
+        return False
+
+    async def report() -> None:
+        for number in itertools.count():
+            seeker.want_neighbour(f"invented {number % mdns.PEERS_AT_ONCE}", [ADDRESS])
+            if number > 200:
+                seeker.want_neighbour("honest", [ADDRESS])
+            await trio.sleep(0.05)
+
+    seeker = Seeker(connect, lambda peer: False, set)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(seeker.run)
+        nursery.start_soon(report)
+        with trio.fail_after(10 + mdns.PEERS_AT_ONCE / 8 * 5 + 5):
+            await reached.wait()
+        nursery.cancel_scope.cancel()
