@@ -57,7 +57,7 @@ from p2p.channel import yamux_flow, yamux_table
 from p2p.dht import lookup, public_directory, store
 from p2p.dht import streams as kad
 from p2p.dht import wire as dht_wire
-from p2p.discovery import seeker
+from p2p.discovery import mdns, mdns_packets, seeker
 from p2p.discovery.known_peers import MAX_REMEMBERED, MAX_UNREACHED
 from p2p.envelope import MAX_PAYLOAD_BYTES
 from p2p.host import dialer, heartbeat, identify, peer_record
@@ -401,7 +401,22 @@ ROWS: dict[str, tuple[float, ...]] = {
         server.SEND_S,
     ),
     "requests to the API under way": (places.MAX_REQUESTS, places.OWN_REQUESTS),
-    "peers from the local network (mDNS)": (seeker.MAX_NEIGHBOURS,),
+    "peers from the local network (mDNS)": (
+        seeker.MAX_NEIGHBOURS,
+        mdns.KNOWN_PEERS,
+        mdns.PEERS_AT_ONCE,
+        1 / mdns.PEERS_PER_S,
+        mdns.MAX_PACKET_BYTES,
+        mdns_packets.MAX_RECORDS,
+        mdns_packets.MAX_NAMES,
+        mdns.PACKETS_AT_ONCE,
+        mdns.PACKETS_PER_S,
+        mdns.SOURCE_PACKETS,
+        mdns.SOURCE_BYTES,
+        mdns.MAX_SOURCES,
+        mdns.READING_SHARE * 100,
+        mdns.TEXTS_AT_ONCE,
+    ),
     "routers (UPnP)": (
         sum(upnp.SEARCHES_S),
         upnp.MAX_DATAGRAM_BYTES / KIB,
