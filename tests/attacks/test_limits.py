@@ -215,6 +215,8 @@ ROWS: dict[str, tuple[float, ...]] = {
         dht_wire.MAX_VALUES,
         dht_wire.MAX_REQUEST_BYTES / KIB,
         dht_wire.MAX_ANSWER_BYTES / KIB,
+        dht_wire.MAX_PEERS + dht_wire.MAX_PROVIDERS,
+        dht_wire.MAX_ADDRESSES,
         kad.BURST_REQUESTS,
         kad.REQUESTS_PER_S,
         lookup.MAX_ASKED,
