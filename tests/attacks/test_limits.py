@@ -14,6 +14,7 @@ from app.config.settings import Settings
 from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
 from app.membership import exchange, guard
+from app.membership import wire as membership_wire
 from app.membership.table import TableLimits
 from app.rounds import (
     checkpoint,
@@ -215,6 +216,8 @@ ROWS: dict[str, tuple[float, ...]] = {
         dht_wire.MAX_VALUES,
         dht_wire.MAX_REQUEST_BYTES / KIB,
         dht_wire.MAX_ANSWER_BYTES / KIB,
+        dht_wire.MAX_PEERS + dht_wire.MAX_PROVIDERS,
+        dht_wire.MAX_ADDRESSES,
         kad.BURST_REQUESTS,
         kad.REQUESTS_PER_S,
         lookup.MAX_ASKED,
@@ -248,6 +251,9 @@ ROWS: dict[str, tuple[float, ...]] = {
         exchange.INVALID_PER_S,
         exchange.TABLES_AT_ONCE,
         1 / exchange.TABLES_PER_S,
+        membership_wire.MAX_BATCH_BYTES // membership_wire.SMALLEST_BYTES,
+        membership_wire.MAX_TABLE_BYTES // membership_wire.SMALLEST_BYTES,
+        exchange.STATEMENTS_AT_ONCE,
     ),
     "addresses": (
         MAX_PEERS,
