@@ -277,6 +277,8 @@ ROWS: dict[str, tuple[float, ...]] = {
         hole_punching.ATTEMPTS,
         hole_punching.PUNCH_AGAIN_S,
         hole_punching._MAX_ADDRESSES,
+        hole_punching.COMERS_AT_ONCE,
+        hole_punching.COMERS_AGAIN_S,
     ),
     "relaying": (
         RELAY.reservations,
