@@ -37,7 +37,7 @@ from engine.training.parameters import divided, joined, matrix_weights, model_we
 LEAF = 4 * GROUP  # numbers
 TRACED_WEIGHT_BYTES = 2  # of a weight in a trace: bfloat16
 MOMENTS_ROUNDING = 0.01  # of a norm that may be lost in bfloat16
-MOST_MERGED = 1000.0  # times this island's own change, which may be of far fewer steps than those of others
+MOST_MERGED = 10.0  # times as long as this island's own change, were that of as many steps as any
 
 
 @dataclass(frozen=True)
@@ -181,16 +181,17 @@ class RoundModel(ABC):
             if leaf or not self._may_wait(first + index):
                 check(leaf, size, self.codec)
 
-    def check_merged(self, leaves: Sequence[bytes], first: int) -> None:
+    def check_merged(self, leaves: Sequence[bytes], first: int, times: float) -> None:
         """Raise `TrainingError` if these merged leaves are far larger than this island's own whole change.
 
-        Clipping keeps what is merged among the changes, so only whoever merged them can have made them so large.
+        Some changes are of so many `times` the steps of this one. Clipping keeps what is merged among the changes, so
+        only whoever merged them can have made them so large.
         """
         if not self.terms.robust or self._sent is None:
             return
         merged_norm = float(self._joined(_Encoded(leaves, self.codec), first, len(leaves)).double().norm())
         own_norm = float(self._sent.double().norm())
-        if own_norm and merged_norm > MOST_MERGED * own_norm:
+        if own_norm and merged_norm > MOST_MERGED * times * own_norm:
             raise TrainingError(f"merged numbers of the norm {merged_norm:.3g}, where a change has {own_norm:.3g}")
 
     def advance(self, leaves: Sequence[bytes]) -> list[bytes]:

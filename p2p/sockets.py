@@ -79,7 +79,7 @@ async def listen(host: str, port: int) -> trio.SocketListener:
         raise
 
 
-def share_port(sock: trio.socket.SocketType) -> None:
+def share_port(sock: trio.socket.SocketType | socket.socket) -> None:
     """Let a second socket of this user bind the same port, where the system supports it."""
     option = getattr(socket, "SO_REUSEPORT", None)
     if option is not None and sys.platform != "win32":

@@ -61,9 +61,9 @@ from app.cli.registry import GROUPS
 for module in [f"app.cli.{group}" for group in GROUPS]:
     importlib.import_module(module)
 for module in ("app.cli.dashboard", "ui.app", "ui.screens", "app.node.node", "p2p.network", "engine.hosting",
-               "engine.sources.opening", "hypercorn.trio", "zeroconf", "huggingface_hub", "tokenizers", "pip._internal.cli.main"):
+               "engine.sources.opening", "hypercorn.trio", "huggingface_hub", "tokenizers", "pip._internal.cli.main"):
     importlib.import_module(module)
-"""  # noqa: E501
+"""
 
 
 class BundleError(Exception):

@@ -57,7 +57,9 @@ async def resolve_name(
     """
     named = named_peers(config, None)
     timeout_s = _timeout_s(config)
-    found = await _unless_refused(network, named, refusals_to, lambda: _ask(network, wanted, named, None, timeout_s))
+    found = await _unless_refused(
+        network, named, None, refusals_to, lambda: _ask(network, wanted, named, None, timeout_s)
+    )
     record = found.record
     if record.private:
         words = f"{record} is a private swarm: ask a member for an invite (`shoal invite`)"
@@ -83,7 +85,7 @@ async def require_member(network: Network, config: Config, swarm: SavedSwarm, re
         return await _ask(network, wanted, named, swarm.secret, timeout_s)
 
     try:
-        found = await _unless_refused(network, named, refusals_to, ask)
+        found = await _unless_refused(network, named, swarm, refusals_to, ask)
         tried = tuple(dict.fromkeys((*named, *found.peers)))
         if await _any_is_member(network, found.peers, swarm.id):
             return
@@ -117,7 +119,7 @@ async def _admitted(network: Network, config: Config, swarm: SavedSwarm, refusal
                     raise NoMember(no_issuer_text(swarm), peers=(entry.issuer,)) from None
                 await trio.sleep(ADMIT_AGAIN_S)
 
-    return await _unless_refused(network, named, refusals_to, ask)
+    return await _unless_refused(network, named, swarm, refusals_to, ask)
 
 
 def no_issuer_text(swarm: SavedSwarm) -> str:
@@ -150,19 +152,25 @@ async def _any_is_member(network: Network, peers: tuple[str, ...], swarm: str) -
 async def _unless_refused(
     network: Network,
     named: dict[str, list[str]],
+    swarm: SavedSwarm | None,
     refusals_to: RefusalsTo,
     ask: Callable[[], Awaitable[_Answer]],
 ) -> _Answer:
-    """Return the answer of `ask`; raises `WrongSecret` as soon as the named peers have refused this node for good."""
+    """Return the answer of `ask`; raises `WrongSecret` as soon as the named peers have refused this node for good.
+
+    It is raised, too, if `ask` finds nobody and a named peer refused while the others did not answer.
+    """
     for peer, addresses in named.items():
         network.learn(peer, addresses)
-    refusals = SecretCheck(named)
+    refusals = SecretCheck(named, swarm)
     answer: list[_Answer] = []
     failure: list[Exception] = []
 
     async def run() -> None:
         try:
             answer.append(await ask())
+        except (UnknownSwarm, NoMember) as error:
+            failure.append(refusals.refusal(network) or error)
         except AppError as error:
             failure.append(error)
         nursery.cancel_scope.cancel()

@@ -34,7 +34,7 @@ MAX_SWARMS = 8
 MAX_MEMBERS = 512
 MAX_SHOWN_MANIFEST_BYTES = 2**19  # about 400 blocks; a swarm of a larger model is shown without figures
 TOKENS = 256  # of a usual reply: hops with less KV-cache room are used only if there are no others
-_STATEMENTS_AT_ONCE = 8
+_STATEMENTS_AT_ONCE = 4
 _NEAREST = ("lan", "direct", "relayed")
 
 

@@ -24,7 +24,7 @@ lists that they know; a caller that was revoked is answered with the lists alone
 issuer of the token; its errors are the values of `app.swarm.invitations.Verdict`, and `revoked`.
 
 Bounds: a statement has at most 4352 bytes, the statements of a request or of a probe's answer 64 KiB together, those of
-a table's answer 1 MiB, and a vector 4096 entries.
+a table's answer 1 MiB, and a vector 4096 entries. There are at most as many statements as would have 64 bytes each.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ PRESENT, ADMIT = "swarm.present", "swarm.admit"
 NOT_MEMBER, MALFORMED, NOT_ADMITTED, REVOKED = "not_member", "malformed", "not_admitted", "revoked"
 
 ID_BYTES, KEY_BYTES, NUMBER_BYTES, HASH_BYTES = 16, 8, 8, 32
+SMALLEST_BYTES = 64  # of a statement: its signature alone has so many
 MAX_STATEMENT_BYTES = 4352  # a swarm record with its envelope; announcements are far smaller
 MAX_BATCH_BYTES = 64 * 1024  # of statements that were not asked for
 MAX_TABLE_BYTES = 2**20  # of statements that were asked for
@@ -56,11 +57,11 @@ def pack(statements: Iterable[bytes]) -> bytes:
 
 
 def unpack(data: bytes, max_bytes: int) -> list[bytes]:
-    """Split `data` into unverified statements; raises `ProtocolError` if it is too long or malformed."""
+    """Split `data` into unverified statements; raises `ProtocolError` if it is too long, malformed or of too many."""
     if len(data) > max_bytes:
         raise ProtocolError(f"{len(data)} bytes of statements, more than {max_bytes}")
-    found = []
-    at = 0
+    found: list[bytes] = []
+    at, most = 0, max_bytes // SMALLEST_BYTES
     while at < len(data):
         start = at + _COUNT_BYTES
         length = int.from_bytes(data[at:start])
@@ -68,6 +69,8 @@ def unpack(data: bytes, max_bytes: int) -> list[bytes]:
         if not 0 < length <= MAX_STATEMENT_BYTES or at > len(data):
             raise ProtocolError("a statement is empty, too long or cut off")
         found.append(data[start:at])
+        if len(found) > most:
+            raise ProtocolError(f"more than {most} statements")
     return found
 
 

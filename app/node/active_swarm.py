@@ -104,7 +104,7 @@ class ActiveSwarm:
         self._source_name: str | None = None  # name of the model's files on this machine
         self.steps = StartupSteps(context.changed)
         self.steps.done("identity", context.identity.peer_id)
-        self._secret_check = SecretCheck(self._named_peers)
+        self._secret_check = SecretCheck(self._named_peers, swarm)
         self._clocks = PeerClocks()
         self._network: Network | None = None  # on which it runs
         self._guard: GuardedNetwork | None = None

@@ -72,7 +72,7 @@ class MergingModel(Protocol):
     @property
     def most_leaf_bytes(self) -> int: ...
     def check(self, leaves: Sequence[bytes], first: int) -> None: ...
-    def check_merged(self, leaves: Sequence[bytes], first: int) -> None: ...
+    def check_merged(self, leaves: Sequence[bytes], first: int, times: float) -> None: ...
     def merge(self, rows: Sequence[Sequence[bytes]], first: int, weights: Sequence[float]) -> Any: ...
 
 
@@ -166,9 +166,11 @@ class Exchange:
         attempt.merged.update(zip(shares[me], leaves, strict=True))
         attempt.changed.notify()
 
+        times = _more_steps(attempt.members, me)
+
         async def collect(peer: str) -> None:
             share, leaves = await self._share_of(peer, grid, deadline, attempt)
-            await self._device.run_beside(self._model.check_merged, leaves, shares[peer].start)
+            await self._device.run_beside(self._model.check_merged, leaves, shares[peer].start, times)
             attempt.shares[peer] = share
             attempt.merged.update(zip(shares[peer], leaves, strict=True))
             attempt.changed.notify()
@@ -267,13 +269,14 @@ class Exchange:
         me = self._network.peer_id
         sources = grid.sources(me, self._model.leaves)
         parts = [{leaf: attempt.of_row[leaf] for leaf in row.get(me, ())} for row in sources]
+        times = _more_steps(attempt.members, me)
 
         async def take(source: tuple[int, str]) -> None:
             number, peer = source
             wanted = sources[number][peer]
             leaves = await self._leaves_of(peer, wire.ROW, wanted, until, attempt)
             await self._device.run_beside(self._model.check, leaves, wanted.start)
-            await self._device.run_beside(self._model.check_merged, leaves, wanted.start)
+            await self._device.run_beside(self._model.check_merged, leaves, wanted.start, times)
             parts[number].update(zip(wanted, leaves, strict=True))
 
         others = {peer: (number, peer) for number, row in enumerate(sources) for peer in row if peer != me}
@@ -483,6 +486,12 @@ async def _both(first: Callable[[], Awaitable[A]], second: Callable[[], Awaitabl
     if failures:
         raise failures[0]
     return found[0], found[1]
+
+
+def _more_steps(members: MemberList, me: str) -> float:
+    """Return how many times as many steps as this member any other one has made at most; at least one."""
+    steps = {arrival.peer: arrival.steps for arrival in members.arrivals}
+    return max(steps.values()) / max(steps[me], 1)
 
 
 def hashes_of(leaves: Sequence[bytes]) -> tuple[list[bytes], bytes]:

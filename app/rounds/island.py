@@ -126,7 +126,7 @@ LOOKS, NEXT_LOOK_S = 8, 5.0  # at histories at once while there is no state, eac
 _LOOKS_APART = 4  # times as long as a look at a history that was of no use took, no other is looked at
 LEAVE_S = 1.0  # in which an island that leaves tells that to the one who leads
 _BRIEFLY_S = 0.5
-_MUCH_SLOWER = 8  # times as long as steps take here, others are waited for
+_MUCH_SLOWER, _FAR_SLOWER = 8, 64  # times as long as steps take here, others are waited for; if they are more
 _LONGEST_STATELESS = 6  # doublings of that, between the looks of an island that has no state
 _NAMED = 4  # members that a round waits for, in words
 _SAID_TRIES = 4
@@ -573,7 +573,7 @@ class Island:
                 is_doubtful = self._times_in_vain(offered.leader) > 0
                 follow_at = max(given_until, lead_at(offered.leader)) if is_doubtful else now
                 # whoever signs a result agrees to the round
-                follow_at = max(follow_at, self._may_count_at(standing, offered.members))
+                follow_at = max(follow_at, self._may_follow_at(standing, offered.members))
                 deadline = self._offered_at[offered.leader] + self._exchange_s()
                 if max(follow_at, now) + self.timing.lead_s > deadline:  # its leader will have given up
                     del self._lists[offered.leader]
@@ -614,7 +614,7 @@ class Island:
             grace = grace_s(self._lags_s, least_s=self.timing.grace_least_s, most_s=self.timing.grace_most_s)
             waited_until = half + grace if self._complete_at is None else min(self._complete_at, half + grace)
             ready_at = max(waited_until, self._arrived_at[self.peer])
-        may_at = self._may_count_at(standing, order)
+        may_at = max(self._may_count_at(standing, order), self._may_found_at())
         ready_at = max(ready_at, may_at)
         self.figures.waiting = self._why_not_yet(standing, order, may_at) if may_at > trio.current_time() else ""
         if leader == self.peer:
@@ -656,7 +656,7 @@ class Island:
         return min(lists, key=lambda one: not self._may_be_followed(one), default=None)
 
     def _may_be_followed(self, members: MemberList) -> bool:
-        return self._may_count_at(self.standing, members.members) <= trio.current_time()
+        return self._may_follow_at(self.standing, members.members) <= trio.current_time()
 
     async def _attend(self, members: MemberList, deadline: float) -> float:
         """Take part in an exchange that another island leads, and tell it how that ended.
@@ -680,7 +680,7 @@ class Island:
         while self.standing is standing and not self._is_overtaken and self._times_in_vain(self.peer) == vain:
             began = trio.current_time()
             order = leading_order(self.record.id, standing.round, self._without_copies(arrived - out))
-            if self._may_count_at(standing, order) > began:
+            if max(self._may_count_at(standing, order), self._may_found_at()) > began:
                 break
             self._in_vain |= self._at_work(standing, arrived)
             arrivals = [self._arrivals[peer] for peer in order]
@@ -703,7 +703,12 @@ class Island:
                 break
             accusations = {peer: result.failed for peer, result in results.items() if result.failed}
             silent = [peer for peer in order if peer not in results]
-            if not silent and not accusations and len({result.root for result in results.values()}) == 1:
+            if (
+                not silent
+                and not accusations
+                and own.root
+                and {result.root for result in results.values()} == {own.root}
+            ):
                 await self._count(standing, members, results, began)
                 break
             self.figures.repeated += 1
@@ -777,8 +782,9 @@ class Island:
         """When these members may make the round: at once if they are a quorum, else when others were waited for.
 
         Those who are there and still make their steps are waited for as long again as steps usually take, but not if
-        they were waited for like that and have not arrived since; and not much longer than steps took here, unless
-        they are at more homes than those who have arrived: alone, these make rounds that count for nobody else.
+        they were waited for like that and have not arrived since; and not much longer than steps took here, or far
+        longer if they are at more homes than those who have arrived: alone, these make rounds that count for nobody
+        else.
         """
         met = self._met(standing)
         if len(order) >= quorum(len(met)):
@@ -786,11 +792,29 @@ class Island:
         until = self._arrived_at[self.peer] + self.timing.quorum_s
         slow = self._at_work(standing, order) - self._in_vain
         if len(order) + len(slow) >= quorum(len(met)):
-            most_s = _MUCH_SLOWER * self.figures.step_s * standing.every
-            if self._homes_of(slow) > self._homes_of(order):
-                most_s = math.inf
+            times = _FAR_SLOWER if self._homes_of(slow) > self._homes_of(order) else _MUCH_SLOWER
+            most_s = times * self.figures.step_s * standing.every
             until += min(steps_s(self.record, self.log, standing.every), most_s)
         return until
+
+    def _may_found_at(self) -> float:
+        """When the founder may make the first round: others may have made it go on, if it has lost its disk."""
+        if self.log or self._founds_now:
+            return -math.inf
+        return self._listens_since + self.timing.alive_s + (self.timing.exchange_s if self._shown_by else 0.0)
+
+    @property
+    def _founds_now(self) -> bool:
+        return self._knows_others and not self._shown_by and self._better is None
+
+    def _may_follow_at(self, standing: Standing, members: Sequence[str]) -> float:
+        """When this island may take part in a round of these members, for whose others their leader has waited.
+
+        It waits for half a minute itself. How much longer is the leader's to say: who was waited for in vain there may
+        not be known here, and if this one waited on, the leader would be alone.
+        """
+        is_quorum = len(members) >= quorum(len(self._met(standing)))
+        return -math.inf if is_quorum else self._arrived_at[self.peer] + self.timing.quorum_s
 
     def _homes_of(self, peers: Collection[str]) -> int:
         """At how many homes these are."""
@@ -974,6 +998,8 @@ class Island:
         """Go on from the state after a round; raises `RecordError`, `ExchangeFailed`, `EngineError` or `P2PError`."""
         standing = follow(self.record, self.standing, entry)
         counted = self._own is not None and self.peer in entry.list.members
+        if len(entry.list.members) < quorum(len(self._met(self.standing))):  # others were waited for, here as well
+            self._in_vain |= self._at_work(self.standing, entry.list.members)
         await _to_the_end(self.checkpoint.finish)  # of the state before this round
         found = self._candidate
         if found is None or (found.list_hash, found.root) != (entry.list.hash, entry.root):
@@ -1036,7 +1062,7 @@ class Island:
         self.standing, self.log, self.recent = standing, entries, took_part(entries)
         self._model.begin_round(standing.round, standing.codec, standing.steps, standing.last_steps)
         self._heads = {GENESIS, *(entry.hash for entry in entries)}
-        self._in_vain -= {*entries[-1].list.members}
+        self._in_vain -= {*entries[-1].list.members} if entries else set()
         self._arrivals.clear()
         self._arrived_at.clear()
         self._results.clear()

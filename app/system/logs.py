@@ -162,6 +162,6 @@ def start_logging(folder: Path, level: str | None, *, as_json: bool = False) -> 
     RECENT.setLevel(file.level)
     root.addHandler(RECENT)
     root.setLevel(min(handler.level for handler in (file, stderr)))
-    for chatty in ("hypercorn", "zeroconf", "asyncio"):
+    for chatty in ("hypercorn", "asyncio"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     return path

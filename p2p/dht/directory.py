@@ -24,10 +24,12 @@ from p2p.dht.store import PROVIDER_TTL_S, ProviderStore, ValueStore
 from p2p.dht.wire import (
     KEY_BYTES,
     MAX_VALUE_BYTES,
+    Answer,
     Contact,
     Message,
     Op,
-    decode,
+    decode_answer,
+    decode_contact,
     decode_request,
     key_of_value,
     provider_key,
@@ -118,6 +120,8 @@ class Directory:
         self._ask = ask
         self._host = host_view
         self._is_valid = is_valid
+        # Messages of many peers may come at the same moment: each takes its turn with all else that this node does.
+        self._reading_request, self._reading_answer = trio.Lock(), trio.Lock()
         self._refresh_wanted = trio.Event()
         self._newcomers: dict[str, None] = {}
         self._newcomer_waits = trio.Event()
@@ -129,6 +133,10 @@ class Directory:
 
     async def handle(self, peer: str, body: bytes) -> bytes:
         """Answer one request of `peer`; raises `ProtocolError` if it is malformed, `Refused` if nothing was stored."""
+        async with self._reading_request:
+            return self._answer(peer, body)
+
+    def _answer(self, peer: str, body: bytes) -> bytes:
         now = trio.current_time()
         request = decode_request(body, peer)
         if not request.key and request.op is not Op.PING:
@@ -226,14 +234,13 @@ class Directory:
         votes = found or ProviderVotes()
 
         def collect(answer: Message, path: int) -> None:
-            others = [contact for contact in answer.providers if contact.peer != self._own_peer]
-            for contact in others:
-                self._host.learn(contact)
-            votes.add(others, path)
+            votes.add([contact for contact in answer.providers if contact.peer != self._own_peer], path)
 
         name = provider_key(key)
-        stored_here = Message(Op.GET_PROVIDERS, name, providers=tuple(self._providers(name, trio.current_time())))
-        collect(stored_here, _HERE)
+        stored_here = tuple(self._providers(name, trio.current_time()))
+        for contact in stored_here:
+            self._host.learn(contact)
+        collect(Message(Op.GET_PROVIDERS, name, providers=stored_here), _HERE)
         await self._look_up(Op.GET_PROVIDERS, name, timeout_s, collect, lambda: votes.are_enough(enough))
         return votes.ranked()
 
@@ -325,11 +332,10 @@ class Directory:
         request = self._request(op, key)
 
         async def ask(peer: str, path: int) -> list[str] | None:
-            answer = await self._query(peer, request, QUERY_TIMEOUT_S)
-            if answer is None:
+            undecoded = await self._query(peer, request, QUERY_TIMEOUT_S)
+            if undecoded is None:
                 return None
-            for contact in answer.closer:
-                self._host.learn(contact)
+            answer = await self._read(undecoded)
             if answer.key in (b"", key):
                 collect(answer, path)
             return [contact.peer for contact in answer.closer if contact.peer != self._own_peer]
@@ -337,19 +343,36 @@ class Directory:
         start = self.table.closest(position(key))
         return await lookup(position(key), start, ask, timeout_s, is_enough, self.table.radius())
 
-    async def _query(self, peer: str, request: Message, timeout_s: float) -> Message | None:
+    async def _query(self, peer: str, request: Message, timeout_s: float) -> Answer | None:
         try:
-            answer = await self._ask(peer, request, timeout_s)
-            if answer is None:
+            body = await self._ask(peer, request, timeout_s)
+            if body is None:
                 raise ProtocolError(f"{peer} gave no answer")
-            message = decode(answer)
+            async with self._reading_answer:
+                answer = decode_answer(body)
+                self._learn_sender(peer, answer.message)
         except P2PError as error:
             log.debug("directory query to %s failed: %s", peer, error)
             self.table.failed(peer)
             return None
-        self._learn_sender(peer, message)
         self.saw(peer)
-        return message
+        return answer
+
+    async def _read(self, answer: Answer) -> Message:
+        """Decode the contacts of an answer and learn their addresses, with a checkpoint after each."""
+        async with self._reading_answer:
+            closer, providers = await self._learnt(answer.closer), await self._learnt(answer.providers)
+        return replace(answer.message, closer=closer, providers=providers)
+
+    async def _learnt(self, entries: Sequence[bytes]) -> tuple[Contact, ...]:
+        found: dict[str, Contact] = {}
+        for entry in entries:
+            contact = decode_contact(entry)
+            if contact is not None:
+                self._host.learn(contact)
+                found[contact.peer] = contact
+            await trio.lowlevel.checkpoint()
+        return tuple(found.values())
 
     def _request(self, op: Op, key: bytes) -> Message:
         return Message(op, key, sender=self._host.own_record() if op is Op.FIND_NODE else b"")

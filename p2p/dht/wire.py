@@ -9,10 +9,11 @@ answer at most 256 KiB.
 | 1 `type` | enum | 0 PUT_VALUE, 1 GET_VALUE, 2 ADD_PROVIDER, 3 GET_PROVIDERS, 4 FIND_NODE, 5 PING |
 | 2 `key` | bytes, 1 to 128 | the multihash of a CID, the path of a value, or a peer id in binary; not in every answer |
 | 3 `record` | message | PUT_VALUE and answers to GET_VALUE: 1 `key`, 2 `value` of at most 16 KiB, 5 `timeReceived` |
-| 8 `closerPeers` | messages | answers: up to 20 peers near the key: 1 `id`, 2 `addrs` (multiaddrs), 4 `signedRecord` |
+| 8 `closerPeers` | messages | answers: up to 20 peers near the key: 1 `id`, 2 `addrs`, 4 `signedRecord` |
 | 9 `providerPeers` | messages | ADD_PROVIDER: the sender; answers to GET_PROVIDERS: up to 32 providers |
 | 11 `senderRecord` | bytes | FIND_NODE: the sender's signed record; py-libp2p sends it in every message |
 
+`addrs` are multiaddrs, of which the first 8 that can be dialled are kept here.
 Both kinds of signed records are those of `p2p.host.peer_record`, of at most 1 KiB; they may be absent. Other fields are
 ignored. A key's position is the SHA-256 of its bytes, a peer's that of its binary peer id, and the
 distance of two positions is their XOR. Shoal's keys have 32 bytes: as a provider's key such a key is the SHA-256 digest
@@ -47,6 +48,7 @@ MAX_VALUE_BYTES = 16 * 1024
 MAX_VALUES = 4
 MAX_PEERS = 20
 MAX_PROVIDERS = 32
+MAX_ADDRESSES = 8  # of a contact, of which twice as many are looked at
 MAX_REQUEST_BYTES = 64 * 1024
 MAX_ANSWER_BYTES = 256 * 1024
 _SHA256 = b"\x12\x20"
@@ -101,11 +103,30 @@ class Message:
         )
 
 
+@dataclass(frozen=True)
+class Answer:
+    """An answer whose contacts are as they came: to decode one and open its record takes up to a millisecond."""
+
+    message: Message
+    closer: list[bytes]
+    providers: list[bytes]
+
+
 def decode(body: bytes) -> Message:
     """Parse an answer, dropping malformed contacts and addresses; raises `ProtocolError` if the rest is malformed."""
+    answer = decode_answer(body)
+    return replace(answer.message, closer=_contacts(answer.closer), providers=_contacts(answer.providers))
+
+
+def decode_answer(body: bytes) -> Answer:
+    """Parse an answer, but none of its contacts; raises `ProtocolError` if it is malformed."""
     fields, message = _plain(body, MAX_ANSWER_BYTES)
-    closer, providers = fields.repeated(8)[:MAX_PEERS], fields.repeated(9)[:MAX_PROVIDERS]
-    return replace(message, closer=_contacts(closer), providers=_contacts(providers))
+    return Answer(message, fields.repeated(8)[:MAX_PEERS], fields.repeated(9)[:MAX_PROVIDERS])
+
+
+def decode_contact(entry: bytes) -> Contact | None:
+    """Parse one contact, dropping malformed addresses; None if it names no peer."""
+    return _decoded(entry) if len(entry) <= _KEPT_BYTES else _contact(entry)
 
 
 def decode_request(body: bytes, peer: str) -> Message:
@@ -168,7 +189,7 @@ def _contact_bytes(contact: Contact) -> bytes:
 
 
 def _contacts(entries: Iterable[bytes]) -> tuple[Contact, ...]:
-    decoded = (_decoded(entry) if len(entry) <= _KEPT_BYTES else _contact(entry) for entry in entries)
+    decoded = map(decode_contact, entries)
     return tuple({contact.peer: contact for contact in decoded if contact is not None}.values())
 
 
@@ -178,7 +199,7 @@ def _contact(entry: bytes) -> Contact | None:
         peer = peer_id_from_bytes(fields.data(1))
     except IdentityError:
         return None
-    return Contact(peer, addresses_from_bytes(fields.repeated(2), peer), _record(fields.data(4)))
+    return Contact(peer, addresses_from_bytes(fields.repeated(2), peer, MAX_ADDRESSES), _record(fields.data(4)))
 
 
 _decoded = lru_cache(maxsize=2048)(_contact)  # the same few contacts are in most answers

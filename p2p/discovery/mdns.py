@@ -1,149 +1,325 @@
-"""Announces this node on the local network by multicast DNS, and finds others there, with the zeroconf library.
+"""Announces this node on the local network by multicast DNS, and finds others there.
 
-The service is `_shoal._udp.local.`; the TXT entries `a0` to `a7` are the node's addresses, each with its peer id.
-Zeroconf runs in threads of its own; the names it finds are passed to trio through a bounded queue. It speaks on those
-IPv4 addresses that the machine has when it starts, so it is started again whenever they change. What to do with a found
-peer is up to the caller.
+A node says where it is when it starts, when its addresses change, when somebody asks, and once a minute. It asks at the
+start and then every minute or so, unless another has just asked. All it says goes to the whole local network, never to
+one address. `p2p.discovery.mdns_packets` reads and writes the packets; what to do with found peers is up to the caller.
+
+Anybody on the local network can send anything, so nothing here grows with what others send. Packets that come from no
+network of this machine are dropped, as are those that one address sends too fast. The others wait until they are read:
+each address has little room for them, and the addresses take turns.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+import math
+import random
+import socket
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 import trio
 
-from p2p.addresses import Address, BadAddress, IPAddress, Scope, parse_address
-from p2p.sockets import own_ips, recent_interfaces
+from p2p.addresses import Address, BadAddress, Scope, parse_address, same_lan
+from p2p.discovery import mdns_packets as packets
+from p2p.errors import ProtocolError
+from p2p.rate_limit import KeyedRateLimit, TokenBucket
+from p2p.sockets import own_interfaces, share_port
 
-if TYPE_CHECKING:
-    from zeroconf import ServiceInfo, Zeroconf
-
-SERVICE = "_shoal._udp.local."
-MAX_ADDRESSES = 8
-MAX_PENDING = 256
-_RESOLVE_MS = 2000
+MAX_PACKET_BYTES = 9000  # as RFC 6762 has it
+PACKETS_AT_ONCE = 40  # of one address; some machines have twenty nodes
+PACKETS_PER_S = 4.0
+MAX_SOURCES = 256  # addresses whose packets wait to be read
+SOURCE_PACKETS = 32
+SOURCE_BYTES = 4 * MAX_PACKET_BYTES
+READING_SHARE = 0.2  # of the time of one core that reading packets may take
+PEERS_AT_ONCE = 32  # that one address names and were not known before
+PEERS_PER_S = 0.1
+KNOWN_PEERS = 256
+TEXTS_AT_ONCE = 4  # of nodes that one address named without one, or all addresses together, that are asked for
+AGAIN_S = 60.0  # between announcements, and between questions
+_FIRST_PAUSES_S = (0.1, 1.0, 2.0)  # before the questions at the start
+_FIRST_ANNOUNCEMENTS = 2
+_ANSWER_PAUSE_S = 1.0  # between announcements, whoever asks
+_ANSWER_DELAY_S = (0.02, 0.12)  # drawn by lot, so that not all answer at the same time
 _CHECK_S = 10.0
 _NETWORK_CHECK_S = 2.0  # no event that all systems have tells of a change of the network
-_RESOLVERS = 4
+_GROUP, _PORT = "224.0.0.251", 5353
+_PACKETS_A_LOOK = 256
+_LOOK_PAUSE_S = 0.01
 
 log = logging.getLogger("shoal.p2p.mdns")
 
 Found = Callable[[str, list[Address]], None]
+Interfaces = Collection[ipaddress.IPv4Interface]
+
+
+class Multicast(Protocol):
+    """Sends packets to all mDNS software on the local networks, and receives theirs."""
+
+    def send(self, packet: bytes) -> None:
+        """Send a packet to all networks that can be reached."""
+
+    async def receive(self) -> list[tuple[str, bytes]]:
+        """Wait for packets, and return those that have come, each with the IP address that sent it."""
+
+    def close(self) -> None:
+        """Stop receiving."""
 
 
 class LocalNetwork:
     """Announces this node on the LAN and calls `found` for each other node."""
 
-    def __init__(self, peer_id: str, addresses: Callable[[], Sequence[Address]], found: Found) -> None:
+    def __init__(
+        self,
+        peer_id: str,
+        addresses: Callable[[], Sequence[Address]],
+        found: Found,
+        *,
+        interfaces: Callable[[], Interfaces] | None = None,
+        multicast: Callable[[Interfaces], Multicast] | None = None,
+    ) -> None:
         self._peer_id = peer_id
+        self._label = peer_id[-32:]  # a DNS label has at most 63 characters; the whole peer id is in the TXT record
+        self._names = packets.names_of(self._label)
+        self._words = (b"_shoal", self._label.lower().encode())  # a packet without either is of no interest
         self._addresses = addresses
         self._found = found
+        self._interfaces = interfaces or _own_ipv4
+        self._open = multicast or MulticastSockets
+        self._own: Interfaces = ()
+        self._waiting = WaitingPackets()
+        self._asked = trio.Event()
+        self._asked_at = -math.inf  # by anybody
+        self._known: dict[str, None] = {}  # the longest unheard first
+        self._packets = KeyedRateLimit[str](PACKETS_AT_ONCE, PACKETS_PER_S)
+        self._new_peers = KeyedRateLimit[str](PEERS_AT_ONCE, PEERS_PER_S)
+        self._reports = KeyedRateLimit[tuple[str, str]](2, 1 / AGAIN_S)  # of a peer by an address
+        self._texts_of_source = KeyedRateLimit[str](TEXTS_AT_ONCE, PEERS_PER_S)
+        self._texts_of_name = KeyedRateLimit[packets.Name](1, 1 / 3600, max_keys=256)
+        self._texts = TokenBucket(1.0, TEXTS_AT_ONCE, 0.0)
 
     async def run(self) -> None:
         """Announce and browse until cancelled, also on networks that this machine joins later."""
         while True:
-            addresses = _own_ipv4()
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._take_part)
-                while _own_ipv4() == addresses:  # noqa: ASYNC110
-                    await trio.sleep(_NETWORK_CHECK_S)
-                log.info("mDNS: starting again, as the addresses of this machine have changed")
-                nursery.cancel_scope.cancel()
-
-    async def _take_part(self) -> None:
-        """Announce and browse until cancelled; the announcement is updated when the node's addresses change."""
-        import zeroconf
-
-        names_in, names = trio.open_memory_channel[str](MAX_PENDING)
-        token = trio.lowlevel.current_trio_token()
-
-        def on_service(zeroconf: Zeroconf, service_type: str, name: str, state_change: Any) -> None:
-            if state_change.name in ("Added", "Updated"):
-                token.run_sync_soon(_enqueue, names_in, name)
-
-        daemon = await trio.to_thread.run_sync(zeroconf.Zeroconf)
-        try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._announce, daemon)
-                for _ in range(_RESOLVERS):
-                    nursery.start_soon(self._resolve, daemon, names.clone())
-                # Browsing sends its first query at once, so it starts after the resolvers.
-                await trio.to_thread.run_sync(lambda: zeroconf.ServiceBrowser(daemon, SERVICE, handlers=[on_service]))
-        finally:
-            with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(daemon.close)
-
-    async def _announce(self, daemon: Zeroconf) -> None:
-        announced: list[Address] = []
-        while True:
-            direct = [address for address in self._addresses() if address.ip is not None and address.relay is None]
-            addresses = sorted(direct, key=lambda address: address.scope)[:MAX_ADDRESSES]  # local ones first
-            if addresses and addresses != announced:
-                info = self._info(addresses)
-                if announced:
-                    await trio.to_thread.run_sync(daemon.update_service, info)
-                else:
-                    # The name is derived from the peer id, so it is unique and the check for conflicts can be skipped.
-                    await trio.to_thread.run_sync(partial(daemon.register_service, info, cooperating_responders=True))
-                announced = addresses
-            await trio.sleep(_CHECK_S)
-
-    def _info(self, addresses: list[Address]) -> ServiceInfo:
-        from zeroconf import ServiceInfo
-
-        # A DNS label has at most 63 characters; the whole peer id is in the TXT record.
-        label = self._peer_id[-32:]
-        return ServiceInfo(
-            SERVICE,
-            f"{label}.{SERVICE}",
-            port=addresses[0].port,
-            properties={f"a{index}": str(address) for index, address in enumerate(addresses)},
-            server=f"{label}.local.",
-            parsed_addresses=[address.host for address in addresses],  # others cannot resolve the name without one
-        )
-
-    async def _resolve(self, daemon: Zeroconf, names: trio.MemoryReceiveChannel[str]) -> None:
-        async for name in names:
+            self._own = self._interfaces()
+            multicast = self._open(self._own)
             try:
-                info = await trio.to_thread.run_sync(daemon.get_service_info, SERVICE, name, _RESOLVE_MS)
-            except Exception as error:  # anybody on the LAN makes up names, and the library refuses some of them
-                log.debug("mDNS: %r cannot be resolved: %s", name, error)
-                continue
-            if info is not None:
-                self._report(info.properties)
+                async with trio.open_nursery() as nursery:
+                    for task in (self._receive, self._announce, self._ask, self._read):
+                        nursery.start_soon(task, multicast)
+                    while set(self._interfaces()) == set(self._own):  # noqa: ASYNC110
+                        await trio.sleep(_NETWORK_CHECK_S)
+                    log.info("mDNS: starting again, as the addresses of this machine have changed")
+                    nursery.cancel_scope.cancel()
+            finally:
+                if addresses := self._announced():
+                    multicast.send(packets.announcement(self._label, addresses, is_goodbye=True))
+                multicast.close()
 
-    def _report(self, properties: dict[bytes, bytes | None]) -> None:
-        """Pass the addresses of one announcement on: those of the first peer in it that are in this network."""
+    def _announced(self) -> list[Address]:
+        direct = [address for address in self._addresses() if address.ip is not None and address.relay is None]
+        return sorted(direct, key=lambda address: address.scope)[: packets.MAX_ADDRESSES]  # local ones first
+
+    async def _announce(self, multicast: Multicast) -> None:
+        """Say where this node is, at most once a second."""
         said: list[Address] = []
-        for index in range(MAX_ADDRESSES):
+        said_at, again_at, owed = -math.inf, math.inf, 0
+        while True:
+            addresses, now = self._announced(), trio.current_time()
+            if addresses != said:
+                said, owed = addresses, _FIRST_ANNOUNCEMENTS if addresses else 0
+            if addresses and (owed or self._asked.is_set() or now >= again_at):
+                multicast.send(packets.announcement(self._label, addresses))
+                owed = max(0, owed - 1)
+                said_at, again_at = now, now + AGAIN_S * random.uniform(0.8, 1.2)
+            self._asked = trio.Event()
+            with trio.move_on_after(0 if owed else _CHECK_S):
+                await self._asked.wait()
+            pause_s = said_at + _ANSWER_PAUSE_S - trio.current_time()
+            await trio.sleep(max(pause_s, 0.0) + random.uniform(*_ANSWER_DELAY_S))
+
+    async def _ask(self, multicast: Multicast) -> None:
+        """Ask who is there."""
+        question = packets.question(self._label)
+        for pause_s in _FIRST_PAUSES_S:
+            await trio.sleep(pause_s * random.uniform(0.8, 1.2))
+            multicast.send(question)
+        while True:
+            await trio.sleep(AGAIN_S * random.uniform(0.8, 1.2))
+            if trio.current_time() >= self._asked_at + AGAIN_S / 2:  # all hear the answers to another's question
+                multicast.send(question)
+
+    async def _receive(self, multicast: Multicast) -> None:
+        while True:
+            for source, packet in await multicast.receive():
+                if self._is_of_interest(source, packet):
+                    self._waiting.add(source, packet)
+            await trio.sleep(_LOOK_PAUSE_S)  # so that a flood is dropped by the kernel, and takes little time here
+
+    def _is_of_interest(self, source: str, packet: bytes) -> bool:
+        text = packet.lower()
+        if len(packet) > MAX_PACKET_BYTES or not any(word in text for word in self._words):
+            return False
+        return same_lan(ipaddress.ip_address(source), self._own) and self._packets.take(source, trio.current_time())
+
+    async def _read(self, multicast: Multicast) -> None:
+        """Read the packets that wait, for `READING_SHARE` of the time at most."""
+        while True:
+            source, packet = await self._waiting.take()
+            began = time.perf_counter()
             try:
-                said.append(parse_address((properties.get(b"a%d" % index) or b"").decode()))
-            except (BadAddress, UnicodeDecodeError):
-                continue
+                self._take_note(source, packets.read(packet), multicast)
+            except ProtocolError as error:
+                log.debug("mDNS: from %s: %s", source, error)
+            await trio.sleep((time.perf_counter() - began) * (1 / READING_SHARE - 1))
+
+    def _take_note(self, source: str, heard: packets.Heard, multicast: Multicast) -> None:
+        now = trio.current_time()
+        if packets.SERVICE_NAME in heard.asked:
+            self._asked_at = now
+        if heard.asked & self._names and packets.service_name(self._label) not in heard.known:
+            self._asked.set()
+        for entries in heard.texts.values():
+            self._report(source, entries, now)
+        for name in heard.bare:
+            # The name comes first: one that is repeated must not use up what others have.
+            if (
+                self._texts_of_name.take(name, now)
+                and self._texts_of_source.take(source, now)
+                and self._texts.take(now)
+            ):
+                multicast.send(packets.text_question(name))
+
+    def _report(self, source: str, entries: list[bytes], now: float) -> None:
+        """Pass the addresses of one announcement on: those of the first peer in it that are in this network."""
+        said = _addresses_in(entries)
         peer = said[0].peer if said else None
-        near = [address for address in said if address.peer == peer and _is_near(address)]
-        if peer is not None and peer != self._peer_id and near:
+        near = [address for address in said if address.peer == peer and self._is_near(address)]
+        if peer is None or peer == self._peer_id or not near:
+            return
+        if peer not in self._known and not self._new_peers.take(source, now):
+            return
+        self._known.pop(peer, None)
+        self._known[peer] = None
+        if len(self._known) > KNOWN_PEERS:
+            del self._known[next(iter(self._known))]
+        if self._reports.take((source, peer), now):
             log.debug("mDNS: %s at %s", peer, near)
             self._found(peer, near)
 
-
-def _own_ipv4() -> set[IPAddress]:
-    return {ip for ip in own_ips() if ip.version == 4}
-
-
-def _is_near(address: Address) -> bool:
-    """True for an address of a local network; a public one only if it is in a network of this machine."""
-    if address.scope in (Scope.LOOPBACK, Scope.LAN):
-        return True
-    ip = address.ip if address.scope is Scope.PUBLIC else None
-    return ip is not None and any(ip in own.network for own in recent_interfaces())
+    def _is_near(self, address: Address) -> bool:
+        """True for an address of a local network; a public one only if it is in a network of this machine."""
+        if address.scope in (Scope.LOOPBACK, Scope.LAN):
+            return True
+        return address.scope is Scope.PUBLIC and address.ip is not None and same_lan(address.ip, self._own)
 
 
-def _enqueue(names: trio.MemorySendChannel[str], name: str) -> None:
+class WaitingPackets:
+    """Packets that wait to be read: few of each address, and the addresses take turns."""
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[str, deque[bytes]] = OrderedDict()
+        self._come = trio.Event()
+
+    def add(self, source: str, packet: bytes) -> None:
+        """Let a packet wait, or drop it where there is no room."""
+        waiting = self._of.get(source, ())
+        if len(waiting) >= SOURCE_PACKETS or sum(map(len, waiting)) + len(packet) > SOURCE_BYTES:
+            return
+        if source in self._of or len(self._of) < MAX_SOURCES:
+            self._of.setdefault(source, deque()).append(packet)
+            self._come.set()
+
+    async def take(self) -> tuple[str, bytes]:
+        """Wait for a packet and return it, with the address that sent it."""
+        while not self._of:
+            self._come = trio.Event()
+            await self._come.wait()
+        source, waiting = self._of.popitem(last=False)
+        packet = waiting.popleft()
+        if waiting:
+            self._of[source] = waiting
+        return source, packet
+
+
+class MulticastSockets:
+    """mDNS over the IPv4 networks of this machine, beside other mDNS software on it.
+
+    One socket hears the group on all networks. To each network a socket speaks that is bound to the own address there:
+    others ignore what comes from another port. Packets to such an address alone end there and are never read.
+    """
+
+    def __init__(self, own: Interfaces) -> None:
+        self._senders: list[socket.socket] = []
+        self._listener = _shared_socket("")
+        for ip in {str(interface.ip) for interface in own}:
+            sender = None
+            try:
+                self._listener.setsockopt(
+                    socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, socket.inet_aton(_GROUP) + socket.inet_aton(ip)
+                )
+                sender = _shared_socket(ip)
+                sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(ip))
+                sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 255)
+                sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
+                self._senders.append(sender)
+            except OSError as error:  # a network without multicast, or one that is gone already
+                log.info("mDNS: not over %s: %s", ip, error)
+                if sender is not None:
+                    sender.close()
+
+    def send(self, packet: bytes) -> None:
+        """Send a packet to all networks that can be reached."""
+        for sender in self._senders:
+            try:
+                sender.sendto(packet, (_GROUP, _PORT))
+            except OSError as error:  # the network is gone, or its queue is full
+                log.debug("mDNS: a packet could not be sent: %s", error)
+
+    async def receive(self) -> list[tuple[str, bytes]]:
+        """Wait for packets, and return those that have come, each with the IP address that sent it."""
+        await trio.lowlevel.wait_readable(self._listener.fileno())
+        come: list[tuple[str, bytes]] = []
+        with contextlib.suppress(OSError):  # no more have come
+            while len(come) < _PACKETS_A_LOOK:
+                packet, sender = self._listener.recvfrom(MAX_PACKET_BYTES + 1)
+                come.append((sender[0], packet))
+        return come
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for sock in (self._listener, *self._senders):
+            sock.close()
+
+
+def _shared_socket(ip: str) -> socket.socket:
+    """A socket at the port of mDNS, which others on this machine use too; raises OSError."""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
-        names.send_nowait(name)
-    except (trio.WouldBlock, trio.ClosedResourceError, trio.BrokenResourceError):
-        log.debug("dropped an mDNS answer: too many at once")
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        share_port(sock)
+        sock.bind((ip, _PORT))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _addresses_in(entries: list[bytes]) -> list[Address]:
+    """Return the addresses in the entries `a0` to `a7` of a TXT record, in that order; others are skipped."""
+    values = {key: value for key, _, value in (entry.partition(b"=") for entry in entries)}
+    found: list[Address] = []
+    for index in range(packets.MAX_ADDRESSES):
+        with contextlib.suppress(BadAddress, UnicodeDecodeError):
+            found.append(parse_address(values.get(b"a%d" % index, b"").decode()))
+    return found
+
+
+def _own_ipv4() -> set[ipaddress.IPv4Interface]:
+    return {own for own in own_interfaces() if isinstance(own, ipaddress.IPv4Interface)}

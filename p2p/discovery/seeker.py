@@ -66,7 +66,8 @@ class Seeker:
         if sticky:
             self._sticky.add(peer)
             self._neighbours.pop(peer, None)
-        self._next_at[peer] = trio.current_time()
+        now = trio.current_time()
+        self._next_at[peer] = min(now, self._next_at.get(peer, now))  # one that is due keeps its turn
         self._dials[peer] = 0
         self._changed.set()
 
@@ -97,6 +98,7 @@ class Seeker:
                     await self._changed.wait()
 
     def _due(self, now: float) -> list[str]:
+        """Return the peers to dial now, first those that have been due for longest."""
         due = [
             peer
             for peer in self._wanted
@@ -107,7 +109,7 @@ class Seeker:
             due = [peer for peer in due if peer not in self._neighbours]
         if len(reached.difference(self._neighbours)) >= ENOUGH_PEERS:
             due = [peer for peer in due if peer in self._sticky]
-        return due
+        return sorted(due, key=self._next_at.__getitem__)
 
     def _wait_s(self, now: float) -> float:
         waiting = [self._next_at[peer] - now for peer in self._wanted if self._next_at[peer] > now]

@@ -14,6 +14,7 @@ from app.config.settings import Settings
 from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
 from app.membership import exchange, guard
+from app.membership import wire as membership_wire
 from app.membership.table import TableLimits
 from app.rounds import (
     checkpoint,
@@ -57,7 +58,7 @@ from p2p.channel import yamux_flow, yamux_table
 from p2p.dht import lookup, public_directory, store
 from p2p.dht import streams as kad
 from p2p.dht import wire as dht_wire
-from p2p.discovery import seeker
+from p2p.discovery import mdns, mdns_packets, seeker
 from p2p.discovery.known_peers import MAX_REMEMBERED, MAX_UNREACHED
 from p2p.envelope import MAX_PAYLOAD_BYTES
 from p2p.host import dialer, heartbeat, identify, peer_record
@@ -215,6 +216,8 @@ ROWS: dict[str, tuple[float, ...]] = {
         dht_wire.MAX_VALUES,
         dht_wire.MAX_REQUEST_BYTES / KIB,
         dht_wire.MAX_ANSWER_BYTES / KIB,
+        dht_wire.MAX_PEERS + dht_wire.MAX_PROVIDERS,
+        dht_wire.MAX_ADDRESSES,
         kad.BURST_REQUESTS,
         kad.REQUESTS_PER_S,
         lookup.MAX_ASKED,
@@ -248,6 +251,9 @@ ROWS: dict[str, tuple[float, ...]] = {
         exchange.INVALID_PER_S,
         exchange.TABLES_AT_ONCE,
         1 / exchange.TABLES_PER_S,
+        membership_wire.MAX_BATCH_BYTES // membership_wire.SMALLEST_BYTES,
+        membership_wire.MAX_TABLE_BYTES // membership_wire.SMALLEST_BYTES,
+        exchange.STATEMENTS_AT_ONCE,
     ),
     "addresses": (
         MAX_PEERS,
@@ -403,7 +409,22 @@ ROWS: dict[str, tuple[float, ...]] = {
         server.SEND_S,
     ),
     "requests to the API under way": (places.MAX_REQUESTS, places.OWN_REQUESTS),
-    "peers from the local network (mDNS)": (seeker.MAX_NEIGHBOURS,),
+    "peers from the local network (mDNS)": (
+        seeker.MAX_NEIGHBOURS,
+        mdns.KNOWN_PEERS,
+        mdns.PEERS_AT_ONCE,
+        1 / mdns.PEERS_PER_S,
+        mdns.MAX_PACKET_BYTES,
+        mdns_packets.MAX_RECORDS,
+        mdns_packets.MAX_NAMES,
+        mdns.PACKETS_AT_ONCE,
+        mdns.PACKETS_PER_S,
+        mdns.SOURCE_PACKETS,
+        mdns.SOURCE_BYTES,
+        mdns.MAX_SOURCES,
+        mdns.READING_SHARE * 100,
+        mdns.TEXTS_AT_ONCE,
+    ),
     "routers (UPnP)": (
         sum(upnp.SEARCHES_S),
         upnp.MAX_DATAGRAM_BYTES / KIB,

@@ -14,6 +14,7 @@ from trio.testing import MockClock
 from app.rounds.island import Island, RoundTiming
 from app.rounds.log import Standing, make_entry, steps_s
 from app.rounds.statements import MAX_ATTEMPTS, sign_list
+from p2p.memory.fabric import LinkProfile
 from tests.app.rounds.island_swarm import ONE_STEP, TIMING, IslandSwarm, open_islands
 from tests.app.swarms import identity
 
@@ -131,6 +132,41 @@ async def test_an_island_that_is_much_faster_than_the_others_takes_part(
         await swarm.until(lambda: len(island.log) >= rounds, within_s=3600)
         counted = [entry.round for entry in island.log[2:] if fast.name in entry.list.members]
         assert len(counted) >= len(island.log) - 3
+
+
+async def test_as_many_names_that_only_say_hello_part_nobody(tmp_path: Path, patient_clock: MockClock) -> None:
+    """They took part once. Whoever leads soon knows that they are waited for in vain, and its followers did not."""
+    async with open_islands(tmp_path, 0, 1, 2, 3, step_s=60.0, timing=RoundTiming(), **ONE_STEP) as swarm:
+        honest = [swarm.nodes[number].island for number in (0, 1)]
+        names = [swarm.nodes[number] for number in (2, 3)]
+        await swarm.until(lambda: all(len(island.recent) == 4 for island in honest), within_s=1200)
+        for node in names:
+            node.device.step_s = 1e9  # type: ignore[attr-defined]
+
+            def own_hello(peer: str, island: Island = node.island) -> dict[str, Any]:
+                heard = [island.heard[one.peer] for one in honest if one.peer in island.heard]
+                said = island.heard.get(peer) or max(heard, key=lambda one: one.round)
+                return {"round": said.round, "head": said.head.hex(), "others": []}
+
+            node.island._own_hello = own_hello  # type: ignore[method-assign]
+        before = honest[0].standing.round
+        await trio.sleep(1800)
+        made = [entry.list.members for entry in honest[0].log[before + 1 :]]
+        assert len(made) >= 8
+        assert all({*members} >= {island.peer for island in honest} for members in made)
+
+
+async def test_a_founder_without_its_disk_goes_on_with_the_others(tmp_path: Path, patient_clock: MockClock) -> None:
+    """It can begin the job anew in a moment, while to read the log of the others takes many times as long."""
+    far = LinkProfile(delay_s=0.5)
+    async with open_islands(tmp_path, 0, 1, 2, profile=far, step_s=2.0, timing=RoundTiming(), **ONE_STEP) as swarm:
+        other = swarm.nodes[1].island
+        await swarm.until(lambda: len(other.log) > 40, within_s=1200)
+        swarm.kill(0)
+        await trio.sleep(10)
+        founder = swarm.add(0, step_s=2.0).island
+        await swarm.until(lambda: founder.peer in other.log[-1].list.members, within_s=300)
+        assert founder._heads == other._heads
 
 
 async def test_a_list_of_few_keeps_nobody_from_that_of_most(tmp_path: Path, patient_clock: MockClock) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import trio
 from trio.testing import MockClock
 
@@ -43,7 +44,7 @@ from engine.config import ModelConfig
 from engine.errors import EngineError
 from engine.island import LEAF
 from engine.training import codecs
-from engine.training.codecs import GROUP
+from engine.training.codecs import GROUP, encode
 from p2p.envelope import NEVER, seal
 from p2p.errors import P2PError, RemoteError
 from tests.app.rounds.island_swarm import (
@@ -287,12 +288,31 @@ def merges_largest(model: Any) -> None:
     model.merge = lie
 
 
-async def test_a_share_of_the_largest_numbers_ends_nobodys_part(tmp_path: Path, patient_clock: MockClock) -> None:
+def merges_hundreds(model: Any) -> None:
+    """Let an island merge its share to numbers of hundreds of times the norm of a change."""
+    usual = model.merge
+
+    def merge(rows: Any, first: int, weights: Any) -> Any:
+        found = usual(rows, first, weights)
+        sizes = [model._leaf_size(first + number) for number in range(len(found.leaves))]
+        if not sizes:
+            return found
+        long = torch.full((sum(sizes),), -900 * float(model._sent.double().norm()) / sum(sizes) ** 0.5)
+        return found._replace(leaves=[encode(part, model.codec) for part in long.split(sizes)])
+
+    model.merge = merge
+
+
+@pytest.mark.parametrize("change", [merges_largest, merges_hundreds])
+async def test_a_share_of_large_numbers_ends_nobodys_part(
+    tmp_path: Path, patient_clock: MockClock, change: Callable[[Any], None]
+) -> None:
     """Whoever merges a share is believed, but no model could go on with such numbers."""
     async with open_islands(tmp_path, 0, 1, 2) as swarm:
-        liar = swarm.add(3, change=merges_largest)
+        liar = swarm.add(3, change=change)
         await swarm.finished(0, 1, 2)
         assert not any(node.failure for node in swarm.nodes.values() if node is not liar)
+        assert all(swarm.nodes[number].island.figures.losses[-1] < 20 for number in (0, 1, 2))
 
 
 # --- histories that nobody else made ----------------------------------------------------------------------------------

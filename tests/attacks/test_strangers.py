@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,13 +18,15 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from app.membership import Membership, wire
+from app.joining.admission import Signer
+from app.membership import Membership, exchange, wire
 from app.membership.guard import GRACE_S, PRESENT_TIMEOUT_S, SWEEP_S
 from app.swarm.records import sign_record
 from p2p import sockets
 from p2p.addresses import Address, parse_address
 from p2p.discovery.seeker import ENOUGH_PEERS
-from p2p.errors import DeadlineExceeded, P2PError
+from p2p.envelope import Envelope, parse
+from p2p.errors import DeadlineExceeded, P2PError, ProtocolError
 from p2p.host.admission import Admission, ConnectionLimits
 from p2p.host.connection import Stream
 from p2p.host.heartbeat import PROTOCOL as HEARTBEAT
@@ -36,7 +39,7 @@ from p2p.link.switchboard import LIVE_LANE
 from p2p.network import Libp2pNetwork
 from p2p.values import MAX_BODY_BYTES
 from tests.app.guarded import open_guarded
-from tests.app.swarms import CREATOR, MODEL, N_BLOCKS, identity
+from tests.app.swarms import CREATOR, MODEL, N_BLOCKS, identity, open_sim
 from tests.p2p.network_contract import PROTOCOL, Stall, echo, echo_stream
 from tests.p2p.networks import TrioByteStream, WiredNode, WiredWorld, wired_world
 from tests.p2p.nodes import make_host, make_network, until
@@ -292,6 +295,74 @@ async def test_all_calls_to_a_peer_that_shows_no_certificate_fail_at_once(
                 nursery.start_soon(call)
         assert len(took_s) == 20
         assert max(took_s) <= PRESENT_TIMEOUT_S + 1
+
+
+# --- statements that come at the same moment -------------------------------------------------------------------------
+
+
+async def most_between_turns(looked_at: list[bytes], *works: Callable[[], Awaitable[object]]) -> int:
+    """The most statements that were looked at while another task of the node waited for its turn."""
+    most = 0
+    async with trio.open_nursery() as nursery:
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                before = len(looked_at)
+                try:
+                    await trio.lowlevel.checkpoint()
+                finally:
+                    most = max(most, len(looked_at) - before)
+
+        nursery.start_soon(watch)
+        async with trio.open_nursery() as working:
+            for work in works:
+                working.start_soon(work)
+        nursery.cancel_scope.cancel()
+    return most
+
+
+async def test_statements_of_many_strangers_at_once_leave_turns_for_all_else(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of 64 strangers had 32 statements looked at in one turn: half a second of announcements to verify."""
+    looked_at: list[bytes] = []
+
+    def look(raw: bytes) -> Envelope:
+        looked_at.append(raw)
+        return parse(raw)
+
+    async with open_sim() as sim:
+        (node,) = await sim.grow(1)
+        monkeypatch.setattr(exchange, "parse", look)
+        tell = [partial(node.swarm._exchange._receive_all, [b"x"] * 40, f"stranger {n}") for n in range(64)]
+        assert await most_between_turns(looked_at, *tell) <= 2 * 64 * 4  # each has one turn or two meanwhile
+        assert len(looked_at) == 64 * 40
+
+
+async def test_revocation_lists_are_verified_one_at_a_time(
+    autojump_clock: MockClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[bytes] = []
+    async with open_guarded(tmp_path) as sim:
+        creator = sim.add(0)
+        signer = Signer.of(creator.home, creator.who, creator.swarm)
+        lists = [signer.revoke((identity(9).peer_id,), now_ms) for now_ms in range(1, 61)]
+        monkeypatch.setattr(creator.guard, "keep", lambda envelope: looked_at.append(envelope.raw))
+        take = partial(creator.guard._receive, lists, "stranger", asked=True)
+        assert await most_between_turns(looked_at, take) <= 2
+        assert len(looked_at) == 60
+
+
+def test_a_message_of_thousands_of_statements_that_hold_nothing_is_refused() -> None:
+    """A table of members has 1 MiB: as many as 350,000 of one byte each, which took a tenth of a second."""
+    for kind, head, most in (
+        (wire.TableAnswer, bytes(2), wire.MAX_TABLE_BYTES),
+        (wire.Tell, bytes(16), wire.MAX_BATCH_BYTES),
+    ):
+        assert len(kind.decode(head + wire.pack([b"x"] * 1000)).statements) == 1000
+        with pytest.raises(ProtocolError, match="more than"):
+            kind.decode(head + wire.pack([b"x"] * (most // 3)))
 
 
 # --- peers that are wanted ------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from app.cli import main
 
 PACKAGES = ("app", "p2p")
 # Imported when they are first used; without a card nothing imports Triton, which is why `engine` is not imported whole.
-LATER = ("torch", "engine.hosting", "engine.local_model", "engine.sources.opening", "engine.device.probe", "zeroconf")
+LATER = ("torch", "engine.hosting", "engine.local_model", "engine.sources.opening", "engine.device.probe")
 REQUEST_LIMIT = 1 << 17
 STREAMS = 3
 
