@@ -11,7 +11,7 @@ from pathlib import Path
 from app.api import places, response_store, server
 from app.asker import recovery, reply_service, route_session
 from app.config.settings import Settings
-from app.joining import admission
+from app.joining import admission, nearby
 from app.manifest.manifest import MAX_MANIFEST_BYTES
 from app.membership import exchange, guard
 from app.membership import wire as membership_wire
@@ -332,6 +332,12 @@ ROWS: dict[str, tuple[float, ...]] = {
         download.MAX_AT_ONE,
         download.WINDOW,
         weights_wire.MAX_RUN,
+    ),
+    "swarms that a node in none lists": (
+        nearby.MAX_SWARMS,
+        nearby.MAX_SWARMS_TOLD,
+        nearby.MAX_MEMBERS,
+        nearby.MAX_ASKED,
     ),
     "log": (logs._FILES + 1, logs._FILE_BYTES / 10**6, rate_limit.BURST, 1 / rate_limit.PER_S),
     "idle links": (ENOUGH_LINKS,),

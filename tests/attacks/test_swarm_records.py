@@ -9,6 +9,7 @@ from trio.testing import MockClock
 from app.core.errors import UsageError
 from app.core.span import Span
 from app.hosting.block_host import BlockHost, HostingOptions
+from app.joining.nearby import NearbySwarms
 from app.manifest.manifest import Manifest
 from app.membership import fetch_manifest, resolve_swarm, wire
 from app.routing.route import RouteRequest
@@ -79,6 +80,36 @@ def test_a_pin_of_so_few_digits_that_a_model_can_be_made_for_it_is_refused() -> 
     for digits in (8, 19):
         with pytest.raises(UsageError, match="20 to 64 hex digits after '#', because another model can be made"):
             SwarmName.parse(f"reef#{MODEL[:digits]}")
+
+
+# --- swarms that do not exist, told to a neighbour -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("identities", [1, 5])
+async def test_a_neighbour_that_names_many_swarms_does_not_hide_those_of_others(
+    autojump_clock: MockClock, identities: int
+) -> None:
+    """The first eight swarms were listed, whoever named them, and one neighbour may send 200."""
+    now_ms = int(START_S * 1000)
+    fakes = [sign_record(CREATOR, f"x{number}", MODEL, now_ms=now_ms).raw for number in range(40)]
+
+    async def lie(peer: str, body: bytes) -> bytes:
+        await trio.lowlevel.checkpoint()
+        return wire.pack(fakes)
+
+    async with open_sim() as sim:
+        (honest,) = await sim.grow(1)
+        serve(honest)
+        looker, liars = sim.fabric.node("looker"), [f"liar {number}" for number in range(identities)]
+        for liar in liars:
+            sim.fabric.node(liar).serve(wire.FIND, lie)
+            sim.fabric.machine_of[liar] = "one machine"
+            sim.fabric.set_link("looker", liar, LinkProfile(delay_s=0.001))
+        for peer in (*liars, honest.peer):
+            await sim.fabric.dial(looker, peer)
+        found = await NearbySwarms(wall_clock).look(looker)
+        assert sim.record in [one.record for one in found]
+        assert len(found) == 3
 
 
 # --- members that do not exist, told to a newcomer -------------------------------------------------------------------
