@@ -68,7 +68,7 @@ from p2p.host.host import ADDRESSES_OF_A_RELAY, LOOKUPS, UNAWAITED_DIALS
 from p2p.host.pruning import ENOUGH_LINKS
 from p2p.link import link
 from p2p.link.quota import Limits
-from p2p.nat import hole_punching, reachability, upnp
+from p2p.nat import hole_punching, reachability, relay_client, upnp
 from p2p.nat.relay_server import RelayLimits
 from p2p.values import MAX_BODY_BYTES, WINDOW_BYTES
 
@@ -298,6 +298,9 @@ ROWS: dict[str, tuple[float, ...]] = {
         RELAY.bytes_per_s / MIB,
         RELAY.requests_per_address,
         RELAY.requests_per_address_s,
+        relay_client.PLACES,
+        relay_client._FIRST_ASK_TIMEOUT_S,
+        relay_client._ASK_TIMEOUT_S,
     ),
     "manifest, record, announcement, invite": (
         MAX_MANIFEST_BYTES / MIB,
