@@ -138,7 +138,7 @@ def join(app: NodeApp) -> None:
         _move(app, target)
 
     words = "A swarm's name, or an invite. A bare name is found on this network or through a known peer."
-    hint = "reading-club, reading-club#1a2b3c4d or shoal:…"
+    hint = "reading-club, reading-club#1a2b3c4d5e6f70819203 or shoal:…"
     app.push_screen(TextDialog(words, hint=hint, check=app.check("target", found.append)), answered)
 
 

@@ -153,7 +153,9 @@ def say_step(text: str) -> None:
 
 def say_ready(snapshot: Snapshot) -> None:
     """Print the `ready` line that scripts wait for, with the reason if the node hosts nothing."""
-    swarm = "none" if snapshot.swarm is None else f"{snapshot.swarm}#{(snapshot.manifest or '')[:8]}"
+    from app.swarm.names import pinned
+
+    swarm = "none" if snapshot.swarm is None else pinned(snapshot.swarm, snapshot.manifest or "")
     why = "" if snapshot.state == "serving" else f" ({snapshot.reason})"
     lan = f" lan={snapshot.lan_url}" if snapshot.lan_url else ""
     print(f"ready {snapshot.state} swarm={swarm} peer={snapshot.peer_id} api={snapshot.api_url}{lan}{why}", flush=True)

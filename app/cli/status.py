@@ -150,6 +150,7 @@ def describe_device(device: dict[str, Any]) -> str:
 def status_lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
     """Return what `shoal status` prints, as labels and values."""
     from app.snapshot.views import cache_words, weight_words
+    from app.swarm.names import pinned
 
     reason = f" ({status['reason']})" if status["reason"] else ""
     lines = [("state", status["state"] + reason)]
@@ -161,12 +162,12 @@ def status_lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
     lines.append(("peer", status["peer_id"]))
     if status["swarm"] is not None:
         private = ", private" if status["private"] else ""
-        lines.append(("swarm", f"{status['swarm']}#{status['manifest'][:8]}{private}"))
+        lines.append(("swarm", f"{pinned(status['swarm'], status['manifest'])}{private}"))
     if status.get("model"):
         context = f", context {status['context_length']} tokens" if status.get("context_length") else ""
         lines.append(("model", f"{without_controls(status['model'])}{context}"))
     if (visit := status.get("visit")) is not None:
-        lines.append(("asks in", f"{visit['swarm']}#{visit['manifest'][:8]}, {visit['members']} members"))
+        lines.append(("asks in", f"{pinned(visit['swarm'], visit['manifest'])}, {visit['members']} members"))
     if status["blocks_total"] is not None:
         hosted = "none" if status["start"] is None else f"{status['start']}:{status['stop']}"
         said = [f"{hosted} of {status['blocks_total']}"]

@@ -31,6 +31,7 @@ log = logging.getLogger("shoal.nearby")
 ASK_TIMEOUT_S = 2.0
 MAX_ASKED = 32
 MAX_SWARMS = 8
+MAX_SWARMS_TOLD = 2  # of these by the neighbours at one address, or behind one relay; honest ones name their own
 MAX_MEMBERS = 512
 MAX_SHOWN_MANIFEST_BYTES = 2**19  # about 400 blocks; a swarm of a larger model is shown without figures
 TOKENS = 256  # of a usual reply: hops with less KV-cache room are used only if there are no others
@@ -63,6 +64,7 @@ class _Report:
 
     record: SwarmRecord
     link: str
+    source: str  # of the first peer that reported it
     reported_by: list[str] = field(default_factory=list)
     members: dict[str, Announcement] = field(default_factory=dict)
 
@@ -100,18 +102,20 @@ class NearbySwarms:
     async def _ask(self, network: Network, link: Link, reports: dict[str, _Report]) -> None:
         try:
             answer = await network.call(link.peer, wire.FIND, b"", timeout_s=ASK_TIMEOUT_S)
+            source = network.source(link.peer)
             for count, raw in enumerate(wire.unpack(answer, wire.MAX_BATCH_BYTES), 1):
-                self._take(raw, link, reports)
+                self._take(raw, link, source, reports)
                 if count % _STATEMENTS_AT_ONCE == 0:
                     await trio.lowlevel.checkpoint()  # checking signatures takes CPU time
         except P2PError as error:
             log.debug("%s did not say which swarm it is in: %s", link.peer, error)
 
-    def _take(self, raw: bytes, link: Link, reports: dict[str, _Report]) -> None:
+    def _take(self, raw: bytes, link: Link, source: str, reports: dict[str, _Report]) -> None:
         said = read_record_or_announcement(raw, now_ms=int(self._wall_clock() * 1000))
         if isinstance(said, SwarmRecord):
-            if said.id in reports or len(reports) < MAX_SWARMS:
-                reports.setdefault(said.id, _Report(said, link.kind)).reported_by.append(link.peer)
+            told = sum(one.source == source for one in reports.values())
+            if said.id in reports or (len(reports) < MAX_SWARMS and told < MAX_SWARMS_TOLD):
+                reports.setdefault(said.id, _Report(said, link.kind, source)).reported_by.append(link.peer)
             return
         swarm = reports.get(said.swarm)
         if swarm is None or (said.peer not in swarm.members and len(swarm.members) >= MAX_MEMBERS):

@@ -1,7 +1,8 @@
 """Finds a swarm by its name, and a model's manifest by its hash, by asking reachable peers and the DHT.
 
-A pinned name (`name#hash`) is resolved by the first record that matches. A bare name is resolved once everybody has
-answered, or `QUIET_S` after the first answer, so that two swarms of the same name are noticed and the user can choose.
+A name is resolved once everybody has answered, or `QUIET_S` after the first answer, so that two swarms of the same name
+are noticed and the user can choose. For a pinned name (`name#hash`) this node chooses: the hash in a record is its
+signer's word, but only the true one has a manifest that can be fetched.
 `app.swarm.name_resolution` decides from the records; `app.membership.query_service` is the answering side.
 """
 
@@ -12,7 +13,8 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 import trio
 
@@ -22,7 +24,7 @@ from app.core.signal import Signal
 from app.manifest.manifest import MAX_MANIFEST_BYTES, Manifest
 from app.membership import wire
 from app.membership.clocks import PeerClocks
-from app.swarm.name_resolution import resolve
+from app.swarm.name_resolution import NameCandidate, Resolution, resolve
 from app.swarm.names import SwarmName
 from app.swarm.records import ANNOUNCEMENT_DOMAIN, SwarmRecord, read_record, read_record_or_announcement
 from app.swarm.rendezvous import ASK_AT_ONCE, keys_to_ask, record_key
@@ -43,6 +45,7 @@ _STATEMENTS_AT_ONCE = 4
 _MAX_ASKED = 512
 _PATIENCE_S = 2.0  # for a manifest, before the next peer is asked as well; half, a third, … before further ones
 _MANIFEST_ASKS = 64  # peers that are asked for one
+_MAX_PROVED = 8  # models that fit a pin, whose manifests are asked for; 4 MiB each
 _MAX_FOUND = 128  # peers that a search returns
 _MAX_FAILURES_SHOWN = 3  # in the error, of peers that did not answer
 DIRECTORY = "the directory"
@@ -179,15 +182,39 @@ async def resolve_swarm(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_ask_around, search, nursery, via)
             await search.answered.wait()
-            with trio.move_on_after(QUIET_S):  # even for a pinned name: several records of one swarm may be around
+            with trio.move_on_after(QUIET_S):  # several records of one swarm may be around
                 await search.idle.wait_for(lambda: not search.waiting)
             nursery.cancel_scope.cancel()
+    resolution = resolve(wanted, search.records)
+    if wanted.pin is not None and len(resolution.candidates) > 1:
+        resolution = await _with_manifest(search, resolution, via)
     try:
-        record = resolve(wanted, search.records).one()
+        record = resolution.one()
     except UnknownSwarm as error:
         failures = [search.failures[peer] for peer in via if peer in search.failures]
         raise UnknownSwarm("; ".join([str(error), *failures[:_MAX_FAILURES_SHOWN]])) from None
     return FoundSwarm(record, search.likely_members(record.id, via))
+
+
+async def _with_manifest(search: _Search, found: Resolution, via: tuple[str, ...]) -> Resolution:
+    """Return the candidate whose manifest arrives first, or all if none does within `FIND_TIMEOUT_S`.
+
+    Anybody can sign a record with a hash that begins with the pin, but not make a manifest of such a hash.
+    """
+    proved: list[NameCandidate] = []
+
+    async def prove(candidate: NameCandidate) -> None:
+        record = candidate.record
+        with suppress(UnknownSwarm):
+            await fetch_manifest(search.network, search.likely_members(record.id, via), record.model_hash)
+            proved.append(candidate)
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.cancel_scope.deadline = trio.current_time() + FIND_TIMEOUT_S
+        for candidate in found.candidates[:_MAX_PROVED]:
+            nursery.start_soon(prove, candidate)
+    return replace(found, candidates=tuple(proved[:1])) if proved else found
 
 
 async def _ask_around(search: _Search, nursery: trio.Nursery, via: tuple[str, ...]) -> None:

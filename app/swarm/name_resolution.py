@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from app.core.errors import NameConflict, UnknownSwarm
-from app.swarm.names import SwarmName, pinned
+from app.swarm.names import PIN_DIGITS, SwarmName, pinned
 from app.swarm.records import SwarmRecord
 
 _LISTED = 8  # candidates in the message of a conflict
@@ -55,8 +55,8 @@ class Resolution:
 
 
 def _shown(wanted: SwarmName) -> str:
-    """A name as a person reads it: with 8 digits of its pin."""
-    return wanted.name if wanted.pin is None else f"{wanted.name}#{wanted.pin[:8]}"
+    """A name as a person reads it: with `PIN_DIGITS` digits of its pin."""
+    return wanted.name if wanted.pin is None else f"{wanted.name}#{wanted.pin[:PIN_DIGITS]}"
 
 
 def resolve(wanted: SwarmName, records_by_peer: Mapping[str, Iterable[SwarmRecord]]) -> Resolution:
@@ -70,6 +70,8 @@ def resolve(wanted: SwarmName, records_by_peer: Mapping[str, Iterable[SwarmRecor
     found: dict[bytes, SwarmRecord] = {}
     for records in records_by_peer.values():
         fitting = [one for one in records if one.name == wanted.name and wanted.allows(one.model_hash)]
+        if wanted.pin is not None:  # one model fits a pin: a peer that names several lies
+            fitting = [one for one in fitting if one.model_hash == fitting[0].model_hash]
         votes.update({record.model_hash for record in fitting})  # a peer counts once for each model
         record_votes.update({record.raw for record in fitting})
         found |= {record.raw: record for record in fitting}

@@ -1,8 +1,9 @@
-"""Syntax of swarm names, and of `name#1a2b3c4d`, which pins the model. Pure.
+"""Syntax of swarm names, and of `name#1a2b3c4d5e6f70819203`, which pins the model. Pure.
 
 A name is 1 to 63 lower-case ASCII letters, digits, dashes, dots and underscores, and begins with a letter or a digit:
 it can be typed on any keyboard and has no look-alikes in other scripts. The part after `#` is the beginning of the
-hash of the model's manifest, 8 to 64 hex digits.
+hash of the model's manifest, 20 to 64 hex digits. A model with the same first 8 digits can be computed within minutes,
+one with the same first 20 cannot.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from dataclasses import dataclass
 
 from app.core.errors import UsageError
 
-MIN_PIN_DIGITS = 8
+PIN_DIGITS = 20  # 80 bits; of a longer pin all digits count
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-_PIN = re.compile(r"[0-9a-f]{8,64}")
+_PIN = re.compile(rf"[0-9a-f]{{{PIN_DIGITS},64}}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -52,13 +53,16 @@ class SwarmName:
                 "beginning with a letter or digit"
             )
         if hash_sign and _PIN.fullmatch(pin) is None:
-            raise UsageError(f"{pin[:80]!r} does not pin a model: write 8 to 64 hex digits after '#'")
+            raise UsageError(
+                f"{pin[:80]!r} does not pin a model: write {PIN_DIGITS} to 64 hex digits after '#', because another "
+                "model can be made to fit fewer. Members see them in `shoal status`"
+            )
         return cls(name, pin if hash_sign else None)
 
 
 def pinned(name: str, model_hash: str, others: tuple[str, ...] = ()) -> str:
-    """Return `name#hash` with the fewest digits, but at least 8, that distinguish this model from `others`."""
-    digits = MIN_PIN_DIGITS
+    """Return `name#hash` with at least `PIN_DIGITS` digits, and as many as distinguish this model from `others`."""
+    digits = PIN_DIGITS
     while digits < len(model_hash) and any(
         other != model_hash and other.startswith(model_hash[:digits]) for other in others
     ):

@@ -12,6 +12,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 
+from app.swarm.names import PIN_DIGITS
+
 SHARDS = 16
 HOUR_S = 3600
 CLOCK_TOLERANCE_S = 600
@@ -26,9 +28,9 @@ def rendezvous_key(name: str, hour: int, shard: int, secret: bytes | None = None
 def record_key(name: str, pin: str | None = None, secret: bytes | None = None) -> bytes:
     """Return the 32-byte key of a swarm's record, for its bare name or for its name and a pinned model.
 
-    Only the first 8 digits of the pin are used, so that pins of any length lead to the same key.
+    Only the first `PIN_DIGITS` digits of the pin are used, so that pins of any length lead to the same key.
     """
-    return _keyed(f"shoal record\0{name}\0{(pin or '')[:8]}", secret)
+    return _keyed(f"shoal record\0{name}\0{(pin or '')[:PIN_DIGITS]}", secret)
 
 
 def shard_of(peer: str, hour: int) -> int:

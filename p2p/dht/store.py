@@ -12,6 +12,7 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 from p2p.dht.wire import MAX_PROVIDERS, MAX_VALUES, Contact
 
@@ -24,6 +25,7 @@ MAX_VALUE_RECORDS = 2048
 MAX_VALUES_PER_PUBLISHER = 64
 MAX_NETWORKS_COUNTED = 16
 EVICTION_PAUSE_S = 60.0  # between two values that publishers of one network may evict
+_COMPARED = 64  # of the values that a full store may remove
 
 IsConnected = Callable[[str], bool]
 
@@ -123,6 +125,7 @@ class ProviderStore:
 @dataclass
 class _Value:
     publisher: str
+    first_network: str  # of its publisher
     at: float
     networks: OrderedDict[str, None]  # networks of its publishers, the latest last
 
@@ -132,12 +135,14 @@ class ValueStore:
 
     A full key still accepts a new value: it replaces, at random, one that only a single network has published. A value
     that members in two or more networks publish is therefore safe from an attacker with many identities in one network,
-    and that attacker cannot block the key either.
+    and that attacker cannot block the key either. A full store removes values of the network that stored most.
     """
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._keys: OrderedDict[bytes, dict[bytes, _Value]] = OrderedDict()  # key -> value -> record
         self._of_publisher: Counter[str] = Counter()
+        # By the network that stored it first: key and value, the stalest first.
+        self._of_network: dict[str, OrderedDict[tuple[bytes, bytes], None]] = {}
         self._evicted_at: OrderedDict[str, float] = OrderedDict()  # network -> time of its last eviction
         self._count = 0
         self._rng = rng or random.Random()
@@ -161,18 +166,20 @@ class ValueStore:
             if self._of_publisher[publisher] >= MAX_VALUES_PER_PUBLISHER or not self._make_room(key, network, now):
                 self._drop_if_empty(key)
                 return False
-            kept = values[value] = _Value(publisher, now, OrderedDict())
+            kept = values[value] = _Value(publisher, network, now, OrderedDict())
             self._of_publisher[publisher] += 1
             self._count += 1
         kept.at = now
+        theirs = self._of_network.setdefault(kept.first_network, OrderedDict())
+        theirs[key, value] = None
+        theirs.move_to_end((key, value))
         kept.networks[network] = None
         kept.networks.move_to_end(network)
         if len(kept.networks) > MAX_NETWORKS_COUNTED:
             kept.networks.popitem(last=False)
         self._keys.move_to_end(key)
         if self._count > MAX_VALUE_RECORDS:
-            stalest = next(iter(self._keys))
-            self._remove(stalest, next(iter(self._keys[stalest])))
+            self._remove(*self._first_to_go())
         return True
 
     def get(self, key: bytes, now: float) -> list[bytes]:
@@ -201,13 +208,21 @@ class ValueStore:
         self._keys.setdefault(key, values)
         return True
 
+    def _first_to_go(self) -> tuple[bytes, bytes]:
+        """Return key and value of the network that stored most: of its stalest, one that fewest others stored too."""
+        most = max(self._of_network.values(), key=len)
+        return min(islice(most, _COMPARED), key=lambda place: len(self._keys[place[0]][place[1]].networks))
+
     def _remove(self, key: bytes, value: bytes) -> None:
-        publisher = self._keys[key].pop(value).publisher
+        removed = self._keys[key].pop(value)
         self._drop_if_empty(key)
         self._count -= 1
-        self._of_publisher[publisher] -= 1
-        if not self._of_publisher[publisher]:
-            del self._of_publisher[publisher]
+        self._of_publisher[removed.publisher] -= 1
+        if not self._of_publisher[removed.publisher]:
+            del self._of_publisher[removed.publisher]
+        del self._of_network[removed.first_network][key, value]
+        if not self._of_network[removed.first_network]:
+            del self._of_network[removed.first_network]
 
     def _drop_if_empty(self, key: bytes) -> None:
         if not self._keys[key]:

@@ -90,6 +90,11 @@ class AddressBook:
         never = float("-inf")
         return sorted(newest, key=lambda address: (-known.proven.get(address, never), address not in known.own_word))
 
+    def told(self, peer: str) -> frozenset[Address]:
+        """Return the addresses of `peer` that others alone have named, and no dial has proved."""
+        known = self._peers.get(peer)
+        return frozenset() if known is None else frozenset(known.addresses) - known.own_word - known.proven.keys()
+
     def proven_peers(self) -> list[tuple[str, list[Address], float]]:
         """Return (peer, proven addresses, time of the last success) of the peers reached by dials, latest first."""
         reached = [

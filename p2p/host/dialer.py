@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from typing import TypeVar
 
 import trio
@@ -22,6 +22,7 @@ _RELAY_HEAD_START_S = 0.6
 MAX_ATTEMPTS = 16
 MAX_NAMES = 2  # of these with a host name: a look-up takes a thread
 MAX_RELAYED = 4  # of these through a relay, which may have to be dialled first
+TOLD_FIRST = 2  # told direct addresses that are dialled before a peer's own relayed ones: it may be in this LAN by now
 
 log = logging.getLogger("shoal.p2p.dialer")
 
@@ -29,9 +30,12 @@ Interface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 Result = TypeVar("Result")
 
 
-def order(addresses: Iterable[Address], interfaces: Sequence[Interface]) -> list[Address]:
+def order(
+    addresses: Iterable[Address], interfaces: Sequence[Interface], told: Container[Address] = ()
+) -> list[Address]:
     """Return the usable addresses in dialling order: loopback, own LAN, other private networks, public, relayed.
 
+    Those in `told`, which only others have named, come after the peer's own, but `TOLD_FIRST` before its relayed ones.
     Among the public ones IPv6 comes first if this machine has a public IPv6 address, since it needs no NAT, and last if
     it has none. Otherwise the given order is kept within each of these groups. Loopback comes first only if the peer
     seems to run on this machine (it has one of our IPs, or no other address); otherwise it comes after the public
@@ -60,7 +64,12 @@ def order(addresses: Iterable[Address], interfaces: Sequence[Interface]) -> list
                 return 3 if ip is None or ip.version == 4 else 2.5 if has_ipv6 else 3.5
         return 5
 
-    return sorted(usable, key=rank)[:MAX_ATTEMPTS]
+    ranked = sorted(usable, key=rank)
+    own = [address for address in ranked if address not in told]
+    others = [address for address in ranked if address in told]
+    early = [address for address in others if address.relay is None][:TOLD_FIRST]
+    direct = [address for address in own if address.relay is None]
+    return list(dict.fromkeys((*direct, *early, *own, *others)))[:MAX_ATTEMPTS]
 
 
 def delay_before(address: Address, previous: Address | None) -> float:

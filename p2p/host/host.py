@@ -391,7 +391,7 @@ class Host:
             self.book.succeeded(address, trio.current_time())
             return connection
 
-        attempts = dialer.order(self.book.addresses(peer), sockopts.recent_interfaces())
+        attempts = dialer.order(self.book.addresses(peer), sockopts.recent_interfaces(), self.book.told(peer))
         if wanted.relay_at is not None:
             told = [address.of(peer) for address in wanted.relay_at]
             known = [address for address in attempts if address.relay is None]

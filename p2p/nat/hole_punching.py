@@ -26,7 +26,7 @@ from p2p.host.connection import Connection, Stream
 from p2p.host.host import Host
 from p2p.host.messages import address_bytes, address_from_bytes, receive_message, send_message
 from p2p.protobuf import Fields, encode
-from p2p.rate_limit import PeerRateLimit
+from p2p.rate_limit import PeerRateLimit, TokenBucket
 
 PROTOCOL = "/libp2p/dcutr"
 ATTEMPTS = 3
@@ -37,6 +37,9 @@ _MAX_ADDRESSES = 6
 # A peer chooses the addresses that are dialled, up to 50 times each: so with few peers at once, and not without end.
 PUNCHES_AT_ONCE = 16
 PUNCH_AGAIN_S = 30.0  # beyond `ATTEMPTS` of one peer
+# For those who come through relays, all together: identities are free, and so are new circuits.
+COMERS_AT_ONCE = 48
+COMERS_AGAIN_S = 10.0
 
 log = logging.getLogger("shoal.p2p.holepunch")
 
@@ -73,7 +76,8 @@ class HolePuncher:
         self._host = host
         self._seen_at = seen_at
         self._busy: set[str] = set()
-        self._asked = PeerRateLimit(ATTEMPTS, 1 / PUNCH_AGAIN_S)
+        self._tries = PeerRateLimit(ATTEMPTS, 1 / PUNCH_AGAIN_S)  # whichever side dialled through the relay
+        self._comers = TokenBucket(1 / COMERS_AGAIN_S, COMERS_AT_ONCE, 0.0)
         host.handle(PROTOCOL, self._serve)
 
     async def accompany(self, connection: Connection) -> None:
@@ -83,6 +87,10 @@ class HolePuncher:
         for attempt in range(ATTEMPTS):
             if not connection.is_open or self._has_direct(connection.peer):
                 return
+            now = trio.current_time()
+            if not (self._tries.take(connection.peer, now) and self._comers.take(now)):
+                await trio.sleep(PUNCH_AGAIN_S)
+                continue
             try:
                 if await self._initiate(connection):
                     return
@@ -107,7 +115,7 @@ class HolePuncher:
     async def _serve(self, stream: Stream) -> None:
         if not stream.connection.relayed or not stream.connection.initiated:
             raise ProtocolError(f"{stream.peer} asked for hole punching on a connection not dialled through a relay")
-        if not self._asked.take(stream.peer, trio.current_time()):
+        if not self._tries.take(stream.peer, trio.current_time()):
             raise Refused(f"{stream.peer} asks for hole punching too often")
         with trio.fail_after(_ANSWER_S):
             theirs = _addresses(await receive_message(stream, HolePunch))
@@ -151,8 +159,7 @@ class HolePuncher:
                 await trio.sleep(_RETRY_S)  # a refusal only means that the other side has not dialled yet
                 continue
             try:
-                raw = SocketConnection(stream, is_initiator=initiator)
-                await self._host.adopt(raw, address.of(peer), peer if initiator else None)
+                await self._secure(stream, address, peer, initiator)
             except (P2PError, OSError, trio.TooSlowError) as error:
                 sockopts.abort(stream.socket)
                 log.debug("a punched connection to %s failed: %s", peer, error)
@@ -164,6 +171,22 @@ class HolePuncher:
             if self._has_direct(peer):
                 won.cancel()
             return
+
+    async def _secure(self, stream: trio.SocketStream, address: Address, peer: str, initiator: bool) -> None:
+        """Let the host adopt a punched connection; one to a peer that came through a relay counts as accepted."""
+        raw = SocketConnection(stream, is_initiator=initiator)
+        if initiator:
+            await self._host.adopt(raw, address.of(peer), peer)
+            return
+        admission, ip = self._host.admission, address.ip
+        assert ip is not None, "only IP addresses are dialled"
+        refusal = admission.begin_handshake(ip, trio.current_time())
+        if refusal is not None:
+            raise Refused(f"a punched connection from {ip} is refused: {refusal}")
+        try:
+            await self._host.adopt(raw, address.of(peer), None)
+        finally:
+            admission.end_handshake(ip)
 
     def _has_direct(self, peer: str) -> bool:
         connection = self._host.connection(peer)

@@ -75,7 +75,8 @@ class Reachability:
         self._host = host
         self._call = call
         self._changed = changed
-        self._seen: OrderedDict[str, Address] = OrderedDict()  # peer -> address at which it sees this node
+        # By the address of the peers that say so, which have one voice together: where they see this node.
+        self._seen: OrderedDict[IPAddress, Address] = OrderedDict()
         self._probe_wanted = trio.Event()
         self._dialling: list[_DialBack] = []
         self._rate: KeyedRateLimit[IPAddress] = KeyedRateLimit(_BURST_PER_ADDRESS, _BURST_PER_ADDRESS / _BURST_S)
@@ -83,12 +84,12 @@ class Reachability:
         self.verified: list[Address] = []
         self.mapped: list[Address] = []  # addresses whose port a router says it forwards to this node
 
-    def observed(self, peer: str, address: Address | None) -> None:
-        """Record that `peer` sees this node at `address`; addresses that are not public are ignored."""
-        if address is None or address.scope is not Scope.PUBLIC or address.ip is None:
+    def observed(self, ip: IPAddress | None, address: Address | None) -> None:
+        """Record that a peer at `ip` sees this node at `address`; addresses that are not public are ignored."""
+        if ip is None or address is None or address.scope is not Scope.PUBLIC or address.ip is None:
             return
-        self._seen[peer] = address
-        self._seen.move_to_end(peer)
+        self._seen[source_of(ip)] = address
+        self._seen.move_to_end(source_of(ip))
         if len(self._seen) > MAX_OBSERVATIONS:
             self._seen.popitem(last=False)
 

@@ -26,6 +26,7 @@ PLACES = 3  # reservations that a node holds at a time, at relays of different n
 MAX_RELAYS = 64
 MAX_CIRCUITS_A_RELAY = 32  # so that one relay cannot use up all connections of this node
 _ASK_TIMEOUT_S = 8.0
+_FIRST_ASK_TIMEOUT_S = 2.0  # for a new place; as much longer each time that the relay gave none
 _ASK_AGAIN_S = 60.0  # after a relay gave no place
 _CHECK_S = 5.0
 _SHORTEST_PLACE_S = 600.0  # one that ends sooner is none: whoever gives such ones would be asked again and again
@@ -135,7 +136,7 @@ class RelayClient:
         while True:
             self._drop_lost()
             if self.needed and len(self._places) < PLACES:
-                await self._reserve_one()
+                await self._reserve_more()
             now = trio.current_time()
             for relay in [relay for relay, place in self._places.items() if place.renew_at <= now]:
                 await self._reserve(relay)
@@ -194,8 +195,8 @@ class RelayClient:
         # The stream belongs to this handler's task, so the task must last as long as the circuit.
         await connection.closed.wait()
 
-    async def _reserve_one(self) -> None:
-        """Ask one relay for a place: the best of those that refused least often.
+    async def _reserve_more(self) -> None:
+        """Ask as many relays as there are places to fill, at once: the best of those that refused least often.
 
         Else a few that are near and never answer would be asked in turn for ever, and no other one.
         """
@@ -206,9 +207,14 @@ class RelayClient:
             for count, until in [self._refusals.get(relay, never)]
             if relay not in self._places and until <= now and self._host.connection(relay)
         }
-        candidates = [relay for relay, count in refusals.items() if count == min(refusals.values())]
-        if candidates:
-            await self._reserve(best_relay(candidates, self._whereabouts, self._places))
+        candidates = {relay for relay, count in refusals.items() if count == min(refusals.values())}
+        asked: set[str] = set()
+        async with trio.open_nursery() as nursery:
+            while len(self._places) + len(asked) < PLACES and asked < candidates:
+                relay = best_relay(candidates - asked, self._whereabouts, asked.union(self._places))
+                asked.add(relay)
+                patience_s = min(_FIRST_ASK_TIMEOUT_S * (1 + refusals[relay]), _ASK_TIMEOUT_S)
+                nursery.start_soon(self._reserve, relay, patience_s)
 
     def _whereabouts(self, relay: str) -> tuple[str, float]:
         """Return the network of a relay and the round trip to it in seconds, infinity if it is not measured yet."""
@@ -217,9 +223,10 @@ class RelayClient:
         rtt_s = None if connection is None else connection.rtt_s
         return network, math.inf if rtt_s is None else rtt_s
 
-    async def _reserve(self, relay: str) -> None:
+    async def _reserve(self, relay: str, patience_s: float = _ASK_TIMEOUT_S) -> None:
         try:
-            answer = await self._ask_for_place(relay)
+            with trio.fail_after(patience_s):
+                answer = await self._ask_for_place(relay)
             if answer.status is not Status.OK or answer.reservation is None:
                 raise Refused(f"the relay refused the reservation: {answer.status.name}")
             lasts_s = min(answer.reservation.expires_at - time.time(), _LONGEST_PLACE_S)
@@ -243,9 +250,8 @@ class RelayClient:
     async def _ask_for_place(self, relay: str) -> HopMessage:
         stream = await self._host.open_stream(relay, HOP)
         try:
-            with trio.fail_after(_ASK_TIMEOUT_S):
-                await send_message(stream, HopMessage(HopType.RESERVE))
-                return await receive_message(stream, HopMessage)
+            await send_message(stream, HopMessage(HopType.RESERVE))
+            return await receive_message(stream, HopMessage)
         finally:
             await stream.reset()  # a relay that does not close it would use up the streams of the connection
 

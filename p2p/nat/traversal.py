@@ -64,7 +64,7 @@ class Traversal:
         """Process the hello of a connection's peer: the address it observed, and its relay offer."""
         dialled = connection.initiated and not connection.relayed
         if dialled:
-            self.reachability.observed(connection.peer, hello.observed)
+            self.reachability.observed(connection.ip, hello.observed)
         self.reachability.met(connection.peer)
         if hello.relay and dialled:
             self.client.heard_of(connection.peer, connection.address)

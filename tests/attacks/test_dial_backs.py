@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import json
 import math
 from collections.abc import AsyncIterator, Iterable
@@ -16,8 +17,11 @@ from trio.testing import MockClock
 
 from p2p.addresses import Address, address_of
 from p2p.errors import P2PError, Refused
+from p2p.host.connection import Connection
+from p2p.host.heartbeat import Hello
 from p2p.host.host import Host
 from p2p.nat.reachability import PEERS_ASKED, Reach, Reachability
+from tests.p2p.nodes import make_network
 
 OWN = address_of("8.8.8.8", 7464)
 
@@ -173,3 +177,27 @@ async def test_a_peer_that_fails_is_no_answer_either() -> None:
 
     probe._call = fail
     assert await probe.check() is Reach.VERIFIED
+
+
+async def test_identities_of_one_machine_have_one_voice_about_where_a_node_is_seen() -> None:
+    """32 of them told four false addresses, and the true one, which seven peers told, was not tried any more."""
+    network = make_network()
+    async with network.running():
+        port, names = network.host.listening[0].port, itertools.count()
+
+        def hear(ip: str, seen: str) -> None:
+            connection = SimpleNamespace(
+                initiated=True,
+                relayed=False,
+                ip=ipaddress.ip_address(ip),
+                peer=str(next(names)),
+                address=address_of(ip, 7464),
+            )
+            network.traversal.heard(cast(Connection, connection), Hello((), address_of(seen, port)))
+
+        for number in range(3):
+            hear(f"9.1.{number}.1", "8.8.8.8")
+        for number in range(32):
+            hear("9.2.2.2", f"7.7.7.{number % 4}")
+            hear(f"2600:1:1:1::{number:x}", f"7.7.8.{number % 4}")
+        assert [address.host for address in network.reachability._candidates()] == ["8.8.8.8", "7.7.7.3", "7.7.8.3"]

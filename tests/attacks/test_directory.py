@@ -9,6 +9,7 @@ import pytest
 import trio
 
 from p2p.dht.directory import Directory
+from p2p.dht.store import MAX_VALUE_RECORDS, ValueStore
 from p2p.dht.wire import MAX_PEERS, MAX_PROVIDERS, Contact, Message, Op, decode
 from p2p.host import messages
 from p2p.host.messages import address_bytes
@@ -135,3 +136,21 @@ def test_few_peer_ids_of_a_contact_are_written_as_text(monkeypatch: pytest.Monke
         (contact,) = decode(encode((1, Op.FIND_NODE), (8, [entry]))).closer
         assert len(contact.addresses) <= 8
         assert len(written) <= 2 * 16
+
+
+@pytest.mark.parametrize("networks", [1, 2])
+def test_one_network_that_fills_the_directory_drives_out_its_own_values(networks: int) -> None:
+    """32 identities with 64 values each drove out a record that members of five networks had stored before."""
+    store, rare = ValueStore(), [(f"member {number}", b"rare %d" % number) for number in range(100)]
+    for number in range(5):
+        store.put(b"home", f"founder {number}", b"record", now=0, network=f"net {number}")
+    for member, value in rare:
+        store.put(value, member, value, now=1, network=member)
+    for number in range(MAX_VALUE_RECORDS + 64):
+        for network in range(networks):
+            store.put(b"key %d" % number, f"liar {number // 32} {network}", b"lie", now=2, network=f"theirs {network}")
+    assert len(store) == MAX_VALUE_RECORDS
+    assert store.get(b"home", 3) == [b"record"]
+    assert all(store.get(value, 3) == [value] for _, value in rare)
+    assert store.put(b"late", "newcomer", b"late", now=3, network="net 9")
+    assert store.get(b"late", 3) == [b"late"]

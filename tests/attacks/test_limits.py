@@ -11,7 +11,7 @@ from pathlib import Path
 from app.api import places, response_store, server
 from app.asker import recovery, reply_service, route_session
 from app.config.settings import Settings
-from app.joining import admission
+from app.joining import admission, nearby
 from app.manifest.manifest import MAX_MANIFEST_BYTES
 from app.membership import exchange, guard
 from app.membership import wire as membership_wire
@@ -68,7 +68,7 @@ from p2p.host.host import ADDRESSES_OF_A_RELAY, LOOKUPS, UNAWAITED_DIALS
 from p2p.host.pruning import ENOUGH_LINKS
 from p2p.link import link
 from p2p.link.quota import Limits
-from p2p.nat import hole_punching, reachability, upnp
+from p2p.nat import hole_punching, reachability, relay_client, upnp
 from p2p.nat.relay_server import RelayLimits
 from p2p.values import MAX_BODY_BYTES, WINDOW_BYTES
 
@@ -283,6 +283,8 @@ ROWS: dict[str, tuple[float, ...]] = {
         hole_punching.ATTEMPTS,
         hole_punching.PUNCH_AGAIN_S,
         hole_punching._MAX_ADDRESSES,
+        hole_punching.COMERS_AT_ONCE,
+        hole_punching.COMERS_AGAIN_S,
     ),
     "relaying": (
         RELAY.reservations,
@@ -296,6 +298,9 @@ ROWS: dict[str, tuple[float, ...]] = {
         RELAY.bytes_per_s / MIB,
         RELAY.requests_per_address,
         RELAY.requests_per_address_s,
+        relay_client.PLACES,
+        relay_client._FIRST_ASK_TIMEOUT_S,
+        relay_client._ASK_TIMEOUT_S,
     ),
     "manifest, record, announcement, invite": (
         MAX_MANIFEST_BYTES / MIB,
@@ -330,6 +335,12 @@ ROWS: dict[str, tuple[float, ...]] = {
         download.MAX_AT_ONE,
         download.WINDOW,
         weights_wire.MAX_RUN,
+    ),
+    "swarms that a node in none lists": (
+        nearby.MAX_SWARMS,
+        nearby.MAX_SWARMS_TOLD,
+        nearby.MAX_MEMBERS,
+        nearby.MAX_ASKED,
     ),
     "log": (logs._FILES + 1, logs._FILE_BYTES / 10**6, rate_limit.BURST, 1 / rate_limit.PER_S),
     "idle links": (ENOUGH_LINKS,),

@@ -6,8 +6,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from app.core.errors import UsageError
 from app.core.span import Span
 from app.hosting.block_host import BlockHost, HostingOptions
+from app.joining.nearby import NearbySwarms
 from app.manifest.manifest import Manifest
 from app.membership import fetch_manifest, resolve_swarm, wire
 from app.routing.route import RouteRequest
@@ -45,6 +47,69 @@ async def test_a_strangers_backdated_record_does_not_replace_the_one_that_member
         found = await resolve_swarm(newcomer, SwarmName.parse(asked), via=via, wall_clock=wall_clock)
         assert not found.record.private
         assert found.record == real
+
+
+# --- made-up hashes that fit a pin -----------------------------------------------------------------------------------
+
+
+async def test_records_that_claim_hashes_with_a_pins_digits_do_not_make_it_a_conflict(
+    autojump_clock: MockClock, manifest: Manifest
+) -> None:
+    """Three strangers each send eight records whose hashes begin with the pin: only the true one has a manifest."""
+    now_ms = int(START_S * 1000)
+    record = sign_record(CREATOR, "reef", manifest.hash, now_ms=now_ms)
+    asked = SwarmName.parse(str(record))
+    assert asked.pin is not None
+    async with open_fabric() as fabric:
+        serve(fabric.node("member"), record).keep(manifest)
+        liars = [f"liar {number}" for number in range(3)]
+        claimed = [asked.pin + f"{number:x}" * (64 - len(asked.pin)) for number in range(8)]
+        fakes = [sign_record(Identity(b"e" * 32), "reef", model, now_ms=now_ms) for model in claimed]
+        for liar in liars:
+            serve(fabric.node(liar), *fakes)
+            fabric.set_link("newcomer", liar, LinkProfile(delay_s=0.001))
+        newcomer = fabric.node("newcomer")
+        found = await resolve_swarm(newcomer, asked, via=[*liars, "member"], wall_clock=wall_clock)
+        assert (found.record, found.peers) == (record, ("member",))
+
+
+def test_a_pin_of_so_few_digits_that_a_model_can_be_made_for_it_is_refused() -> None:
+    """8 digits are found in minutes: what is shown has 20, and fewer are not taken."""
+    shown = SwarmName.parse(f"{sign_record(CREATOR, 'reef', MODEL, now_ms=1)}")
+    assert (shown.pin, shown.allows(MODEL[:8] + "f" * 56)) == (MODEL[:20], False)
+    for digits in (8, 19):
+        with pytest.raises(UsageError, match="20 to 64 hex digits after '#', because another model can be made"):
+            SwarmName.parse(f"reef#{MODEL[:digits]}")
+
+
+# --- swarms that do not exist, told to a neighbour -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("identities", [1, 5])
+async def test_a_neighbour_that_names_many_swarms_does_not_hide_those_of_others(
+    autojump_clock: MockClock, identities: int
+) -> None:
+    """The first eight swarms were listed, whoever named them, and one neighbour may send 200."""
+    now_ms = int(START_S * 1000)
+    fakes = [sign_record(CREATOR, f"x{number}", MODEL, now_ms=now_ms).raw for number in range(40)]
+
+    async def lie(peer: str, body: bytes) -> bytes:
+        await trio.lowlevel.checkpoint()
+        return wire.pack(fakes)
+
+    async with open_sim() as sim:
+        (honest,) = await sim.grow(1)
+        serve(honest)
+        looker, liars = sim.fabric.node("looker"), [f"liar {number}" for number in range(identities)]
+        for liar in liars:
+            sim.fabric.node(liar).serve(wire.FIND, lie)
+            sim.fabric.machine_of[liar] = "one machine"
+            sim.fabric.set_link("looker", liar, LinkProfile(delay_s=0.001))
+        for peer in (*liars, honest.peer):
+            await sim.fabric.dial(looker, peer)
+        found = await NearbySwarms(wall_clock).look(looker)
+        assert sim.record in [one.record for one in found]
+        assert len(found) == 3
 
 
 # --- members that do not exist, told to a newcomer -------------------------------------------------------------------

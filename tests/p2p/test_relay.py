@@ -348,10 +348,12 @@ async def test_what_the_votes_say(own: str, votes: dict[str, bool], state: Reach
     async with running(host):
         probe = Reachability(host, call)
         port = host.listening[0].port
-        for peer in votes:
-            probe.observed(peer, Address("ip4", "8.8.8.8", port))
+        for number, peer in enumerate(votes):
+            probe.observed(ipaddress.ip_address(f"9.1.1.{number}"), Address("ip4", "8.8.8.8", port))
             host._connections[peer] = [_Open(peer)]  # type: ignore[list-item]
-        probe.observed("liar", Address("ip4", "192.168.0.9", port))  # a private place is no news
+        probe.observed(
+            ipaddress.ip_address("9.2.2.2"), Address("ip4", "192.168.0.9", port)
+        )  # a private place is no news
         assert await probe.check() is state
         assert set(asked) == set(votes)
         host._connections.clear()

@@ -17,7 +17,7 @@ from ui.state.conversations import Conversations
 
 ARCHIVES = sorted((Path(__file__).parent / "data").glob("home-*.tar.gz"))
 PEER = "12D3KooWMzdKCBuqCKJHset9rYMRss36VTA15crYE6VVX5ghvBmQ"
-SWARM = "reef#e58aca22"
+SWARM = "reef#e58aca22e1eea3b68aa9"
 
 
 @pytest.fixture(params=ARCHIVES, ids=lambda path: path.name.removesuffix(".tar.gz"))

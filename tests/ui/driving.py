@@ -125,7 +125,7 @@ class ScriptedNode(Client):
                 "the invite is mistyped or cut off; copy the whole line again" if target else "no such thing"
             )
         if target:
-            return OfferView("reef#1a2b3c4d", "Llama-8B", FitView(8, 32), 5, members=3, size_bytes=16 * GB)
+            return OfferView("reef#1a2b3c4d1a2b3c4d1a2b", "Llama-8B", FitView(8, 32), 5, members=3, size_bytes=16 * GB)
         return OfferView(name or model, "Llama-8B", FitView(8, 32), 0, size_bytes=16 * GB, context_length=8192)
 
     def set_config(self, name: str, value: str | None) -> Any:

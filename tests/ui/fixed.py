@@ -176,7 +176,7 @@ HEALTHY = Snapshot(
     version="0.1.0",
     network=NetworkView(reach="verified", links=13, mapping="UPnP 203.0.113.7:7464"),
     peers=PEERS,
-    swarms=(SwarmView("reading-club", MANIFEST, "reading-club#1a2b3c4d", active=True),),
+    swarms=(SwarmView("reading-club", MANIFEST, "reading-club#1a2b3c4d1a2b3c4d1a2b", active=True),),
     model="Llama-3.1-70B",
     why=Reason("few_holders", "chosen: 36:40 had one holder when you joined"),
     hardware=DeviceView(
@@ -254,6 +254,7 @@ LONG = replace(
     HEALTHY,
     name=_LONG,
     swarm=_LONG,
+    swarms=(SwarmView(_LONG, MANIFEST, f"{_LONG}#{MANIFEST[:20]}", active=True),),
     model=_LONG,
     why=Reason("x", "because " + "of many things " * 20),
     peers=tuple(replace(peer, name=f"{_LONG}{peer.name}", device=_LONG) for peer in PEERS),
@@ -262,6 +263,7 @@ WIDE = replace(
     HEALTHY,
     name="海藻",
     swarm="読書会",
+    swarms=(SwarmView("読書会", MANIFEST, f"読書会#{MANIFEST[:20]}", active=True),),
     model="羊駝-70B",
     why=Reason("x", "選択: 36:40 の保持者は一人 🐟"),
     peers=tuple(replace(peer, name=f"鳥{'🐦' * (i % 3)}{peer.name[:3]}\x1b[31m") for i, peer in enumerate(PEERS)),
@@ -301,7 +303,7 @@ SNAPSHOTS: dict[str, Snapshot | None] = {
     "wide": WIDE,
 }
 NOTES = (
-    ("swarm", "this node's swarm is reading-club#1a2b3c4d"),
+    ("swarm", "this node's swarm is reading-club#1a2b3c4d1a2b3c4d1a2b"),
     ("setting", "the setting max_vram was changed"),
     ("peer", "dunlin joined and took 70:80"),
     ("problem", "murre fell silent; 3 sessions went on over heron after 1.3 s"),

@@ -644,16 +644,18 @@ def test_an_adapter_or_another_swarm_can_reply() -> None:
         await until(app, pilot, lambda: isinstance(app.screen, Chat))
 
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
-        app.store.take(replace(HEALTHY, swarms=(*HEALTHY.swarms, SwarmView("birds", "ff" * 32, "birds#ffffffff"))))
+        app.store.take(
+            replace(HEALTHY, swarms=(*HEALTHY.swarms, SwarmView("birds", "ff" * 32, "birds#ffffffffffffffffffff")))
+        )
         await pilot.press("3")
         await choose(app, pilot, "down")
         assert "sonnets" in text_of_screen(app)
         await say(app, pilot, node, *"why")
         assert (node.chats[-1]["adapter"], "swarm" in node.chats[-1]) == ("sonnets", False)
         await choose(app, pilot, "down", "down")
-        assert "birds#ffffffff" in text_of_screen(app)
+        assert "birds#fffff" in text_of_screen(app)
         await say(app, pilot, node, *"why")
-        assert (node.chats[-1]["swarm"], "adapter" in node.chats[-1]) == ("birds#ffffffff", False)
+        assert (node.chats[-1]["swarm"], "adapter" in node.chats[-1]) == ("birds#ffffffffffffffffffff", False)
         await choose(app, pilot)
         await say(app, pilot, node, *"why")
         assert not {"swarm", "adapter"} & node.chats[-1].keys()

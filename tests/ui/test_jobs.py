@@ -233,7 +233,9 @@ def test_a_job_that_does_not_run_here_says_what_can_be_done_with_it() -> None:
     assert not any(line.startswith("next") for line in trained(TRAINING))
     paused = replace(TRAINING, status="paused", waiting="waits until this node is in reef again", losses=())
     assert trained(paused)[0] == "waiting    until this node is in reef again"
-    assert ("swarm", "reef#1a2b3c4d") in training_facts(replace(paused, swarm="reef#1a2b3c4d"), name_of)
+    assert ("swarm", "reef#1a2b3c4d1a2b3c4d1a2b") in training_facts(
+        replace(paused, swarm="reef#1a2b3c4d1a2b3c4d1a2b"), name_of
+    )
     assert text_of(loss_rows(paused, 60, 8)[0]) == "No step was made here since the node started."
     waits = replace(paused, waiting="waits for the end of the pause: this machine runs on battery")
     assert trained(waits)[0] == "waiting    for the end of the pause: this machine runs on battery"

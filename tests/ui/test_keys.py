@@ -49,7 +49,7 @@ from ui.widgets.dialogs import TextDialog
 from ui.widgets.filter_field import FilterField
 from ui.widgets.footer import FooterKey, fitting
 
-NEAR = OfferView("pond#1a2b3c4d", "a llama", FitView(8, 8), 5, nearby="lan", members=2, tokens_per_s=40.0)
+NEAR = OfferView("pond#1a2b3c4d1a2b3c4d1a2b", "a llama", FitView(8, 8), 5, nearby="lan", members=2, tokens_per_s=40.0)
 
 
 def test_a_peer_is_banned_and_comes_back() -> None:
@@ -551,15 +551,15 @@ def test_a_swarm_found_meanwhile_takes_no_other_choices_key() -> None:
         await until(app, pilot, lambda: "Begin with the small starter model" in text_of_screen(app))
         assert "about 25 tok/s" in text_of_screen(app)
         node.prospects = ProspectsView((STARTER, NEAR), None, 9 * GB, 14.0 * GB)
-        await until(app, pilot, lambda: "Join pond#1a2b3c4d" in text_of_screen(app))
+        await until(app, pilot, lambda: "Join pond#1a2b3c4d1a2b3c4d1a2b" in text_of_screen(app))
         assert "found on this network" in text_of_screen(app)
         await pilot.press("1")
-        assert (first.state.step, first.state.where) == (1, "pond#1a2b3c4d")
+        assert (first.state.step, first.state.where) == (1, "pond#1a2b3c4d1a2b3c4d1a2b")
         await pilot.press("escape", "enter")
         assert (first.state.step, first.state.create) == (1, ("home", "starter"))
         await pilot.press("escape", "1", "enter")
         await until(app, pilot, lambda: first.state.step == 2)
-        assert node.asked == ["/control/join pond#1a2b3c4d"]
+        assert node.asked == ["/control/join pond#1a2b3c4d1a2b3c4d1a2b"]
 
     driven(node, drive)
 
@@ -597,7 +597,7 @@ def test_the_first_run_stays_while_it_enters_a_swarm_and_after_that_failed() -> 
         app.store.take(EMPTY)
         first = FirstRun(app.store)
         await app.push_screen(first)
-        await until(app, pilot, lambda: "Join pond#1a2b3c4d" in text_of_screen(app))
+        await until(app, pilot, lambda: "Join pond#1a2b3c4d1a2b3c4d1a2b" in text_of_screen(app))
         first.state.step, first.state.busy = 1, "joining pond"
         app.store.take(replace(EMPTY, swarm="pond", manifest="1a2b3c4d" * 8))
         for _ in range(3):
@@ -685,7 +685,7 @@ def test_what_was_typed_in_a_first_run_over_the_chat_waits_there() -> None:
 
 
 def test_a_long_problem_of_the_first_run_is_read_to_its_end() -> None:
-    problem = "this node is already a member of home#1a2b3c4d: leave it first, or choose another name for the swarm"
+    problem = "this node is already a member of home#1a2b3c4d1a2b3c4d1a2b: leave it first, or choose another name"
     state = FirstState(problem=problem)
     state.take(ProspectsView((STARTER, NEAR), None, 9 * GB, 14.0 * GB))
     rows = first_rows(state, EMPTY, 80, 24)
@@ -757,7 +757,7 @@ def test_a_bad_invite_is_told_where_it_was_pasted_and_gets_no_tick() -> None:
         assert "✓ 1" not in text_of_screen(app)
         first.post_message(events.Paste("shoal:good"))
         await until(app, pilot, lambda: first.state.step == 1)
-        assert "✓ 1  reef#1a2b3c4d · Llama-8B · 16 GB · 3 members" in text_of_screen(app)
+        assert "✓ 1  reef#1a2b3c4d1a2b3c4d1a2b · Llama-8B · 16 GB · 3 members" in text_of_screen(app)
         assert node.asked == []  # nothing is joined yet
         await pilot.press("enter")
         await until(app, pilot, lambda: first.state.step == 2)
@@ -920,37 +920,37 @@ def test_a_search_of_the_hub_that_fails_gives_the_words_back() -> None:
 
 def test_a_saved_swarm_is_gone_to_by_one_key() -> None:
     node = ScriptedNode()
-    other = SwarmView("birds", "ff" * 32, "birds#ffffffff", private=True, joined_at_ms=1)
+    other = SwarmView("birds", "ff" * 32, "birds#ffffffffffffffffffff", private=True, joined_at_ms=1)
 
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
         await pilot.press("g")
         assert len(app.screen_stack) == 1  # there is no other
         app.store.take(replace(HEALTHY, swarms=(*HEALTHY.swarms, other)))
         await pilot.press("g")
-        await until(app, pilot, lambda: "birds#ffffffff · private" in text_of_screen(app))
+        await until(app, pilot, lambda: "birds#ffffffffffffffffffff · private" in text_of_screen(app))
         assert text_of_screen(app).count("· you are here") == 1
         await pilot.press("enter")
-        await until(app, pilot, lambda: node.asked == ["/control/join birds#ffffffff"])
+        await until(app, pilot, lambda: node.asked == ["/control/join birds#ffffffffffffffffffff"])
 
     driven(node, drive)
 
 
 def test_a_swarm_without_members_is_joined_after_a_second_question() -> None:
     node = ScriptedNode()
-    other = SwarmView("birds", "ff" * 32, "birds#ffffffff", joined_at_ms=1)
+    other = SwarmView("birds", "ff" * 32, "birds#ffffffffffffffffffff", joined_at_ms=1)
     node.dead.add(other.pinned)
 
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
         app.store.take(replace(HEALTHY, swarms=(*HEALTHY.swarms, other)))
         for answer, asked in (("escape", 1), ("enter", 3)):
             await pilot.press("g")
-            await until(app, pilot, lambda: "birds#ffffffff" in text_of_screen(app))
+            await until(app, pilot, lambda: "birds#ffffffffffffffffffff" in text_of_screen(app))
             await pilot.press("enter")
             await until(app, pilot, lambda: "no member was found. This node stays in reef. Move" in text_of_screen(app))
             assert "--force" not in text_of_screen(app)
             await pilot.press(answer)
             await until(app, pilot, lambda asked=asked: len(node.asked) == asked)  # type: ignore[misc]
-        assert set(node.asked) == {"/control/join birds#ffffffff"}
+        assert set(node.asked) == {"/control/join birds#ffffffffffffffffffff"}
 
     driven(node, drive)
 
@@ -959,7 +959,7 @@ def test_whoever_goes_to_another_swarm_is_told_what_becomes_of_this_one() -> Non
     """`join` and `create` of the palette left a swarm whose only host this node was without a word."""
     node = ScriptedNode()
     alone = tuple(peer for peer in PEERS if peer.name not in ("puffin", "skua"))
-    loss = ("This node leaves", "36:46 have no other")
+    loss = ("node leaves reading-club", "36:46 have no other")
 
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
         app.store.take(replace(HEALTHY, peers=alone, active_sessions=()))
@@ -972,7 +972,7 @@ def test_whoever_goes_to_another_swarm_is_told_what_becomes_of_this_one() -> Non
         await pilot.press("enter")
         await until(app, pilot, lambda: told("A swarm's name, or an invite"))
         await pilot.press(*"reef", "enter")
-        await until(app, pilot, lambda: told("Join reef#1a2b3c4d? Llama-8B · 16 GB · 3 members.", *loss))
+        await until(app, pilot, lambda: told("Join reef#1a2b3c4d1a2b3c4d1a2b? Llama-8B · 16 GB · 3 members.", *loss))
         await pilot.press("escape")
         await until(app, pilot, lambda: len(app.screen_stack) == 1)
         await pilot.press("ctrl+p", *"create a")
@@ -1004,19 +1004,19 @@ def test_whoever_has_to_be_let_in_first_can_wait_there() -> None:
             return answer
 
     node = Guarded()
-    other = SwarmView("birds", "ff" * 32, "birds#ffffffff", joined_at_ms=1)
+    other = SwarmView("birds", "ff" * 32, "birds#ffffffffffffffffffff", joined_at_ms=1)
 
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
         app.store.take(replace(HEALTHY, swarms=(*HEALTHY.swarms, other)))
         await pilot.press("g")
-        await until(app, pilot, lambda: "birds#ffffffff" in text_of_screen(app))
+        await until(app, pilot, lambda: "birds#ffffffffffffffffffff" in text_of_screen(app))
         await pilot.press("enter")
         await until(app, pilot, lambda: "wait there until you are let in?" in text_of_screen(app))
         assert "has to let this node in first. This node stays in reef." in text_of_screen(app)
         assert "the same command" not in text_of_screen(app)
         await pilot.press("enter")
-        await until(app, pilot, lambda: app.said[-1:] == ["birds#ffffffff: joining"])
-        assert node.asked == ["/control/join birds#ffffffff"] * 2
+        await until(app, pilot, lambda: app.said[-1:] == ["birds#ffffffffffffffffffff: joining"])
+        assert node.asked == ["/control/join birds#ffffffffffffffffffff"] * 2
 
     driven(node, drive)
 
@@ -1067,7 +1067,10 @@ def test_what_is_nearby_comes_first_and_later_finds_come_last() -> None:
         (NEAR, ["found on this network", "2 members · about 40 tok/s for you", "at most 5 B to fetch · fits now"]),
         (replace(NEAR, tokens_per_s=None, missing_block=3), ["block 3 has no holder yet"]),
         (OfferView("far#9", nearby="direct"), ["found through a peer", "not known yet", "— to fetch · fits —"]),
-        (replace(NEAR, nearby="", alone_tokens_per_s=9.2), ["Go back to pond#1a2b3c4d", "alone about 9.2 tok/s"]),
+        (
+            replace(NEAR, nearby="", alone_tokens_per_s=9.2),
+            ["Go back to pond#1a2b3c4d1a2b3c4d1a2b", "alone about 9.2 tok/s"],
+        ),
         (replace(NEAR, fit=FitView(2, 8, GB, True)), ["too large alone: 2 of 8 blocks fit"]),
     ],
 )

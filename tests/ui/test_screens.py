@@ -168,7 +168,7 @@ PROSPECTS = ProspectsView(
     (
         OfferView("starter", "SmolLM2-135M-Instruct", FitView(30, 30), 93 * 10**6, alone_tokens_per_s=25.4),
         OfferView(
-            "reading-club#1a2b3c4d",
+            "reading-club#1a2b3c4d1a2b3c4d1a2b",
             "a llama of 70.6 billion weights",
             FitView(12, 80, 150 * 10**9, True),
             140 * 10**9,
@@ -176,8 +176,8 @@ PROSPECTS = ProspectsView(
             members=14,
             tokens_per_s=4.5,
         ),
-        OfferView("birds#5e6f7a8b", "Llama-3.2-3B", FitView(20, 28, 2 * 10**9), 0, alone_tokens_per_s=9.2),
-        OfferView("far#9c0d1e2f"),
+        OfferView("birds#5e6f7a8b5e6f7a8b5e6f", "Llama-3.2-3B", FitView(20, 28, 2 * 10**9), 0, alone_tokens_per_s=9.2),
+        OfferView("far#9c0d1e2f9c0d1e2f9c0d"),
     ),
     DeviceView("cuda:0", "RTX 3060", 12 * 10**9, 4 * 10**9),
     77 * 10**9,
@@ -251,7 +251,7 @@ async def look_at_first_run(app: StillDashboard, pilot: Pilot[None], gallery: Ga
     first.state.pauses = {"pause_busy": False, "pause_on_battery": True}
     first.state.public = False
     for step in range(3):
-        first.state.step, first.state.target, first.state.trouble = step, "birds#5e6f7a8b", ""
+        first.state.step, first.state.target, first.state.trouble = step, "birds#5e6f7a8b5e6f7a8b5e6f", ""
         if step == 0:
             await settle(app, pilot)
             gallery.take(app, "first-unknown")

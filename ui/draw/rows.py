@@ -15,7 +15,7 @@ from rich.cells import cell_len, set_cell_size
 Span = tuple[str, str]
 Row = list[Span]
 UNKNOWN = "—"
-_HASH = re.compile(r"(?<![0-9A-Za-z])(?=[0-9]*[a-f])[0-9a-f]{13,}(?![0-9A-Za-z])")
+_HASH = re.compile(r"(?<![0-9A-Za-z#])(?=[0-9]*[a-f])[0-9a-f]{13,}(?![0-9A-Za-z])")
 _PROGRAMMERS = re.compile(r"\[Errno -?\d+\] |\b[A-Z][A-Za-z]+(?:Error|Exception|Failure): |\btorch\.(?=\w)")
 
 
@@ -30,7 +30,7 @@ def row(*parts: Span | str) -> Row:
 
 
 def tidy(text: str) -> str:
-    """A text of the node without what only programmers read: long hashes, error numbers and names of classes."""
+    """A text of the node without what only programmers read: error numbers, class names, and hashes other than pins."""
     return _PROGRAMMERS.sub("", _HASH.sub(lambda found: found.group()[:8], text))
 
 

@@ -166,8 +166,8 @@ def state_row(
 
 
 def swarm_label(snapshot: Snapshot | None, *, with_hash: bool = True) -> str:
-    """The swarm's name, and the first 8 digits of its manifest's hash."""
+    """The swarm's name, or with its hash the pinned name, which `shoal join` takes."""
     if snapshot is None or not snapshot.swarm:
         return ""
-    digits = f"#{snapshot.manifest[:8]}" if snapshot.manifest and with_hash else ""
-    return one_line(f"{snapshot.swarm}{digits}")
+    pinned = next((swarm.pinned for swarm in snapshot.swarms if swarm.active), snapshot.swarm)
+    return one_line(pinned if with_hash else snapshot.swarm)

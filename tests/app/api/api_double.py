@@ -52,7 +52,7 @@ from tests.app.rounds.statements import RECORD
 
 TOKEN = "a-token-that-is-long-enough"
 HASH = "ab" * 32
-SWARM = SwarmView("home", HASH, "home#abababab", active=True)
+SWARM = SwarmView("home", HASH, "home#abababababababababab", active=True)
 INVITE = InviteView("1a2b3c4d", "open", 1, 2, 1, approve=True, waiting=(GuestView("12D3guest", "guest", 1),))
 # What a reply of so many tokens at most ends with.
 FAILURES: dict[int, AppError | EngineError] = {

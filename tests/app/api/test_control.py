@@ -110,7 +110,7 @@ async def test_looking() -> None:
         [peer] = await threaded(client.get, "/control/peers")
         assert {"peer", "name", "start", "stop", "rtt_s", "link", "score", "state"} <= peer.keys()
         assert await threaded(client.get, "/control/id") == {"peer_id": "12D3me"}
-        assert (await threaded(client.get, "/control/swarms"))[0]["pinned"] == "home#abababab"
+        assert (await threaded(client.get, "/control/swarms"))[0]["pinned"] == "home#abababababababababab"
         models = models_from(await threaded(client.get, "/control/models?folder=%2Fm"))
         assert [(model.title, model.here) for model in models] == [("small", False)]
         preview = offer_from(await threaded(partial(client.post, "/control/preview", {"target": "pond"})))

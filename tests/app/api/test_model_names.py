@@ -17,10 +17,10 @@ from app.snapshot.views import Snapshot, SwarmView, VisitView
 from tests.app.api.api_double import DoubleNode, running_api
 from tests.app.api.test_openai import get, post
 
-ACTIVE = SwarmView("reef", "aa" * 32, "reef#aaaaaaaa", active=True)
-LAKE = SwarmView("lake", "bb" * 32, "lake#bbbbbbbb")
-CLUB = SwarmView("club", "cc" * 32, "club#cccccccc", private=True)
-TWIN = SwarmView("lake", "dd" * 32, "lake#dddddddd")
+ACTIVE = SwarmView("reef", "aa" * 32, "reef#aaaaaaaaaaaaaaaaaaaa", active=True)
+LAKE = SwarmView("lake", "bb" * 32, "lake#bbbbbbbbbbbbbbbbbbbb")
+CLUB = SwarmView("club", "cc" * 32, "club#cccccccccccccccccccc", private=True)
+TWIN = SwarmView("lake", "dd" * 32, "lake#dddddddddddddddddddd")
 SNAPSHOT = Snapshot("me", "serving", "", "", swarm="reef", model="Llama", swarms=(ACTIVE, LAKE, CLUB))
 
 
@@ -29,12 +29,12 @@ SNAPSHOT = Snapshot("me", "serving", "", "", swarm="reef", model="Llama", swarms
     [
         ("reef", NamedModel()),
         ("Llama", NamedModel()),
-        ("reef#aaaaaaaa", NamedModel()),
+        ("reef#aaaaaaaaaaaaaaaaaaaa", NamedModel()),
         ("reef+pond", NamedModel(None, "pond")),
-        ("lake", NamedModel("lake#bbbbbbbb")),
-        ("lake#bbbbbbbb", NamedModel("lake#bbbbbbbb")),
-        ("lake+pond", NamedModel("lake#bbbbbbbb", "pond")),
-        ("club", NamedModel("club#cccccccc")),
+        ("lake", NamedModel("lake#bbbbbbbbbbbbbbbbbbbb")),
+        ("lake#bbbbbbbbbbbbbbbbbbbb", NamedModel("lake#bbbbbbbbbbbbbbbbbbbb")),
+        ("lake+pond", NamedModel("lake#bbbbbbbbbbbbbbbbbbbb", "pond")),
+        ("club", NamedModel("club#cccccccccccccccccccc")),
     ],
 )
 def test_a_name_is_that_of_a_swarm(wanted: str, expected: NamedModel) -> None:
@@ -44,7 +44,7 @@ def test_a_name_is_that_of_a_swarm(wanted: str, expected: NamedModel) -> None:
     assert (asked.swarm, asked.adapter) == (expected.swarm, expected.adapter)
 
 
-@pytest.mark.parametrize("wanted", ["", "+", "lake+", "+pond", "gpt-9", "nowhere+pond", "lake#cccccccc"])
+@pytest.mark.parametrize("wanted", ["", "+", "lake+", "+pond", "gpt-9", "nowhere+pond", "lake#cccccccccccccccccccc"])
 def test_an_unknown_name_is_refused_with_those_that_there_are(wanted: str) -> None:
     with owned_by("token"), pytest.raises(OpenAIError, match="'reef', 'lake', 'club'") as refused:
         named_model(SNAPSHOT, wanted)
@@ -55,7 +55,7 @@ def test_programs_with_keys_are_not_offered_private_swarms() -> None:
     for owner in ("", "a key's hash"):
         with owned_by(owner):
             assert list(other_swarms(SNAPSHOT)) == ["lake"]
-            for wanted in ("club", "club#cccccccc", "club+pond"):
+            for wanted in ("club", "club#cccccccccccccccccccc", "club+pond"):
                 with pytest.raises(OpenAIError, match="unknown model") as refused:
                     named_model(SNAPSHOT, wanted)
                 assert "'club'" not in str(refused.value).split("serves")[1], "nor told of them"
@@ -64,19 +64,19 @@ def test_programs_with_keys_are_not_offered_private_swarms() -> None:
 def test_two_swarms_of_one_name_are_told_apart_by_their_models() -> None:
     with owned_by("token"):
         twins = replace(SNAPSHOT, swarms=(ACTIVE, LAKE, TWIN))
-        assert list(other_swarms(twins)) == ["lake#bbbbbbbb", "lake#dddddddd"]
+        assert list(other_swarms(twins)) == ["lake#bbbbbbbbbbbbbbbbbbbb", "lake#dddddddddddddddddddd"]
         with pytest.raises(OpenAIError):
             named_model(twins, "lake")
-        namesake = replace(LAKE, name="reef", pinned="reef#bbbbbbbb")
+        namesake = replace(LAKE, name="reef", pinned="reef#bbbbbbbbbbbbbbbbbbbb")
         same = replace(SNAPSHOT, swarms=(ACTIVE, namesake))
-        assert list(other_swarms(same)) == ["reef#bbbbbbbb"]
+        assert list(other_swarms(same)) == ["reef#bbbbbbbbbbbbbbbbbbbb"]
         assert named_model(same, "reef") == NamedModel(), "the active one"
 
 
 def test_without_an_active_swarm_others_can_be_asked() -> None:
     with owned_by("token"):
         idle = replace(SNAPSHOT, swarm=None, model="", swarms=(LAKE,))
-        assert named_model(idle, "lake") == NamedModel("lake#bbbbbbbb")
+        assert named_model(idle, "lake") == NamedModel("lake#bbbbbbbbbbbbbbbbbbbb")
         with pytest.raises(OpenAIError, match="in no swarm") as refused:
             named_model(replace(idle, swarms=()), "lake")
         assert refused.value.status == 503
@@ -131,9 +131,9 @@ async def test_every_family_lists_other_swarms_and_asks_in_them() -> None:
         counted = await post(client, "/v1/messages/count_tokens", {"model": "lake", "messages": message})
         assert counted.status_code == 200
         assert node.counted is not None
-        assert node.counted.swarm == "lake#bbbbbbbb"
+        assert node.counted.swarm == "lake#bbbbbbbbbbbbbbbbbbbb"
     requests = [entry[1] for entry in node.asked if isinstance(entry[1], ReplyRequest)]
-    assert [(request.swarm, request.owner) for request in requests] == [("lake#bbbbbbbb", "token")] * 6
+    assert [(request.swarm, request.owner) for request in requests] == [("lake#bbbbbbbbbbbbbbbbbbbb", "token")] * 6
 
 
 async def test_a_key_asks_in_public_swarms_alone(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ async def test_what_is_asked_reaches_the_node() -> None:
     node = DoubleNode()
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
     asked = {
-        "model": "home#abababab",
+        "model": "home#abababababababababab",
         "messages": [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}],
         "max_completion_tokens": 9,
         "temperature": 0,

@@ -118,9 +118,9 @@ def test_bash_completes_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     assert app.cli.main(["join", str(Invite("reef", "ab" * 32, (), None)), "--home", str(tmp_path / "home")]) == 0
-    assert bash_completes("shoal", "leave", "re") == {"reef#abababab"}
-    assert bash_completes("shoal", "join", "re") == {"reef#abababab"}
-    assert bash_completes("shoal", "chat", "--swarm", "re") == {"reef#abababab"}
+    assert bash_completes("shoal", "leave", "re") == {"reef#abababababababababab"}
+    assert bash_completes("shoal", "join", "re") == {"reef#abababababababababab"}
+    assert bash_completes("shoal", "chat", "--swarm", "re") == {"reef#abababababababababab"}
     assert bash_completes("shoal", "join", "bi") == {"bin"}  # or a file with an invite
     assert bash_completes("shoal", "create", "x", "--model", "st") == {"starter"}
     assert bash_completes("shoal", "config", "get", "max_v") == {"max_vram"}

@@ -213,7 +213,7 @@ def test_joining_shows_how_far_the_weights_are(capsys: pytest.CaptureFixture[str
         def snapshot(self) -> Snapshot:
             return next(looks)
 
-    outcome = {"state": "fetching", "reason": "", "swarm": {"pinned": "home#1a2b3c4d"}}
+    outcome = {"state": "fetching", "reason": "", "swarm": {"pinned": "home#1a2b3c4d1a2b3c4d1a2b"}}
     assert swarms.while_fetching(cast(Client, Node()), outcome)["state"] == "serving"
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(",")[0] for line in lines] == ["weights from members: 0%", "weights from members: 50%"]
@@ -229,7 +229,7 @@ def test_joining_as_a_client_shows_how_far_the_ends_are(capsys: pytest.CaptureFi
         def snapshot(self) -> Snapshot:
             return next(looks)
 
-    outcome = {"state": "client", "reason": "", "swarm": {"pinned": "home#1a2b3c4d"}}
+    outcome = {"state": "client", "reason": "", "swarm": {"pinned": "home#1a2b3c4d1a2b3c4d1a2b"}}
     assert swarms.while_fetching(cast(Client, Node()), outcome)["state"] == "client"
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(",")[0] for line in lines] == ["weights from members: 0%", "weights from members: 50%"]

@@ -194,7 +194,7 @@ def test_a_running_nodes_swarm(node: RunningNode, capsys: pytest.CaptureFixture[
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> RunningNode:
     """A running node that knows a faster swarm with the same model, one with another, and an incomplete one."""
-    known = RunningNode(LAGOON, replace(LAGOON, target="other#ffffffff", tokens_per_s=900.0))
+    known = RunningNode(LAGOON, replace(LAGOON, target="other#ffffffffffffffffffff", tokens_per_s=900.0))
     monkeypatch.setattr("app.api.client.running_client", lambda home: known)
     monkeypatch.setattr("app.api.client.client_of", lambda home: known)
     monkeypatch.setattr(plan, "this_machine", lambda home, snapshot, model, task: HERE)

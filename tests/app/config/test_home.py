@@ -211,7 +211,7 @@ def test_leaving_forgets_one_swarm_alone() -> None:
 def test_names_and_pins_find_what_is_remembered() -> None:
     known = SavedSwarms().joined(swarm()).joined(swarm(model=OTHER)).joined(swarm("cellar"))
     assert known.matching(SwarmName("attic")) == (swarm(), swarm(model=OTHER))
-    assert known.matching(SwarmName("attic", "ffee0011")) == (swarm(model=OTHER),)
+    assert known.matching(SwarmName("attic", OTHER[:20])) == (swarm(model=OTHER),)
     assert known.matching(SwarmName("roof")) == ()
 
 

@@ -11,7 +11,7 @@ from trio.testing import MockClock
 
 from app.core.pieces import at_once
 from app.core.span import Span
-from app.joining.nearby import MAX_SWARMS, ExpectedSpeed, NearbySwarms, expectation_of
+from app.joining.nearby import MAX_SWARMS_TOLD, ExpectedSpeed, NearbySwarms, expectation_of
 from app.manifest.importing import hash_source
 from app.manifest.manifest import Manifest
 from app.membership import QueryService, wire
@@ -112,7 +112,7 @@ async def test_a_strangers_long_manifest_is_not_read(
 
 
 async def test_liars_and_the_silent_cost_little(autojump_clock: MockClock) -> None:
-    many = [sign_record(CREATOR, f"name-{n}", "ab" * 32, now_ms=NOW_MS).raw for n in range(3 * MAX_SWARMS)]
+    many = [sign_record(CREATOR, f"name-{n}", "ab" * 32, now_ms=NOW_MS).raw for n in range(9 * MAX_SWARMS_TOLD)]
 
     async def lie(peer: str, body: bytes) -> bytes:
         return wire.pack(many)
@@ -133,7 +133,7 @@ async def test_liars_and_the_silent_cost_little(autojump_clock: MockClock) -> No
             await sim.fabric.dial(looker, name)
         began = trio.current_time()
         found = await NearbySwarms(wall_clock).look(looker)
-        assert len(found) == MAX_SWARMS
+        assert len(found) == MAX_SWARMS_TOLD
         assert trio.current_time() - began < 5.0
 
 

@@ -91,7 +91,7 @@ async def test_two_swarms_of_one_name_are_a_conflict_and_a_pin_settles_it(autoju
             await resolve_swarm(asker, ATTIC, via=["a", "b"], wall_clock=wall_clock)
         assert str(RECORD) in str(conflict.value)
         assert str(OTHER) in str(conflict.value)
-        pinned = SwarmName("attic", OTHER_MODEL[:8])
+        pinned = SwarmName("attic", OTHER_MODEL[:20])
         assert (await resolve_swarm(asker, pinned, via=["a", "b"], wall_clock=wall_clock)).record == OTHER
 
 

@@ -198,7 +198,7 @@ async def test_an_invite_says_where_it_leads_before_it_is_taken(tmp_path: Path, 
         assert not network._seeker.is_sticky(a.snapshot().peer_id), "an invite that was looked at is dialled for ever"
         with pytest.raises(UsageError, match="mistyped"):
             await b.preview("shoal:notaninvite", None, None)
-        for name in ("Bad Name", "", "a#1a2b3c4d", "x" * 80):
+        for name in ("Bad Name", "", "a#1a2b3c4d1a2b3c4d1a2b", "x" * 80):
             with pytest.raises(UsageError):
                 await b.preview(None, name, None)
 
@@ -569,12 +569,12 @@ async def test_training_jobs_are_left_and_removed_without_a_swarm(tmp_path: Path
     node = Node(home, load_config(home.config_file, {}).with_flags(QUIET), tmp_path)
     store = TrainStore(home)
     job = store.create(sign_training(PEOPLE[0], replace(RECORD, created_ms=wall_ms())), {})
-    store.save_facts(job, {**store.facts(job), "status": "running", "swarm": "reef#1a2b3c4d"})
+    store.save_facts(job, {**store.facts(job), "status": "running", "swarm": "reef#1a2b3c4d1a2b3c4d1a2b"})
     (found,) = trainings_from(await node.trainings())
     assert (found.swarm, found.waiting.split(";")[0]) == (
-        "reef#1a2b3c4d", "waits until this node is in reef#1a2b3c4d again"
+        "reef#1a2b3c4d1a2b3c4d1a2b", "waits until this node is in reef#1a2b3c4d1a2b3c4d1a2b again"
     )  # fmt: skip
-    with pytest.raises(AppError, match="fish is a training job of the swarm reef#1a2b3c4d"):
+    with pytest.raises(AppError, match="fish is a training job of the swarm reef#1a2b3c4d1a2b3c4d1a2b"):
         await node.join_training("fish")
     with pytest.raises(AppError, match="has not joined a swarm"):
         await node.join_training("cod")

@@ -24,7 +24,7 @@ LLAMA, QWEN = "1a2b3c4d" + "0" * 56, "ffee0011" + "0" * 56
         ("attic", "attic", None),
         (" Attic ", "attic", None),
         ("a", "a", None),
-        ("my-swarm_2.0#1A2B3C4D", "my-swarm_2.0", "1a2b3c4d"),
+        ("my-swarm_2.0#" + LLAMA[:20].upper(), "my-swarm_2.0", LLAMA[:20]),
         ("x#" + LLAMA, "x", LLAMA),
     ],
 )
@@ -36,7 +36,22 @@ def test_names_that_are_read(text: str, name: str, pin: str | None) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "-a", ".a", "a b", "a/b", "é", "a" * 64, "a#", "a#123", "a#1a2b3c4g", "a#" + "0" * 65, "a#1#2", "\u0430"],
+    [
+        "",
+        "-a",
+        ".a",
+        "a b",
+        "a/b",
+        "é",
+        "a" * 64,
+        "a#",
+        "a#123",
+        "a#1a2b3c4d",
+        "a#" + "g" * 20,
+        "a#" + "0" * 65,
+        "a#1#2",
+        "\u0430",
+    ],
 )
 def test_names_that_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
@@ -53,10 +68,10 @@ def test_any_text_is_a_name_or_a_usage_error(text: str) -> None:
 
 
 def test_pins_have_as_many_digits_as_they_need() -> None:
-    near = LLAMA[:10] + "f" * 54
-    assert pinned("a", LLAMA) == "a#1a2b3c4d"
-    assert pinned("a", LLAMA, (LLAMA, QWEN)) == "a#1a2b3c4d"
-    assert pinned("a", LLAMA, (LLAMA, near)) == "a#" + LLAMA[:11]
+    near = LLAMA[:24] + "f" * 40
+    assert pinned("a", LLAMA) == "a#" + LLAMA[:20]
+    assert pinned("a", LLAMA, (LLAMA, QWEN)) == "a#" + LLAMA[:20]
+    assert pinned("a", LLAMA, (LLAMA, near)) == "a#" + LLAMA[:25]
 
 
 @pytest.mark.parametrize("text", ["", "3", "5:5", "5:3", "-1:3", "0:4097", "a:b", "1:2:3", "0:99999"])
@@ -88,8 +103,8 @@ def test_nobody_knows_it() -> None:
     for heard in ({}, {"p": [record(LLAMA, name="other")]}):
         with pytest.raises(UnknownSwarm, match=r"swarm attic: check the name, or ask a member for an invite"):
             resolve(SwarmName("attic"), heard).one()
-    with pytest.raises(UnknownSwarm, match="attic#ffee0011"):
-        resolve(SwarmName("attic", "ffee0011"), {"p": [record(LLAMA)]}).one()
+    with pytest.raises(UnknownSwarm, match="attic#ffee0011000000000000:"):
+        resolve(SwarmName("attic", QWEN), {"p": [record(LLAMA)]}).one()
 
 
 def test_two_models_under_one_name_are_refused_with_a_list() -> None:
@@ -97,16 +112,18 @@ def test_two_models_under_one_name_are_refused_with_a_list() -> None:
     with pytest.raises(NameConflict) as refusal:
         resolve(SwarmName("attic"), heard).one()
     assert str(refusal.value) == (
-        f"several swarms are called attic; join one of: attic#1a2b3c4d (by {ALICE.peer_id}, 2 members), "
-        f"attic#ffee0011 (by {BOB.peer_id}, 1 member)"
+        f"several swarms are called attic; join one of: attic#{LLAMA[:20]} (by {ALICE.peer_id}, 2 members), "
+        f"attic#{QWEN[:20]} (by {BOB.peer_id}, 1 member)"
     )
-    assert resolve(SwarmName("attic", "ffee0011"), heard).one().model_hash == QWEN
+    assert resolve(SwarmName("attic", QWEN[:20]), heard).one().model_hash == QWEN
 
 
-def test_a_pin_that_somebody_ground_out_is_a_conflict_too() -> None:
-    twin = LLAMA[:8] + "f" * 56
-    with pytest.raises(NameConflict, match=r"attic#1a2b3c4d0.*attic#1a2b3c4df"):
-        resolve(SwarmName("attic", "1a2b3c4d"), {"p": [record(LLAMA), record(twin, BOB)]}).one()
+def test_two_hashes_that_fit_a_pin_are_a_conflict_and_of_one_peer_the_first_counts() -> None:
+    twins = [record(LLAMA[:20] + digit * 44, BOB) for digit in "ef"]
+    wanted = SwarmName("attic", LLAMA[:20])
+    with pytest.raises(NameConflict, match=rf"attic#{LLAMA[:20]}0.*attic#{LLAMA[:20]}e") as refusal:
+        resolve(wanted, {"p": [record(LLAMA)], "q": twins}).one()
+    assert "0f" not in str(refusal.value)
 
 
 def test_a_flood_of_records_makes_a_short_list() -> None:

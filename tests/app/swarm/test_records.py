@@ -308,7 +308,7 @@ def test_a_swarm_record_comes_back_for_ever() -> None:
     assert again == record
     assert (again.creator, again.created_ms, again.private) == (ALICE.peer_id, NOW, True)
     assert again.settings == {"kv": 5, "hint": "é", "x": True}
-    assert str(again) == "attic#1a2b3c4d"
+    assert str(again) == "attic#1a2b3c4d1a2b3c4d1a2b"
     assert again.id == SWARM
 
 
