@@ -400,6 +400,7 @@ ROWS: dict[str, tuple[float, ...]] = {
         server.IDLE_S,
         server.SEND_S,
     ),
+    "WebSockets of `shoal web`": (server.MAX_MESSAGE_CHARS, server.MAX_FRAMES_PER_S),
     "requests to the API under way": (places.MAX_REQUESTS, places.OWN_REQUESTS),
     "peers from the local network (mDNS)": (seeker.MAX_NEIGHBOURS,),
     "schemas and grammars of requests": (
