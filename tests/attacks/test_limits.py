@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from app.api import places, response_store, server
+from app.api import bodies, places, response_store, server
+from app.api import guard as api_guard
 from app.asker import recovery, reply_service, route_session
 from app.config.settings import Settings
 from app.joining import admission
@@ -403,6 +404,12 @@ ROWS: dict[str, tuple[float, ...]] = {
     "WebSockets of `shoal web`": (server.MAX_MESSAGE_CHARS, server.MAX_FRAMES_PER_S),
     "requests to the API under way": (places.MAX_REQUESTS, places.OWN_REQUESTS),
     "peers from the local network (mDNS)": (seeker.MAX_NEIGHBOURS,),
+    "bodies of requests to the API": (
+        api_guard.MAX_BODY_BYTES / MIB,
+        bodies.MAX_PARTS,
+        bodies.LONG_BYTES / KIB,
+        bodies.AT_ONCE,
+    ),
     "schemas and grammars of requests": (
         constraint.MAX_CHARS,
         constraint.TRUSTED_CHARS,
