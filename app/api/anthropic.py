@@ -10,6 +10,7 @@ import secrets
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Response
@@ -17,12 +18,13 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from app.api.bodies import BodyRoute
 from app.api.control import Control
 from app.api.error_forms import ANTHROPIC_PATH, body_for, response_for
 from app.api.model_names import named_model
 from app.api.openai_errors import status_and_reason
 from app.api.openai_fields import MAX_TOOLS, Listed, seed_of, tool_of, tool_use
-from app.api.replies import WholeReply, ignored_fields, ignored_header, metered_reply, whole_reply
+from app.api.replies import WholeReply, converted, metered_reply, whole_reply
 from app.api.streaming import EventStream, StreamForm
 from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
 from app.asker.reply_service import ReplyRequest
@@ -129,9 +131,10 @@ class CountTokensRequest(_Body):
 
     @model_validator(mode="after")
     def _check_tools(self) -> CountTokensRequest:
-        self.tool_use()
+        _ = self.tool_use
         return self
 
+    @cached_property
     def tool_use(self) -> ToolUse | None:
         """Return the tools and how they may be called; None if there is nothing to call."""
         found = self.tools or ()
@@ -147,7 +150,7 @@ class CountTokensRequest(_Body):
 
     def request(self) -> ReplyRequest:
         """Convert to the node's own request."""
-        return ReplyRequest(messages=self.conversation(), tools=self.tool_use(), is_read=True)
+        return ReplyRequest(messages=self.conversation(), tools=self.tool_use, is_read=True)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -212,13 +215,13 @@ def _messages(message: AnthropicMessage) -> Iterator[dict[str, Any]]:
 
 def routes(control: Control) -> APIRouter:
     """Return the routes under `/v1/messages`."""
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.post("", response_class=Response)
     async def messages(asked: MessagesRequest) -> Response:
         """A reply to a conversation, in Anthropic's form."""
-        request = named_model(control.snapshot(), asked.model).asked_by(asked.request())
-        headers = ignored_header(ignored_fields(asked))
+        request, headers = await converted(asked)
+        request = named_model(control.snapshot(), asked.model).asked_by(request)
         if asked.stream:
             return EventStream(_events(control, asked, request), "text/event-stream", _failed, headers, _STREAM)
         return EventStream(_whole(control, asked, request), "application/json", _failed, headers)
@@ -226,9 +229,9 @@ def routes(control: Control) -> APIRouter:
     @router.post("/count_tokens")
     async def count_tokens(asked: CountTokensRequest) -> JSONResponse:
         """The number of tokens of a conversation, in Anthropic's form."""
-        request = named_model(control.snapshot(), asked.model).asked_by(asked.request())
-        tokens = await control.tokenize(request)
-        return JSONResponse({"input_tokens": len(tokens)}, headers=ignored_header(ignored_fields(asked)))
+        request, headers = await converted(asked)
+        tokens = await control.tokenize(named_model(control.snapshot(), asked.model).asked_by(request))
+        return JSONResponse({"input_tokens": len(tokens)}, headers=headers)
 
     return router
 

@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from app.api import error_forms, openai_errors
+from app.api.bodies import WrongBody
 from app.core.errors import (
     AlreadyRunning,
     AppError,
@@ -52,7 +53,8 @@ def install(application: FastAPI) -> None:
     """Register handlers that answer every exception of a route in this form."""
     for base in (AppError, P2PError, EngineError):
         application.add_exception_handler(base, _ours)
-    application.add_exception_handler(RequestValidationError, _invalid)
+    for wrong in (RequestValidationError, WrongBody):
+        application.add_exception_handler(wrong, _invalid)
     application.add_exception_handler(HTTPException, _http)
     application.add_exception_handler(Exception, _internal)
 
@@ -78,7 +80,7 @@ async def _ours(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
+    assert isinstance(error, RequestValidationError | WrongBody)
     why, param = openai_errors.invalid_reason(error.errors())
     return error_forms.failure_for(request.url.path, 400, why, param=param)
 

@@ -11,18 +11,20 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from app.api.bodies import BodyRoute
 from app.api.control import Control
 from app.api.error_forms import OLLAMA_PREFIX, body_for, response_for
 from app.api.model_names import NamedModel, named_model, other_swarms
 from app.api.openai_errors import status_and_reason
 from app.api.openai_fields import MAX_TOOLS, Listed, ToolDefinition, seed_of, tool_of, tool_use
-from app.api.replies import WholeReply, ignored_fields, ignored_header, metered_reply, whole_reply
+from app.api.replies import WholeReply, converted, metered_reply, whole_reply
 from app.api.streaming import EventStream, StreamForm
 from app.asker.asker import USUAL_TOKENS
 from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
@@ -134,9 +136,10 @@ class OllamaChat(_GenerateBody):
 
     @model_validator(mode="after")
     def _check_tools(self) -> OllamaChat:
-        self.tool_use()
+        _ = self.tool_use
         return self
 
+    @cached_property
     def tool_use(self) -> ToolUse | None:
         """Return the tools, which the model may call as it likes; None if there are none."""
         found = [one.function for one in self.tools or ()]
@@ -160,7 +163,7 @@ class OllamaChat(_GenerateBody):
             if message.thinking:
                 made["reasoning_content"] = message.thinking
             messages.append(made)
-        return ReplyRequest(messages=tuple(messages), tools=self.tool_use(), is_read=True, **self.settings())
+        return ReplyRequest(messages=tuple(messages), tools=self.tool_use, is_read=True, **self.settings())
 
 
 class OllamaGenerate(_GenerateBody):
@@ -208,7 +211,7 @@ class ShowRequest(_Body):
 
 def routes(control: Control, version: str) -> APIRouter:
     """Return the routes under `/api`."""
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.get("/version")
     async def ollama_version() -> dict[str, str]:
@@ -239,12 +242,12 @@ def routes(control: Control, version: str) -> APIRouter:
     @router.post("/chat", response_class=Response)
     async def chat(asked: OllamaChat) -> Response:
         """A reply to a conversation, in Ollama's form."""
-        return _answer(control, asked)
+        return await _answer(control, asked)
 
     @router.post("/generate", response_class=Response)
     async def generate(asked: OllamaGenerate) -> Response:
         """The continuation of a text, in Ollama's form."""
-        return _answer(control, asked)
+        return await _answer(control, asked)
 
     return router
 
@@ -264,10 +267,10 @@ def _about(swarm: SwarmView) -> dict[str, Any]:
     return {"modified_at": at, "size": 0, "digest": swarm.manifest, "details": details}
 
 
-def _answer(control: Control, asked: OllamaChat | OllamaGenerate) -> Response:
-    request = _named(control.snapshot(), asked.model).asked_by(asked.request())
+async def _answer(control: Control, asked: OllamaChat | OllamaGenerate) -> Response:
+    request, headers = await converted(asked)
+    request = _named(control.snapshot(), asked.model).asked_by(request)
     form = _Form(asked.model, isinstance(asked, OllamaChat))
-    headers = ignored_header(ignored_fields(asked))
     if asked.is_empty:
         return Response(form.loaded(), media_type="application/json", headers=headers)
     events = metered_reply(control, request)

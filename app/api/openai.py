@@ -23,6 +23,7 @@ from typing import Any
 import trio
 from fastapi import APIRouter, Response
 
+from app.api.bodies import BodyRoute, aside
 from app.api.control import Control
 from app.api.keys import count_tokens, current_owner
 from app.api.model_names import check_active, named_model, other_swarms
@@ -32,7 +33,7 @@ from app.api.openai_fields import (
     EmbeddingsRequest,
     TextCompletion,
 )
-from app.api.replies import WholeReply, ignored_fields, ignored_header, metered_reply, side_by_side
+from app.api.replies import WholeReply, converted, metered_reply, side_by_side, unread_header
 from app.api.streaming import EventStream, StreamForm, comment
 from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
 from app.asker.reply_service import ReplyRequest
@@ -47,7 +48,7 @@ PIECE_ITEMS = 32  # of a list: the probabilities of so many tokens take 6 ms
 
 def routes(control: Control) -> APIRouter:
     """Return the routes under `/v1`."""
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.get("/models")
     async def models() -> dict[str, Any]:
@@ -78,19 +79,19 @@ def routes(control: Control) -> APIRouter:
     @router.post("/chat/completions", response_class=Response)
     async def chat_completions(asked: ChatCompletion) -> Response:
         """A reply to a conversation, in OpenAI's form."""
-        return _answer(control, asked, asked.request())
+        return _answer(control, asked, *await converted(asked))
 
     @router.post("/completions", response_class=Response)
     async def completions(asked: TextCompletion) -> Response:
         """The continuation of a text, in OpenAI's form."""
-        return _answer(control, asked, asked.request())
+        return _answer(control, asked, *await converted(asked))
 
     @router.post("/embeddings", response_class=Response)
     async def embeddings(asked: EmbeddingsRequest) -> Response:
         """Embeddings of texts: the mean of the last block's outputs, scaled to length 1."""
         check_active(control.snapshot(), asked.model)
         data, count = [], 0
-        for index, prompt in enumerate(asked.prompts()):
+        for index, prompt in enumerate(await aside(asked.prompts)):
             vector, tokens = await control.embed(prompt, current_owner())
             count_tokens(tokens)
             count += tokens
@@ -98,7 +99,7 @@ def routes(control: Control) -> APIRouter:
             data.append(json.dumps(one, allow_nan=False))  # all at once take seconds, in which no token would be sent
         rest = json.dumps({"model": asked.model, "usage": {"prompt_tokens": count, "total_tokens": count}})
         answer = f'{{"object": "list", "data": [{", ".join(data)}], {rest[1:]}'
-        return Response(answer, media_type="application/json", headers=ignored_header(ignored_fields(asked)))
+        return Response(answer, media_type="application/json", headers=await aside(unread_header, asked))
 
     return router
 
@@ -109,11 +110,10 @@ def _encoded(vector: Sequence[float], form: str | None) -> list[float] | str:
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
-def _answer(control: Control, asked: ChatCompletion | TextCompletion, request: ReplyRequest) -> Response:
+def _answer(control: Control, asked: Asked, request: ReplyRequest, headers: dict[str, str]) -> Response:
     snapshot = control.snapshot()
     request = named_model(snapshot, asked.model).asked_by(request)
     form = _Chat.begin(snapshot, asked) if isinstance(asked, ChatCompletion) else _Text.begin(snapshot, asked)
-    headers = ignored_header(ignored_fields(asked))
     if asked.stream:
         chunks = _events(control, request, form, asked)
         return EventStream(chunks, "text/event-stream", response_to, headers, _STREAM)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from app.api.bodies import has_too_many_parts
 from app.asker.asker import USUAL_TOKENS
 from app.asker.reply_service import ReplyRequest
 from app.routing.route import MAX_PRIVATE_BLOCKS
@@ -85,6 +87,8 @@ class FunctionCall(_OpenAIBody):
     @field_validator("arguments")
     @classmethod
     def _check_json(cls, text: str) -> str:
+        if has_too_many_parts(text):
+            raise PydanticCustomError("arguments", "arguments have too many objects and lists")
         try:
             value = json.loads(text or "{}")
         except (ValueError, RecursionError):
@@ -294,11 +298,12 @@ class _CompletionBody(_OpenAIBody):
 
     @model_validator(mode="after")
     def _check_one_constraint(self) -> _CompletionBody:
-        if len(fields := [one.field for one in self._constraints()]) > 1:
+        if len(fields := [one.field for one in self.constraints]) > 1:
             raise PydanticCustomError("constraints", "only one of {fields} can be used", {"fields": ", ".join(fields)})
         return self
 
-    def _constraints(self) -> list[Constraint]:
+    @cached_property
+    def constraints(self) -> list[Constraint]:
         """Return what the fields about the reply's form ask for."""
         asked, other = self.response_format, self.structured_outputs
         found: list[tuple[ConstraintKind, Any, str]] = [
@@ -348,7 +353,7 @@ class _CompletionBody(_OpenAIBody):
             "seed": seed_of(self.seed),
             "stop": tuple(stop),
             "private_blocks": self.private_blocks,
-            "constraint": next(iter(self._constraints()), None),
+            "constraint": next(iter(self.constraints), None),
             "logprobs": self.top_count,
             "logit_bias": tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
         }
@@ -384,9 +389,10 @@ class ChatCompletion(_CompletionBody):
             raise PydanticCustomError("limits", "max_tokens and max_completion_tokens contradict each other")
         if self.top_logprobs is not None and not self.logprobs:
             raise PydanticCustomError("logprobs", "top_logprobs needs logprobs to be true")
-        self.tool_use()
+        _ = self.tool_use
         return self
 
+    @cached_property
     def tool_use(self) -> ToolUse | None:
         """Return the tools and how they may be called; None if there is nothing to call."""
         found = [one.function for one in self.tools or ()]
@@ -409,7 +415,7 @@ class ChatCompletion(_CompletionBody):
         """Convert to the node's own request."""
         return ReplyRequest(
             messages=tuple(message.message() for message in self.messages),
-            tools=self.tool_use(),
+            tools=self.tool_use,
             is_read=True,
             template_variables=self.chat_template_kwargs or {},
             **self.settings(),

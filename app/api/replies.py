@@ -6,13 +6,14 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import trio
 from pydantic import BaseModel
 
+from app.api.bodies import aside
 from app.api.control import Control
-from app.api.keys import current_owner, metered
+from app.api.keys import CHARS_PER_TOKEN, current_owner, metered
 from app.asker.reply import ReplyDone, ReplyEvent, ReplyStats, ReplyText
 from app.asker.reply_service import ReplyRequest
 from engine.text.output_form import CallPiece, ReplyPart, SaidText, ThoughtText, TokenLogprob
@@ -75,8 +76,12 @@ class WholeReply:
 
 def metered_reply(control: Control, request: ReplyRequest) -> Events:
     """Return the events of a reply, which takes its turn and whose tokens count for the key of the present request."""
-    text = request.prompt if request.prompt is not None else [message.get("content") for message in request.messages]
-    chars = len(text) if isinstance(text, str) else sum(len(one) if isinstance(one, str) else 4 for one in text)
+    prompt = request.prompt
+    if prompt is None:
+        texts = (message.get("content") for message in request.messages)
+        chars = sum(len(text) if isinstance(text, str) else CHARS_PER_TOKEN for text in texts)
+    else:
+        chars = len(prompt) if isinstance(prompt, str) else len(prompt) * CHARS_PER_TOKEN
     return metered(control.reply(replace(request, owner=current_owner())), chars)
 
 
@@ -117,6 +122,23 @@ async def side_by_side(all_events: Sequence[Events]) -> list[WholeReply]:
 def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
     first = group.exceptions[0]
     return _first_of(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+class Asking(Protocol):
+    """The body of a request for a reply."""
+
+    def request(self) -> ReplyRequest:
+        """Convert to the node's own request."""
+
+
+async def converted(body: Asking) -> tuple[ReplyRequest, dict[str, str]]:
+    """Return the node's own request, and the response header that names fields without effect."""
+    return await aside(lambda: (body.request(), unread_header(body)))
+
+
+def unread_header(body: Any) -> dict[str, str]:
+    """Return the response header that names the fields of a body that nothing reads."""
+    return ignored_header(ignored_fields(body))
 
 
 def ignored_fields(body: BaseModel) -> list[str]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal
 
 import trio
@@ -21,6 +21,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from app.api.bodies import BodyRoute, aside
 from app.api.control import Control
 from app.api.keys import current_owner
 from app.api.model_names import named_model
@@ -166,9 +167,10 @@ class ResponsesRequest(_Body):
 
     @model_validator(mode="after")
     def _check_tools(self) -> ResponsesRequest:
-        self.tool_use()
+        _ = self.tool_use
         return self
 
+    @cached_property
     def tool_use(self) -> ToolUse | None:
         """Return the tools and how they may be called; None if there is nothing to call."""
         found = [tool for tool in self.tools if isinstance(tool, ResponseTool)]
@@ -176,6 +178,11 @@ class ResponsesRequest(_Body):
         choice = self.tool_choice or "auto"
         wanted = f"={choice.name}" if isinstance(choice, NamedResponseTool) else choice
         return tool_use(tools, wanted, parallel=self.parallel_tool_calls is not False)
+
+    @cached_property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """The tools as the response repeats them."""
+        return [tool.model_dump() for tool in self.tools]
 
     def left_out(self) -> list[str]:
         """Name the tools that the model cannot call."""
@@ -200,7 +207,7 @@ class ResponsesRequest(_Body):
             top_p=self.top_p or 1.0,
             seed=seed_of(None),
             constraint=self.constraint(),
-            tools=self.tool_use(),
+            tools=self.tool_use,
             is_read=True,
         )
 
@@ -228,7 +235,7 @@ def _text(content: str | list[ContentPart] | None) -> str:
 
 def routes(control: Control, store: ResponseStore) -> APIRouter:
     """Return the routes under `/v1/responses`."""
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.post("", response_class=Response)
     async def create(asked: ResponsesRequest) -> Response:
@@ -236,9 +243,8 @@ def routes(control: Control, store: ResponseStore) -> APIRouter:
         model = named_model(control.snapshot(), asked.model)
         owner = current_owner()
         before = await _kept(store, owner, asked.previous_response_id)
-        request = model.asked_by(asked.request(before))
-        answer = _Answer(control, store, owner, asked, request, before)
-        headers = ignored_header([*ignored_fields(asked), *asked.left_out()])
+        converted, headers = await aside(_converted, asked, before)
+        answer = _Answer(control, store, owner, asked, model.asked_by(converted), before)
         if asked.stream:
             stream = StreamForm(alive=comment, error=answer.failed)
             return EventStream(answer.events(), "text/event-stream", response_to, headers, stream)
@@ -260,6 +266,12 @@ def routes(control: Control, store: ResponseStore) -> APIRouter:
         return {"id": response_id, "object": "response", "deleted": True}
 
     return router
+
+
+def _converted(asked: ResponsesRequest, before: list[dict[str, Any]]) -> tuple[ReplyRequest, dict[str, str]]:
+    """Return the node's own request, and the response header that names fields without effect."""
+    _ = asked.shown_tools  # here, where it keeps nobody waiting
+    return asked.request(before), ignored_header([*ignored_fields(asked), *asked.left_out()])
 
 
 async def _kept(store: ResponseStore, owner: str, response_id: str | None) -> list[dict[str, Any]]:
@@ -319,7 +331,7 @@ class _Answer:
             "temperature": self.request.temperature,
             "text": {"format": {"type": "text"}, **text},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [tool.model_dump() for tool in asked.tools],
+            "tools": asked.shown_tools,
             "top_p": self.request.top_p,
             "truncation": "disabled",
             "usage": None if reply.stats is None else _usage(reply.stats),

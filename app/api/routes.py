@@ -13,6 +13,7 @@ from fastapi import APIRouter, FastAPI, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.api import anthropic, failures, ollama, openai, responses, tokens
+from app.api.bodies import BodyRoute, BodyTurns
 from app.api.control import Control
 from app.api.error_forms import ANTHROPIC_PATH
 from app.api.events import stream
@@ -248,6 +249,7 @@ def build_application(
     Without a store, responses that a later one may continue are kept in memory; without keys, only the token counts.
     """
     application = FastAPI(title="Shoal", version=version, redoc_url=None)
+    application.state.body_turns = BodyTurns()
     failures.install(application)
 
     @application.head("/", include_in_schema=False)
@@ -284,7 +286,7 @@ def build_application(
 
 
 def _read_routes(control: Control) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.get("/snapshot")
     async def snapshot() -> dict[str, Any]:
@@ -385,7 +387,7 @@ def _read_routes(control: Control) -> APIRouter:
 
 
 def _command_routes(control: Control) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.post("/create")
     async def create(request: CreateRequest) -> dict[str, Any]:
@@ -520,7 +522,7 @@ def _command_routes(control: Control) -> APIRouter:
 
 
 def _config_routes(control: Control) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.get("/config")
     async def config() -> list[dict[str, Any]]:

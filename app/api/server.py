@@ -16,16 +16,21 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import h11
 import trio
 from hypercorn.config import Config as ServerConfig
 from hypercorn.events import Closed, Event, RawData
-from hypercorn.protocol.h11 import H11Protocol
-from hypercorn.protocol.ws_stream import WSStream
+from hypercorn.protocol.events import Request, StreamClosed
+from hypercorn.protocol.h11 import STREAM_ID, H11Protocol, H11WSConnection
+from hypercorn.protocol.ws_stream import FrameTooLargeError, WSStream
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.utils import wrap_app
+from wsproto.connection import ConnectionState
+from wsproto.events import CloseConnection, Message, Ping
+from wsproto.frame_protocol import CloseReason
 
 from app.api.certificate import LanCertificate, addresses_of, lan_certificate
 from app.api.guard import Application
@@ -36,7 +41,6 @@ from app.core.errors import AppError
 from app.core.signal import Signal
 
 if TYPE_CHECKING:
-    import h11
     from trio_typing import TaskStatus
 
 HOST = "127.0.0.1"
@@ -46,6 +50,9 @@ GRACE_S = 2.0
 # Seconds that a connection may be open without a request: on a busy machine it comes late.
 IDLE_S = 30
 SEND_S = 60.0  # a client that takes nothing for so long is given up
+# Of a WebSocket; a page sends text, and a few hundred messages a second if the mouse moves.
+MAX_MESSAGE_CHARS = 65_536
+MAX_FRAMES_PER_S = 1000  # pings and empty frames too
 MAX_CONNECTIONS = 128  # more than requests may be under way: beyond that one without gives way, the oldest first
 
 log = logging.getLogger("shoal.api")
@@ -161,6 +168,7 @@ async def serve(
         other = trio.SocketListener(trio.socket.from_stdlib_socket(lan.sock.dup()))
         listeners.append(trio.SSLListener(other, context, https_compatible=True))
     config.keep_alive_timeout = IDLE_S
+    config.websocket_max_message_size = MAX_MESSAGE_CHARS
     config.include_server_header = False
     config.accesslog = None
     config.errorlog = logging.getLogger("shoal.api.server")
@@ -195,6 +203,69 @@ class _Http1(H11Protocol):
         if isinstance(self.stream, WSStream) and self.stream.closed:  # refused before it was accepted
             await self.send(Closed())
 
+    async def _create_stream(self, request: h11.Request) -> None:
+        headers = dict(request.headers)
+        wanted = [one.strip() for one in headers.get(b"connection", b"").lower().split(b",")]
+        is_web_socket = request.method == b"GET" and b"upgrade" in wanted
+        if is_web_socket and headers.get(b"upgrade", b"").lower() == b"websocket":
+            await self._create_web_socket(request)
+            return
+        if b"upgrade" in headers:  # to something else, or written so that hypercorn alone takes it for a WebSocket
+            rest = [(name, value) for name, value in request.headers if name != b"upgrade"]
+            version = request.http_version
+            request = h11.Request(method=request.method, headers=rest, target=request.target, http_version=version)
+        await super()._create_stream(request)
+
+    async def _create_web_socket(self, request: h11.Request) -> None:
+        self.stream = _WebSocket(
+            self.app, self.config, self.context, self.task_group, self.ssl, self.client, self.server,
+            self.stream_send, STREAM_ID,
+        )  # fmt: skip
+        self.connection = H11WSConnection(cast(h11.Connection, self.connection))
+        # Without its extensions: a compressed message would be whole in memory before its length is known.
+        headers = [(name, value) for name, value in request.headers if name != b"sec-websocket-extensions"]
+        version, state = request.http_version.decode(), self.connection_state
+        await self.stream.handle(Request(STREAM_ID, headers, version, "GET", request.target, state))
+
+
+class _WebSocket(WSStream):
+    """A WebSocket that is closed if a message is too long, or if more frames come than a page sends."""
+
+    _second = -1  # the present one
+    _frames = 0  # that came in it
+
+    async def _handle_events(self) -> None:
+        """Pass on what has come, as hypercorn does, which keeps whatever comes after a message that is too long."""
+        for event in self.connection.events():
+            if (code := self._excess(event)) is not None:
+                await self._send_wsproto_event(CloseConnection(code=code))
+                await self.send(StreamClosed(stream_id=self.stream_id))
+                return
+            if isinstance(event, Message) and event.message_finished:
+                assert self.app_put is not None, "it was accepted"
+                await self.app_put(self.buffer.to_message())
+                self.buffer.clear()
+            elif isinstance(event, Ping):
+                await self._send_wsproto_event(event.response())
+            elif isinstance(event, CloseConnection):
+                if self.connection.state == ConnectionState.REMOTE_CLOSING:
+                    await self._send_wsproto_event(event.response())
+                await self.send(StreamClosed(stream_id=self.stream_id))
+
+    def _excess(self, event: object) -> CloseReason | None:
+        """Count a frame; return why the WebSocket is to be closed, if it is one too many or its message too long."""
+        second = int(trio.current_time())
+        self._frames = self._frames + 1 if second == self._second else 1
+        self._second = second
+        if self._frames > MAX_FRAMES_PER_S:
+            return CloseReason.POLICY_VIOLATION
+        try:
+            if isinstance(event, Message):
+                self.buffer.extend(event)
+        except FrameTooLargeError:
+            return CloseReason.MESSAGE_TOO_BIG
+        return None
+
 
 class _Connection(TCPServer):
     """One client; it is given up if it takes nothing of an answer for `SEND_S`."""
@@ -202,6 +273,12 @@ class _Connection(TCPServer):
     def __init__(self, app: Any, config: ServerConfig, context: WorkerContext, place: Place, stream: Any) -> None:
         super().__init__(app, config, context, {STATE: place}, stream)
         self.place = place
+        self._scope = trio.CancelScope()
+
+    async def run(self) -> None:
+        """Serve the client until the connection ends, or is given up."""
+        with self._scope:
+            await super().run()
 
     async def _read_data(self) -> None:
         made = self.protocol
@@ -224,7 +301,8 @@ class _Connection(TCPServer):
                     await self.stream.send_all(event.data)
             except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
                 await trio.aclose_forcefully(self.stream)
-                await self.protocol.handle(Closed())
+                # With all its tasks: the application may have no room left to be told, while it waits here.
+                self._scope.cancel()
 
 
 class _Connections:

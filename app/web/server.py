@@ -24,7 +24,6 @@ from app.web.screen import ScreenFailed, ScreenProcess
 
 MOST_SCREENS: dict[Mode, int] = {"own": 4, "view": 8}
 HELLO_S = 10.0  # for a page to say who it is
-MAX_MESSAGE = 65_536  # characters
 MIN_SIZE, MAX_SIZE = (20, 8), (400, 160)
 TABS = ("overview", "swarm")  # that a view may show: no conversation, log or setting
 
@@ -162,8 +161,8 @@ def _object(message: Message) -> dict[str, Any]:
     if message["type"] != "websocket.receive":
         raise _Gone
     text = message.get("text")
-    if not isinstance(text, str) or len(text) > MAX_MESSAGE:
-        raise BadMessage("a message that is no text, or too long")
+    if not isinstance(text, str):
+        raise BadMessage("a message that is no text")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

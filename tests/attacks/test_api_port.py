@@ -65,10 +65,12 @@ class Asked:
                     self.slow.release()
                     await trio.sleep_forever()
         body = b"x" * MORE_THAN_BUFFERS if scope["path"] == "/large" else b"{}"
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": body})
-        if scope["path"] == "/large":
-            self.large_is_over.set()
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": body})
+        finally:
+            if scope["path"] == "/large":
+                self.large_is_over.set()
 
 
 @asynccontextmanager
@@ -149,6 +151,131 @@ async def test_a_client_that_speaks_something_else_holds_no_place(request_bytes:
                     answer += some
             assert answer.startswith(b"HTTP/1.1 " + status)
     await stream.aclose()
+
+
+# --- WebSockets -------------------------------------------------------------------------------------------------------
+
+ASK_SOCKET = (
+    b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: %s\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n"
+    b"Sec-WebSocket-Extensions: permessage-deflate\r\n\r\n"
+)
+CONTINUATION, TEXT, PING, PONG = 0, 1, 9, 10
+
+
+class Page:
+    """An application that accepts WebSockets; `is_reading` says if it takes messages, else it sends without an end."""
+
+    def __init__(self, *, is_reading: bool = True) -> None:
+        self.is_reading, self.is_over = is_reading, trio.Event()
+        self.got: list[str] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "websocket"
+        await receive()
+        await send({"type": "websocket.accept"})
+        try:
+            while not self.is_reading:
+                await send({"type": "websocket.send", "bytes": bytes(1 << 20)})
+            while (message := await receive())["type"] == "websocket.receive":
+                self.got.append(message["text"])
+        finally:
+            self.is_over.set()
+
+
+def frame(opcode: int, payload: bytes = b"", *, is_last: bool = True, size: int | None = None) -> bytes:
+    """A frame of a client, which may announce another size than it has."""
+    length = len(payload) if size is None else size
+    head = bytes([0x80 * is_last | opcode])
+    if length < 126:
+        head += bytes([0x80 | length])
+    else:
+        head += b"\xfe" + length.to_bytes(2, "big") if length < 65536 else b"\xff" + length.to_bytes(8, "big")
+    return head + bytes(4) + payload
+
+
+@asynccontextmanager
+async def open_page(page: Page, upgrade: bytes = b"websocket", **options: int) -> AsyncIterator[trio.SocketStream]:
+    """A WebSocket at the real server, once it is open."""
+    sock, stop = server.open_socket(0, explicit=False), trio.Event()
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(server.serve, page, sock, stop.wait)
+            async with await connected(server.url_of(sock), **options) as stream:
+                await stream.send_all(ASK_SOCKET % upgrade)
+                yield stream
+            stop.set()
+
+
+async def opened(stream: trio.SocketStream) -> bytes:
+    """Read the answer to the opening of a WebSocket."""
+    answer = b""
+    while b"\r\n\r\n" not in answer:
+        answer += await stream.receive_some(1)
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("first", "more"),
+    [
+        (b"", frame(TEXT, b"x" * 30_000, is_last=False) + frame(CONTINUATION, b"x" * 60_000)),
+        (frame(TEXT, b"x", is_last=False), frame(CONTINUATION, b"x" * 1000, is_last=False) * 100),
+        (frame(TEXT, size=1 << 40), b"x" * 100_000),
+        (frame(TEXT, is_last=False), frame(CONTINUATION, is_last=False) * 5000),
+        (b"", frame(PING) * 5000),
+        (b"", frame(PONG, b"x" * 125) * 5000),
+    ],
+    ids=["two frames", "fragments", "one frame", "empty fragments", "pings", "answers to pings"],
+)
+async def test_a_web_socket_that_sends_too_much_is_closed(first: bytes, more: bytes) -> None:
+    """What came of an endless message was kept: a guest filled 57 MB of memory a second."""
+    page = Page()
+    async with open_page(page) as stream:
+        await opened(stream)
+        with contextlib.suppress(trio.BrokenResourceError):
+            await stream.send_all(first + more)
+        with contextlib.suppress(trio.BrokenResourceError):
+            while await stream.receive_some(65536):
+                pass
+        await page.is_over.wait()
+    assert page.got == []
+
+
+async def test_a_web_socket_has_no_extension() -> None:
+    """A compressed message of 16 KB was 16 MB in memory before anybody knew its length."""
+    page = Page()
+    async with open_page(page) as stream:
+        answer = await opened(stream)
+        assert answer.startswith(b"HTTP/1.1 101 ")
+        assert b"extensions" not in answer.lower()
+        await stream.send_all(frame(TEXT, b"x" * server.MAX_MESSAGE_CHARS) + frame(TEXT, b"y"))
+        await stream.send_eof()
+        await page.is_over.wait()
+    assert page.got == ["x" * server.MAX_MESSAGE_CHARS, "y"]
+
+
+@pytest.mark.parametrize("upgrade", [b"websocket\xa0", b"\x85websocket"])
+async def test_no_web_socket_gets_past_its_limits_by_how_its_request_is_written(upgrade: bytes) -> None:
+    asked = Asked()
+    sock, stop = server.open_socket(0, explicit=False), trio.Event()
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(server.serve, asked, sock, stop.wait)
+            async with await connected(server.url_of(sock)) as stream:
+                await stream.send_all(ASK_SOCKET % upgrade)
+                assert (await opened(stream)).startswith(b"HTTP/1.1 200 ")
+            stop.set()
+
+
+async def test_a_page_that_sends_and_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its messages filled the room in which the application would have been told, which then waited for ever."""
+    monkeypatch.setattr(server, "SEND_S", 0.1)
+    page = Page(is_reading=False)
+    async with open_page(page, receive_bytes=1024) as stream:
+        await opened(stream)
+        with contextlib.suppress(trio.BrokenResourceError):
+            await stream.send_all(frame(TEXT, b"x") * 500)
+        await page.is_over.wait()
 
 
 async def waiting_request(url: str, application: Asked) -> trio.SocketStream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,13 @@ from typing import Any
 import pytest
 import trio
 from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
 
+from app.api import bodies
 from app.api.anthropic import CountTokensRequest, MessagesRequest
+from app.api.bodies import LONG_BYTES, MAX_PARTS
 from app.api.guard import MAX_BODY_BYTES, Message
+from app.api.keys import current_owner, owned_by
 from app.api.ollama import OllamaChat, OllamaGenerate
 from app.api.openai_fields import (
     MAX_CHOICES,
@@ -99,6 +104,194 @@ def unbounded(schema: Any) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("body", BODIES)
 def test_every_list_of_a_request_stops_at_its_first_mistake(body: type[BaseModel]) -> None:
     assert list(unbounded(body.__pydantic_core_schema__)) == []
+
+
+# --- bodies of very many small objects --------------------------------------------------------------------------------
+
+LONG = '"padding": "%s"' % ("a" * LONG_BYTES)
+CALLS: dict[str, str] = {
+    "/api/chat": '{"model":"home","stream":false,"messages":[%s],%s}',
+    "/v1/chat/completions": '{"model":"home","messages":[%s],%s}',
+    "/v1/completions": '{"model":"home","prompt":"a","other":[%s],%s}',
+    "/v1/messages": '{"model":"home","max_tokens":9,"messages":[%s],%s}',
+    "/v1/messages/count_tokens": '{"model":"home","messages":[%s],%s}',
+    "/v1/responses": '{"model":"home","store":false,"input":[%s],%s}',
+    "/v1/embeddings": '{"model":"home","input":"a","other":[%s],%s}',
+    "/tokenize": '{"messages":[%s],%s}',
+    "/detokenize": '{"tokens":[1],"other":[%s],%s}',
+    "/control/join": '{"target":"home","other":[%s],%s}',
+}
+
+
+def many(path: str, parts: int) -> bytes:
+    """A long body with so many objects and lists; most of them are in a field that nothing reads."""
+    message = '{"role":"user","content":"a"}'
+    body = CALLS[path] % (message, f'{LONG},"more":[%s]')
+    more = parts - body.count("{") - body.count("[")
+    return (body % ",".join(["{}"] * more)).encode()
+
+
+async def asked_once(node: DoubleNode, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+    """The status and the answer of a request."""
+    status, answer = 0, bytearray()
+    pending = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not pending:
+            await trio.sleep_forever()
+        return pending.pop()
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        answer.extend(message.get("body", b""))
+
+    await build_application(node, TOKEN, "0")(post_scope(path), receive, send)
+    return status, json.loads(answer)
+
+
+@pytest.mark.parametrize("path", CALLS)
+async def test_a_body_of_very_many_objects_is_refused_in_the_form_of_its_family(path: str) -> None:
+    """One of 1 MiB stopped the node for more than a second, 32 at once for 40."""
+    status, answer = await asked_once(DoubleNode(), path, many(path, 2 * MAX_PARTS))
+    assert status == 413
+    assert f"the request has more than {MAX_PARTS} objects and lists" in json.dumps(answer["error"])
+
+
+@pytest.mark.parametrize("path", [path for path in CALLS if not path.startswith("/control")])
+async def test_a_body_of_as_many_objects_as_it_may_have_is_answered(path: str) -> None:
+    status, answer = await asked_once(DoubleNode(), path, many(path, MAX_PARTS))
+    assert status in (200, 529), answer  # the double has no route for so few tokens
+    status, _ = await asked_once(DoubleNode(), path, many(path, MAX_PARTS + 2))
+    assert status == 413
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{[" * 100_000, '\\"{[' * 50_000, "\\\\" * 10 + "[" * 100_000, "a, b: " * 50_000],
+    ids=["braces", "quotes", "backslashes", "commas"],
+)
+async def test_a_text_may_have_any_number_of_braces(text: str) -> None:
+    body = b'{"model":"home","prompt":"' + text.encode() + b'"}'
+    status, answer = await asked_once(TellingNode(1), "/v1/completions", body)
+    assert (status, answer["choices"][0]["text"]) == (200, "a")
+
+
+async def test_lists_of_tokens_may_be_as_long_as_a_body() -> None:
+    body = json.dumps({"model": "home", "prompt": [1] * MANY}, separators=(",", ":")).encode()
+    assert (await asked_once(TellingNode(1), "/v1/completions", body))[0] == 200
+
+
+@pytest.mark.parametrize("escape", ['"', "\\"])
+async def test_braces_are_not_hidden_by_how_strings_are_written(escape: str) -> None:
+    hidden = ",".join(["{}"] * (MAX_PARTS + 1))
+    body = '{"model":"home","prompt":"a","a":"%s","b":[%s],"c":"%s"}'
+    for encoding in ("utf-8", "utf-8-sig"):
+        text = body % (f"\\{escape}", hidden, f"\\{escape}\\{escape}")
+        assert (await asked_once(DoubleNode(), "/v1/completions", text.encode(encoding)))[0] == 413
+    # In other encodings a letter could look like a quote.
+    assert (await asked_once(DoubleNode(), "/v1/completions", text.encode("utf-16")))[0] == 400
+
+
+async def test_objects_in_the_arguments_of_a_call_are_bounded() -> None:
+    call = {"id": "a", "function": {"name": "f", "arguments": json.dumps({"a": [[]] * (MAX_PARTS + 1)})}}
+    asked = {"model": "home", "messages": [{"role": "assistant", "tool_calls": [call]}]}
+    status, answer = await asked_once(DoubleNode(), "/v1/chat/completions", json.dumps(asked).encode())
+    assert status == 400
+    assert "arguments have too many objects and lists" in answer["error"]["message"]
+
+
+async def test_every_route_reads_its_body_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that did not would read a megabyte while nothing else of the node goes on."""
+    threads: list[str] = []
+
+    def read(body: bytes, model: type[BaseModel]) -> BaseModel:
+        threads.append(threading.current_thread().name)
+        raise HTTPException(413, "read")
+
+    monkeypatch.setattr(bodies, "_read", read)
+    application: Any = build_application(DoubleNode(), TOKEN, "0")
+    paths = [route["path"] for route in routes_with_bodies(application._application)]
+    assert len(paths) > 25
+    for path in paths:
+        method = "PUT" if path.startswith("/control/config") else "POST"
+        await asked_in(application, path.replace("{name}", "relay"), method, b" " * (LONG_BYTES + 1))
+    assert len(threads) == len(paths)
+    assert threading.current_thread().name not in threads
+
+
+def routes_with_bodies(application: Any) -> list[dict[str, Any]]:
+    """The routes of an application that read a body, by its description."""
+    found = application.openapi()["paths"]
+    return [{"path": path} for path, of in found.items() if any("requestBody" in one for one in of.values())]
+
+
+async def asked_in(application: Any, path: str, method: str, body: bytes) -> None:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        pass
+
+    await application({**post_scope(path), "method": method}, receive, send)
+
+
+async def test_long_bodies_of_one_key_take_turns_and_the_node_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, begun = threading.Event(), trio.Semaphore(0)
+    under_way: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+
+    def read(body: bytes, model: type[BaseModel]) -> BaseModel:
+        owner = current_owner()
+        under_way[owner] += 1
+        most[owner] = max(most[owner], under_way[owner])
+        trio.from_thread.run_sync(begun.release)
+        go_on.wait(10)
+        under_way[owner] -= 1
+        return Said(text="read")
+
+    monkeypatch.setattr(bodies, "_read", read)
+    turns, long, made = bodies.BodyTurns(), b" " * (LONG_BYTES + 1), list[BaseModel]()
+
+    async def ask(owner: str) -> None:
+        with owned_by(owner):
+            made.append(await turns.read(long, Said))
+
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            for _ in range(4):
+                nursery.start_soon(ask, "one")
+            await begun.acquire()
+            nursery.start_soon(ask, "other")
+            await begun.acquire()  # it does not wait for those of the first; and the loop turns
+            assert under_way == {"one": 1, "other": 1}
+            go_on.set()
+    assert len(made) == 5
+    assert most == {"one": 1, "other": 1}
+
+
+async def test_short_bodies_that_come_together_are_read_in_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, read_at = bodies.BodyTurns(), list[int]()
+    loop_turn = 0
+
+    def read(body: bytes, model: type[BaseModel]) -> BaseModel:
+        read_at.append(loop_turn)
+        return Said(text="read")
+
+    monkeypatch.setattr(bodies, "_read", read)
+    async with trio.open_nursery() as nursery:
+        for _ in range(16):
+            nursery.start_soon(turns.read, b"{}", Said)
+        while len(read_at) < 16:
+            await trio.lowlevel.checkpoint()
+            loop_turn += 1
+    assert max(Counter(read_at).values()) <= 2
+
+
+class Said(BaseModel):
+    """A body with a text."""
+
+    text: str
 
 
 WIDTH = 4096

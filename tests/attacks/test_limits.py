@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from app.api import places, response_store, server
+from app.api import bodies, places, response_store, server
+from app.api import guard as api_guard
 from app.asker import recovery, reply_service, route_session
 from app.config.settings import Settings
 from app.joining import admission, nearby
@@ -422,6 +423,7 @@ ROWS: dict[str, tuple[float, ...]] = {
         server.IDLE_S,
         server.SEND_S,
     ),
+    "WebSockets of `shoal web`": (server.MAX_MESSAGE_CHARS, server.MAX_FRAMES_PER_S),
     "requests to the API under way": (places.MAX_REQUESTS, places.OWN_REQUESTS),
     "peers from the local network (mDNS)": (
         seeker.MAX_NEIGHBOURS,
@@ -449,6 +451,12 @@ ROWS: dict[str, tuple[float, ...]] = {
         upnp.MAX_ANSWER_BYTES / KIB,
         upnp.MAX_HEADER_BYTES / KIB,
         upnp.MAX_SERVICES,
+    ),
+    "bodies of requests to the API": (
+        api_guard.MAX_BODY_BYTES / MIB,
+        bodies.MAX_PARTS,
+        bodies.LONG_BYTES / KIB,
+        bodies.AT_ONCE,
     ),
     "schemas and grammars of requests": (
         constraint.MAX_CHARS,

@@ -15,10 +15,10 @@ import trio
 from trio.testing import MockClock
 from trio_websocket import ConnectionClosed, HandshakeError, WebSocketConnection, open_websocket_url
 
-from app.api.server import open_socket, serve, url_of
+from app.api.server import MAX_MESSAGE_CHARS, open_socket, serve, url_of
 from app.web.links import Links, Mode
 from app.web.screen import GREETING, PacketReader, ScreenFailed, ScreenProcess, open_screen, packet
-from app.web.server import CROWDED, ENDED, HELLO_S, MAX_MESSAGE, MAX_SIZE, MOST_SCREENS, REFUSED, WebServer
+from app.web.server import CROWDED, ENDED, HELLO_S, MAX_SIZE, MOST_SCREENS, REFUSED, WebServer
 
 # A program in place of the dashboard: it repeats what it gets, and ends when it is told to, or at the key q.
 REPEATER = r"""
@@ -175,8 +175,8 @@ async def test_nonsense_costs_the_page_its_socket(served: Served, nonsense: str)
 async def test_a_message_is_bounded(served: Served) -> None:
     async with served.page(served.own()) as page:
         await read(page)
-        await page.send_message(json.dumps({"keys": "x" * MAX_MESSAGE}))
-        assert await close_code(page) == 1008
+        await page.send_message(json.dumps({"keys": "x" * MAX_MESSAGE_CHARS}))
+        assert await close_code(page) == 1009
 
 
 async def test_pages_are_bounded(served: Served) -> None:
