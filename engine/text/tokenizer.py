@@ -67,16 +67,6 @@ class Tokenizer:
         """Number of token ids, including added tokens."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
-    @property
-    def highest_id(self) -> int:
-        """The highest token id, which may be far above `vocab_size`; -1 if there is none. Takes a moment."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
-
-    def as_json(self) -> str:
-        """Return the rules in the form of a `tokenizer.json`."""
-        text: str = self._backend.to_str()
-        return text
-
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Return the ids of a text; `add_special` adds the model's special tokens, such as the begin marker."""
         # JSON can contain half a surrogate pair, which cannot be encoded: it becomes a replacement character.

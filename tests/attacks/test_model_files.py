@@ -7,12 +7,16 @@ import math
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from llguidance import LLTokenizer
 
 from app.core.canonical_json import Fields
 from app.core.errors import RecordError
@@ -24,7 +28,7 @@ from engine.sources.base import TokenizerSpec
 from engine.sources.gguf_tokenizer import byte_alphabet
 from engine.sources.layout import MAX_BLOCKS, expected_shapes
 from engine.stored_form import stored_bytes
-from engine.text import chat_template
+from engine.text import chat_template, constraint
 from engine.text.chat_template import MAX_SECONDS, ChatError, ChatTemplate
 from engine.text.constraint import GrammarCompiler
 from engine.text.output_form import Constraint
@@ -141,12 +145,57 @@ def test_a_token_that_looks_like_a_byte_is_read_as_the_library_reads_it(token: s
     assert made.token_bytes(256) == made.decode([256]).encode()
 
 
-@pytest.mark.parametrize("vocabulary", [{4000 * "a": 256}, {"aa": 2**31}], ids=["a long token", "a high id"])
-def test_a_tokenizer_that_allows_no_constraints_costs_their_replies_alone(vocabulary: dict[str, int]) -> None:
-    """The library for constraints panics, or takes memory for every id up to the highest one."""
-    compiler = GrammarCompiler(Tokenizer(tokenizer_of(vocabulary)), 300, [0])
-    with pytest.raises(SourceError, match="allows no constrained replies"):
-        compiler.compile(Constraint("json", '{"type": "string"}', "response_format"))
+def count_vocabularies(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Note the seconds of computing of each step in which the library makes a vocabulary; no other thread runs then."""
+    steps: list[float] = []
+
+    def timed(step: Callable[[], LLTokenizer]) -> Vocabulary:
+        began = time.thread_time()
+        try:
+            return Vocabulary(step())
+        finally:
+            steps.append(time.thread_time() - began)
+
+    @dataclass
+    class Vocabulary:
+        made: LLTokenizer
+
+        def with_slices(self, slices: list[str]) -> Vocabulary:
+            return timed(partial(self.made.with_slices, slices))
+
+    monkeypatch.setattr(
+        constraint, "LLTokenizer", lambda *args, **settings: timed(partial(LLTokenizer, *args, **settings))
+    )
+    return steps
+
+
+def test_a_vocabulary_for_constraints_is_not_made_in_one_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first reply with a schema kept all other threads from running for 1.5 s of computing, for 110,000 tokens."""
+    words = ["".join(letters) for letters in product("abcdefghijklmnopqrstuvwxyz", repeat=3)]
+    tokenizer = Tokenizer(tokenizer_of({word: 256 + number for number, word in enumerate(words)}))
+    began = time.thread_time()
+    LLTokenizer(tokenizer._backend.to_str(), tokenizer.vocab_size)
+    as_json_s = time.thread_time() - began
+    steps = count_vocabularies(monkeypatch)
+    GrammarCompiler(tokenizer, 300, [0])._vocabulary()
+    assert max(steps) < 0.7 * as_json_s
+
+
+def test_a_tokenizer_that_allows_no_constraints_costs_their_replies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library for constraints panics, and did so again, after seconds, at every such request."""
+    steps = count_vocabularies(monkeypatch)
+    compiler = GrammarCompiler(Tokenizer(tokenizer_of({4000 * "a": 256})), 300, [0])
+    for _ in range(3):
+        with pytest.raises(SourceError, match="allows no constrained replies"):
+            compiler.compile(Constraint("json", '{"type": "string"}', "response_format"))
+    assert len(steps) == 1
+
+
+def test_a_token_with_a_high_id_costs_no_memory_of_constraints() -> None:
+    """The library for constraints takes memory for every id up to the highest one."""
+    compiler = GrammarCompiler(Tokenizer(tokenizer_of({"aa": 2**31})), 300, [0])
+    grammar = compiler.compile(Constraint("json", '{"type": "string"}', "response_format")).begin([0])
+    assert [len(mask or b"") for mask in grammar.masks()] == [40]
 
 
 # --- M-6: chat templates ---------------------------------------------------------------------------------------------
