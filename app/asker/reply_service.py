@@ -58,6 +58,7 @@ T = TypeVar("T")
 WAIT_FOR_ENDS_S = 30.0  # for tokenizer, embedding and head to arrive, before a request fails
 WAIT_IN_TROUBLE_S = 2.0  # the same where they will hardly come, but may be on this disk
 TRY_AGAIN_S = 15.0
+REST_OF_LOADING = 20  # times as long as a failed load of the ends took, until the next one
 TEXT_S = 60.0  # for what a request's text is put through before its reply: template, tokenizer, compiler of grammars
 TEXTS_AT_ONCE = 4
 FORECAST_TOKENS = 16  # shorter replies say nothing about a forecast
@@ -162,6 +163,8 @@ class ReplyService:
         self._lock, self._loading = trio.Lock(), trio.Lock()
         self._head_options: WeightOptions | None = None  # None: on the CPU, loaded with the first request
         self._ends: SwarmEnds | None = None
+        self._failed_load: Exception | None = None  # that is raised again, instead of another attempt, until:
+        self._load_again_at = 0.0
         self._asker: Asker | None = None
         self._nursery: trio.Nursery | None = None
 
@@ -251,19 +254,35 @@ class ReplyService:
             log.warning("tokenizer, embedding and head cannot be loaded: %s", error)
 
     async def _loaded_ends(self) -> SwarmEnds:
-        """Return the ends, loaded if need be."""
+        """Return the ends, loaded if need be; a load that failed is not repeated for each request.
+
+        While a tokenizer is read nothing else of the node runs.
+        """
         async with self._loading:
             if self._ends is None:
-                assert self._source is not None, "ends are loaded once they are on disk"
-                options = self._head_options or _cpu_ends()
+                if self._failed_load is not None and trio.current_time() < self._load_again_at:
+                    raise self._failed_load.with_traceback(None)
+                begun_at = trio.current_time()
                 try:
-                    self._ends = await self.device.run_apart(_load_ends, self._source, options)
-                except Exception as error:  # likewise
-                    if options.device.type == "cpu":
-                        raise
-                    log.warning("the head stays on the CPU: %s", error)
-                    self._ends = await self.device.run_apart(_load_ends, self._source, _cpu_ends())
+                    self._ends = await self._load()
+                except Exception as error:  # of torch, for one
+                    now = trio.current_time()
+                    self._failed_load, self._load_again_at = error, now + REST_OF_LOADING * (now - begun_at)
+                    raise
             return self._ends
+
+    async def _load(self) -> SwarmEnds:
+        assert self._source is not None, "ends are loaded once they are on disk"
+        options = self._head_options or _cpu_ends()
+        try:
+            return await self.device.run_apart(_load_ends, self._source, options)
+        except SourceError:
+            raise
+        except Exception as error:  # of torch, for one
+            if options.device.type == "cpu":
+                raise
+            log.warning("the head stays on the CPU: %s", error)
+            return await self.device.run_apart(_load_ends, self._source, _cpu_ends())
 
     async def training_ends(self) -> tuple[ModelSource, SwarmEnds]:
         """Return the ends' files and the loaded ends, for a job; raises `NoModelHere` while they are not here."""

@@ -14,10 +14,9 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from engine.errors import SourceError
-from engine.sources.layout import MAX_VOCABULARY
 from engine.text import grammar_trial
 from engine.text.output_form import Constraint, ConstraintError
 from engine.text.tokenizer import Tokenizer
@@ -32,6 +31,9 @@ _VALUES = frozenset({"const", "enum", "required", "type"})
 _MAX_MESSAGE = 300
 # One space, or a line break and its indentation: models write no other whitespace, and this much cannot go on for ever.
 WHITESPACE = r"[\x20]|\x0A[\x20]{0,24}"
+# Kinds of tokens whose masks are found once and for all: of `llguidance`'s own four, those that make masks faster.
+SLICES = [r'[^"\\\x00-\x1F\x7F]{1,30}', r'[^"\\\x00-\x1F\x7F]+']
+_BEFORE = "\x02"  # a character that no vocabulary joins with the next one
 
 
 class Grammar:
@@ -108,6 +110,7 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, sorted(end_ids)
         self._lock = threading.Lock()
         self._prepared: LLTokenizer | None = None
+        self._refusal = ""  # why the library does not take this vocabulary
         self._tried: OrderedDict[bytes, None] = OrderedDict()  # hashes of texts that a trial has found good
 
     def compile(self, constraint: Constraint) -> Grammar:
@@ -157,19 +160,53 @@ class GrammarCompiler:
     def _vocabulary(self) -> LLTokenizer:
         """Return the tokenizer as `llguidance` needs it; the first call takes about a second for a large vocabulary."""
         with self._lock:
+            if self._refusal:
+                raise SourceError(self._refusal)
             if self._prepared is None:
                 self._prepared = self._prepare()
             return self._prepared
 
     def _prepare(self) -> LLTokenizer:
-        if self._tokenizer.highest_id >= MAX_VOCABULARY:  # the library takes memory for every id up to the highest
-            raise SourceError("this model's tokenizer allows no constrained replies (its ids are too high)")
+        """Make it in two steps: no other thread runs during one of them, nor while the library reads rules as JSON."""
+        vocabulary = TokenizerWrapper(_Vocabulary(self._tokenizer, self._size, self._end_ids))
         try:
-            return LLTokenizer(self._tokenizer.as_json(), self._size, self._end_ids or None)
+            without_slices = LLTokenizer(vocabulary, eos_token=self._end_ids or None, slices=[])
+            vocabulary.tokens = ()  # the library has copied them
+            return without_slices.with_slices(SLICES)
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # a Rust panic does not derive from Exception
-            raise SourceError(f"this model's tokenizer allows no constrained replies ({_line(str(error))})") from error
+            self._refusal = f"this model's tokenizer allows no constrained replies ({_line(str(error))})"
+            raise SourceError(self._refusal) from error
+
+
+class _Vocabulary:
+    """A tokenizer in the form in which `llguidance` takes it from Python: the bytes of each token, and how to encode.
+
+    Special tokens are those that `llguidance` finds in a `tokenizer.json`. Ids without a token stay empty: no reply
+    gets them.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, size: int, end_ids: Sequence[int]) -> None:
+        added = {index: tokenizer.token_text(index) or "" for index in tokenizer.plain_added_ids}
+        marks = {index for index, text in added.items() if text.startswith("<") and text.endswith(">")}
+        special = {index: tokenizer.token_text(index) or "" for index in tokenizer.special_ids | marks}
+        self.eos_token_id = end_ids[0] if end_ids else None
+        self.special_token_ids = sorted(special)
+        self.tokens = [
+            special[index].encode() if index in special else tokenizer.token_bytes(index) for index in range(size)
+        ]
+        self._tokenizer, self._before = tokenizer, tokenizer.encode(_BEFORE, add_special=False)
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the ids of a text within a reply: without the space that some tokenizers put before a text."""
+        if not self._tokenizer.is_byte_level:
+            ids = self._tokenizer.encode(_BEFORE + text, add_special=False)
+            if ids[: len(self._before)] == self._before:
+                return ids[len(self._before) :]
+        return self._tokenizer.encode(text, add_special=False)
 
 
 def _is_plain(text: str) -> bool:

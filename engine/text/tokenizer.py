@@ -19,7 +19,7 @@ from engine.errors import SourceError
 from engine.sources.base import TokenizerSpec
 from engine.sources.files import AGAIN, shown
 from engine.sources.gguf_tokenizer import byte_alphabet
-from engine.text.tokenizer_growth import check_growth, check_lengths, steps_of
+from engine.text.tokenizer_growth import STEPS, check_added, check_growth, check_lengths, check_size, steps_of
 
 _T = TypeVar("_T")
 _SPACE = "\u2581"
@@ -27,6 +27,7 @@ _FALLBACK = re.compile(r"<0x([+0-9A-Fa-f][0-9A-Fa-f])>")  # what the library tak
 # A run of byte tokens is held back until it ends, since one invalid byte turns the whole run into replacement
 # characters. A valid run of this length is released earlier, so that a text that consists of byte tokens still streams.
 _MAX_RUN = 64
+_NO_MODEL = {"type": "BPE", "vocab": {}, "merges": []}
 
 
 class Detokenizer(Protocol):
@@ -43,12 +44,16 @@ class Tokenizer:
     """A model's tokenizer; raises `SourceError` if `tokenizer.json` is damaged or cannot be streamed."""
 
     def __init__(self, spec: TokenizerSpec) -> None:
-        rules = _guarded(lambda: json.loads(spec.tokenizer_json), "the tokenizer is damaged")
-        if isinstance(rules, dict):  # before the library takes memory for each character
-            check_lengths(rules)
-        self._backend = _guarded(lambda: tokenizers.Tokenizer.from_str(spec.tokenizer_json), "the tokenizer is damaged")
-        backend = self._backend
-        check_growth(*map(_rules_of, (backend.normalizer, backend.pre_tokenizer, backend.post_processor)))
+        check_size(spec.tokenizer_json)
+        rules = _read(spec.tokenizer_json)
+        check_lengths(rules)
+        # The rules for texts are read alone, and refused if need be, before those which take long.
+        frame = _backend_of(json.dumps({name: rules.get(name) for name in STEPS} | {"model": _NO_MODEL}))
+        normalizer, *others = map(_rules_of, (frame.normalizer, frame.pre_tokenizer, frame.post_processor))
+        check_growth(normalizer, *others)
+        check_added(rules, normalizer)
+        self._make_stream = _stream_maker(rules.get("decoder"))
+        self._backend = _backend_of(spec.tokenizer_json)
         # `tokenizer.json` may enable padding or truncation, which would silently change a prompt.
         self._backend.no_padding()
         self._backend.no_truncation()
@@ -59,23 +64,12 @@ class Tokenizer:
         self.bos_id = None if spec.bos_token is None else self._backend.token_to_id(spec.bos_token)
         self.eos_id = None if spec.eos_token is None else self._backend.token_to_id(spec.eos_token)
         self._add_bos = spec.add_bos
-        self._make_stream = _stream_maker(rules.get("decoder"))
         self.is_byte_level = self._make_stream is _ByteLevelStream  # its vocabulary spells each byte as one letter
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids, including added tokens."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
-
-    @property
-    def highest_id(self) -> int:
-        """The highest token id, which may be far above `vocab_size`; -1 if there is none. Takes a moment."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
-
-    def as_json(self) -> str:
-        """Return the rules in the form of a `tokenizer.json`."""
-        text: str = self._backend.to_str()
-        return text
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Return the ids of a text; `add_special` adds the model's special tokens, such as the begin marker."""
@@ -230,6 +224,25 @@ def _stream_maker(decoder: Any) -> Callable[[Spelling], Detokenizer]:
         fallback = "ByteFallback" in kinds
         return lambda spelling: _SentencePieceStream(spelling, byte_fallback=fallback, leading=leading)
     raise SourceError(f"the tokenizer decodes with {shown(kinds)}, which Shoal cannot stream: choose another model")
+
+
+def _read(text: str) -> dict[str, Any]:
+    rules = _guarded(lambda: json.loads(text, object_pairs_hook=_named_once), "the tokenizer is damaged")
+    if not isinstance(rules, dict):
+        raise SourceError(f"the tokenizer is damaged: {AGAIN}")
+    return rules
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; of a name that comes twice, the library and Python would read different values."""
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        raise ValueError("a name comes twice")
+    return named
+
+
+def _backend_of(text: str) -> tokenizers.Tokenizer:
+    return _guarded(lambda: tokenizers.Tokenizer.from_str(text), "the tokenizer is damaged")
 
 
 def _rules_of(component: Any) -> dict[str, Any] | None:

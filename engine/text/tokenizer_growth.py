@@ -1,8 +1,12 @@
-"""How much longer the rules of a `tokenizer.json` can make a text or a reply, found without running them.
+"""How large a `tokenizer.json` is, and how much longer its rules can make a text or a reply, without running them.
 
 A swarm's creator writes these rules. The `tokenizers` library follows them without a limit, and where it gets no memory
 it ends the whole process: ten replacements of one letter by ten make a gigabyte of one letter. A token of megabytes
-makes gigabytes of a short reply.
+makes gigabytes of a short reply. While the library reads a file nothing else of the node runs, and for each letter of
+an added token it takes 75 bytes and about a microsecond: a few MB are minutes and gigabytes.
+
+The limits are above the models known: the file of Gemma 3 has about 35 MB, 262,000 tokens, 515,000 merges and 6400
+added tokens; models that speak have up to 65,536 added tokens of 11 to 24 letters, but fewer of the longer ones.
 """
 
 from __future__ import annotations
@@ -19,7 +23,17 @@ from engine.errors import SourceError
 MOST_GROWTH = 100  # NFKC and the letters for bytes together, the most that known tokenizers have, are 90
 MOST_SPECIAL = 1000  # tokens that are added to a text, besides
 MOST_TOKEN_CHARS = 4096  # known vocabularies have none of more than a few hundred
-MOST_RULE_CHARS = 1 << 20  # SentencePiece's map has 350,000; a pattern takes 150 times its length in memory
+MOST_RULE_CHARS = 1 << 16  # without SentencePiece's maps; a pattern takes 1200 times its length in memory
+MOST_MAP_CHARS = 1 << 19  # known ones have 350,000
+MOST_FILE_CHARS = 1 << 26
+MOST_VALUES = 3_000_000  # of all kinds, about: an empty list takes 56 bytes, and Gemma 3 has 1.9 million
+MOST_NAMES = 1 << 20  # each takes Python two microseconds
+MOST_TOKENS = 400_000
+MOST_MERGES = 600_000
+MOST_VOCABULARY_CHARS = 1 << 23
+MOST_SCORED_BYTES = 1 << 21  # of tokens with scores: the library takes 350 bytes of memory for each
+MOST_ADDED_CHARS = 1 << 20
+MOST_CHANGED_CHARS = 1 << 22  # that the rules for texts may make of added tokens
 
 # The most characters that a rule makes of one; those that are not listed keep the length or have figures of their own.
 _NORMALIZERS = {
@@ -35,27 +49,69 @@ _NORMALIZERS = {
     "StripAccents": 1,
 }
 _PRE_TOKENIZERS = {"ByteLevel": 5, "Metaspace": 2}  # with a prefix before every word
-_STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _INNER = ("normalizers", "pretokenizers", "processors", "decoders")  # the steps of a sequence
 
 
+def check_size(text: str) -> None:
+    """Raise `SourceError` if a `tokenizer.json` is far larger than those of known models; nothing is read of it."""
+    _check("characters", len(text), MOST_FILE_CHARS)
+    _check("values", sum(map(text.count, ",[{")), MOST_VALUES)
+    _check("names", text.count(":"), MOST_NAMES)
+
+
 def check_lengths(rules: Mapping[str, Any]) -> None:
-    """Raise `SourceError` if a `tokenizer.json` has a token or patterns far longer than those of known models."""
-    model, added = rules.get("model"), rules.get("added_tokens")
-    words = model.get("vocab") if isinstance(model, dict) else None
-    listed = [one[0] for one in words if isinstance(one, list) and one] if isinstance(words, list) else words
-    named = [one.get("content") for one in added if isinstance(one, dict)] if isinstance(added, list) else []
-    longest = max((len(one) for one in (*(listed or ()), *named) if isinstance(one, str)), default=0)
+    """Raise `SourceError` if a `tokenizer.json` has more or longer tokens or patterns than those of known models."""
+    model = rules.get("model")
+    words, merges = (model.get("vocab"), model.get("merges")) if isinstance(model, dict) else (None, None)
+    listed = [one[0] for one in words if isinstance(one, list) and one] if isinstance(words, list) else []
+    spelled = [one for one in (words if isinstance(words, dict) else listed) if isinstance(one, str)]
+    contents = [one["content"] for one in _added(rules)]
+    longest = max(map(len, (*spelled, *contents)), default=0)
     if longest > MOST_TOKEN_CHARS:
         raise SourceError(
             f"the tokenizer has a token of {longest} characters, more than {MOST_TOKEN_CHARS}, which no known model "
             "has: choose another model"
         )
-    chars = len(json.dumps([rules.get(name) for name in _STEPS]))
-    if chars > MOST_RULE_CHARS:
+    _check("tokens", len(spelled) + len(contents), MOST_TOKENS)
+    _check("merges", len(merges) if isinstance(merges, list) else 0, MOST_MERGES)
+    _check("characters of tokens", sum(map(len, spelled)), MOST_VOCABULARY_CHARS)
+    scored = sum(len(one.encode(errors="replace")) for one in listed if isinstance(one, str))
+    _check("bytes of tokens with scores", scored, MOST_SCORED_BYTES)
+    _check("characters of added tokens", sum(map(len, contents)), MOST_ADDED_CHARS)
+    given = [step.get("precompiled_charsmap") for step in steps_of(rules.get("normalizer"))]
+    maps = sum(len(one) for one in given if isinstance(one, str))
+    _check("characters of maps", maps, MOST_MAP_CHARS)
+    chars = len(json.dumps([rules.get(name) for name in STEPS])) - maps
+    _check("characters of rules for texts", chars, MOST_RULE_CHARS)
+
+
+def check_added(rules: Mapping[str, Any], normalizer: Mapping[str, Any] | None) -> None:
+    """Raise `SourceError` if a normalizer, as the library writes it, makes added tokens too long, or has a pattern.
+
+    The library changes such tokens while it reads the file, and a pattern can compute for seconds at a letter.
+    """
+    changed = sum(len(one["content"]) for one in _added(rules) if one.get("normalized"))
+    steps = list(steps_of(normalizer))
+    if changed and any("Regex" in step.get("pattern", ()) for step in steps):
         raise SourceError(
-            f"the tokenizer's rules for texts have {chars} characters, more than {MOST_RULE_CHARS}, which no known "
-            "model needs: choose another model"
+            "the tokenizer changes added tokens by a pattern, which no known model does: choose another model"
+        )
+    longer = changed * math.prod(map(_normalizer_growth, steps))
+    _check("characters of changed added tokens", longer, MOST_CHANGED_CHARS)
+
+
+def _added(rules: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the added tokens of a `tokenizer.json` that have a text; the library refuses the others."""
+    added = rules.get("added_tokens")
+    listed = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []
+    return [one for one in listed if isinstance(one.get("content"), str)]
+
+
+def _check(what: str, count: int, most: int) -> None:
+    if count > most:
+        raise SourceError(
+            f"the tokenizer has {count} {what}, more than {most}, which no known model has: choose another model"
         )
 
 

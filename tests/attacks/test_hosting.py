@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from app.api.supervisor import ApiHealth
 from app.asker import reply_service
@@ -125,9 +126,12 @@ async def test_a_node_whose_blocks_cannot_be_had_stays_as_a_client(
         nursery.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize("error", [SourceError("the model's chat template is damaged"), RuntimeError("CUDA error")])
+@pytest.mark.parametrize(
+    ("error", "devices"),
+    [(SourceError("the model's chat template is damaged"), ["cuda"]), (RuntimeError("CUDA error"), ["cuda", "cpu"])],
+)
 async def test_a_damaged_tokenizer_costs_replies_and_not_the_stay_in_the_swarm(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
+    monkeypatch: pytest.MonkeyPatch, error: Exception, devices: list[str]
 ) -> None:
     """A creator publishes a chat template that does not compile: nodes with a card left the swarm again and again."""
     tried: list[str] = []
@@ -149,7 +153,37 @@ async def test_a_damaged_tokenizer_costs_replies_and_not_the_stay_in_the_swarm(
         with trio.fail_after(10):
             await service._arrived.wait()
             await service.place_head(card)
-        assert tried[:2] == ["cuda", "cpu"]
+        assert tried[: len(devices)] == devices
+        nursery.cancel_scope.cancel()
+
+
+async def test_ends_that_cannot_be_loaded_are_not_loaded_again_for_each_request(
+    monkeypatch: pytest.MonkeyPatch, mock_clock: MockClock
+) -> None:
+    """A node stands still while it reads a tokenizer; one that it refused it read again for each request."""
+    tried: list[float] = []
+
+    def damaged(source: object, options: object) -> None:
+        tried.append(mock_clock.current_time())
+        mock_clock.jump(3)
+        raise SourceError("the tokenizer is damaged")
+
+    async def get_ends() -> Any:
+        return object()
+
+    monkeypatch.setattr(reply_service, "_load_ends", damaged)
+    nobody: Any = SimpleNamespace(n_blocks=2)
+    service = reply_service.ReplyService(nobody, nobody, get_ends, lambda: "")
+    async with trio.open_nursery() as nursery:
+        await nursery.start(service.run)
+        for _ in range(10):
+            with pytest.raises(SourceError, match="the tokenizer is damaged"):
+                await service.training_ends()
+        assert len(tried) == 1
+        mock_clock.jump(3 * reply_service.REST_OF_LOADING)
+        with pytest.raises(SourceError, match="the tokenizer is damaged"):
+            await service.training_ends()
+        assert len(tried) == 2
         nursery.cancel_scope.cancel()
 
 

@@ -52,7 +52,7 @@ from app.training import activations, states, trainer
 from app.training import hop as training_hop
 from app.weights import chunk_client, chunk_schedule, chunk_server, download
 from app.weights import wire as weights_wire
-from engine.text import constraint, grammar_trial
+from engine.text import constraint, grammar_trial, tokenizer_growth
 from p2p import rate_limit
 from p2p.addresses import MAX_ADDRESSES_PER_PEER
 from p2p.channel import yamux_flow, yamux_table
@@ -457,6 +457,21 @@ ROWS: dict[str, tuple[float, ...]] = {
         bodies.MAX_PARTS,
         bodies.LONG_BYTES / KIB,
         bodies.AT_ONCE,
+    ),
+    "a model's tokenizer": (
+        tokenizer_growth.MOST_FILE_CHARS,
+        tokenizer_growth.MOST_VALUES,
+        tokenizer_growth.MOST_NAMES,
+        tokenizer_growth.MOST_TOKENS,
+        tokenizer_growth.MOST_VOCABULARY_CHARS,
+        tokenizer_growth.MOST_TOKEN_CHARS,
+        tokenizer_growth.MOST_SCORED_BYTES,
+        tokenizer_growth.MOST_MERGES,
+        tokenizer_growth.MOST_ADDED_CHARS,
+        tokenizer_growth.MOST_CHANGED_CHARS,
+        tokenizer_growth.MOST_RULE_CHARS,
+        tokenizer_growth.MOST_MAP_CHARS,
+        reply_service.REST_OF_LOADING,
     ),
     "schemas and grammars of requests": (
         constraint.MAX_CHARS,

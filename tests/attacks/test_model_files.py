@@ -7,12 +7,18 @@ import math
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+from llguidance import LLTokenizer
 
 from app.core.canonical_json import Fields
 from app.core.errors import RecordError
@@ -24,7 +30,7 @@ from engine.sources.base import TokenizerSpec
 from engine.sources.gguf_tokenizer import byte_alphabet
 from engine.sources.layout import MAX_BLOCKS, expected_shapes
 from engine.stored_form import stored_bytes
-from engine.text import chat_template
+from engine.text import chat_template, constraint
 from engine.text.chat_template import MAX_SECONDS, ChatError, ChatTemplate
 from engine.text.constraint import GrammarCompiler
 from engine.text.output_form import Constraint
@@ -115,6 +121,91 @@ def test_a_tokenizer_with_a_token_of_any_length_is_refused(rules: dict[str, Any]
         Tokenizer(tokenizer_of(**rules))
 
 
+def spelled(count: int, chars: int) -> list[str]:
+    """So many texts of so many characters."""
+    return [f"{number:a>{chars}}" for number in range(count)]
+
+
+def added(count: int, chars: int, **how: bool) -> list[dict[str, Any]]:
+    """So many added tokens of so many characters."""
+    texts = enumerate(spelled(count, chars))
+    return [{**ADDED, "id": 256 + number, "content": text, "special": False, **how} for number, text in texts]
+
+
+class Reads:
+    """The library, which reads nothing longer than this."""
+
+    longest = 10_000
+
+    @classmethod
+    def from_str(cls, text: str) -> tokenizers.Tokenizer:
+        assert len(text) <= cls.longest
+        return tokenizers.Tokenizer.from_str(text)
+
+
+MANY: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "long added tokens": ("1052000 characters of added tokens", lambda: {"added_tokens": added(263, 4000)}),
+    "values": ("values", lambda: {"model": {"vocab": {}, "merges": 1_600_000 * [[]]}}),
+    "names": ("names", lambda: {"model": {"vocab": dict.fromkeys(map(str, range(1_100_000)))}}),
+    "tokens": ("tokens", lambda: {"model": {"vocab": dict.fromkeys(map(str, range(400_001)))}}),
+    "merges": ("merges", lambda: {"model": {"vocab": {}, "merges": 600_001 * ["a a"]}}),
+    "long tokens": ("characters of tokens", lambda: {"model": {"vocab": dict.fromkeys(spelled(2100, 4000))}}),
+    "scores": ("bytes of tokens", lambda: {"model": {"vocab": [[one, 0] for one in spelled(530, 4000)]}}),
+    "a map": ("characters of maps", lambda: {"normalizer": {"precompiled_charsmap": 600_000 * "A"}}),
+    "growth": ("times as long", lambda: {"normalizer": {"type": "Sequence", "normalizers": 6 * [TEN_TIMES]}}),
+}
+
+
+@pytest.mark.parametrize("what", MANY)
+def test_a_tokenizer_that_is_far_larger_than_known_ones_is_refused_before_the_library_reads_it(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread runs while it does: 24 MiB of added tokens held a node for 46 s, cost its links and took 1.9 GB."""
+    words, rules = MANY[what]
+    spec = tokenizer_of(**({"added_tokens": added(10, 1000, normalized=True)} | rules()))
+    monkeypatch.setattr("engine.text.tokenizer.tokenizers", SimpleNamespace(Tokenizer=Reads))
+    with pytest.raises(SourceError, match=words):
+        Tokenizer(spec)
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ("characters of changed added tokens", [TEN_TIMES]),
+        ("by a pattern", [{"type": "Replace", "pattern": {"Regex": "(a|aa)+b"}, "content": "a"}]),
+    ],
+)
+def test_a_tokenizer_that_changes_its_added_tokens_much_is_refused(words: str, steps: list[dict[str, Any]]) -> None:
+    """The library does that while it reads them: 0.1 MiB took 0.6 s of computing, and could take any time."""
+    normalizer = {"type": "Sequence", "normalizers": steps}
+    with pytest.raises(SourceError, match=words):
+        Tokenizer(tokenizer_of(added_tokens=added(110, 4000, normalized=True), normalizer=normalizer))
+    Tokenizer(tokenizer_of(added_tokens=added(110, 4000), normalizer=normalizer))
+
+
+def test_a_tokenizer_with_a_name_that_comes_twice_is_refused() -> None:
+    """The library would read both, and what is checked is the last one."""
+    text = json.dumps({"added_tokens": added(1, 1)})[:-1] + "," + tokenizer_of().tokenizer_json[1:]
+    with pytest.raises(SourceError, match="a name comes twice"):
+        Tokenizer(TokenizerSpec(text, None, None, None, {}, False))
+
+
+@pytest.mark.soak
+def test_a_tokenizer_as_large_as_the_largest_known_is_not_refused() -> None:
+    """It has 262,000 tokens, 515,000 merges and 6400 added tokens; others have 65,536 added tokens."""
+    letters = byte_alphabet()
+    shorter = [*letters, *map("".join, product(letters[:96], repeat=2))]
+    words = dict.fromkeys([*shorter, *("".join(pair) for pair in product(shorter[256:], letters[:27]))])
+    vocabulary = {word: number for number, word in enumerate([*words][:262_144])}
+    pairs = [(word[:cut], word[cut:]) for word in vocabulary for cut in range(1, len(word))]
+    merges = [[one, other] for one, other in pairs if one in vocabulary and other in vocabulary][:515_000]
+    assert len(merges) > 450_000
+    more = added(65_536, 11, normalized=True)
+    model = {"type": "BPE", "vocab": vocabulary, "merges": merges}
+    made = Tokenizer(tokenizer_of(model=model, added_tokens=more, normalizer={"type": "NFC"}))
+    assert made.vocab_size > 300_000
+
+
 @pytest.mark.parametrize("step", ["normalizer", "pre_tokenizer"])
 def test_a_tokenizer_with_a_pattern_of_any_length_is_refused(step: str) -> None:
     """One of 9 MB was compiled for 7 s, in which no other thread ran, and took 1.4 GB; it could have 64 MB."""
@@ -122,7 +213,7 @@ def test_a_tokenizer_with_a_pattern_of_any_length_is_refused(step: str) -> None:
     split: dict[str, Any] = {"type": "Split", **pattern, "behavior": "Isolated", "invert": False}
     replaced: dict[str, Any] = {"type": "Replace", **pattern, "content": ""}
     rules: dict[str, Any] = {step: replaced if step == "normalizer" else split}
-    with pytest.raises(SourceError, match="rules for texts have"):
+    with pytest.raises(SourceError, match="characters of rules for texts"):
         Tokenizer(tokenizer_of(**rules))
 
 
@@ -141,12 +232,57 @@ def test_a_token_that_looks_like_a_byte_is_read_as_the_library_reads_it(token: s
     assert made.token_bytes(256) == made.decode([256]).encode()
 
 
-@pytest.mark.parametrize("vocabulary", [{4000 * "a": 256}, {"aa": 2**31}], ids=["a long token", "a high id"])
-def test_a_tokenizer_that_allows_no_constraints_costs_their_replies_alone(vocabulary: dict[str, int]) -> None:
-    """The library for constraints panics, or takes memory for every id up to the highest one."""
-    compiler = GrammarCompiler(Tokenizer(tokenizer_of(vocabulary)), 300, [0])
-    with pytest.raises(SourceError, match="allows no constrained replies"):
-        compiler.compile(Constraint("json", '{"type": "string"}', "response_format"))
+def count_vocabularies(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Note the seconds of computing of each step in which the library makes a vocabulary; no other thread runs then."""
+    steps: list[float] = []
+
+    def timed(step: Callable[[], LLTokenizer]) -> Vocabulary:
+        began = time.thread_time()
+        try:
+            return Vocabulary(step())
+        finally:
+            steps.append(time.thread_time() - began)
+
+    @dataclass
+    class Vocabulary:
+        made: LLTokenizer
+
+        def with_slices(self, slices: list[str]) -> Vocabulary:
+            return timed(partial(self.made.with_slices, slices))
+
+    monkeypatch.setattr(
+        constraint, "LLTokenizer", lambda *args, **settings: timed(partial(LLTokenizer, *args, **settings))
+    )
+    return steps
+
+
+def test_a_vocabulary_for_constraints_is_not_made_in_one_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first reply with a schema kept all other threads from running for 1.5 s of computing, for 110,000 tokens."""
+    words = ["".join(letters) for letters in product("abcdefghijklmnopqrstuvwxyz", repeat=3)]
+    tokenizer = Tokenizer(tokenizer_of({word: 256 + number for number, word in enumerate(words)}))
+    began = time.thread_time()
+    LLTokenizer(tokenizer._backend.to_str(), tokenizer.vocab_size)
+    as_json_s = time.thread_time() - began
+    steps = count_vocabularies(monkeypatch)
+    GrammarCompiler(tokenizer, 300, [0])._vocabulary()
+    assert max(steps) < 0.7 * as_json_s
+
+
+def test_a_tokenizer_that_allows_no_constraints_costs_their_replies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library for constraints panics, and did so again, after seconds, at every such request."""
+    steps = count_vocabularies(monkeypatch)
+    compiler = GrammarCompiler(Tokenizer(tokenizer_of({4000 * "a": 256})), 300, [0])
+    for _ in range(3):
+        with pytest.raises(SourceError, match="allows no constrained replies"):
+            compiler.compile(Constraint("json", '{"type": "string"}', "response_format"))
+    assert len(steps) == 1
+
+
+def test_a_token_with_a_high_id_costs_no_memory_of_constraints() -> None:
+    """The library for constraints takes memory for every id up to the highest one."""
+    compiler = GrammarCompiler(Tokenizer(tokenizer_of({"aa": 2**31})), 300, [0])
+    grammar = compiler.compile(Constraint("json", '{"type": "string"}', "response_format")).begin([0])
+    assert [len(mask or b"") for mask in grammar.masks()] == [40]
 
 
 # --- M-6: chat templates ---------------------------------------------------------------------------------------------

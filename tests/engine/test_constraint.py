@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLTokenizer
 from torch import Tensor
 
 from engine.sources.base import ModelSource, TokenizerSpec
@@ -122,6 +123,18 @@ def test_guesses_change_no_token(models: dict[str, Model], kind: str, sampling: 
         alone = model.write(constraint, sampling, seed=2)
         for guesses in (1, 4, 9):
             assert model.write(constraint, sampling, seed=2, guesses=guesses) == alone
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_vocabulary_is_the_one_that_the_library_reads_from_a_file(models: dict[str, Model], kind: str) -> None:
+    tokenizer, ends = models[kind].tokenizer, sorted(models[kind].end_ids)
+    own = GrammarCompiler(tokenizer, tokenizer.vocab_size, ends)._vocabulary()
+    read = LLTokenizer(tokenizer._backend.to_str(), tokenizer.vocab_size, ends or None)
+    ids = range(tokenizer.vocab_size)
+    assert [own.decode_bytes([index]) for index in ids] == [read.decode_bytes([index]) for index in ids]
+    assert [own.is_special_token(index) for index in ids] == [read.is_special_token(index) for index in ids]
+    for text in ("", "a", " a", "  a\nb", '{"name": "é"', *tokenizer.added_tokens):
+        assert own.tokenize_str(text) == read.tokenize_str(text)
 
 
 def test_a_reply_without_room_ends_by_its_length(models: dict[str, Model]) -> None:

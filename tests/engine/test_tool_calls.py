@@ -313,10 +313,5 @@ def test_the_format_follows_from_the_template() -> None:
 
 
 def test_a_tokenizer_that_cannot_be_followed_says_so() -> None:
-    class Broken(ModelTokenizer):
-        def as_json(self) -> str:
-            return "{}"
-
-    broken = Broken(TokenizerSpec(WITH_MARKS.tokenizer.as_json(), None, None, None, {}))
     with pytest.raises(SourceError, match="constrained"):
-        GrammarCompiler(broken, 300, ()).compile(Constraint("regex", "a", "f"))
+        GrammarCompiler(WITH_MARKS.tokenizer, 300, [300]).compile(Constraint("regex", "a", "f"))
