@@ -19,6 +19,7 @@ from engine.text.tool_calls import (
     ReplyReader,
     call_constraint,
     call_format,
+    has_thought_tokens,
     marks_of,
     messages_for,
 )
@@ -93,7 +94,9 @@ class ModelText:
         marks = map(self.tokenizer.token_id, marks_of(form))
         shown = frozenset(index for index in marks if index is not None)
         ids = self.tokenizer.encode(prompt, add_special=False)
-        return PreparedChat(ids, constraint, shown, ReplyReader(form, thinking=thinking))
+        has_tokens = has_thought_tokens(self.tokenizer, thinking=thinking)
+        reader = ReplyReader(form, thinking=thinking, has_thought_tokens=has_tokens)
+        return PreparedChat(ids, constraint, shown, reader)
 
     def conversation_pieces(self, messages: Sequence[Mapping[str, str]]) -> list[tuple[list[int], bool]]:
         """Return the tokens of a conversation in pieces, each with whether the assistant wrote it, end token included.

@@ -50,7 +50,7 @@ from app.training import activations, states, trainer
 from app.training import hop as training_hop
 from app.weights import chunk_client, chunk_schedule, chunk_server, download
 from app.weights import wire as weights_wire
-from engine.text import constraint, grammar_trial
+from engine.text import constraint, grammar_trial, tool_calls
 from p2p import rate_limit
 from p2p.addresses import MAX_ADDRESSES_PER_PEER
 from p2p.channel import yamux_flow, yamux_table
@@ -410,6 +410,7 @@ ROWS: dict[str, tuple[float, ...]] = {
         grammar_trial.AT_ONCE,
         reply_service.TEXT_S,
     ),
+    "tool calls of a reply": (tool_calls.MAX_CALLS, tool_calls.MOST_HEAD_CHARS, tool_calls.MOST_SPACE_CHARS),
     "responses kept for programs": (
         response_store.MOST,
         response_store.MOST_OWNER_BYTES / MIB,
