@@ -73,11 +73,16 @@ class WholeReply:
         return "tool_calls" if reason == "stop" and self.calls else reason
 
 
+def owned(request: ReplyRequest) -> ReplyRequest:
+    """Return a request as one of whoever sends the present one."""
+    return replace(request, owner=current_owner())
+
+
 def metered_reply(control: Control, request: ReplyRequest) -> Events:
     """Return the events of a reply, which takes its turn and whose tokens count for the key of the present request."""
     text = request.prompt if request.prompt is not None else [message.get("content") for message in request.messages]
     chars = len(text) if isinstance(text, str) else sum(len(one) if isinstance(one, str) else 4 for one in text)
-    return metered(control.reply(replace(request, owner=current_owner())), chars)
+    return metered(control.reply(owned(request)), chars)
 
 
 async def whole_reply(events: Events) -> WholeReply:

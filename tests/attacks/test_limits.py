@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from app.api import places, response_store, server
-from app.asker import recovery, reply_service, route_session
+from app.asker import recovery, route_session, text_places
 from app.config.settings import Settings
 from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
@@ -402,13 +402,19 @@ ROWS: dict[str, tuple[float, ...]] = {
     ),
     "requests to the API under way": (places.MAX_REQUESTS, places.OWN_REQUESTS),
     "peers from the local network (mDNS)": (seeker.MAX_NEIGHBOURS,),
+    "texts of requests before their replies (chat template, tokenizer)": (
+        text_places.NODE_OWNER_TEXTS,
+        text_places.KEYS_TEXTS,
+        text_places.TEXT_S,
+        text_places.PLACE_S,
+    ),
     "schemas and grammars of requests": (
         constraint.MAX_CHARS,
         constraint.TRUSTED_CHARS,
         grammar_trial.CPU_S,
         grammar_trial.MEMORY_BYTES / MIB,
         grammar_trial.AT_ONCE,
-        reply_service.TEXT_S,
+        text_places.TEXT_S,
     ),
     "tool calls of a reply": (tool_calls.MAX_CALLS, tool_calls.MOST_HEAD_CHARS, tool_calls.MOST_SPACE_CHARS),
     "responses kept for programs": (
