@@ -17,6 +17,16 @@ class SourceError(EngineError):
     reason_code = "bad_source"
 
 
+class ContextExceeded(EngineError):
+    """A prompt, of so many tokens at least, does not fit into the model's context."""
+
+    reason_code = "context_length_exceeded"
+
+    def __init__(self, text: str, tokens: int = 0) -> None:
+        super().__init__(text)
+        self.tokens = tokens
+
+
 class DeviceError(EngineError):
     """A device does not exist, is not usable, or has too little memory."""
 

@@ -94,8 +94,12 @@ class SwarmEnds:
         return self.text.prompt_ids(messages)
 
     def text_ids(self, text: str | Sequence[int]) -> list[int]:
-        """Return the token ids of a text to continue without a chat template; given ids are only checked."""
+        """Return the token ids of a text to continue without a chat template; given ids are only checked.
+
+        Raises `ContextExceeded` for a text that cannot fit into the context.
+        """
         if isinstance(text, str):
+            self.text.check_length(text)
             return self.text.tokenizer.encode(text)
         self.check_ids(text)
         return list(text)

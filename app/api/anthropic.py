@@ -24,7 +24,7 @@ from app.api.error_forms import ANTHROPIC_PATH, body_for, response_for
 from app.api.model_names import named_model
 from app.api.openai_errors import status_and_reason
 from app.api.openai_fields import MAX_TOOLS, Listed, seed_of, tool_of, tool_use
-from app.api.replies import WholeReply, converted, metered_reply, whole_reply
+from app.api.replies import WholeReply, converted, metered_reply, owned, whole_reply
 from app.api.streaming import EventStream, StreamForm
 from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
 from app.asker.reply_service import ReplyRequest
@@ -230,7 +230,7 @@ def routes(control: Control) -> APIRouter:
     async def count_tokens(asked: CountTokensRequest) -> JSONResponse:
         """The number of tokens of a conversation, in Anthropic's form."""
         request, headers = await converted(asked)
-        tokens = await control.tokenize(named_model(control.snapshot(), asked.model).asked_by(request))
+        tokens = await control.tokenize(owned(named_model(control.snapshot(), asked.model).asked_by(request)))
         return JSONResponse({"input_tokens": len(tokens)}, headers=headers)
 
     return router
@@ -291,7 +291,7 @@ def _input(arguments: str) -> Any:
 
 async def _events(control: Control, asked: MessagesRequest, request: ReplyRequest) -> AsyncGenerator[bytes, None]:
     """Yield the reply as server-sent events."""
-    tokens = len(await control.tokenize(request))
+    tokens = len(await control.tokenize(owned(request)))
     usage = {"input_tokens": tokens, "output_tokens": 0}
     begun = {**_head(asked), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     reply, blocks = WholeReply(), _Blocks()

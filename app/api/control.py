@@ -91,11 +91,11 @@ class Control(Protocol):
     async def tokenize(self, request: ReplyRequest, *, add_special: bool = True) -> list[int]:
         """Return the token ids of a request's prompt; `add_special` adds the model's special tokens to a text."""
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
+    async def detokenize(self, token_ids: Sequence[int], owner: str = "") -> str:
+        """Return the text of token ids; `owner` is who asks, as in a `ReplyRequest`."""
 
     async def embed(self, prompt: str | tuple[int, ...], owner: str = "") -> tuple[list[float], int]:
-        """Return the embedding of a text, and its number of tokens; `owner` is who asks, as in a `ReplyRequest`."""
+        """Return the embedding of a text, and its number of tokens; `owner` is who asks."""
 
     async def adapters(self) -> list[str]:
         """Name the adapters of this home that were trained for the active swarm's model."""

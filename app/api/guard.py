@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from app.api import error_forms
 from app.api.keys import KeyRing, owned_by, using
 from app.api.places import place_of
+from app.asker.text_places import NODE_OWNER
 from app.config.file import Config
 from app.config.keys import ApiKey
 from app.core.reasons import Reason, because
@@ -32,7 +33,7 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY_BYTES = 2**20
-TOKEN_OWNER = "token"
+TOKEN_OWNER = NODE_OWNER
 OPEN_OWNER = "open"  # all programs that `open_loopback` lets ask without a token
 OPEN_PATHS = frozenset({"/", "/health", "/healthz"})
 REPLY_PREFIXES = (

@@ -1,7 +1,7 @@
 """Keys of programs: which one a request has, and whether its limits allow one more.
 
 Tokens of the last minute count: those written as they come, those of the prompt at the end of the reply. Of a reply
-that is broken off, the prompt counts by its length.
+that is broken off, the prompt counts by its length; one that is refused as too long counts like one that was read.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from pathlib import Path
 
 import trio
 
+from app.asker.asker import PromptTooLong
 from app.asker.reply import ReplyDone, ReplyEvent, ReplyText
 from app.config.keys import ApiKey, KeyFileError, digest_of, read_keys
 from app.core.reasons import Reason, because
+from engine.errors import ContextExceeded
 
 WINDOW_S = 60.0
 CHARS_PER_TOKEN = 4
+TOO_LONG = (PromptTooLong, ContextExceeded)  # prompts whose tokens were found, or would take long to find
 
 log = logging.getLogger("shoal.api")
 
@@ -147,6 +150,9 @@ async def _counted(
                     is_over = True
                     meter.spend(event.stats.prompt_tokens - event.stats.cached_tokens, trio.current_time())
                 yield event
+    except TOO_LONG as error:
+        meter.spend(error.tokens, trio.current_time())
+        raise
     except (GeneratorExit, trio.Cancelled):
         if not is_over:
             meter.spend(prompt_chars // CHARS_PER_TOKEN, trio.current_time())

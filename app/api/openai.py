@@ -25,7 +25,7 @@ from fastapi import APIRouter, Response
 
 from app.api.bodies import BodyRoute, aside
 from app.api.control import Control
-from app.api.keys import count_tokens, current_owner
+from app.api.keys import TOO_LONG, count_tokens, current_owner
 from app.api.model_names import check_active, named_model, other_swarms
 from app.api.openai_errors import PREFIX, OpenAIError, response_to, status_and_body
 from app.api.openai_fields import (
@@ -36,7 +36,7 @@ from app.api.openai_fields import (
 from app.api.replies import WholeReply, converted, metered_reply, side_by_side, unread_header
 from app.api.streaming import EventStream, StreamForm, comment
 from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
-from app.asker.reply_service import ReplyRequest
+from app.asker.reply_service import ReplyRequest, SharedPrompt
 from app.snapshot.views import Snapshot, SwarmView
 from engine.text.output_form import ReplyPart, SaidText, ThoughtText, TokenLogprob
 
@@ -92,7 +92,11 @@ def routes(control: Control) -> APIRouter:
         check_active(control.snapshot(), asked.model)
         data, count = [], 0
         for index, prompt in enumerate(await aside(asked.prompts)):
-            vector, tokens = await control.embed(prompt, current_owner())
+            try:
+                vector, tokens = await control.embed(prompt, current_owner())
+            except TOO_LONG as error:
+                count_tokens(error.tokens)
+                raise
             count_tokens(tokens)
             count += tokens
             one = {"object": "embedding", "index": index, "embedding": _encoded(vector, asked.encoding_format)}
@@ -279,7 +283,8 @@ def usage_of(all_stats: Sequence[ReplyStats]) -> dict[str, Any]:
 
 def _numbered(request: ReplyRequest, count: int) -> list[ReplyRequest]:
     """Return the requests of several replies to one prompt; each has a seed of its own."""
-    return [replace(request, seed=(request.seed + number) % 2**63) for number in range(count)]
+    shared = SharedPrompt()
+    return [replace(request, seed=(request.seed + number) % 2**63, shared=shared) for number in range(count)]
 
 
 async def _echo(control: Control, request: ReplyRequest, form: _ReplyFormat, asked: Asked) -> _ReplyFormat:
@@ -287,7 +292,7 @@ async def _echo(control: Control, request: ReplyRequest, form: _ReplyFormat, ask
     if not isinstance(asked, TextCompletion) or not asked.echo:
         return form
     prompt = request.prompt or ""
-    return replace(form, echo=prompt if isinstance(prompt, str) else await control.detokenize(prompt))
+    return replace(form, echo=prompt if isinstance(prompt, str) else await control.detokenize(prompt, current_owner()))
 
 
 async def _whole(

@@ -74,6 +74,11 @@ class WholeReply:
         return "tool_calls" if reason == "stop" and self.calls else reason
 
 
+def owned(request: ReplyRequest) -> ReplyRequest:
+    """Return a request as one of whoever sends the present one."""
+    return replace(request, owner=current_owner())
+
+
 def metered_reply(control: Control, request: ReplyRequest) -> Events:
     """Return the events of a reply, which takes its turn and whose tokens count for the key of the present request."""
     prompt = request.prompt
@@ -82,7 +87,7 @@ def metered_reply(control: Control, request: ReplyRequest) -> Events:
         chars = sum(len(text) if isinstance(text, str) else CHARS_PER_TOKEN for text in texts)
     else:
         chars = len(prompt) if isinstance(prompt, str) else len(prompt) * CHARS_PER_TOKEN
-    return metered(control.reply(replace(request, owner=current_owner())), chars)
+    return metered(control.reply(owned(request)), chars)
 
 
 async def whole_reply(events: Events) -> WholeReply:

@@ -72,9 +72,13 @@ if TYPE_CHECKING:
 
 
 class PromptTooLong(AppError):
-    """The prompt leaves no room for a reply, in the model's context or in the caches of the members."""
+    """The prompt, of so many tokens, leaves no room for a reply, in the model's context or in the members' caches."""
 
     code = "context_length_exceeded"
+
+    def __init__(self, text: str, tokens: int) -> None:
+        super().__init__(text)
+        self.tokens = tokens
 
 
 class ReplyTooLong(AppError):
@@ -381,12 +385,14 @@ class Asker:
         """Return the tokens of the largest session that some route can ever have; raises `PromptTooLong`."""
         context = self._ends.context_length
         if prompt >= context:
-            raise PromptTooLong(f"the prompt has {prompt} tokens, but the model's context is {context}: shorten it")
+            text = f"the prompt has {prompt} tokens, but the model's context is {context}: shorten it"
+            raise PromptTooLong(text, prompt)
         most = min(await self.planner.largest_session(self._route_request(1, prompt, private_blocks)), context)
         if prompt >= most:
             raise PromptTooLong(
                 f"the prompt has {prompt} tokens, but the caches of the members hold {most}: shorten it, or let "
-                "members with more memory join"
+                "members with more memory join",
+                prompt,
             )
         return most
 

@@ -21,6 +21,7 @@ from app.asker.guessing import Guesser, GuessHistory
 from app.asker.head_batcher import GoAhead
 from app.asker.reply import ReplyAdapter, ReplyDone, ReplyEvent, ReplyText, RouteChanges
 from app.asker.stats import AskedSession, AskerStats
+from app.asker.text_places import TEXT_S, TextPlaces, run_left_behind
 from app.core.compute import DraftModel
 from app.core.device_thread import DeviceThread
 from app.core.engine_import import import_engine
@@ -59,9 +60,15 @@ WAIT_FOR_ENDS_S = 30.0  # for tokenizer, embedding and head to arrive, before a 
 WAIT_IN_TROUBLE_S = 2.0  # the same where they will hardly come, but may be on this disk
 TRY_AGAIN_S = 15.0
 REST_OF_LOADING = 20  # times as long as a failed load of the ends took, until the next one
-TEXT_S = 60.0  # for what a request's text is put through before its reply: template, tokenizer, compiler of grammars
-TEXTS_AT_ONCE = 4
 FORECAST_TOKENS = 16  # shorter replies say nothing about a forecast
+
+
+class SharedPrompt:
+    """The prompt of several replies, which is prepared for the first of them."""
+
+    def __init__(self) -> None:
+        self.lock = trio.Lock()
+        self.prepared: PreparedChat | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,7 @@ class ReplyRequest:
     logit_bias: tuple[tuple[int, float], ...] = ()
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    shared: SharedPrompt | None = field(default=None, compare=False)  # with other replies to the same prompt
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,7 @@ class ReplyService:
         self._own_server, self._go_ahead = own_server, go_ahead
         self._count = count  # called at the end of each reply, with its tokens and the peers that took part
         self.device = DeviceThread()  # that computes head and samples
-        self._texts = trio.CapacityLimiter(TEXTS_AT_ONCE)
+        self._texts = TextPlaces()
         self._trials = trio.CapacityLimiter(grammar_trial.AT_ONCE)
         self._trial_turns: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)  # by owner
         self._lock, self._loading = trio.Lock(), trio.Lock()
@@ -294,7 +302,7 @@ class ReplyService:
         """Yield the pieces of a reply, and at last its figures. Raises `AppError` or `EngineError`."""
         ends, asker = await self._ready()
         self._follow_draft_setting()
-        prepared = await self._of_text(_prepared, ends, request)
+        prepared = await self._prepare(ends, request)
         if request.may_end_sooner:
             prompt = len(prepared.prompt_ids)
             fitting = await asker.fitting_tokens(prompt, request.max_tokens, request.private_blocks)
@@ -302,7 +310,7 @@ class ReplyService:
         constraint = prepared.constraint
         grammar = None if constraint is None else await self._grammar(ends, constraint, request.owner)
         settings = _settings(ends, request, prepared, grammar)
-        reader = prepared.reader if request.is_read else None
+        reader = prepared.new_reader() if request.is_read else None
         pieces: list[str] = []
         changes = RouteChanges()
         noticed = 0
@@ -348,10 +356,22 @@ class ReplyService:
             return error
         return NoRoute(error.block, f": {trouble.text}; {trouble.next_step}", code=trouble.code)
 
-    async def _of_text(self, function: Callable[..., T], *args: Any) -> T:
-        """Call what the model's chat template and tokenizer do, in a thread; raises `SourceError` after `TEXT_S`."""
+    async def _prepare(self, ends: SwarmEnds, request: ReplyRequest) -> PreparedChat:
+        """Return what a reply needs of its prompt, once for all replies that share it."""
+        if request.shared is None:
+            return await self._of_text(request.owner, _prepared, ends, request)
+        async with request.shared.lock:
+            if request.shared.prepared is None:
+                request.shared.prepared = await self._of_text(request.owner, _prepared, ends, request)
+            return request.shared.prepared
+
+    async def _of_text(self, owner: str, function: Callable[..., T], *args: Any) -> T:
+        """Call what the model's chat template and tokenizer do, in a place of an owner's.
+
+        Raises `NoPlaceForText`, and `SourceError` if it takes longer than `TEXT_S` there.
+        """
         try:
-            return await _left_behind(self._texts, function, *args)
+            return await self._texts.run(owner, function, *args)
         except trio.TooSlowError:
             raise SourceError(
                 f"the model's chat template and tokenizer take more than {TEXT_S:.0f} s for this text: shorten it, or "
@@ -364,7 +384,9 @@ class ReplyService:
         is_harmless = grammars.is_harmless(constraint)
         async with nullcontext() if is_harmless else self._trial_turns[owner]:
             try:
-                return await _left_behind(self._texts if is_harmless else self._trials, grammars.compile, constraint)
+                if is_harmless:
+                    return await self._texts.run(owner, grammars.compile, constraint)
+                return await run_left_behind([self._trials], grammars.compile, constraint)
             except trio.TooSlowError:
                 raise ConstraintError(constraint.field, grammar_trial.TOO_COMPLEX) from None
 
@@ -372,13 +394,14 @@ class ReplyService:
         """Return the token ids of a request's prompt; `add_special` is for a text. Raises as `reply` does."""
         ends, _ = await self._ready()
         if isinstance(request.prompt, str) and not add_special:
-            return await self._of_text(partial(ends.text.tokenizer.encode, add_special=False), request.prompt)
-        return (await self._of_text(_prepared, ends, request)).prompt_ids
+            encode = partial(ends.text.tokenizer.encode, add_special=False)
+            return await self._of_text(request.owner, encode, request.prompt)
+        return (await self._of_text(request.owner, _prepared, ends, request)).prompt_ids
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, token_ids: Sequence[int], owner: str = "") -> str:
         """Return the text of token ids, special tokens included; raises `EngineError` if one is out of range."""
         ends, _ = await self._ready()
-        return await self._of_text(ends.prompt_text, token_ids)
+        return await self._of_text(owner, ends.prompt_text, token_ids)
 
     async def embed(self, prompt: str | tuple[int, ...], owner: str = "") -> tuple[list[float], int]:
         """Return the embedding of a text and its number of tokens: the mean of the last block's outputs, of length 1.
@@ -386,7 +409,7 @@ class ReplyService:
         It waits for its owner's turn, as replies do. Raises `AppError` or `EngineError`.
         """
         ends, asker = await self._ready()
-        ids = await self._of_text(ends.text_ids, prompt)
+        ids = await self._of_text(owner, ends.text_ids, prompt)
         if not ids:
             raise EngineError("the input is empty")
         states = await asker.hidden_states(ids, owner)
@@ -501,20 +524,6 @@ def _cpu_ends() -> WeightOptions:
     return CPU_ENDS
 
 
-async def _left_behind(limiter: trio.CapacityLimiter, function: Callable[..., T], *args: Any) -> T:
-    """Call a function in a thread that is left behind if the caller is cancelled; raises `TooSlowError` after `TEXT_S`.
-
-    The patterns of a tokenizer can compute for days, and nothing stops them. The thread keeps its place in `limiter`.
-    """
-    with trio.fail_after(TEXT_S):
-        made: T = await trio.to_thread.run_sync(
-            partial(function, *args),
-            abandon_on_cancel=True,
-            limiter=limiter,  # type: ignore[call-arg]
-        )
-        return made
-
-
 def _prepared(ends: SwarmEnds, request: ReplyRequest) -> PreparedChat:
     from engine.text.infill import infill_prompt
     from engine.text.prompt import PreparedChat
@@ -522,11 +531,12 @@ def _prepared(ends: SwarmEnds, request: ReplyRequest) -> PreparedChat:
 
     if request.prompt is not None and request.suffix is not None:
         before = request.prompt if isinstance(request.prompt, str) else ends.prompt_text(request.prompt)
+        ends.text.check_length(before + request.suffix)
         gap = infill_prompt(ends.text.tokenizer, before, request.suffix)
-        return PreparedChat(gap.ids, request.constraint, frozenset(), ReplyReader(None), gap.end_ids)
+        return PreparedChat(gap.ids, request.constraint, frozenset(), partial(ReplyReader, None), gap.end_ids)
     if request.prompt is not None:
         ids = ends.text_ids(request.prompt)
-        return PreparedChat(ids, request.constraint, frozenset(), ReplyReader(None))
+        return PreparedChat(ids, request.constraint, frozenset(), partial(ReplyReader, None))
     return ends.text.prepare(request.messages, request.tools, request.constraint, request.template_variables)
 
 

@@ -521,9 +521,9 @@ class Node:
         async with self._replies_of(request.swarm) as replies:
             return await replies.tokenize(request, add_special=add_special)
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, token_ids: Sequence[int], owner: str = "") -> str:
         """Return the text of token ids; raises as `reply` does."""
-        return await self._replies().detokenize(token_ids)
+        return await self._replies().detokenize(token_ids, owner)
 
     async def embed(self, prompt: str | tuple[int, ...], owner: str = "") -> tuple[list[float], int]:
         """Return the embedding of a text and its number of tokens; raises as `reply` does."""

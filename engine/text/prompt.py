@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from engine.errors import EngineError
+from engine.errors import ContextExceeded, EngineError
 from engine.sources.base import ModelSource
 from engine.text.chat_template import ChatError, ChatTemplate
 from engine.text.constraint import GrammarCompiler
@@ -19,6 +20,7 @@ from engine.text.tool_calls import (
     ReplyReader,
     call_constraint,
     call_format,
+    has_thought_tokens,
     marks_of,
     messages_for,
 )
@@ -26,12 +28,12 @@ from engine.text.tool_calls import (
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A conversation's prompt, the form of the reply to it, the special tokens that its reader sees, and the reader."""
+    """A conversation's prompt, the form of the reply to it, the special tokens that a reader sees, and the reader."""
 
     prompt_ids: list[int]
     constraint: Constraint | None
     shown: frozenset[int]
-    reader: ReplyReader
+    new_reader: Callable[[], ReplyReader]
     end_ids: frozenset[int] = frozenset()  # that end the reply besides the model's own
 
 
@@ -85,6 +87,7 @@ class ModelText:
         has_calls = bool(tools) or any(one.get("tool_calls") or one.get("role") == "tool" for one in messages)
         whole = messages_for(self.calls, messages, tools) if has_calls else messages
         prompt = self._prompt(whole, tools, variables)
+        self.check_length(prompt)
         thinking = prompt.rstrip().endswith(THINK)
         form = None if use is None else self.calls
         constraint = answer
@@ -93,7 +96,18 @@ class ModelText:
         marks = map(self.tokenizer.token_id, marks_of(form))
         shown = frozenset(index for index in marks if index is not None)
         ids = self.tokenizer.encode(prompt, add_special=False)
-        return PreparedChat(ids, constraint, shown, ReplyReader(form, thinking=thinking))
+        has_tokens = has_thought_tokens(self.tokenizer, thinking=thinking)
+        new_reader = partial(ReplyReader, form, thinking=thinking, has_thought_tokens=has_tokens)
+        return PreparedChat(ids, constraint, shown, new_reader)
+
+    def check_length(self, prompt: str) -> None:
+        """Raise `ContextExceeded` if a prompt cannot fit into the context, before seconds are spent on its tokens."""
+        context = self._context_length
+        fewest = self.tokenizer.fewest_tokens(prompt) if len(prompt) > context else 0
+        if fewest > context:
+            raise ContextExceeded(
+                f"the prompt has {fewest} tokens or more, but the model's context is {context}: shorten it", fewest
+            )
 
     def conversation_pieces(self, messages: Sequence[Mapping[str, str]]) -> list[tuple[list[int], bool]]:
         """Return the tokens of a conversation in pieces, each with whether the assistant wrote it, end token included.

@@ -9,8 +9,9 @@ from __future__ import annotations
 import codecs
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Collection, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol, TypeVar
 
 import tokenizers
@@ -19,7 +20,16 @@ from engine.errors import SourceError
 from engine.sources.base import TokenizerSpec
 from engine.sources.files import AGAIN, shown
 from engine.sources.gguf_tokenizer import byte_alphabet
-from engine.text.tokenizer_growth import STEPS, check_added, check_growth, check_lengths, check_size, steps_of
+from engine.text.tokenizer_growth import (
+    STEPS,
+    check_added,
+    check_growth,
+    check_lengths,
+    check_size,
+    keeps_bytes,
+    least_shares,
+    steps_of,
+)
 
 _T = TypeVar("_T")
 _SPACE = "\u2581"
@@ -49,11 +59,12 @@ class Tokenizer:
         check_lengths(rules)
         # The rules for texts are read alone, and refused if need be, before those which take long.
         frame = _backend_of(json.dumps({name: rules.get(name) for name in STEPS} | {"model": _NO_MODEL}))
-        normalizer, *others = map(_rules_of, (frame.normalizer, frame.pre_tokenizer, frame.post_processor))
-        check_growth(normalizer, *others)
+        normalizer, pre_tokenizer = _rules_of(frame.normalizer), _rules_of(frame.pre_tokenizer)
+        check_growth(normalizer, pre_tokenizer, _rules_of(frame.post_processor))
         check_added(rules, normalizer)
         self._make_stream = _stream_maker(rules.get("decoder"))
         self._backend = _backend_of(spec.tokenizer_json)
+        self._keeps_bytes = keeps_bytes(rules, normalizer, pre_tokenizer)
         # `tokenizer.json` may enable padding or truncation, which would silently change a prompt.
         self._backend.no_padding()
         self._backend.no_truncation()
@@ -73,8 +84,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Return the ids of a text; `add_special` adds the model's special tokens, such as the begin marker."""
-        # JSON can contain half a surrogate pair, which cannot be encoded: it becomes a replacement character.
-        clean = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        clean = _clean(text)
         # As a batch of one: `encode` would keep all other threads, and so the event loop, from running meanwhile.
         (encoding,) = _guarded(
             lambda: self._backend.encode_batch([clean], add_special_tokens=add_special), "this text cannot be encoded"
@@ -83,6 +93,21 @@ class Tokenizer:
         if add_special and self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return how many tokens a text has at least, in a fraction of the time to find them; 0 if that is unknown."""
+        clean = _clean(text)
+        if not self._keeps_bytes or not unicodedata.is_normalized("NFC", clean):
+            return 0
+        data = clean.encode()
+        return int(sum(share * data.count(byte) for byte, share in self._least_shares.items()))
+
+    @cached_property
+    def _least_shares(self) -> dict[int, float]:
+        """What each byte of a text counts in `fewest_tokens`; takes a second for a large vocabulary."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=False).values()
+        added = (token.encode() for token in self.added_tokens)
+        return least_shares((*map(self.token_bytes, vocabulary), *added))
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Return the text of token ids; unknown ids are skipped."""
@@ -120,6 +145,11 @@ class Tokenizer:
             return None if token_id in hidden else self.token_text(token_id)
 
         return self._make_stream(spelling)
+
+
+def _clean(text: str) -> str:
+    """Return a text without halves of surrogate pairs, which JSON can have: they become replacement characters."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 Spelling = Callable[[int], str | None]  # id -> its spelling in the vocabulary; None: no text

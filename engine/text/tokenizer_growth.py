@@ -1,9 +1,12 @@
-"""How large a `tokenizer.json` is, and how much longer its rules can make a text or a reply, without running them.
+"""How large a `tokenizer.json` is, how much longer its rules can make a text, and how few tokens a text can have.
+
+All of it is found without running the rules.
 
 A swarm's creator writes these rules. The `tokenizers` library follows them without a limit, and where it gets no memory
 it ends the whole process: ten replacements of one letter by ten make a gigabyte of one letter. A token of megabytes
-makes gigabytes of a short reply. While the library reads a file nothing else of the node runs, and for each letter of
-an added token it takes 75 bytes and about a microsecond: a few MB are minutes and gigabytes.
+makes gigabytes of a short reply. To find the tokens of a text that is far too long for a model takes seconds. While the
+library reads a file nothing else of the node runs, and for each letter of an added token it takes 75 bytes and about a
+microsecond: a few MB are minutes and gigabytes.
 
 The limits are above the models known: the file of Gemma 3 has about 35 MB, 262,000 tokens, 515,000 merges and 6400
 added tokens; models that speak have up to 65,536 added tokens of 11 to 24 letters, but fewer of the longer ones.
@@ -15,7 +18,7 @@ import base64
 import binascii
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from engine.errors import SourceError
@@ -50,6 +53,8 @@ _NORMALIZERS = {
 }
 _PRE_TOKENIZERS = {"ByteLevel": 5, "Metaspace": 2}  # with a prefix before every word
 STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+_KEEPING = ("ByteLevel", "Digits", "Metaspace")  # pre-tokenizers that drop nothing
+_SPACE = "\u2581"  # that stands for a space in SentencePiece vocabularies
 _INNER = ("normalizers", "pretokenizers", "processors", "decoders")  # the steps of a sequence
 
 
@@ -131,6 +136,44 @@ def check_growth(
             f"the tokenizer can make a text more than {MOST_GROWTH} times as long, or adds more than {MOST_SPECIAL} "
             "tokens to it, which no known model needs: choose another model"
         )
+
+
+def keeps_bytes(rules: Any, normalizer: Mapping[str, Any] | None, pre_tokenizer: Mapping[str, Any] | None) -> bool:
+    """True if each byte of a text whose characters are composed (NFC) is in one of its tokens, or has no token at all.
+
+    It need not be where a rule changes or drops characters, where a token takes in the spaces beside it, or where one
+    token stands for all that is unknown.
+    """
+    model, added = rules["model"], rules.get("added_tokens") or []
+    normal = all(
+        step["type"] in ("NFC", "Prepend")
+        or (step["type"] == "Replace" and step["pattern"].get("String") == " " and step["content"] == _SPACE)
+        for step in steps_of(normalizer)
+    )
+    split = all(
+        (step["type"] in _KEEPING or step.get("behavior", "Removed") != "Removed")
+        and step.get("replacement", _SPACE) == _SPACE
+        for step in steps_of(pre_tokenizer)
+    )
+    affixes = (model.get("continuing_subword_prefix"), model.get("end_of_word_suffix"))
+    is_plain = model.get("type", "BPE") == "BPE" and "merges" in model and not any(affixes)
+    if not (normal and split and is_plain) or any(one.get("lstrip") or one.get("rstrip") for one in added):
+        return False
+    if any(step["type"] == "ByteLevel" for step in steps_of(pre_tokenizer)):
+        return True
+    return model.get("byte_fallback") is True and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
+
+
+def least_shares(tokens: Iterable[bytes]) -> dict[int, float]:
+    """Return for each byte the least share of a token that it can be: that of the longest token that has it.
+
+    The shares of all bytes of a text add up to as many tokens as it has at least.
+    """
+    longest: dict[int, int] = {}
+    for token in tokens:
+        for byte in set(token):
+            longest[byte] = max(longest.get(byte, 0), len(token))
+    return {byte: 1 / length for byte, length in longest.items()}
 
 
 def steps_of(rule: Any) -> Iterator[Mapping[str, Any]]:

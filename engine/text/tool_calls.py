@@ -169,6 +169,11 @@ def marks_of(form: CallFormat | None) -> tuple[str, ...]:
     return tuple(mark for mark in (*calls, THINK, END_THINK) if mark)
 
 
+def has_thought_tokens(tokenizer: Tokenizer, *, thinking: bool) -> bool:
+    """True if a thought begins and ends with tokens of its own; `thinking` says that the prompt has begun it."""
+    return tokenizer.token_id(END_THINK) is not None and (thinking or tokenizer.token_id(THINK) is not None)
+
+
 def call_constraint(
     form: CallFormat, use: ToolUse, tokenizer: Tokenizer, *, thinking: bool, answer: Constraint | None = None
 ) -> Constraint:
@@ -179,21 +184,25 @@ def call_constraint(
     """
     if answer is not None and answer.kind != "json":
         raise ConstraintError(answer.field, "cannot be used together with tools")
-    grammar = _CallGrammar(form, use, tokenizer)
-    return Constraint("lark", grammar.text(thinking, None if answer is None else answer.text), "tools")
+    grammar = _CallGrammar(form, use, tokenizer, thinking)
+    return Constraint("lark", grammar.text(None if answer is None else answer.text), "tools")
 
 
 class _CallGrammar:
-    """Writes a grammar in `llguidance`'s dialect of Lark."""
+    """Writes a grammar in `llguidance`'s dialect of Lark.
 
-    def __init__(self, form: CallFormat, use: ToolUse, tokenizer: Tokenizer) -> None:
-        self._form, self._use = form, use
+    Where thoughts have tokens of their own, no text spells their marks: `ReplyReader` sees thoughts where they are.
+    """
+
+    def __init__(self, form: CallFormat, use: ToolUse, tokenizer: Tokenizer, thinking: bool) -> None:
+        self._form, self._use, self._thinking = form, use, thinking
+        self._has_thoughts = has_thought_tokens(tokenizer, thinking=thinking)
         self._ids = {mark: tokenizer.token_id(mark) for mark in marks_of(form)}
         named = {index for index in self._ids.values() if index is not None}
         self._other_ids = sorted(tokenizer.plain_added_ids - named)
         self._several = form.several and use.parallel and use.name is None
 
-    def text(self, thinking: bool, answer: str | None) -> str:
+    def text(self, answer: str | None) -> str:
         calls = self._calls()
         if self._use.is_forced:
             body = "calls"
@@ -201,25 +210,32 @@ class _CallGrammar:
             calls.append(f"answer: %json {_schema(json.loads(answer), lenient=False)}")
             body = "calls | answer"
         elif self._form is LLAMA:
-            calls += [f"SAID: /{_avoiding(_LLAMA_STARTS)}/", f"said: SAID {self._others()}"]
+            starts = "|".join(map(_escaped, (self._form.mark, *_LLAMA_STARTS, *self._unspelled())))
+            calls += [f"SAID: /(.|\\n)+/ & ~/[ \\t\\r\\n]*({starts})(.|\\n)*/", f"said: SAID {self._others()}"]
             body = "calls | said?"
         else:
             calls += self._lazy_mark()
             body = "free | opened"
-        rules = ["%llguidance {}", f"start: {self._thought(thinking)} ({body})", *calls]
-        return "\n".join([*rules, f"free: TEXT {self._others()}", "TEXT: /(.|\\n)*/"])
+        rules = ["%llguidance {}", f"start: {self._thought()} ({body})", *calls]
+        without = "".join(f" & ~/(.|\\n)*{_escaped(mark)}(.|\\n)*/" for mark in self._unspelled())
+        return "\n".join([*rules, f"free: TEXT {self._others()}", f"TEXT: /(.|\\n)*/{without}"])
 
-    def _thought(self, thinking: bool) -> str:
-        begin, end = (self._ids[mark] for mark in (THINK, END_THINK))
-        if end is None or (begin is None and not thinking):
+    def _thought(self) -> str:
+        if not self._has_thoughts:
             return ""
-        gap = "/[\\n ]{0,3}/"
-        return f"TEXT <[{end}]> {gap}" if thinking else f"(<[{begin}]> TEXT <[{end}]> {gap})?"
+        rest = f"TEXT <[{self._ids[END_THINK]}]> /[\\n ]{{0,3}}/"
+        return rest if self._thinking else f"(<[{self._ids[THINK]}]> {rest})?"
+
+    def _unspelled(self) -> tuple[str, ...]:
+        """The marks that stand in a reply as tokens alone."""
+        return (THINK, END_THINK) if self._has_thoughts else ()
 
     def _others(self) -> str:
         """Other tokens of the vocabulary that are no text to the grammar may stand in a text."""
-        ids = ",".join(map(str, self._other_ids))
-        return f"(<[{ids}]> TEXT)*" if ids else ""
+        return f"(<[{self._listed_others()}]> TEXT)*" if self._other_ids else ""
+
+    def _listed_others(self) -> str:
+        return ",".join(map(str, self._other_ids))
 
     def _mark(self, mark: str) -> str:
         spelled, index = json.dumps(mark), self._ids[mark]
@@ -229,7 +245,8 @@ class _CallGrammar:
         """A text up to the first mark, which then belongs to a group of calls."""
         index, spelled = self._ids[self._form.mark], json.dumps(self._form.mark)
         token = "" if index is None else f"free <[{index}]> groups | "
-        return [f"opened: {token}{self._others()} until_mark groups", f"until_mark[lazy]: TEXT {spelled}"]
+        others = f"(TEXT <[{self._listed_others()}]>)*" if self._other_ids else ""
+        return [f"opened: {token}{others} until_mark groups", f"until_mark[lazy]: TEXT {spelled}"]
 
     def _calls(self) -> list[str]:
         """The rules `calls`, and `groups`: the same without the first mark."""
@@ -282,31 +299,30 @@ def _schema(schema: Any, *, lenient: bool) -> str:
     return json.dumps({**whole, "x-guidance": options})
 
 
-def _avoiding(words: Sequence[str]) -> str:
-    """Return a regular expression of all texts that begin with none of these words."""
-    firsts = sorted({word[0] for word in words})
-    options = [f"[^{''.join(map(re.escape, firsts))}](.|\\n)*"]
-    for first in firsts:
-        rests = [word[1:] for word in words if word[0] == first]
-        if "" not in rests:
-            options.append(f"{re.escape(first)}({_avoiding(rests)})?")
-    return "|".join(options)
+def _escaped(text: str) -> str:
+    """Return a regular expression of just this text."""
+    return re.escape(text).replace("/", "\\/")
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
-_HEAD = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
-_ARGS_HEAD = re.compile(r"(?:\[TOOL_CALLS\])?\s*([^\[\]]+)\[ARGS\]")
+MOST_HEAD_CHARS = 512  # between two calls, the name of the second included; names have up to 128
+MOST_SPACE_CHARS = 64  # before a thought or a call at the beginning of a reply
+_SPACE = " \t\r\n"
+# No part of it gives back what it took (`*+`), and each attempt ends where the next may begin: it takes linear time.
+_HEAD = re.compile(r'"name"\s*+:\s*+"((?:[^"\\]|\\.)*+)"\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+')
 
 
 class ReplyReader:
     """Splits a reply into text, thoughts and tool calls as it comes; the parts joined are the whole reply.
 
-    Without a format there are no calls. `thinking` says that the prompt ends inside a thought.
+    Without a format there are no calls. `thinking` says that the prompt ends inside a thought, and `has_thought_tokens`
+    that no text spells the marks of one. Where texts do, the grammar takes the first mark of calls for one even in what
+    is spelled as a thought, and so does this. What is held between two pieces is short, whatever the model writes.
     """
 
-    def __init__(self, form: CallFormat | None, *, thinking: bool = False) -> None:
-        self._form = form
+    def __init__(self, form: CallFormat | None, *, thinking: bool = False, has_thought_tokens: bool = True) -> None:
+        self._form, self._has_thought_tokens = form, has_thought_tokens
         self._held = ""
         self._read: Callable[[bool], list[ReplyPart]] = self._read_thought_begins if thinking else self._read_start
         self._count = 0
@@ -330,7 +346,10 @@ class ReplyReader:
 
     def _read_start(self, last: bool) -> list[ReplyPart]:
         """Decide how the reply begins."""
-        text = self._held.lstrip()
+        text = self._held.lstrip(_SPACE)
+        if len(self._held) - len(text) > MOST_SPACE_CHARS:
+            self._read = self._read_text
+            return []
         starts = (THINK, *((LLAMA.mark, *_LLAMA_STARTS) if self._form is LLAMA else ()))
         if not last and any(start.startswith(text) and start != text for start in starts):
             return []
@@ -350,46 +369,65 @@ class ReplyReader:
         return []
 
     def _read_thought(self, last: bool) -> list[ReplyPart]:
-        thought, found = self._until(END_THINK, last)
-        if found:
-            self._read = self._read_after_thought
+        if self._form is None or self._form is LLAMA or self._has_thought_tokens:
+            marks = [END_THINK]
+        else:
+            marks = [END_THINK, self._form.mark]
+        thought, mark = self._until(marks, last)
+        if mark:
+            self._read = self._read_after_thought if mark == END_THINK else self._read_calls
         return [ThoughtText(thought)] if thought else []
 
     def _read_after_thought(self, last: bool) -> list[ReplyPart]:
         """Drop the empty lines between thought and answer."""
         self._held = self._held.lstrip("\n")
         if self._held or last:
-            self._read = self._read_start if self._form is LLAMA else self._read_text
+            may_call = self._form is LLAMA and self._has_thought_tokens
+            self._read = self._read_start if may_call else self._read_text
         return []
 
     def _read_text(self, last: bool) -> list[ReplyPart]:
         if self._form is None or self._form is LLAMA:
             said, self._held = self._held, ""
         else:
-            said, found = self._until(self._form.mark, last)
+            said, found = self._until([self._form.mark], last)
             self._read = self._read_calls if found else self._read_text
         return [SaidText(said)] if said else []
 
-    def _until(self, mark: str, last: bool) -> tuple[str, bool]:
-        """Return the text before a mark and take both off; without a mark, all that cannot be its beginning."""
-        before, found, rest = self._held.partition(mark)
-        if found:
-            self._held = rest
-            return before, True
-        kept = 0 if last else next((n for n in range(len(mark) - 1, 0, -1) if self._held.endswith(mark[:n])), 0)
-        text, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
-        return text, False
+    def _until(self, marks: Sequence[str], last: bool) -> tuple[str, str]:
+        """Return the text before the first of some marks, and that mark, and take both off.
+
+        Without one, return all that cannot be the beginning of one.
+        """
+        found = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
+        at, mark = min(found, default=(len(self._held), ""))
+        if not mark and not last:
+            beginnings = (mark[:n] for mark in marks for n in range(1, len(mark)))
+            at -= max((len(one) for one in beginnings if self._held.endswith(one)), default=0)
+        text, self._held = self._held[:at], self._held[at + len(mark) :]
+        return text, mark
 
     def _read_calls(self, last: bool) -> list[ReplyPart]:
-        has_key = self._form is not None and self._form.arguments
-        head = (_HEAD if has_key else _ARGS_HEAD).search(self._held)
+        """Find the name of the next call; what is too long to be one is text."""
+        head = self._next_name(self._held[:MOST_HEAD_CHARS])
         if head is None:
+            if len(self._held) >= MOST_HEAD_CHARS:
+                self._read = self._read_text
             return []
-        name = json.loads(f'"{head[1]}"') if has_key else head[1].strip()
-        self._held, self._read = self._held[head.end() :], self._read_arguments
+        name, end = head
+        self._held, self._read = self._held[end:], self._read_arguments
         self._id, self._arguments = f"call_{secrets.token_hex(12)}", _JsonScanner()
         self._count += 1
         return [CallPiece(self._count - 1, self._id, name, "")]
+
+    def _next_name(self, text: str) -> tuple[str, int] | None:
+        """Return the first name of a function in a text, and where its arguments begin."""
+        assert self._form is not None, "without a format there are no calls"
+        if self._form.arguments:
+            head = _HEAD.search(text)
+            return None if head is None else (json.loads(f'"{head[1]}"'), head.end())
+        before, found, _ = text.partition(_ARGS)
+        return (before.rpartition(self._form.mark)[2].strip(), len(before + found)) if found else None
 
     def _read_arguments(self, last: bool) -> list[ReplyPart]:
         if not self._arguments.has_begun:

@@ -16,7 +16,7 @@ import trio
 from trio.testing import MockClock
 
 from app.api.supervisor import ApiHealth
-from app.asker import reply_service
+from app.asker import reply_service, text_places
 from app.config.file import Config
 from app.config.home import Home
 from app.config.settings import Settings
@@ -248,7 +248,8 @@ async def test_a_tokenizer_that_does_not_end_costs_its_request_and_not_the_nodes
     """A pattern of a tokenizer can take days for a text that the chat template makes: the reply was never given up,
     and the node could not stop before.
     """
-    monkeypatch.setattr(reply_service, "TEXT_S", 0.1)
+    monkeypatch.setattr(text_places, "TEXT_S", 0.1)
+    monkeypatch.setattr(text_places, "PLACE_S", 0.1)
     over = threading.Event()
     ends: Any = SimpleNamespace(prompt_text=lambda ids: over.wait(60))
 
@@ -263,10 +264,12 @@ async def test_a_tokenizer_that_does_not_end_costs_its_request_and_not_the_nodes
     monkeypatch.setattr(service, "_ready", ready)
     try:
         with trio.fail_after(20):
-            for _ in range(2 * reply_service.TEXTS_AT_ONCE):
+            for _ in range(text_places.NODE_OWNER_TEXTS):
                 with pytest.raises(SourceError, match="take more than"):
                     await service.detokenize([1])
-            monkeypatch.setattr(reply_service, "TEXT_S", 1000.0)
+            with pytest.raises(text_places.NoPlaceForText):  # these threads compute on
+                await service.detokenize([1])
+            monkeypatch.setattr(text_places, "PLACE_S", 1000.0)
             with trio.move_on_after(0.1) as stopped:
                 await service.detokenize([1])
             assert stopped.cancelled_caught

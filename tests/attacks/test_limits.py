@@ -10,7 +10,7 @@ from pathlib import Path
 
 from app.api import bodies, places, response_store, server
 from app.api import guard as api_guard
-from app.asker import recovery, reply_service, route_session
+from app.asker import recovery, reply_service, route_session, text_places
 from app.config.settings import Settings
 from app.joining import admission, nearby
 from app.manifest.manifest import MAX_MANIFEST_BYTES
@@ -52,7 +52,7 @@ from app.training import activations, states, trainer
 from app.training import hop as training_hop
 from app.weights import chunk_client, chunk_schedule, chunk_server, download
 from app.weights import wire as weights_wire
-from engine.text import constraint, grammar_trial, tokenizer_growth
+from engine.text import constraint, grammar_trial, tokenizer_growth, tool_calls
 from p2p import rate_limit
 from p2p.addresses import MAX_ADDRESSES_PER_PEER
 from p2p.channel import yamux_flow, yamux_table
@@ -473,14 +473,21 @@ ROWS: dict[str, tuple[float, ...]] = {
         tokenizer_growth.MOST_MAP_CHARS,
         reply_service.REST_OF_LOADING,
     ),
+    "texts of requests before their replies (chat template, tokenizer)": (
+        text_places.NODE_OWNER_TEXTS,
+        text_places.KEYS_TEXTS,
+        text_places.TEXT_S,
+        text_places.PLACE_S,
+    ),
     "schemas and grammars of requests": (
         constraint.MAX_CHARS,
         constraint.TRUSTED_CHARS,
         grammar_trial.CPU_S,
         grammar_trial.MEMORY_BYTES / MIB,
         grammar_trial.AT_ONCE,
-        reply_service.TEXT_S,
+        text_places.TEXT_S,
     ),
+    "tool calls of a reply": (tool_calls.MAX_CALLS, tool_calls.MOST_HEAD_CHARS, tool_calls.MOST_SPACE_CHARS),
     "responses kept for programs": (
         response_store.MOST,
         response_store.MOST_OWNER_BYTES / MIB,

@@ -57,7 +57,7 @@ INVITE = InviteView("1a2b3c4d", "open", 1, 2, 1, approve=True, waiting=(GuestVie
 # What a reply of so many tokens at most ends with.
 FAILURES: dict[int, AppError | EngineError] = {
     1: AppError("no route: nobody serves block 3"),
-    2: PromptTooLong("the prompt has 9 tokens, but the model's context is 8: shorten it"),
+    2: PromptTooLong("the prompt has 9 tokens, but the model's context is 8: shorten it", 9),
     3: NoRoute(3),
     4: NoRoute(3, busy=True),
     5: NoAdapter("no adapter is named pond: there are none yet"),
@@ -155,7 +155,7 @@ class DoubleNode:
         text = request.prompt if isinstance(request.prompt, str) else " ".join(m["content"] for m in request.messages)
         return [1] * add_special + [len(word) for word in text.split()]
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, token_ids: Sequence[int], owner: str = "") -> str:
         return " ".join(map(str, token_ids))
 
     async def embed(self, prompt: str | tuple[int, ...], owner: str = "") -> tuple[list[float], int]:
