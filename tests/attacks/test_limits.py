@@ -50,7 +50,7 @@ from app.training import activations, states, trainer
 from app.training import hop as training_hop
 from app.weights import chunk_client, chunk_schedule, chunk_server, download
 from app.weights import wire as weights_wire
-from engine.text import constraint, grammar_trial
+from engine.text import chat_template, constraint, grammar_trial
 from p2p import rate_limit
 from p2p.addresses import MAX_ADDRESSES_PER_PEER
 from p2p.channel import yamux_flow, yamux_table
@@ -460,6 +460,8 @@ def test_limits_in_words_are_those_of_the_code() -> None:
     assert ("is looked up once a second" in table["`identify` and `ping` of other libp2p software"]) == (
         identify.KEPT_S == 1.0
     )
+    assert f"a text has {chat_template._MAX_TEXT:,} characters at most" in text
+    assert f"the template's code {chat_template.MAX_PYTHON_CHARS:,}" in text
     longest_without_certificate_s = guard.GRACE_S + 2 * guard.SWEEP_S  # until the first sweep, and for the last check
     assert ("connect for less than a minute at a time" in text) == (longest_without_certificate_s < 60.0)
     assert ("reply that is over for up to 15 minutes" in text) == (ServerSettings().rest_s == 900.0)
