@@ -25,6 +25,7 @@ from app.core.compute import DraftModel
 from app.core.device_thread import DeviceThread
 from app.core.engine_import import import_engine
 from app.core.errors import AppError, NoAdapter
+from app.core.left_behind import left_behind
 from app.core.network import FrameStream, Network
 from app.core.reasons import Reason
 from app.core.span import Span
@@ -332,7 +333,7 @@ class ReplyService:
     async def _of_text(self, function: Callable[..., T], *args: Any) -> T:
         """Call what the model's chat template and tokenizer do, in a thread; raises `SourceError` after `TEXT_S`."""
         try:
-            return await _left_behind(self._texts, function, *args)
+            return await left_behind(self._texts, TEXT_S, function, *args)
         except trio.TooSlowError:
             raise SourceError(
                 f"the model's chat template and tokenizer take more than {TEXT_S:.0f} s for this text: shorten it, or "
@@ -345,7 +346,8 @@ class ReplyService:
         is_harmless = grammars.is_harmless(constraint)
         async with nullcontext() if is_harmless else self._trial_turns[owner]:
             try:
-                return await _left_behind(self._texts if is_harmless else self._trials, grammars.compile, constraint)
+                limiter = self._texts if is_harmless else self._trials
+                return await left_behind(limiter, TEXT_S, grammars.compile, constraint)
             except trio.TooSlowError:
                 raise ConstraintError(constraint.field, grammar_trial.TOO_COMPLEX) from None
 
@@ -480,20 +482,6 @@ def _cpu_ends() -> WeightOptions:
     from engine.hosting import CPU_ENDS
 
     return CPU_ENDS
-
-
-async def _left_behind(limiter: trio.CapacityLimiter, function: Callable[..., T], *args: Any) -> T:
-    """Call a function in a thread that is left behind if the caller is cancelled; raises `TooSlowError` after `TEXT_S`.
-
-    The patterns of a tokenizer can compute for days, and nothing stops them. The thread keeps its place in `limiter`.
-    """
-    with trio.fail_after(TEXT_S):
-        made: T = await trio.to_thread.run_sync(
-            partial(function, *args),
-            abandon_on_cancel=True,
-            limiter=limiter,  # type: ignore[call-arg]
-        )
-        return made
 
 
 def _prepared(ends: SwarmEnds, request: ReplyRequest) -> PreparedChat:

@@ -12,7 +12,7 @@ from app.api import places, response_store, server
 from app.asker import recovery, reply_service, route_session
 from app.config.settings import Settings
 from app.joining import admission
-from app.manifest.manifest import MAX_MANIFEST_BYTES
+from app.manifest.manifest import MAX_MANIFEST_BYTES, MAX_TOKENIZER_BYTES
 from app.membership import exchange, guard
 from app.membership.table import TableLimits
 from app.rounds import (
@@ -46,7 +46,7 @@ from app.swarm import certificates, invitations
 from app.swarm.invite import MAX_INVITE_CHARS
 from app.swarm.records import MAX_ANNOUNCEMENT_BYTES, MAX_RECORD_BYTES
 from app.system import logs
-from app.training import activations, states, trainer
+from app.training import activations, reading, states, trainer
 from app.training import hop as training_hop
 from app.weights import chunk_client, chunk_schedule, chunk_server, download
 from app.weights import wire as weights_wire
@@ -360,6 +360,12 @@ ROWS: dict[str, tuple[float, ...]] = {
         greetings.SILENT_S,
         greetings.SILENT_MOST_S / 60,
         train_jobs.KEPT_FINISHED_MOST_S,
+    ),
+    "texts of training jobs": (
+        MAX_TOKENIZER_BYTES / MIB,
+        reading.READ_S,
+        reading.READ_BYTES_PER_S,
+        reading.READ_AT_ONCE,
     ),
     "looking for training jobs": (
         job_search.ASKED_AT_ONCE,
