@@ -114,17 +114,24 @@ class DoesNotFit(AppError):
         self.config, self.length = config, length
 
 
-def prepare(
-    wish: TrainWish,
-    *,
-    swarm: str,
-    founder: str,
-    public: bool,
-    cache: Path,
-    limit_bytes: int | None = None,
-    alone: bool = True,
-) -> Founded:
-    """Check a wish and make a job of it; raises `AppError` or `EngineError`, one line for what is wrong.
+@dataclass(frozen=True)
+class Planned:
+    """What a job starts from, and the memory that it takes."""
+
+    source: ModelSource
+    budget: FullBudget
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The files of a job's text by name, and the number of sequences to train on."""
+
+    files: dict[str, bytes]
+    sequences: int
+
+
+def plan(wish: TrainWish, *, public: bool, cache: Path, limit_bytes: int | None = None, alone: bool = True) -> Planned:
+    """Check a wish and open what it starts from; raises `AppError` or `EngineError`, one line for what is wrong.
 
     If this machine trains it `alone` and is too small, that is a `DoesNotFit`.
     """
@@ -134,8 +141,13 @@ def prepare(
     if wish.length > config.context_length:
         raise AppError(f"--length {wish.length} is more than the model's context of {config.context_length}")
     budget, _, _ = (plan_island if alone else plan_owner)(config, wish.length, limit_bytes)
-    texts, sequences = _texts(wish, source)
-    public_texts = {name: part_of(data)[0] for name, data in texts.items()}
+    return Planned(source, budget)
+
+
+def prepare(wish: TrainWish, planned: Planned, texts: Texts, *, swarm: str, founder: str) -> Founded:
+    """Make a job of a wish that was checked, with the texts that `read_texts` gave for it."""
+    source, config = planned.source, planned.source.config
+    public_texts = {name: part_of(data)[0] for name, data in texts.files.items()}
     if wish.own_data:
         del public_texts["tokens"]
         if not wish.validation:
@@ -155,7 +167,7 @@ def prepare(
         created_ms=wall_ms(), own_data=wish.own_data, significance=wish.significance,
         recompute=not wish.own_data, grid=True, islands=MAX_MEMBERS,
     )  # fmt: skip
-    return Founded(record, texts, vectors, budget, sequences)
+    return Founded(record, texts.files, vectors, planned.budget, texts.sequences)
 
 
 def _check(wish: TrainWish, *, public: bool) -> None:
@@ -183,8 +195,8 @@ def _check(wish: TrainWish, *, public: bool) -> None:
         raise AppError(NO_LICENCE if wish.own_data else f"{NO_LICENCE}, because others will be sent it")
 
 
-def _texts(wish: TrainWish, source: ModelSource) -> tuple[dict[str, bytes], int]:
-    """Return the files of a job's text by name, and the number of sequences to train on."""
+def read_texts(wish: TrainWish, source: ModelSource) -> Texts:
+    """Read a job's text with the tokenizer of what it starts from, which may take any time; raises `AppError`."""
     text = ModelText(source)
     ids = _ids(text, wish.data)
     batch = wish.batch // wish.length
@@ -196,7 +208,7 @@ def _texts(wish: TrainWish, source: ModelSource) -> tuple[dict[str, bytes], int]
         rows, held = _divided(_rows(ids, wish.length), wish.seed)
     _check_enough(rows, batch, len(ids), wish.batch)
     spec = json.dumps(asdict(source.tokenizer), sort_keys=True).encode()
-    return {"tokens": rows.tobytes(), "held": held.tobytes(), "tokenizer.json": spec}, len(rows)
+    return Texts({"tokens": rows.tobytes(), "held": held.tobytes(), "tokenizer.json": spec}, len(rows))
 
 
 def own_texts(record: TrainingRecord, data: Sequence[str], tokenizer: bytes, held: bytes | None) -> dict[str, bytes]:

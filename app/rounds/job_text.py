@@ -18,6 +18,7 @@ from app.core.units import format_size
 from app.rounds.job_search import JobSearch
 from app.rounds.place import TrainPlace
 from app.rounds.train_store import OWN_DATA_FILE, JoinWords, StoredTraining, TrainStore
+from app.training.reading import TextReading
 from p2p.errors import DeadlineExceeded
 
 log = logging.getLogger("shoal.rounds")
@@ -33,8 +34,10 @@ class _NotGiven(AppError):
 class JobText:
     """The text of one job while it is fetched."""
 
-    def __init__(self, place: TrainPlace, store: TrainStore, search: JobSearch, job: StoredTraining) -> None:
-        self._place, self._store, self._search, self._job = place, store, search, job
+    def __init__(
+        self, place: TrainPlace, store: TrainStore, search: JobSearch, reading: TextReading, job: StoredTraining
+    ) -> None:
+        self._place, self._store, self._search, self._reading, self._job = place, store, search, reading, job
         self._record, self._run = job.record, job.record.id[:16]
         self._fetches = self._all_asked = False
         self._holders: list[str] = []  # members that say that they have the text
@@ -152,8 +155,6 @@ class JobText:
         """Return the files of this node's own text, and what it says of it."""
         from app.rounds.founding import own_texts, source_of
 
-        def made() -> dict[str, bytes]:
-            return own_texts(self._record, words.data, texts["tokenizer.json"], texts.get("held"))
-
-        found = await trio.to_thread.run_sync(made)
+        given = (self._record, words.data, texts["tokenizer.json"], texts.get("held"))
+        found = await self._reading.run(words.data, own_texts, *given)
         return found | {OWN_DATA_FILE: canonical({"source": source_of(words.data), "licence": words.licence})}

@@ -30,6 +30,7 @@ from typing import Any
 
 from app.core.canonical_json import Fields, canonical, check_version, decode_object
 from app.core.errors import RecordError
+from app.manifest.manifest import MAX_TOKENIZER_BYTES
 from app.manifest.merkle import HASH_BYTES
 from app.rounds.statements import MAX_MEMBERS, MAX_MEMBERS_TOGETHER
 from app.training.wire import MAX_STATE_BYTES, OPTIMISERS, StatePart
@@ -165,7 +166,7 @@ def _read(payload: bytes) -> TrainingRecord:
         start=fields.hex_bytes("start", HASH_BYTES).hex(),
         tokens=None if own_data else _part(fields, "tokens"),
         held=None if own_data and "held" not in fields.values else _part(fields, "held"),
-        tokenizer=_part(fields, "tokenizer"),
+        tokenizer=_part(fields, "tokenizer", MAX_TOKENIZER_BYTES),
         source=fields.text("source", 400),
         licence=fields.text("licence", 100),
         length=fields.integer("length", 2, 1 << 20),
@@ -211,9 +212,9 @@ def _one_of(fields: Fields, name: str, known: tuple[str, ...]) -> str:
     return value
 
 
-def _part(fields: Fields, name: str) -> StatePart:
+def _part(fields: Fields, name: str, most_bytes: int = MAX_STATE_BYTES) -> StatePart:
     match fields.items(name, 2):
-        case [str(root), int(size)] if 0 < size <= MAX_STATE_BYTES:
+        case [str(root), int(size)] if 0 < size <= most_bytes:
             return StatePart(Fields(fields.what, {name: root}).hex_bytes(name, HASH_BYTES), size)
         case _:
-            fields.refuse(name, "a hash and a number of bytes")
+            fields.refuse(name, f"a hash and a number of bytes, {most_bytes} at most")

@@ -54,6 +54,7 @@ from app.rounds.train_store import (
 from app.routing.cost import ASSUMED_BYTES_PER_S
 from app.snapshot.views import JoinableView
 from app.training.forecasts import step_here_s
+from app.training.reading import TextReading
 from app.training.trainer import RouteFinder
 from app.training.waiting import EXPECTED, what_it_waits_for, why_ended
 
@@ -128,6 +129,7 @@ class TrainJobs:
         self._place, self._store, self._home = place, TrainStore(home), home
         self._server = RoundServer(place.network, place.is_member)
         self._search = JobSearch(place.network, place.swarm)
+        self._reading = TextReading()
         self._nursery: trio.Nursery | None = None
         self._founding = trio.Lock()  # names are compared
         self._locks: defaultdict[bytes, trio.Lock] = defaultdict(trio.Lock)  # of each job: who begins or removes it
@@ -343,7 +345,7 @@ class TrainJobs:
                 self._wait_for_room(job, "")
 
     def _text(self, job: StoredTraining) -> JobText:
-        return JobText(self._place, self._store, self._search, job)
+        return JobText(self._place, self._store, self._search, self._reading, job)
 
     async def _get_text(
         self, beginning: _Beginning, job: StoredTraining, words: JoinWords, holders: Sequence[str]
@@ -384,29 +386,20 @@ class TrainJobs:
             raise AppError(f"the members of {record.name} name the licence of their texts: give yours with --licence")
 
     async def _prepared(self, wish: TrainWish) -> Founded:
-        from app.rounds.founding import DoesNotFit, prepare
+        from app.rounds.founding import DoesNotFit, plan, prepare, read_texts
 
         place = self._place
-
-        def made(*, alone: bool) -> Founded:
-            return prepare(
-                wish,
-                swarm=place.swarm,
-                founder=place.identity.peer_id,
-                public=place.public,
-                cache=place.cache,
-                limit_bytes=place.memory_limit(),
-                alone=alone,
-            )
-
+        planned = partial(plan, wish, public=place.public, cache=place.cache, limit_bytes=place.memory_limit())
         try:
-            return await _apart(partial(made, alone=True))
+            made = await _apart(partial(planned, alone=True))
         except DoesNotFit as error:
             try:
                 await self._routes(error, own_data=wish.own_data)(frozenset())
             except NoMachines as lack:
                 raise NoMachines(f"{error}. With other machines: {lack}") from error
-            return await _apart(partial(made, alone=False))
+            made = await _apart(partial(planned, alone=False))
+        texts = await self._reading.run((*wish.data, *wish.validation), read_texts, wish, made.source)
+        return await _apart(partial(prepare, wish, made, texts, swarm=place.swarm, founder=place.identity.peer_id))
 
     def _routes(self, error: DoesNotFit, *, own_data: bool, helped: Sequence[str] = ()) -> RouteFinder:
         """Return how to find machines for a model that is too large for this one; raises the error if none may help.

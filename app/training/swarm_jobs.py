@@ -32,6 +32,7 @@ from app.training.activations import ActivationDisk
 from app.training.consent import consenting
 from app.training.forecasts import SwarmForecaster, usual_step
 from app.training.job_store import ENDED, MAX_LEFT_OUT, Job, JobStore, Progress, require_unfinished
+from app.training.reading import TextReading
 from app.training.states import StateStore
 from app.training.trainer import (
     HopsAway,
@@ -168,7 +169,7 @@ class SwarmJobs:
     def __init__(self, home: Home, place: JobPlace) -> None:
         self._place, self._jobs, self._home = place, JobStore(home), home
         self._nursery: trio.Nursery | None = None
-        self._starting = trio.Lock()
+        self._starting, self._reading = trio.Lock(), TextReading()
         self._locked: dict[str, _LockedJob] = {}
 
     @property
@@ -231,8 +232,8 @@ class SwarmJobs:
         """Begin a job; raises `AppError` or `EngineError` if it cannot be."""
         from app.training.material import start
 
+        material = await self._material(wish)  # others begin meanwhile
         async with self._starting:
-            material = await self._material(wish)
             # Raises if nobody trains a block.
             route = await self._place.routes(material.source.config.n_blocks, wish.source.wire)(frozenset())
             wire = await self._wire(wish, route)
@@ -285,7 +286,8 @@ class SwarmJobs:
         from app.training.material import read_material
 
         source, _ = await self._place.ends.training_ends()
-        return await trio.to_thread.run_sync(read_material, source, self._place.model, files, terms)
+        data = [path for path in (files.data, files.validation_file) if path is not None]
+        return await self._reading.run(data, read_material, source, self._place.model, files, terms)
 
     async def _begin(self, job: Job, material: Material | None) -> None:
         """Run a job in a task of its own, on its own files if there is no `material`; later if the node is paused.

@@ -1,8 +1,10 @@
 """Renders a conversation to a prompt with the model's own chat template.
 
 Templates are untrusted programs that come with a model, so they run in jinja2's sandbox, in the dialect that
-`transformers` defines, with bounds on length, steps, time, sizes and output. `engine.text.tokenizer` tokenizes the
-prompt (with `add_special=False`, because a template writes its own begin marker).
+`transformers` defines, with bounds on length, steps, time, sizes and output. Nothing stops a call of C code, and no
+other thread runs meanwhile. So templates are offered only the filters, tests, functions and methods that those of known
+models use, none of which takes longer than about 0.1 s within the bounds on sizes. `engine.text.tokenizer` tokenizes
+the prompt (with `add_special=False`, because a template writes its own begin marker).
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, M
 from contextvars import ContextVar
 from itertools import chain, islice
 from json.encoder import encode_basestring_ascii
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import jinja2
 import jinja2.compiler
 import jinja2.ext
 import jinja2.nodes
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
+from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -42,39 +44,57 @@ DEFAULT_TEMPLATE = (
 )
 _ANOTHER = "choose another model"
 MAX_CHARS = 1 << 16  # the longest known has 20,000, and the time to compile grows with the square
+MAX_PYTHON_CHARS = 3 << 16  # of the Python code that jinja2 makes of a template; of known ones 61,000
 MAX_SECONDS = 5.0  # of this thread's own computing: on a busy machine an honest template takes several times as long
 MAX_STEPS = 2_000_000
 MAX_OUTPUT = 16 << 20
 _MAX_NUMBER = 100_000  # bound on numeric arguments of string methods and filters, and on bases of powers
-_MAX_TEXT = 16 << 20  # characters or elements of one value
+_MAX_TEXT = 4 << 20  # characters or elements of one value
 _MAX_BUILT_BYTES = 512 << 20  # all values that one rendering creates, together
 _MAX_DEPTH = 100
 _CHUNK = 1 << 16
-_FIXED, _TEXTS, _PLAIN = (bool, float), (str, bytes), (str, bytes, int, float)
+_FIXED, _PLAIN = (bool, float), (str, int, float)
 _LISTS = (list, tuple, set, frozenset, range)
 _CHARS_PER_ELEMENT = 16  # an element of a list counts as so many characters, because of the memory that it takes
 _ELEMENT_BYTES = 72  # a short text or list and the reference to it
 _OBJECT_BYTES = 512  # a namespace, an iterator
-# Filters that pass values on without writing them out as text; all others are bounded by the text of their input.
-_LIST_FILTERS = frozenset({"batch", "dictsort", "groupby", "items", "list", "slice", "sort", "unique"})
-_STRUCTURAL_FILTERS = _LIST_FILTERS | {
-    "abs", "count", "d", "default", "first", "float", "int", "last", "length", "map", "max", "min", "random", "reject",
-    "rejectattr", "reverse", "round", "select", "selectattr",
-}  # fmt: skip
-_ESCAPED_CHARS = 12  # the most that a filter writes for one character (`urlencode`)
-_ESCAPING_FILTERS = ("e", "escape", "forceescape", "urlencode", "urlize", "wordwrap", "xmlattr")
-_SPLITTING_FILTERS = ("title", "truncate", "wordcount")  # which may make a list of a text's words
-# Filters and tests that compare values or hash them. Python does that in one step which nothing interrupts, and which
-# goes through everything that a value refers to, as often as it is referred to.
-_COMPARING_FILTERS = frozenset({"dictsort", "groupby", "max", "min", "sort", "unique"})
-_COMPARING_TESTS = frozenset({
-    "!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "filter", "ge", "greaterthan", "gt", "in", "le", "lessthan",
-    "lt", "ne", "test",
+# What templates of known models use, and what goes with it.
+_FILTERS = frozenset({
+    "abs", "capitalize", "count", "d", "default", "dictsort", "first", "float", "format", "indent", "int", "items",
+    "join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace", "reverse",
+    "safe", "select", "selectattr", "sort", "string", "title", "tojson", "trim", "unique", "upper",
 })  # fmt: skip
-_SEARCHING_METHODS = ("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip")
-_MAX_SEARCH = 1 << 28  # characters of a text times those that are searched for in it, where Python compares all pairs
+# Tests that compare values. Python does that, like hashing, in one step which nothing interrupts, and which goes
+# through everything that a value refers to, as often as it is referred to.
+_COMPARING_TESTS = frozenset({
+    "!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le", "lessthan", "lt", "ne",
+})  # fmt: skip
+_TESTS = _COMPARING_TESTS | {
+    "boolean", "defined", "divisibleby", "even", "false", "float", "integer", "iterable", "mapping", "none", "number",
+    "odd", "sameas", "sequence", "string", "true", "undefined",
+}  # fmt: skip
+_METHODS = frozenset({
+    "capitalize", "center", "count", "endswith", "find", "format", "get", "index", "isalnum", "isalpha", "isdigit",
+    "islower", "isnumeric", "isspace", "isupper", "items", "join", "keys", "lower", "lstrip", "partition",
+    "removeprefix", "removesuffix", "replace", "rfind", "rpartition", "rsplit", "rstrip", "split", "splitlines",
+    "startswith", "strip", "title", "upper", "values",
+    "changed", "cycle",  # of `loop`
+})  # fmt: skip
+# Filters that pass values on without writing them out as text; all others are bounded by the text of their input.
+_LIST_FILTERS = frozenset({"dictsort", "items", "list", "sort", "unique"})
+_STRUCTURAL_FILTERS = _LIST_FILTERS | {
+    "abs", "count", "first", "last", "length", "map", "max", "min", "reject", "rejectattr", "reverse", "select",
+    "selectattr",
+}  # fmt: skip
+_COMPARING_FILTERS = frozenset({"dictsort", "max", "min", "sort", "unique"})
+_CASES = frozenset({"capitalize", "lower", "title", "upper"})  # filters and methods
+_CASE_GROWTH = 3  # characters that one becomes at most
+_SEARCHING_METHODS = ("lstrip", "rfind", "rpartition", "rsplit", "rstrip", "strip")
+_MAX_SEARCH = 1 << 24  # characters of a text times those that are searched for in it, where Python compares all pairs
 _HASH_BITS = 60  # larger numbers can have equal hashes, which makes a dict of them slow: each counts as
 _LARGE_NUMBER_CHARS = 1024
+_MAX_FORM = MAX_CHARS  # of a format
+_MAX_DIGITS = 1 << 12  # characters of a text that is read as a number
 _LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
 
@@ -97,7 +117,9 @@ class ChatTemplate:
             raise SourceError(f"the model's chat template has more than {MAX_CHARS} characters: {_ANOTHER}")
         try:
             with _Budget():
-                self._template = _environment().from_string(text)
+                self._template = _compiled(text)
+        except _NotOffered as error:
+            raise _unusable(error) from error
         except _Exhausted as error:
             raise SourceError(f"the model's chat template exceeds a limit ({error}): {_ANOTHER}") from error
         except Exception as error:  # of jinja2, or of Python, which compiles what jinja2 makes of the template
@@ -121,6 +143,8 @@ class ChatTemplate:
                 return self._collect(values)
         except _Refused as error:
             raise ChatError(f"the model's chat template refuses this conversation: {error}") from error
+        except _NotOffered as error:
+            raise _unusable(error) from error
         except _Exhausted as error:
             raise SourceError(f"the model's chat template exceeds a limit ({error}): {_ANOTHER}") from error
         except Exception as error:  # a template can raise any exception that Python code can
@@ -145,6 +169,14 @@ class _Refused(jinja2.TemplateError):
 
 class _Exhausted(BaseException):
     """The template exceeded a bound on time, steps or size; jinja2 goes on after exceptions of some kinds."""
+
+
+class _NotOffered(BaseException):
+    """The template uses a filter, test or method that is not on the lists above, and may take any time; names it."""
+
+
+def _unusable(error: _NotOffered) -> SourceError:
+    return SourceError(f"the model's chat template uses {error}, which Shoal does not offer to templates: {_ANOTHER}")
 
 
 class _Budget:
@@ -195,8 +227,30 @@ _running: ContextVar[_Budget | None] = ContextVar("_running", default=None)
 
 class _BoundedCode(jinja2.compiler.CodeGenerator):
     """Compiles `a ~ b` to a call of the bounded `_Sandbox.concat`, counts literals and slices as created values, and
-    has what is compared or becomes a key of a dict measured first.
+    has what is compared or becomes a key of a dict checked first. Raises `_NotOffered`.
     """
+
+    def visit_Filter(self, node: jinja2.nodes.Filter, frame: jinja2.compiler.Frame) -> None:
+        self._visit_offered(super().visit_Filter, node, frame, _require_filter)
+
+    def visit_Test(self, node: jinja2.nodes.Test, frame: jinja2.compiler.Frame) -> None:
+        self._visit_offered(super().visit_Test, node, frame, _require_test)
+
+    def _visit_offered(
+        self, visit: Callable[[Any, jinja2.compiler.Frame], None], node: Any, frame: jinja2.compiler.Frame,
+        require: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        try:
+            require(node.name)
+        except _NotOffered as error:
+            if not frame.soft_frame:
+                raise
+            self.write(f"environment.refuse({str(error)!r})")  # under a condition: only a reply that needs it fails
+        else:
+            visit(node, frame)
+
+    def visit_ScopedEvalContextModifier(self, node: Any, frame: jinja2.compiler.Frame) -> None:
+        raise _NotOffered("the tag autoescape")  # with it, texts are of a kind that escapes what is added to them
 
     def visit_Getitem(self, node: jinja2.nodes.Getitem, frame: jinja2.compiler.Frame) -> None:
         self._visit_counted(super().visit_Getitem, node, frame, isinstance(node.arg, jinja2.nodes.Slice))
@@ -207,7 +261,7 @@ class _BoundedCode(jinja2.compiler.CodeGenerator):
     def visit_Dict(self, node: jinja2.nodes.Dict, frame: jinja2.compiler.Frame) -> None:
         self.write("environment.built({")
         for item in node.items:
-            self._visit_compared(item.key, frame)
+            self._visit_compared(item.key, frame, "key")
             self.write(": ")
             self.visit(item.value, frame)
             self.write(", ")
@@ -256,6 +310,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     code_generator_class = _BoundedCode
 
     @staticmethod
+    def refuse(what: str) -> NoReturn:
+        """Raise `_NotOffered` where a part of the template that is under a condition is reached."""
+        raise _NotOffered(what)
+
+    @staticmethod
     def built(value: Any) -> Any:
         """Count the memory of a value that the template created, and return it."""
         return _built(value)
@@ -264,6 +323,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def compared(value: T) -> T:
         """Return a value that is compared or hashed next; raises `_Exhausted` if that may take long."""
         return _comparable(value)
+
+    @staticmethod
+    def key(value: T) -> T:
+        """Return a key of a dict; raises `_NotOffered` for tuples, which can be chosen to have equal hashes."""
+        if value is not None and not isinstance(value, _PLAIN):
+            raise _NotOffered("a dict with keys that are neither texts nor numbers")
+        return value
 
     @staticmethod
     def searched(value: T) -> T:
@@ -304,14 +370,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             _bound((left.bit_length() + right.bit_length()) << 8)
         if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
             _bound(_weight(left) + _weight(right))
-        if operator == "%" and isinstance(left, str | bytes):
+        if operator == "%" and isinstance(left, str):
             _bound_format(left, right if isinstance(right, tuple) else (right,))
         return _built(super().call_binop(context, operator, left, right))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Return jinja2's safe replacement for `str.format`, which first checks the size of the result."""
         wrapped = super().wrap_str_format(value)
-        if wrapped is None:
+        if wrapped is None or value.__name__ not in _METHODS:
             return None
         safe_format = wrapped
 
@@ -322,16 +388,47 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return bounded
 
     def call(self, context: Any, callee: Any, /, *args: Any, **options: Any) -> Any:
-        owner = getattr(callee, "__self__", None)
-        if isinstance(owner, str | bytes | int):
-            args = _bound_method(getattr(callee, "__name__", ""), owner, args, options)
+        owner, name = getattr(callee, "__self__", None), getattr(callee, "__name__", "")
+        if owner is not None and name not in _METHODS:
+            raise _NotOffered(f"the method {shown(name)}")
+        if isinstance(owner, str):
+            args = _bound_method(name, owner, args, options)
         if not callable(callee):
             _bound(_text_length(callee))  # an error's text shows it
         if not isinstance(callee, Macro):  # whose own lines are counted
-            compared = owner if getattr(callee, "__name__", "") in ("count", "index") else None
+            compared = owner if name in ("count", "index") else None
             for value in (compared, *args, *options.values()):
                 _comparable(value)
         return _built(super().call(context, callee, *args, **options), _ELEMENT_BYTES)
+
+    def call_filter(self, name: str, *args: Any, **options: Any) -> Any:
+        """Call a filter that the template names in a value, as `map` does."""
+        _require_filter(name)
+        return super().call_filter(name, *args, **options)
+
+    def call_test(self, name: str, *args: Any, **options: Any) -> Any:
+        """Call a test that the template names in a value, as `select` does."""
+        _require_test(name)
+        return super().call_test(name, *args, **options)
+
+
+class _BoundedLoop(LoopContext):
+    """The variable `loop`, which makes a list of a text to know its length."""
+
+    def __init__(self, iterable: Any, *args: Any, **options: Any) -> None:
+        if isinstance(iterable, str):
+            _bound(len(iterable) * _CHARS_PER_ELEMENT)
+        super().__init__(iterable, *args, **options)
+
+
+def _require_filter(name: str) -> None:
+    if name not in _FILTERS:
+        raise _NotOffered(f"the filter {shown(name)}")
+
+
+def _require_test(name: str) -> None:
+    if name not in _TESTS:
+        raise _NotOffered(f"the test {shown(name)}")
 
 
 @jinja2.pass_context  # jinja2 then evaluates no output while it compiles, where there is no budget
@@ -355,7 +452,7 @@ def _comparable(value: T) -> T:
 
 def _bound_search(text: Any, part: Any) -> None:
     """Refuse to search where each character of a text may be compared with each of `part`."""
-    if isinstance(text, str | bytes) and isinstance(part, str | bytes) and len(text) * len(part) > _MAX_SEARCH:
+    if isinstance(text, str) and isinstance(part, str) and len(text) * len(part) > _MAX_SEARCH:
         raise _Exhausted("a search that takes long")
 
 
@@ -365,7 +462,7 @@ def _built(value: T, element_bytes: int = 0) -> T:
     if budget is not None:
         if isinstance(value, list | tuple | dict):
             budget.spend(sys.getsizeof(value) + element_bytes * len(value))
-        elif isinstance(value, str | bytes):
+        elif isinstance(value, str):
             budget.spend(sys.getsizeof(value))
         elif not isinstance(value, int | float | None):
             budget.spend(_OBJECT_BYTES)
@@ -374,7 +471,7 @@ def _built(value: T, element_bytes: int = 0) -> T:
 
 def _weight(value: Any) -> int:
     """Return a value's length as `_bound` takes it: characters, or elements by the characters that they count as."""
-    return len(value) * (1 if isinstance(value, str | bytes) else _CHARS_PER_ELEMENT)
+    return len(value) * (1 if isinstance(value, str) else _CHARS_PER_ELEMENT)
 
 
 def _text_length(value: Any, indent: int = 0) -> int:
@@ -395,7 +492,7 @@ def _text_length(value: Any, indent: int = 0) -> int:
             return large + item.bit_length() // 3
         key = id(item), depth
         if key not in known:
-            known[key] = _quoted_length(item) if isinstance(item, _TEXTS) else total(_children(item), depth)
+            known[key] = _quoted_length(item) if isinstance(item, str) else total(_children(item), depth)
         return known[key]
 
     def total(children: Iterable[Any], depth: int) -> int:
@@ -429,10 +526,8 @@ def _children(value: Any) -> Iterable[Any]:
     return ()
 
 
-def _quoted_length(text: str | bytes) -> int:
+def _quoted_length(text: str) -> int:
     """Return at least the length of a text in quotes, with escapes, as `repr` or JSON writes it."""
-    if isinstance(text, bytes):
-        return 4 * len(text) + 3
     length = 2
     for start in range(0, len(text), _CHUNK):
         chunk = text[start : start + _CHUNK]
@@ -442,12 +537,13 @@ def _quoted_length(text: str | bytes) -> int:
 
 def _plain_length(value: Any) -> int:
     """Return at least the length of `str(value)`: that of a text itself, without quotes."""
-    return len(value) if isinstance(value, str | bytes) else _text_length(value)
+    return len(value) if isinstance(value, str) else _text_length(value)
 
 
-def _bound_format(form: str | bytes, args: Sequence[Any]) -> None:
+def _bound_format(text: str, args: Sequence[Any]) -> None:
     """Refuse a format whose result may be too long: huge widths, widths from arguments, many long arguments."""
-    text = form if isinstance(form, str) else form.decode("latin-1")
+    if len(text) > _MAX_FORM:
+        raise _Exhausted("a format that is too long")
     # No expression goes on past the mark that it begins with: each character is looked at a few times at most.
     if re.search(r"\d{6}|%[^a-zA-Z%]*\*|:[^}:{]*\{", text):
         raise _Exhausted("a format of huge width")
@@ -462,13 +558,11 @@ def _bound_numbers(args: Sequence[Any], options: Mapping[str, Any]) -> None:
         raise _Exhausted("a huge width")
 
 
-def _bound_method(
-    name: str, owner: str | bytes | int, args: tuple[Any, ...], options: Mapping[str, Any]
-) -> tuple[Any, ...]:
-    """Refuse a call of a text's or number's method with a huge result; return its arguments, iterators as lists."""
+def _bound_method(name: str, owner: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Refuse a call of a text's method with a huge result; return its arguments, iterators as lists."""
     _bound_numbers(args, options)
-    if isinstance(owner, int):
-        return args
+    if name in _CASES:
+        _bound(_CASE_GROWTH * len(owner))
     if name in _SEARCHING_METHODS:
         _bound_search(owner, (*args, *options.values(), None)[0])
     if name == "replace" and len(args) > 1:
@@ -476,11 +570,6 @@ def _bound_method(
     if name == "join" and args:
         args = (_listed(args[0]), *args[1:])
         _bound_join(len(owner), args[0])
-    if name == "expandtabs":
-        width = args[0] if args else options.get("tabsize", 8)
-        _bound(len(owner) + _occurrences(owner, "\t") * abs(int(width)))
-    if name == "translate" and args:
-        _bound(len(owner) * (_text_length(args[0]) if isinstance(args[0], Mapping) else 1))
     if name in ("split", "rsplit", "splitlines"):  # a list of texts takes far more memory than their characters
         breaks = _LINE_BREAKS if name == "splitlines" else [(*args, *options.values(), None)[0]]
         pieces = sum(_occurrences(owner, mark) for mark in breaks)
@@ -488,13 +577,9 @@ def _bound_method(
     return args
 
 
-def _occurrences(text: str | bytes, part: Any) -> int:
-    """Return how often `part` is in a text; the most that is possible if `part` is no text of its kind."""
-    if isinstance(text, str) and isinstance(part, str):
-        return text.count(part)
-    if isinstance(text, bytes) and isinstance(part, bytes):
-        return text.count(part)
-    return len(text) // 2 + 1
+def _occurrences(text: str, part: Any) -> int:
+    """Return how often `part` is in a text; the most that is possible if `part` is no text."""
+    return text.count(part) if isinstance(part, str) else len(text) // 2 + 1
 
 
 def _listed(value: Any) -> Any:
@@ -508,8 +593,8 @@ def _listed(value: Any) -> Any:
 
 
 def _bound_join(separator_length: int, values: Any) -> None:
-    if isinstance(values, str | bytes):
-        _bound(len(values) * (1 + separator_length))
+    if isinstance(values, str):
+        _bound(len(values) * (_CHARS_PER_ELEMENT + separator_length))
     elif isinstance(values, Iterable):
         lengths: dict[int, int] = {}  # by id: a list may refer to one value many times
         length = 0
@@ -528,7 +613,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     def bounded(*args: Any, **options: Any) -> Any:
         passed, value, rest = args[: skipped - 1], args[skipped - 1 : skipped], args[skipped:]
         _bound_numbers(rest, options)
-        if name in _LIST_FILTERS | _COMPARING_FILTERS or name in ("join", "sum"):
+        if name in _LIST_FILTERS | _COMPARING_FILTERS or name == "join":
             value = tuple(map(_listed, value))
         if value:
             _bound_filter(name, value[0], (*rest, *options.values()))
@@ -544,13 +629,15 @@ def _bound_filter(name: str, value: Any, args: Sequence[Any]) -> None:
     extra = sum(map(_plain_length, args))
     if name in _COMPARING_FILTERS:
         _comparable(value)
-    if name == "sum" and any(isinstance(arg, list | tuple) for arg in args):
-        raise _Exhausted("a sum of lists")  # which are copied for each element
+    if name in ("int", "float"):
+        if isinstance(value, str) and len(value) > _MAX_DIGITS:
+            raise _Exhausted("a number that is too long")
+        return None
     if name == "trim" and args:
         _bound_search(_Sandbox.text(value), args[0])
-    if name in _STRUCTURAL_FILTERS:  # an error's text may show arguments
+    if name in _STRUCTURAL_FILTERS:  # an error's text may show arguments, and names of attributes are split
         elements = len(value) if name in _LIST_FILTERS and isinstance(value, Sized) else 0
-        return _bound(extra + elements * _CHARS_PER_ELEMENT)
+        return _bound((extra + elements) * _CHARS_PER_ELEMENT)
     if name == "join":
         return _bound_join(extra, value)
     if name == "format":
@@ -562,12 +649,8 @@ def _bound_filter(name: str, value: Any, args: Sequence[Any]) -> None:
     elif name == "indent":
         width = max((arg for arg in args if isinstance(arg, int)), default=4)
         length += (1 + sum(_Sandbox.text(value).count(mark) for mark in _LINE_BREAKS)) * (width + extra)
-    elif name in _ESCAPING_FILTERS:
-        length *= _ESCAPED_CHARS + extra
-    elif name in _SPLITTING_FILTERS:
-        length *= _CHARS_PER_ELEMENT
-    elif name == "pprint":
-        length *= length  # each element on its own line, indented by the keys before it
+    elif name in _CASES:
+        length *= _CHARS_PER_ELEMENT if name == "title" else _CASE_GROWTH  # `title` makes a list of the words
     return _bound(length + extra)
 
 
@@ -586,10 +669,10 @@ def _bounded_test(function: Any) -> Callable[..., bool]:
 class _TemplateNamespace(Namespace):
     """jinja2's namespace, without names that start with an underscore, which may have a meaning in Python."""
 
-    def __init__(*args: Any, **options: Any) -> None:
-        for name in dict(*args[1:], **options):
+    def __init__(self, /, **options: Any) -> None:
+        for name in options:
             _refuse_underscore(name)
-        Namespace.__init__(*args, **options)
+        Namespace.__init__(self, **options)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _refuse_underscore(name)
@@ -617,16 +700,33 @@ def _environment() -> jinja2.Environment:
     environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False, finalize=_finalize
     )
-    environment.filters = {name: _bounded_filter(name, function) for name, function in environment.filters.items()}
-    environment.filters["tojson"] = _tojson
+    kept = {name: environment.filters[name] for name in _FILTERS}
+    environment.filters = {name: _bounded_filter(name, function) for name, function in kept.items()}
+    environment.filters |= {"tojson": _tojson, "safe": environment.filters["string"]}
+    environment.tests = {name: environment.tests[name] for name in _TESTS}
     environment.tests |= {name: _bounded_test(environment.tests[name]) for name in _COMPARING_TESTS}
-    del environment.globals["lipsum"]  # random text of any length
-    environment.globals |= {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
+    environment.globals = {
+        "dict": _dict,
         "namespace": _TemplateNamespace,
+        "raise_exception": _raise_exception,
+        "range": environment.globals["range"],
+        "strftime_now": _strftime_now,
     }
     return environment
+
+
+def _compiled(text: str) -> jinja2.Template:
+    environment = _environment()
+    python = environment.compile(text, raw=True)
+    if len(python) > MAX_PYTHON_CHARS:
+        raise _Exhausted("too many expressions")
+    template = jinja2.Template.from_code(environment, compile(python, "<template>", "exec"), environment.globals)
+    template.root_render_func.__globals__["LoopContext"] = _BoundedLoop
+    return template
+
+
+def _dict(**items: Any) -> dict[str, Any]:
+    return items  # not from pairs, whose keys can be chosen to have equal hashes
 
 
 def _tojson(

@@ -13,7 +13,6 @@ from trio.testing import MockClock
 
 from app.manifest.merkle import CHUNK_BYTES
 from app.rounds import wire
-from app.rounds.founding import prepare
 from app.rounds.job_text import HOLDERS_AGAIN_MOST_S
 from app.rounds.moments import MomentsExchange, Offer, Question, Taken, best_offers
 from app.rounds.record import sign_training
@@ -22,6 +21,7 @@ from app.training.states import FETCH_S, METHODS, SILENT_S, part_of
 from app.weights.wire import ABSENT
 from p2p.errors import RemoteError
 from p2p.memory.fabric import LinkProfile, MemoryFabric, MemoryNode, open_fabric
+from tests.app.rounds.founded import founded
 from tests.app.rounds.test_own_data import Node
 from tests.app.rounds.test_rejoining import wish_in
 from tests.app.swarms import identity
@@ -44,10 +44,10 @@ class Job:
 
     def __init__(self, fabric: MemoryFabric, folder: Path) -> None:
         self.fabric, self.folder = fabric, folder
-        founded = prepare(wish_in(folder), swarm="s" * 32, founder=FOUNDER, public=True, cache=folder)
-        self.texts = [founded.texts[name] for name in founded.record.texts]
+        made = founded(wish_in(folder), folder, FOUNDER)
+        self.texts = [made.texts[name] for name in made.record.texts]
         self.hashes = {part.root: b"".join(leaves) for part, leaves in map(part_of, self.texts)}
-        self.raw, self.id = sign_training(identity(1), founded.record), founded.record.id.hex()
+        self.raw, self.id = sign_training(identity(1), made.record), made.record.id.hex()
 
     async def _named(self, peer: str, body: bytes) -> Any:
         return wire.pack([self.raw])

@@ -13,7 +13,7 @@ from app.api import guard as api_guard
 from app.asker import recovery, reply_service, route_session, text_places
 from app.config.settings import Settings
 from app.joining import admission, nearby
-from app.manifest.manifest import MAX_MANIFEST_BYTES
+from app.manifest.manifest import MAX_MANIFEST_BYTES, MAX_TOKENIZER_BYTES
 from app.membership import exchange, guard
 from app.membership import wire as membership_wire
 from app.membership.table import TableLimits
@@ -48,11 +48,11 @@ from app.swarm import certificates, invitations
 from app.swarm.invite import MAX_INVITE_CHARS
 from app.swarm.records import MAX_ANNOUNCEMENT_BYTES, MAX_RECORD_BYTES
 from app.system import logs
-from app.training import activations, states, trainer
+from app.training import activations, reading, states, trainer
 from app.training import hop as training_hop
 from app.weights import chunk_client, chunk_schedule, chunk_server, download
 from app.weights import wire as weights_wire
-from engine.text import constraint, grammar_trial, tokenizer_growth, tool_calls
+from engine.text import chat_template, constraint, grammar_trial, tokenizer_growth, tool_calls
 from p2p import rate_limit
 from p2p.addresses import MAX_ADDRESSES_PER_PEER
 from p2p.channel import yamux_flow, yamux_table
@@ -384,6 +384,12 @@ ROWS: dict[str, tuple[float, ...]] = {
         greetings.SILENT_MOST_S / 60,
         train_jobs.KEPT_FINISHED_MOST_S,
     ),
+    "texts of training jobs": (
+        MAX_TOKENIZER_BYTES / MIB,
+        reading.READ_S,
+        reading.READ_BYTES_PER_S,
+        reading.READ_AT_ONCE,
+    ),
     "looking for training jobs": (
         job_search.ASKED_AT_ONCE,
         job_search.ASK_S,
@@ -527,6 +533,8 @@ def test_limits_in_words_are_those_of_the_code() -> None:
     assert ("is looked up once a second" in table["`identify` and `ping` of other libp2p software"]) == (
         identify.KEPT_S == 1.0
     )
+    assert f"a text has {chat_template._MAX_TEXT:,} characters at most" in text
+    assert f"the template's code {chat_template.MAX_PYTHON_CHARS:,}" in text
     longest_without_certificate_s = guard.GRACE_S + 2 * guard.SWEEP_S  # until the first sweep, and for the last check
     assert ("connect for less than a minute at a time" in text) == (longest_without_certificate_s < 60.0)
     assert ("reply that is over for up to 15 minutes" in text) == (ServerSettings().rest_s == 900.0)

@@ -6,8 +6,10 @@ import json
 import math
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -334,15 +336,127 @@ def test_a_template_that_writes_out_nested_lists_is_stopped_before_it_takes_memo
     assert facts["seconds"] < 2 * MAX_SECONDS
 
 
-@pytest.mark.parametrize("expression", ["(['a'] * 1000000) | groupby(0) | list", "('a ' * 8000000) | title"])
+@pytest.mark.parametrize("expression", ["('a' * 4000000) | map('upper') | list", "[('a' * 4000000) | min]"])
 def test_a_filter_of_a_template_keeps_to_its_time_too(monkeypatch: pytest.MonkeyPatch, expression: str) -> None:
-    """These took 25 and 40 s, most of it within one line of the template."""
+    """Such filters took 25 and 40 s, most of it within one line of the template."""
     monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
     template = ChatTemplate(TokenizerSpec("{}", f"{{{{ ({expression}) | length }}}}", None, None, {}, False))
     begun_at = time.process_time()
-    with pytest.raises(SourceError, match="exceeds a limit"):
+    with pytest.raises(SourceError, match="too much time"):
         template.render([{"role": "user", "content": "hi"}])
     assert time.process_time() - begun_at < 5
+
+
+def longest_hold_s(work: Callable[[], None]) -> float:
+    """Do some work and return the longest that it computed in one go, while no other thread could run."""
+    clock = time.pthread_getcpuclockid(threading.get_ident())
+    looks, is_over = threading.Event(), threading.Event()
+    longest_s = 0.0
+
+    def look() -> None:
+        nonlocal longest_s
+        before = time.clock_gettime(clock)
+        while not is_over.is_set():
+            looks.set()
+            now = time.clock_gettime(clock)
+            longest_s, before = max(longest_s, now - before), now
+        longest_s = max(longest_s, time.clock_gettime(clock) - before)
+
+    other = threading.Thread(target=look)
+    other.start()
+    looks.wait()
+    try:
+        work()
+    finally:
+        is_over.set()
+        other.join()
+    return longest_s
+
+
+# The longest steps within the bounds on sizes: 20 to 80 ms of computing where they were measured.
+LONG_STEPS = [
+    "('ß' * 1398100) | upper",
+    "('ß' * 1398100).upper()",
+    "('ß ' * 690000).title()",
+    "('ß ' * 130000) | title",
+    "('Σ' * 1398100).lower()",
+    "('Ф' * 4194303).strip('ѤҤӤФ')",
+    "('Ф' * 4190000) | trim('жФ')",
+    "('Ф' * 4194303).find('ФФФФж')",
+    "('𐐀' * 4194303).find('𐐀' * 1000000 ~ '𐐁')",
+    "('Ф' * 2000000).count('ФФ')",
+    "('ab' * 1300000).replace('ab', 'Ф')",
+    "('ab' * 800000) | replace('ab', 'Ф')",
+    "('Ф' * 4194303)[::-1]",
+    "('Ф' * 262143) | list | length",
+    "('Ф ' * 262143).split() | length",
+    "('Ф\n' * 26000).splitlines() | length",
+    "('\n' * 600000) | indent(1)",
+    "('Ф' * 650000) | tojson",
+    "([1] * 100000) | tojson",
+    "([1] * 100000) | string",
+    "([[1] * 30] * 5000) | sort | length",
+    "([1.5, 1] * 20000) | sort | length",
+    "([1] * 50000) == ([1] * 50000)",
+    "('Ф' * 200000) | join(',')",
+    "(['ab'] * 50000) | join(',')",
+    "('%s' * 2000) % (('a' * 2000,) * 2000)",
+    "('{}' * 2000).format(*['a' * 2000] * 2000)",
+    "messages | map(attribute='.' * 262000) | list",
+    "('9' * 4096) | int(0, 36)",
+    "strftime_now('%9999999Y' * 100)",
+]
+REFUSED_STEPS = [
+    ("(')' * 40000 ~ 'a)') | urlize", "uses the filter 'urlize'"),
+    ("('<>' * 100000) | striptags", "uses the filter 'striptags'"),
+    ("[')' * 40000 ~ 'a)'] | map('urlize') | list", "uses the filter 'urlize'"),
+    ("1 if messages is mapping else (')' * 40000 ~ 'a)') | urlize", "uses the filter 'urlize'"),
+    ("'urlize' is filter", "uses the test 'filter'"),
+    ("[1] | select('upper') | list", "uses the test 'upper'"),
+    ("'a'.encode()", "uses the method 'encode'"),
+    ("{}.fromkeys([1])", "uses the method 'fromkeys'"),
+    ("{(1, 2): 3}", "uses a dict with keys that are neither texts nor numbers"),
+    ("1 }}{% autoescape true %}{% endautoescape %}{{ 1", "uses the tag autoescape"),
+    ("('f' * 4000000) | int(0, 16)", "a number that is too long"),
+    ("('Ф' * 4194303) | list", "a value that is too large"),
+    ("1 }}{% for a in 'Ф' * 4194303 %}{{ loop.length }}{% endfor %}{{ 1", "a value that is too large"),
+    ("[" + "a," * 20000 + "]", "too many expressions"),
+]
+
+
+def render_expression(expression: str) -> None:
+    template = ChatTemplate(TokenizerSpec("{}", f"{{{{ {expression} }}}}", None, None, {}, False))
+    template.render([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="needs the computing time of another thread")
+def test_no_step_of_a_template_keeps_other_threads_from_running_for_long() -> None:
+    """Forty characters, `{{ (')' * 40000 ~ 'a)') | urlize }}`, stopped the whole node for 68 s: nothing ends such a
+    step, and the event loop, with all links, waits for it.
+    """
+
+    def render_all() -> None:
+        for step in LONG_STEPS:
+            with suppress(ChatError):  # as of a text that is too long for a number
+                render_expression(step)
+        for step, why in REFUSED_STEPS:
+            with pytest.raises(SourceError, match=why):
+                render_expression(step)
+        render_expression("a }}{{" * 1800 + "a")
+
+    assert longest_hold_s(render_all) < 0.5
+
+
+@pytest.mark.parametrize("pairs", ["dict([(1, 2)])", "namespace([(1, 2)])"])
+def test_a_template_makes_no_dict_of_chosen_keys(pairs: str) -> None:
+    """Python takes the square of their number for keys of equal hashes, in one step."""
+    with pytest.raises(ChatError, match="TypeError"):
+        render_expression(pairs)
+
+
+def test_what_is_not_offered_costs_only_the_conversations_that_need_it() -> None:
+    """Some templates use filters of other programs, for calls of tools alone."""
+    render_expression("1 if messages else messages | from_json")
 
 
 def branching(chars: int) -> str:

@@ -44,10 +44,11 @@ from app.planning.machines import Fleet
 from app.planning.rounds import steps_needed, utilisation
 from app.planning.training_step import StepTask
 from app.planning.verdicts import DISHONEST, POISONED, STRAGGLERS, UNLIKE, dishonest_majority
-from app.rounds.founding import TrainWish, prepare
+from app.rounds.founding import TrainWish
 from engine.sources.layout import part_names
 from engine.sources.starter import SHAPE
 from engine.training.parameters import drawn_model, part_weights
+from tests.app.rounds.founded import founded
 from tests.app.rounds.island_swarm import open_islands
 from tests.bench.delay import delay_proxy
 from tests.bench.train import (
@@ -238,7 +239,7 @@ def provenance() -> Shown:
         for licence in ("", "CC0-1.0"):
             wish = TrainWish("fish", (str(file),), model="tiny-random", batch=256, length=64, licence=licence)
             try:
-                prepare(wish, swarm="", founder="", public=True, cache=Path(folder))
+                founded(wish, Path(folder), "")
                 answers[licence] = "accepted"
             except AppError as error:
                 answers[licence] = str(error)

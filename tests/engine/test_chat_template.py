@@ -119,9 +119,7 @@ def test_a_message_without_content_is_the_callers_fault() -> None:
 NESTED = "".join(f"{{% for x{depth} in [1] %}}" for depth in range(30)) + "{% endfor %}" * 30  # Python allows 20
 
 
-@pytest.mark.parametrize(
-    "template", ["{% for x in %}", "{{ unclosed", "{% nonsense %}", "{{ 1 | no_such_filter }}", NESTED]
-)
+@pytest.mark.parametrize("template", ["{% for x in %}", "{{ unclosed", "{% nonsense %}", NESTED])
 def test_a_damaged_template_is_a_source_error(template: str) -> None:
     with pytest.raises(SourceError, match="chat template is damaged"):
         ChatTemplate(spec(template))

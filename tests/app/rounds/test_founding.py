@@ -23,7 +23,6 @@ from app.rounds.founding import (
     make_model,
     plan_island,
     plan_owner,
-    prepare,
     tokenizer_of,
 )
 from app.rounds.island import hashed
@@ -36,6 +35,7 @@ from engine.errors import EngineError
 from engine.island import first_states
 from engine.sources.huggingface import open_folder
 from engine.sources.shape import config_values
+from tests.app.rounds.founded import founded
 from tests.app.rounds.island_swarm import CONFIG, WORDS
 from tests.app.rounds.statements import RECORD, history
 from tests.app.swarms import identity
@@ -55,7 +55,7 @@ def wish(tmp_path: Path) -> TrainWish:
 
 
 def prepared(wish: TrainWish, tmp_path: Path, *, public: bool = True) -> founding.Founded:
-    return prepare(wish, swarm="s" * 32, founder=FOUNDER.peer_id, public=public, cache=tmp_path)
+    return founded(wish, tmp_path, FOUNDER.peer_id, public=public)
 
 
 def test_a_wish_becomes_a_record_that_says_everything(wish: TrainWish, tmp_path: Path) -> None:
@@ -152,10 +152,7 @@ def test_the_limit_on_memory_holds_for_an_island_too(wish: TrainWish, tmp_path: 
         plan_island(CONFIG, 16, 4 * budget.weights)
     plan_island(CONFIG, 16, 0)  # hosts nothing, but may train
     with pytest.raises(AppError, match="max_vram"):
-        prepare(
-            wish, swarm="s" * 32, founder=FOUNDER.peer_id, public=True, cache=tmp_path,
-            limit_bytes=4 * budget.weights,
-        )  # fmt: skip
+        founded(wish, tmp_path, FOUNDER.peer_id, limit_bytes=4 * budget.weights)
 
 
 @pytest.mark.parametrize("text", [b"\1\0\0\0" * 17, b"\1\0\0", b"", b"\1\0\0\0" * 16])

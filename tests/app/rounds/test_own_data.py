@@ -22,7 +22,7 @@ from app.core.errors import AppError, RecordError
 from app.courtesy.pause import PauseControl
 from app.planning.machines import MachineSpec
 from app.rounds import founding, train_jobs, wire
-from app.rounds.founding import TokenText, TrainWish, own_texts, prepare
+from app.rounds.founding import TokenText, TrainWish, own_texts
 from app.rounds.island import RoundTiming
 from app.rounds.place import TrainPlace
 from app.rounds.record import DOMAIN, read_training, sign_training
@@ -34,6 +34,7 @@ from engine.sources.shape import config_values
 from engine.training.parameters import drawn_model
 from p2p.errors import RemoteError
 from p2p.memory.fabric import MemoryFabric, open_fabric
+from tests.app.rounds.founded import founded
 from tests.app.rounds.island_swarm import CONFIG, Lesson, members_of, open_islands
 from tests.app.rounds.statements import NOW_MS, PEOPLE, RECORD
 from tests.app.swarms import identity
@@ -176,7 +177,7 @@ def wish_in(folder: Path, name: str, **more: Any) -> TrainWish:
 
 
 def test_a_wish_for_own_data_founds_a_job_without_a_text(tmp_path: Path) -> None:
-    made = prepare(wish_in(tmp_path, "one"), swarm="s" * 32, founder=PEOPLE[0].peer_id, public=True, cache=tmp_path)
+    made = founded(wish_in(tmp_path, "one"), tmp_path, PEOPLE[0].peer_id)
     assert (made.record.tokens, made.record.held, made.record.own_data) == (None, None, True)
     assert {*made.texts} == {"tokens", "held", "tokenizer.json"}
     (tmp_path / "two.txt").write_text(made_up(2))
@@ -192,11 +193,11 @@ def test_a_wish_for_own_data_founds_a_job_without_a_text(tmp_path: Path) -> None
 def test_a_public_text_validates_where_texts_are_own(tmp_path: Path) -> None:
     (tmp_path / "public.txt").write_text(made_up(9, 500))
     wish = wish_in(tmp_path, "one", validation=(str(tmp_path / "public.txt"),))
-    made = prepare(wish, swarm="s" * 32, founder=PEOPLE[0].peer_id, public=True, cache=tmp_path)
+    made = founded(wish, tmp_path, PEOPLE[0].peer_id)
     assert made.record.held is not None
     assert made.texts["held"][:4] == struct.pack("<I", ord(made_up(9)[0]))
     with pytest.raises(AppError, match="--own-data"):
-        prepare(replace(wish, own_data=False), swarm="s" * 32, founder="f", public=True, cache=tmp_path)
+        founded(replace(wish, own_data=False), tmp_path, "f")
 
 
 class Node:
