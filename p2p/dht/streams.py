@@ -72,13 +72,16 @@ class RequestServer:
                     await stream.close()
                     return
                 self._count(stream.peer)
-                answer = await self._handle(stream.peer, body)
-                with trio.fail_after(ANSWER_S):
-                    await send_bytes(stream, answer)
+                await stream.connection.in_turn(self._answer, stream, body)
         except ProtocolError:
             for _ in range(_MALFORMED_COST):
                 self._count(stream.peer)
             raise
+
+    async def _answer(self, stream: Stream, body: bytes) -> None:
+        answer = await self._handle(stream.peer, body)
+        with trio.fail_after(ANSWER_S):
+            await send_bytes(stream, answer)
 
     def _count(self, peer: str) -> None:
         if not self._rates.take(peer, trio.current_time()):

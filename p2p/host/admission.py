@@ -19,7 +19,7 @@ MAX_TRACKED = 4096
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Upper bounds on connections, handshakes and streams, and the durations of hold-offs."""
+    """Upper bounds on connections, handshakes, streams and work for peers, and the durations of hold-offs."""
 
     connections: int = 256
     connections_per_ip: int = 64
@@ -32,6 +32,8 @@ class ConnectionLimits:
     streams_per_connection: int = 128
     streams_per_ip_s: float = 100.0
     streams_per_ip_burst: int = 400
+    loop_share_per_ip: float = 0.1  # of the time of this node's loop, for what peers send: see `p2p.host.turns`
+    loop_burst_per_ip_s: float = 0.05
     handshake_timeout_s: float = 5.0
     first_holdoff_s: float = 10.0
     longest_holdoff_s: float = 3600.0
@@ -80,6 +82,9 @@ class Admission:
         )
         self._streams: KeyedRateLimit[IPAddress] = KeyedRateLimit(
             self.limits.streams_per_ip_burst, self.limits.streams_per_ip_s, MAX_TRACKED
+        )
+        self._work: KeyedRateLimit[IPAddress] = KeyedRateLimit(
+            self.limits.loop_burst_per_ip_s, self.limits.loop_share_per_ip, MAX_TRACKED
         )
         self._holdoffs: OrderedDict[str, _Holdoff] = OrderedDict()
         self._handshakes: Counter[IPAddress] = Counter()
@@ -145,6 +150,10 @@ class Admission:
         Each connection waits for its own streams alone, so that those of others at this address have their turns.
         """
         return self._streams.delay_s(source_of(ip), now)
+
+    def work_delay_s(self, ip: IPAddress, now: float, worked_s: float = 0.0) -> float:
+        """Count `worked_s` of the loop's time for peers at `ip`; returns for how long nothing more is done for them."""
+        return self._work.delay_s(source_of(ip), now, worked_s)
 
     def closed(self, ip: IPAddress) -> None:
         """Uncount a connection from or to `ip` that was open."""

@@ -7,7 +7,8 @@ multiplexer, or `abort`, ends all tasks at once, even if the peer no longer read
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import trio
 
@@ -17,11 +18,14 @@ from p2p.channel.raw import RawConnection
 from p2p.channel.yamux import YamuxConnection
 from p2p.channel.yamux_stream import StreamEOF, YamuxStream
 from p2p.errors import P2PError, PeerUnreachable, StreamReset
+from p2p.host.turns import Turns
 from p2p.rate_limit import LogLimit
 from p2p.values import Buffer
 
 NEGOTIATION_TIMEOUT_S = 10.0
 _GOODBYE_S = 0.5
+
+T = TypeVar("T")
 
 log = logging.getLogger("shoal.p2p.connection")
 log.addFilter(LogLimit())  # peers can cause these lines
@@ -86,7 +90,9 @@ class Connection:
     host in `address` may be a name, and a relay's is whatever somebody wrote, if the relay was connected already.
     """
 
-    def __init__(self, muxed: YamuxConnection, raw: RawConnection, address: Address, *, max_streams: int) -> None:
+    def __init__(
+        self, muxed: YamuxConnection, raw: RawConnection, address: Address, turns: Turns, *, max_streams: int
+    ) -> None:
         self.muxed = muxed
         self.raw = raw
         self.peer = muxed.peer
@@ -100,6 +106,8 @@ class Connection:
         self.reason = "closed"
         self.inbound_streams = 0
         self._max_streams = max_streams
+        self._turns = turns
+        self._queue = trio.Lock()  # of its own streams, so that connections at one address have equal turns
 
     def __repr__(self) -> str:
         return f"<Connection {'to' if self.initiated else 'from'} {self.peer[-6:]} at {self.address}>"
@@ -185,6 +193,15 @@ class Connection:
             if isinstance(error, trio.TooSlowError):
                 raise PeerUnreachable(f"{self.peer} did not answer within {NEGOTIATION_TIMEOUT_S:.0f} s") from None
             raise
+
+    async def in_turn(self, work: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> T:
+        """Run `work` on something that the peer sent, once it is the turn of this connection at its address."""
+        if self.ip is None:
+            await trio.lowlevel.checkpoint()
+            return await work(*arguments)
+        async with self._queue:
+            await self._turns.wait(self.ip)
+        return await self._turns.measured(self.ip, work(*arguments))
 
     async def close(self, reason: str = "closed") -> None:
         """Send the multiplexer's go-away, then close the raw connection; takes at most `_GOODBYE_S`."""

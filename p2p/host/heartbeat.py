@@ -78,7 +78,8 @@ class Hello:
         if not isinstance(addresses, list) or not all(isinstance(text, str) for text in addresses):
             raise ProtocolError(f"{peer} sent a hello whose addresses are not a list of strings")
         seen = parse_known([observed]) if isinstance(observed, str) else []
-        return cls(tuple(parse_known(addresses, peer)), seen[0] if seen else None, fields.get("relay") is True)
+        known = parse_known(addresses[:MAX_ADDRESSES_PER_PEER], peer)
+        return cls(tuple(known), seen[0] if seen else None, fields.get("relay") is True)
 
 
 class Heartbeat:
@@ -172,13 +173,17 @@ class Heartbeat:
             kind, body = await self._next_frame(stream, received)
             flood.count(trio.current_time(), _HELLO_FRAMES if kind == _KIND_HELLO else 1)
             if kind == _KIND_HELLO:
-                self._on_hello(connection, Hello.decode(body, stream.peer))
+                await connection.in_turn(self._hear, connection, body)
             elif kind == _KIND_PING and not connection.initiated and len(body) == _PING.size:
                 await _send(stream, _KIND_PONG, body)
             elif kind == _KIND_PONG and connection.initiated and len(body) == _PING.size:
                 self._pong(connection, _PING.unpack(body)[0])
             else:
                 raise ProtocolError(f"{stream.peer} sent frame kind {kind} of {len(body)} bytes on its link stream")
+            await trio.lowlevel.checkpoint()  # frames that came together are read as if one after another
+
+    async def _hear(self, connection: Connection, body: bytes) -> None:
+        self._on_hello(connection, Hello.decode(body, connection.peer))
 
     async def _next_frame(self, stream: Stream, received: bytearray) -> tuple[int, bytes]:
         silent_for_s = 0.0

@@ -27,6 +27,7 @@ from p2p.host.address_book import AddressBook
 from p2p.host.admission import Admission, ConnectionLimits, DenyList
 from p2p.host.connection import Connection, Stream, StreamHandler
 from p2p.host.listening import open_listeners
+from p2p.host.turns import Turns
 from p2p.identity import Identity
 from p2p.rate_limit import LogLimit
 from p2p.supervise import guarded, supervise
@@ -67,6 +68,7 @@ class Host:
         self.book = book
         self.admission = Admission(config.limits, DenyList.parse(config.deny))
         self.channel = channel
+        self._turns = Turns(self.admission)
         self.relay_dial: RelayDial | None = None
         self.confirmed: list[Address] = []  # public addresses that are told: see `p2p.nat.traversal`
         self.extra_addresses: list[Address] = []  # addresses through relays
@@ -341,7 +343,7 @@ class Host:
             if refusal is not None:
                 raise Refused(f"the connection with {secured.peer} is refused: {refusal}")
             muxed = await self.channel.multiplex(secured)
-        return Connection(muxed, raw, address, max_streams=limits.streams_per_connection)
+        return Connection(muxed, raw, address, self._turns, max_streams=limits.streams_per_connection)
 
     async def _keep(self, connection: Connection) -> None:
         """Register a connection, run it until it ends and unregister it; abort it if the limits are reached."""

@@ -57,10 +57,13 @@ class StandardProtocols:
 
     async def _identify(self, stream: Stream) -> None:
         self._count(stream.peer)
+        await stream.connection.in_turn(self._tell, stream)
+        await stream.close()
+
+    async def _tell(self, stream: Stream) -> None:
         observed = b"" if stream.connection.relayed else address_bytes(stream.connection.address.of(None))
         before, after = self._same_for_all()
         await send_bytes(stream, before + encode((4, observed)) + after)
-        await stream.close()
 
     def _same_for_all(self) -> tuple[bytes, bytes]:
         """Return the fields before and after `observedAddr`, up to `KEPT_S` old: to find the addresses takes long."""

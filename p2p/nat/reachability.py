@@ -202,10 +202,10 @@ class Reachability:
 
         An address at another IP than the peer's is not dialled and counts as not reached: the peer may have lost it.
         """
-        address = _read_request(body)
         connection = self._host.connection(peer)
         if connection is None or connection.relayed or connection.ip is None:
             raise Refused("only a peer that is connected directly is dialled back")
+        address = await connection.in_turn(_read_request, body)
         reached = address.ip == connection.ip and await self._dial_back(address, peer, source_of(connection.ip))
         return json.dumps({"version": 1, "reached": reached}).encode()
 
@@ -245,7 +245,7 @@ class Reachability:
         return True
 
 
-def _read_request(body: bytes) -> Address:
+async def _read_request(body: bytes) -> Address:
     if len(body) > _MAX_BODY_BYTES:
         raise ProtocolError(f"a dial-back request has {len(body)} bytes; at most {_MAX_BODY_BYTES} are accepted")
     try:

@@ -49,7 +49,14 @@ async def helper_asked_by(ips: Iterable[str]) -> AsyncIterator[Reachability]:
 
 def connected(peer: str, ip: str) -> Any:
     address = address_of(ip, 7464)
-    return SimpleNamespace(peer=peer, relayed=False, ip=ipaddress.ip_address(ip), address=address, opened_at=0.0)
+    return SimpleNamespace(
+        peer=peer,
+        relayed=False,
+        ip=ipaddress.ip_address(ip),
+        address=address,
+        opened_at=0.0,
+        in_turn=lambda work, *arguments: work(*arguments),
+    )
 
 
 async def ask_nobody(peer: str, body: bytes, timeout_s: float) -> bytes:

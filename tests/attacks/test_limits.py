@@ -90,6 +90,11 @@ ROWS: dict[str, tuple[float, ...]] = {
         DOORS.streams_per_ip_s,
         DOORS.streams_per_ip_burst,
     ),
+    "a node's time for what peers send": (
+        100 * DOORS.loop_share_per_ip,
+        1000 * DOORS.loop_burst_per_ip_s,
+        MAX_ADDRESSES_PER_PEER,
+    ),
     "unread bytes": (yamux_flow.CONNECTION_WINDOW_BYTES / MIB, yamux_flow.UNREAD_BYTES / MIB),
     "calls under way": (QUOTA.calls_per_peer, QUOTA.calls_floor, QUOTA.calls, QUOTA.requests_per_s),
     "message streams": (QUOTA.streams_per_peer, QUOTA.streams_floor, QUOTA.streams, WINDOW_BYTES / MIB),

@@ -168,7 +168,11 @@ class Asking:
 
     peer: str = "stranger"
     connection: Any = field(
-        default_factory=lambda: SimpleNamespace(relayed=False, address=parse_address("/ip4/198.51.100.7/tcp/7464"))
+        default_factory=lambda: SimpleNamespace(
+            relayed=False,
+            address=parse_address("/ip4/198.51.100.7/tcp/7464"),
+            in_turn=lambda work, *arguments: work(*arguments),
+        )
     )
     answers: list[bytes] = field(default_factory=list)
 

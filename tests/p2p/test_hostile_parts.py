@@ -375,7 +375,7 @@ async def test_few_hellos_of_a_peer_are_read(autojump_clock: trio.abc.Clock) -> 
         await trio.sleep(pause_s)
         return frame
 
-    link: Any = SimpleNamespace(initiated=False)
+    link: Any = SimpleNamespace(initiated=False, peer=peer(1), in_turn=lambda work, *arguments: work(*arguments))
     stream: Any = SimpleNamespace(peer=peer(1), connection=link, read=read)
     beat = Heartbeat(lambda connection: Hello(), lambda connection, hello: heard.append(hello))
     with trio.move_on_after(100):
