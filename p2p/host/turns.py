@@ -3,6 +3,8 @@
 What peers send is read by one thread, which does nothing else meanwhile. Limits on what each connection or identity may
 send do not bound that, since one machine has many. `p2p.host.admission` counts the time; protocols whose messages take
 long to read or answer call `Connection.in_turn` for each. Whatever else the peer sends waits in its stream.
+
+Time is what the processor worked: while other programs have it, nothing is held against the peers.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ T = TypeVar("T")
 class Turns:
     """The turns of all peers of a node."""
 
-    def __init__(self, admission: Admission, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, admission: Admission, clock: Callable[[], float] = time.thread_time) -> None:
         self._admission = admission
         self._clock = clock
         self._queues: WeakValueDictionary[IPAddress, trio.Lock] = WeakValueDictionary()
