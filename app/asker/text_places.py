@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import trio
 
 from app.core.errors import AppError
+from app.core.left_behind import left_behind
 
 T = TypeVar("T")
 
@@ -59,12 +60,7 @@ async def run_left_behind(limiters: Sequence[trio.CapacityLimiter], function: Ca
         has_begun, scope.deadline = True, trio.current_time() + TEXT_S
 
     with trio.move_on_after(PLACE_S) as scope:
-        made: T = await trio.to_thread.run_sync(
-            partial(function, *args),
-            abandon_on_cancel=True,
-            limiter=_AllOf(limiters, begin),  # type: ignore[arg-type, call-arg]
-        )
-        return made
+        return await left_behind(_AllOf(limiters, begin), PLACE_S + TEXT_S, function, *args)  # type: ignore[arg-type]
     if has_begun:
         raise trio.TooSlowError
     raise NoPlaceForText("this node is still busy with texts that were sent before: ask again once they are done")

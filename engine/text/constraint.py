@@ -11,7 +11,7 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
@@ -62,33 +62,35 @@ class GrammarState:
         masks: list[bytes | None] = [self._mask()]
         taken = 0
         for guess in guesses:
-            if guess in self._end_ids or not self._matcher.validate_tokens([guess]):
+            if guess in self._end_ids or not self._try(self._matcher.validate_tokens, [guess]):
                 break
-            self._matcher.consume_token(guess)
+            self._try(self._matcher.consume_token, guess)
             taken += 1
-            if self._matcher.is_stopped():
+            if self._is_lost or self._matcher.is_stopped():
                 break
             masks.append(self._mask())
         if taken:
-            self._matcher.rollback(taken)
+            self._try(self._matcher.rollback, taken)
         return masks + [None] * (len(guesses) + 1 - len(masks))
 
     def _mask(self) -> bytes | None:
         """Return the allowed tokens; None if the grammar cannot be followed any more."""
-        if self._matcher.is_error():
-            return None
+        mask: bytes | None = None if self._matcher.is_error() else self._try(self._matcher.compute_bitmask)
+        return None if self._is_lost or self._matcher.is_error() else mask
+
+    def _try(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the library; whatever it raises, and be it a Rust panic, this reply alone must fail."""
         try:
-            mask = self._matcher.compute_bitmask()
+            return function(*arguments)
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except BaseException:  # whatever the library raises, and be it a Rust panic, this reply alone must fail
+        except BaseException:
             self._is_lost = True
             return None
-        return None if self._matcher.is_error() else mask
 
     def accept(self, token: int) -> None:
         """Take the token that was drawn."""
-        self._matcher.consume_token(token)
+        self._try(self._matcher.consume_token, token)
 
     @property
     def is_complete(self) -> bool:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import jsonschema_rs
@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.sources.base import ModelSource, TokenizerSpec
 from engine.sources.opening import open_source
 from engine.text import grammar_trial
-from engine.text.constraint import GrammarCompiler
+from engine.text.constraint import GrammarCompiler, GrammarState
 from engine.text.output_form import Constraint, ConstraintError, ConstraintKind, Tool, ToolUse
 from engine.text.reply import ReplySettings, ReplyWriter
 from engine.text.sampler import Sampling, sample_rows
@@ -276,6 +276,32 @@ def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         ),
         st.builds(lambda options: {"anyOf": options}, st.lists(inner, min_size=1, max_size=3)),
     )
+
+
+class Panic(BaseException):
+    """As Rust's panics come to Python."""
+
+
+@pytest.mark.parametrize("panics", ["compute_bitmask", "validate_tokens", "consume_token", "rollback"])
+def test_a_panic_of_the_library_ends_its_reply_alone(models: dict[str, Model], panics: str) -> None:
+    """Such an error passes by handlers of exceptions: it would end the node."""
+    model = models["huggingface"]
+    matcher = model.compiler.compile(Constraint("choice", json.dumps(["aaaa", "aaab"]), "f"))._matcher
+
+    class Panics:
+        def __getattr__(self, name: str) -> Any:
+            return self._panic if name == panics else getattr(matcher, name)
+
+        def _panic(self, *arguments: Any) -> Any:
+            raise Panic
+
+    (guess,) = model.tokenizer.encode("a", add_special=False)[:1]
+    state = GrammarState(cast(Any, Panics()), model.end_ids, "f")
+    assert len(state.masks([guess])) == 2
+    if panics == "consume_token":
+        state.accept(guess)
+    assert state.problem is not None
+    assert state.masks() == [None]
 
 
 @settings(max_examples=200, deadline=None)
