@@ -32,6 +32,7 @@ T = TypeVar("T")
 # Refused at the first mistake: to list a million of them takes seconds, in which the node does nothing else.
 Listed = Annotated[list[T], Field(fail_fast=True)]
 Named = Annotated[dict[str, T], Field(fail_fast=True)]
+Metadata = Annotated[Named[str], Field(max_length=16)]  # as many as OpenAI takes
 
 Unsupported = Mapping[str, tuple[Any, ...]]  # a field's name -> the values, besides null, that switch it off
 
@@ -378,7 +379,7 @@ class ChatCompletion(_CompletionBody):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = None
     # Accepted, without effect on a reply.
-    metadata: Named[str] | None = None
+    metadata: Metadata | None = None
     safety_identifier: str | None = Field(default=None, max_length=1024)
     prompt_cache_key: str | None = Field(default=None, max_length=1024)
 

@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from app.api.bodies import has_too_many_parts
 from p2p.platform import create_private
 
 log = logging.getLogger("shoal.api")
@@ -28,13 +29,6 @@ MOST_OWNER_BYTES = 128 << 20  # of all responses of one owner
 _TABLE = """CREATE TABLE IF NOT EXISTS owned_responses (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, at REAL NOT NULL, size INTEGER NOT NULL, body TEXT NOT NULL,
     messages TEXT NOT NULL)"""
-
-
-class KeptResponse(NamedTuple):
-    """A response as it was sent, and the conversation up to its end."""
-
-    body: dict[str, Any]
-    messages: list[dict[str, Any]]
 
 
 class ResponseStore:
@@ -49,7 +43,7 @@ class ResponseStore:
         """Keep a response, and drop those that are too old or too many; a file that cannot be written is logged."""
         texts = json.dumps(body), json.dumps(list(messages))
         size = sum(map(len, texts))
-        if size > MOST_BYTES:
+        if size > MOST_BYTES or has_too_many_parts(texts[1]):
             return
         now = self._clock()
         try:
@@ -71,19 +65,27 @@ class ResponseStore:
             if place >= MOST or kept > MOST_OWNER_BYTES:
                 database.execute("DELETE FROM owned_responses WHERE id = ?", (response_id,))
 
-    def get(self, owner: str, response_id: str) -> KeptResponse | None:
-        """Return a kept response of an owner; None if there is none of this id, or it is too old."""
+    def body(self, owner: str, response_id: str) -> str | None:
+        """Return a kept response of an owner as JSON; None if there is none of this id, or it is too old."""
+        return self._column("body", owner, response_id)
+
+    def messages(self, owner: str, response_id: str) -> list[dict[str, Any]] | None:
+        """Return the conversation up to the end of a kept response of an owner; None if it is not kept."""
+        text = self._column("messages", owner, response_id)
+        return None if text is None else json.loads(text)
+
+    def _column(self, name: str, owner: str, response_id: str) -> str | None:
         if not response_id.isascii():
             return None
         oldest = self._clock() - KEPT_S
         try:
             with self._opened() as database:
-                query = "SELECT body, messages FROM owned_responses WHERE id = ? AND owner = ? AND at >= ?"
+                query = f"SELECT {name} FROM owned_responses WHERE id = ? AND owner = ? AND at >= ?"
                 row = database.execute(query, (response_id, owner, oldest)).fetchone()
         except sqlite3.DatabaseError as error:
             self._replace(error)
             return None
-        return None if row is None else KeptResponse(json.loads(row[0]), json.loads(row[1]))
+        return None if row is None else row[0]
 
     def remove(self, owner: str, response_id: str) -> bool:
         """Forget a response of an owner; False if there is none of this id."""

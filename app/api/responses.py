@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal
 
 import trio
 from fastapi import APIRouter, Response
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -31,7 +30,7 @@ from app.api.openai_fields import (
     FunctionCall,
     FunctionDefinition,
     Listed,
-    Named,
+    Metadata,
     NamedFunction,
     seed_of,
     tool_of,
@@ -46,6 +45,7 @@ from app.asker.reply_service import ReplyRequest
 from engine.text.output_form import CallPiece, Constraint, ReplyPart, SaidText, ToolUse
 
 _MAX_TEXT = 2**19
+_STORE_THREADS = trio.CapacityLimiter(2)  # of kept responses: other reading of files does not wait for them
 _TEXT_KINDS = ("input_text", "output_text", "text", "refusal")
 
 
@@ -153,7 +153,7 @@ class ResponsesRequest(_Body):
     tool_choice: Literal["auto", "none", "required"] | NamedResponseTool | None = None
     parallel_tool_calls: bool | None = True
     text: TextOptions | None = None
-    metadata: Named[str] | None = None
+    metadata: Metadata | None = None
     # Accepted, without effect on a reply.
     user: str | None = Field(default=None, max_length=1024)
     prompt_cache_key: str | None = Field(default=None, max_length=1024)
@@ -251,17 +251,17 @@ def routes(control: Control, store: ResponseStore) -> APIRouter:
         return EventStream(answer.whole(), "application/json", response_to, headers)
 
     @router.get("/{response_id}")
-    async def retrieve(response_id: str) -> JSONResponse:
+    async def retrieve(response_id: str) -> Response:
         """A response of the last day."""
-        kept = await trio.to_thread.run_sync(store.get, current_owner(), response_id)
+        kept = await trio.to_thread.run_sync(store.body, current_owner(), response_id, limiter=_STORE_THREADS)
         if kept is None:
             raise _unknown(response_id)
-        return JSONResponse(kept.body)
+        return Response(kept, media_type="application/json")
 
     @router.delete("/{response_id}")
     async def delete(response_id: str) -> dict[str, Any]:
         """Forget a response."""
-        if not await trio.to_thread.run_sync(store.remove, current_owner(), response_id):
+        if not await trio.to_thread.run_sync(store.remove, current_owner(), response_id, limiter=_STORE_THREADS):
             raise _unknown(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
@@ -278,10 +278,10 @@ async def _kept(store: ResponseStore, owner: str, response_id: str | None) -> li
     """Return the conversation that a response continues; raises `OpenAIError` if it is not kept."""
     if response_id is None:
         return []
-    kept = await trio.to_thread.run_sync(store.get, owner, response_id)
+    kept = await trio.to_thread.run_sync(store.messages, owner, response_id, limiter=_STORE_THREADS)
     if kept is None:
         raise _unknown(response_id, "previous_response_id")
-    return kept.messages
+    return kept
 
 
 def _unknown(response_id: str, param: str | None = None) -> OpenAIError:
@@ -396,7 +396,9 @@ class _Answer:
         if calls and _status(reply) == "completed":
             said["tool_calls"] = calls
         messages = [*self.before, *conversation(self.asked.input), said]
-        await trio.to_thread.run_sync(partial(self.store.add, self.owner, self.id, body, messages))
+        await trio.to_thread.run_sync(
+            partial(self.store.add, self.owner, self.id, body, messages), limiter=_STORE_THREADS
+        )
 
     def _event(self, name: str, value: dict[str, Any]) -> bytes:
         told = {"type": name, "sequence_number": self._number, **value}

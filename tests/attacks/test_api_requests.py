@@ -85,6 +85,14 @@ def test_a_request_with_very_many_mistakes_is_refused_at_the_first(
     assert refused.value.error_count() <= MOST_ERRORS
 
 
+def test_a_request_has_as_much_metadata_as_vendors_take() -> None:
+    """A kept response had 95,000 values, which were read and written again each time that it was asked for."""
+    for body, wanted in ((ChatCompletion, HELLO), (ResponsesRequest, {"model": "m", "input": "hello"})):
+        body.model_validate({**wanted, "metadata": {str(number): "" for number in range(16)}})
+        with pytest.raises(ValidationError):
+            body.model_validate({**wanted, "metadata": {str(number): "" for number in range(17)}})
+
+
 def unbounded(schema: Any) -> Iterator[dict[str, Any]]:
     """Lists and objects of pydantic's schema in which any number of values can be wrong."""
     if isinstance(schema, list | tuple):

@@ -288,17 +288,17 @@ def test_responses_are_kept_for_a_day_and_survive_a_damaged_file(tmp_path: Path)
     now += KEPT_S / 2
     store.add("me", "new", {"id": "new"}, [])
     store.add("me", "huge", {"text": "x" * MOST_BYTES}, [])
-    kept = ResponseStore(file, lambda: now).get("me", "old")
-    assert kept is not None
-    assert (kept.body, kept.messages) == ({"id": "old"}, [{"role": "user"}])
-    assert store.get("me", "huge") is None
+    again = ResponseStore(file, lambda: now)
+    assert again.body("me", "old") == '{"id": "old"}'
+    assert again.messages("me", "old") == [{"role": "user"}]
+    assert store.body("me", "huge") is None
     now += KEPT_S / 2 + 1
-    assert store.get("me", "old") is None
-    assert store.get("me", "new") is not None
+    assert store.body("me", "old") is None
+    assert store.body("me", "new") is not None
     file.write_bytes(b"no database " * 100)
-    assert store.get("me", "new") is None
+    assert store.body("me", "new") is None
     store.add("me", "again", {}, [])
-    assert store.get("me", "again") is not None
+    assert store.body("me", "again") is not None
     assert (store.remove("me", "again"), store.remove("me", "again")) == (True, False)
 
 
@@ -310,9 +310,9 @@ def test_an_owner_does_not_fill_the_disk_nor_push_out_others(tmp_path: Path) -> 
     for number in range(many):
         now += 1
         store.add("loud", f"r{number}", {"text": "x" * (MOST_BYTES - 100)}, [])
-    assert store.get("quiet", "first") is not None
-    assert store.get("loud", "r0") is None
-    assert store.get("loud", f"r{many - 1}") is not None
+    assert store.body("quiet", "first") is not None
+    assert store.body("loud", "r0") is None
+    assert store.body("loud", f"r{many - 1}") is not None
     with sqlite3.connect(tmp_path / "responses.db") as database:
         assert database.execute("SELECT SUM(size) FROM owned_responses").fetchone()[0] <= MOST_OWNER_BYTES + MOST_BYTES
 
@@ -323,16 +323,16 @@ def test_responses_of_a_version_without_owners_are_dropped(tmp_path: Path) -> No
         database.execute("CREATE TABLE responses (id TEXT PRIMARY KEY, at REAL, body TEXT, messages TEXT)")
         database.execute("INSERT INTO responses VALUES ('old', 1, '{}', '[]')")
     store = ResponseStore(file, lambda: 2.0)
-    assert store.get("me", "old") is None
+    assert store.body("me", "old") is None
     store.add("me", "new", {}, [])
-    assert store.get("me", "new") is not None
+    assert store.body("me", "new") is not None
 
 
 def test_a_reply_that_cannot_be_kept_is_still_a_reply(tmp_path: Path) -> None:
     """A full disk, or a folder that is gone: the first reply of a home failed after all its tokens were written."""
     store = ResponseStore(tmp_path / "nowhere" / "responses.db")
     store.add("me", "new", {}, [])
-    assert store.get("me", "new") is None
+    assert store.body("me", "new") is None
     assert not store.remove("me", "new")
 
 
