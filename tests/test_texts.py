@@ -26,7 +26,7 @@ from ui.draw.rows import tidy
 
 ROOT = Path(__file__).resolve().parent.parent
 FORBIDDEN = {
-    "a raw hash": re.compile(r"(?<![0-9A-Za-z])(?=[0-9]*[a-f])[0-9a-f]{13,}(?![0-9A-Za-z])"),
+    "a raw hash": re.compile(r"(?<![0-9A-Za-z#])(?=[0-9]*[a-f])[0-9a-f]{13,}(?![0-9A-Za-z])|#[0-9a-f]{21}"),
     "the name of a Python class": re.compile(
         r"\b[A-Z][a-z]+(?:[A-Z][a-z]+)*(?:Error|Exception|Failure)\b|\bNoneType\b|<class |\bdict\[|\blist\["
     ),
@@ -110,8 +110,9 @@ def test_the_kept_screens_are_for_people() -> None:
 @pytest.mark.parametrize(
     ("text", "tidied"),
     [
-        (NASTY, "swarm ghost#1a2b3c4d: Connection refused in float32"),
-        ("birds#5e6f7a8b is fine: 12 of 30", "birds#5e6f7a8b is fine: 12 of 30"),
+        (NASTY, f"swarm ghost#{HASH[:20]}: Connection refused in float32"),
+        (f"the manifest {HASH} is gone", "the manifest 1a2b3c4d is gone"),
+        (f"birds#{HASH[:20]} is fine: 12 of 30", f"birds#{HASH[:20]} is fine: 12 of 30"),
         ("peer 12D3KooWMeabcdef0123456789", "peer 12D3KooWMeabcdef0123456789"),
     ],
 )

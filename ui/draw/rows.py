@@ -16,6 +16,7 @@ Span = tuple[str, str]
 Row = list[Span]
 UNKNOWN = "—"
 _HASH = re.compile(r"(?<![0-9A-Za-z#])(?=[0-9]*[a-f])[0-9a-f]{13,}(?![0-9A-Za-z])")
+_PIN = re.compile(r"(?<=#)([0-9a-f]{20})[0-9a-f]+")  # that many digits name a swarm's model to `shoal join`
 _PROGRAMMERS = re.compile(r"\[Errno -?\d+\] |\b[A-Z][A-Za-z]+(?:Error|Exception|Failure): |\btorch\.(?=\w)")
 
 
@@ -30,8 +31,8 @@ def row(*parts: Span | str) -> Row:
 
 
 def tidy(text: str) -> str:
-    """A text of the node without what only programmers read: error numbers, class names, and hashes other than pins."""
-    return _PROGRAMMERS.sub("", _HASH.sub(lambda found: found.group()[:8], text))
+    """A text of the node without what only programmers read: error numbers, class names, and long hashes."""
+    return _PROGRAMMERS.sub("", _PIN.sub(r"\1", _HASH.sub(lambda found: found.group()[:8], text)))
 
 
 def width_of(line: Iterable[Span]) -> int:
