@@ -57,11 +57,12 @@ def taken_over(log: Sequence[RoundEntry], entries: Sequence[RoundEntry], founder
     rest made it past the others. Where the two parted it is all or nothing, and only if more of the others went that
     way than stayed: otherwise one that left early could make up a longer history than all who came since have made. An
     island whose own rounds had a quorum goes over only if all of the other's count. One that has made all of its rounds
-    alone, and none of theirs, decides as one that has made none: it founded the job, and has lost its disk since.
+    alone, and none of theirs, decides as one that has made none, if the other history is better: it founded the job,
+    and has lost its disk since.
     """
     same = shared(log, entries)
     if log and not same and all(entry.list.members == [islands.own] for entry in log):
-        return joined(log, entries, founder, islands)
+        return joined(log, entries, founder, islands) if entries and is_better(log, entries) else None
     count = _counted(entries[:same], entries[same:], founder, islands)
     if same == len(log):
         return same + count if count else None

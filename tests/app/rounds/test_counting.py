@@ -139,6 +139,19 @@ def test_a_newcomer_begins_with_the_history_of_half_of_all_homes() -> None:
     assert joined([], true, FOUNDER, there._replace(knows_others=False)) is None
 
 
+def test_a_founder_that_began_anew_alone_goes_over_to_those_who_went_on_but_gives_up_no_longer_history() -> None:
+    """It has lost its disk. Others can show what it once made, or nothing at all."""
+    first, _ = round_of(beginning(RECORD), PEOPLE[:1], present=ALL[1:4])
+    others = going_on([first], PEOPLE[:4], PEOPLE[:4], PEOPLE[1:4])
+    short, long = going_on([], PEOPLE[:1]), going_on([], *[PEOPLE[:1]] * 6)
+    there = Islands(FOUNDER, dict.fromkeys(ALL[1:4], others[-1].hash))
+    assert taken_over(short, others, FOUNDER, there) == len(others)
+    assert taken_over(long, others, FOUNDER, there) is None
+    for log in (short, long):
+        assert taken_over(log, [], FOUNDER, there) is None
+    assert taken_over(long, [first], FOUNDER, there._replace(heads=dict.fromkeys(ALL[1:4], first.hash))) is None
+
+
 def test_a_newcomer_leaves_a_history_that_it_has_begun_with_for_one_of_more_homes_only() -> None:
     common = history(2, PEOPLE[:4], every=5)
     left, right = going_on(common, PEOPLE[:2], PEOPLE[:2]), going_on(common, PEOPLE[2:4], PEOPLE[2:4])
