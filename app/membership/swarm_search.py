@@ -45,7 +45,7 @@ _STATEMENTS_AT_ONCE = 4
 _MAX_ASKED = 512
 _PATIENCE_S = 2.0  # for a manifest, before the next peer is asked as well; half, a third, … before further ones
 _MANIFEST_ASKS = 64  # peers that are asked for one
-_MAX_PROVED = 8  # models that fit a pin, whose manifests are asked for; 4 MiB each
+_PROVED_AT_ONCE = 8  # models that fit a pin, whose manifests are asked for; 4 MiB each
 _MAX_FOUND = 128  # peers that a search returns
 _MAX_FAILURES_SHOWN = 3  # in the error, of peers that did not answer
 DIRECTORY = "the directory"
@@ -199,21 +199,33 @@ async def resolve_swarm(
 async def _with_manifest(search: _Search, found: Resolution, via: tuple[str, ...]) -> Resolution:
     """Return the candidate whose manifest arrives first, or all if none does within `FIND_TIMEOUT_S`.
 
-    Anybody can sign a record with a hash that begins with the pin, but not make a manifest of such a hash.
+    Anybody can sign a record with a hash that begins with the pin, but not make a manifest of such a hash. One machine
+    can be any number of peers: those at one address have one voice, and then one more each.
     """
     proved: list[NameCandidate] = []
+    of_home: dict[str, list[str]] = {}
+    for peer, records in search.records.items():
+        of_home.setdefault(search.network.source(peer), []).extend(record.model_hash for record in records)
+    named = [list(dict.fromkeys(hashes)) for hashes in of_home.values()]
 
-    async def prove(candidate: NameCandidate) -> None:
-        record = candidate.record
-        with suppress(UnknownSwarm):
-            await fetch_manifest(search.network, search.likely_members(record.id, via), record.model_hash)
-            proved.append(candidate)
-            nursery.cancel_scope.cancel()
+    def turn(candidate: NameCandidate) -> tuple[int, int]:
+        places = [hashes.index(one) for hashes in named if (one := candidate.record.model_hash) in hashes]
+        return min(places, default=0), -len(places)
+
+    in_order = iter(sorted(found.candidates, key=turn))
+
+    async def prove() -> None:
+        for candidate in in_order:
+            record = candidate.record
+            with suppress(UnknownSwarm):
+                await fetch_manifest(search.network, search.likely_members(record.id, via), record.model_hash)
+                proved.append(candidate)
+                nursery.cancel_scope.cancel()
 
     async with trio.open_nursery() as nursery:
         nursery.cancel_scope.deadline = trio.current_time() + FIND_TIMEOUT_S
-        for candidate in found.candidates[:_MAX_PROVED]:
-            nursery.start_soon(prove, candidate)
+        for _ in range(_PROVED_AT_ONCE):
+            nursery.start_soon(prove)
     return replace(found, candidates=tuple(proved[:1])) if proved else found
 
 

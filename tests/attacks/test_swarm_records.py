@@ -73,6 +73,33 @@ async def test_records_that_claim_hashes_with_a_pins_digits_do_not_make_it_a_con
         assert (found.record, found.peers) == (record, ("member",))
 
 
+async def test_identities_of_one_machine_that_claim_many_such_hashes_keep_nobody_from_the_true_model(
+    autojump_clock: MockClock, manifest: Manifest
+) -> None:
+    """Each hash has more votes than the true one, and their manifests never come: eight were asked for, and no more."""
+    now_ms = int(START_S * 1000)
+    record = sign_record(CREATOR, "reef", manifest.hash, now_ms=now_ms)
+    asked = SwarmName.parse(str(record))
+    assert asked.pin is not None
+    async with open_fabric() as fabric:
+        serve(fabric.node("member"), record).keep(manifest)
+        for number in range(32):
+            liar = fabric.node(f"liar {number}")
+            fabric.machine_of[liar.peer_id] = "one machine"
+            claimed = asked.pin + f"{number % 10}" * (64 - len(asked.pin))
+            serve(liar, sign_record(Identity(b"e" * 32), "reef", claimed, now_ms=now_ms))
+            liar.serve(wire.MANIFEST, never)
+        newcomer = fabric.node("newcomer")
+        via = [*(f"liar {number}" for number in range(32)), "member"]
+        assert (await resolve_swarm(newcomer, asked, via=via, wall_clock=wall_clock)).record == record
+
+
+async def never(peer: str, body: bytes) -> bytes:
+    """A handler that never answers."""
+    await trio.sleep_forever()
+    raise AssertionError("unreachable")
+
+
 def test_a_pin_of_so_few_digits_that_a_model_can_be_made_for_it_is_refused() -> None:
     """8 digits are found in minutes: what is shown has 20, and fewer are not taken."""
     shown = SwarmName.parse(f"{sign_record(CREATOR, 'reef', MODEL, now_ms=1)}")
