@@ -12,6 +12,7 @@ import hashlib
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -129,12 +130,19 @@ class _Search:
     def likely_members(self, swarm: str, via: tuple[str, ...]) -> tuple[str, ...]:
         """Return the peers that sent a swarm's record, those of `via` first, the others by lot; then those told of.
 
-        Anybody can tell of members that do not exist, and answer first.
+        Anybody can tell of members that do not exist, and answer first. One machine can be any number of senders: those
+        at one address have one turn, and then one more each.
         """
         senders = {peer for peer, sent in self.records.items() if any(record.id == swarm for record in sent)}
         told = self.members.get(swarm, {})
         others = sorted(senders.intersection(told).difference(via))
         random.shuffle(others)
+        turns: Counter[str] = Counter()
+        turn_of: dict[str, int] = {}
+        for peer in others:
+            home = self.network.source(peer)
+            turn_of[peer], turns[home] = turns[home], turns[home] + 1
+        others.sort(key=turn_of.__getitem__)
         return tuple(dict.fromkeys((*(peer for peer in via if peer in senders), *others, *told)))[:_MAX_FOUND]
 
     async def take(self, peer: str, statements: list[bytes]) -> None:
@@ -197,7 +205,7 @@ async def resolve_swarm(
 
 
 async def _with_manifest(search: _Search, found: Resolution, via: tuple[str, ...]) -> Resolution:
-    """Return the candidate whose manifest arrives first, or all if none does within `FIND_TIMEOUT_S`.
+    """Return the candidate whose manifest arrives first, or all if none does within `MANIFEST_TIMEOUT_S`.
 
     Anybody can sign a record with a hash that begins with the pin, but not make a manifest of such a hash. One machine
     can be any number of peers: those at one address have one voice, and then one more each.
@@ -223,7 +231,7 @@ async def _with_manifest(search: _Search, found: Resolution, via: tuple[str, ...
                 nursery.cancel_scope.cancel()
 
     async with trio.open_nursery() as nursery:
-        nursery.cancel_scope.deadline = trio.current_time() + FIND_TIMEOUT_S
+        nursery.cancel_scope.deadline = trio.current_time() + MANIFEST_TIMEOUT_S
         for _ in range(_PROVED_AT_ONCE):
             nursery.start_soon(prove)
     return replace(found, candidates=tuple(proved[:1])) if proved else found

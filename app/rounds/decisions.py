@@ -15,7 +15,7 @@ LEAST_AGREEMENT = 0.2  # of the usual agreement of the others, below which a cha
 # learn, directions differ by chance: of 59 honest islands, one in six agreed by less than that fifth in every round.
 AGREEMENT_DEVIATIONS = 4.0
 NORM_FACTOR = 5.0  # a change is doubted if its norm is so many times the median, or a fraction of it
-NORM_PER_STEPS = 2.0  # or so many times as long as the median would be after as many steps, if those are more
+NORM_PER_STEPS = 2.0  # or so many times the median of all norms by their steps, if that is more
 LEAST_LIKENESS = 0.99  # cosine with the last merged change, from which on a change may be a replay of it
 MOST_LIKENESS = 0.98  # of the others; beyond it a replay cannot be told from an honest change
 REPLAY_FACTOR = 5.0  # a replay is so many times nearer to the last merged change than that of any other member
@@ -293,12 +293,13 @@ def odd_norms(
     if len(figures) < 3:
         return {}
     usual = median(one.norm for one in figures.values())
-    usual_steps = max(1.0, median(steps.get(peer, 1) for peer in figures))
-    most = {peer: max(NORM_FACTOR, NORM_PER_STEPS * steps.get(peer, 1) / usual_steps) for peer in figures}
+    # Of one median, not of those of norms and steps: a liar would be among the long in one and the short in the other.
+    per_step = median(one.norm / max(steps.get(peer, 1), 1) for peer, one in figures.items())
+    most = {peer: max(NORM_FACTOR * usual, NORM_PER_STEPS * steps.get(peer, 1) * per_step) for peer in figures}
     return {
         peer: f"its change has the norm {one.norm:.3g}, the median is {usual:.3g}"
         for peer, one in figures.items()
-        if not (0 if peer in few else usual / NORM_FACTOR) <= one.norm <= usual * most[peer]
+        if not (0 if peer in few else usual / NORM_FACTOR) <= one.norm <= most[peer]
     }
 
 

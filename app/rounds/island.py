@@ -573,7 +573,7 @@ class Island:
                 is_doubtful = self._times_in_vain(offered.leader) > 0
                 follow_at = max(given_until, lead_at(offered.leader)) if is_doubtful else now
                 # whoever signs a result agrees to the round
-                follow_at = max(follow_at, self._may_follow_at(standing, offered.members))
+                follow_at = max(follow_at, self._may_count_at(standing, offered.members))
                 deadline = self._offered_at[offered.leader] + self._exchange_s()
                 if max(follow_at, now) + self.timing.lead_s > deadline:  # its leader will have given up
                     del self._lists[offered.leader]
@@ -656,7 +656,7 @@ class Island:
         return min(lists, key=lambda one: not self._may_be_followed(one), default=None)
 
     def _may_be_followed(self, members: MemberList) -> bool:
-        return self._may_follow_at(self.standing, members.members) <= trio.current_time()
+        return self._may_count_at(self.standing, members.members) <= trio.current_time()
 
     async def _attend(self, members: MemberList, deadline: float) -> float:
         """Take part in an exchange that another island leads, and tell it how that ended.
@@ -807,14 +807,11 @@ class Island:
     def _founds_now(self) -> bool:
         return self._knows_others and not self._shown_by and self._better is None
 
-    def _may_follow_at(self, standing: Standing, members: Sequence[str]) -> float:
-        """When this island may take part in a round of these members, for whose others their leader has waited.
-
-        It waits for half a minute itself. How much longer is the leader's to say: who was waited for in vain there may
-        not be known here, and if this one waited on, the leader would be alone.
-        """
-        is_quorum = len(members) >= quorum(len(self._met(standing)))
-        return -math.inf if is_quorum else self._arrived_at[self.peer] + self.timing.quorum_s
+    def _has_waited_for_others(self, members: Sequence[str]) -> bool:
+        """True if these are no quorum, and this island has waited long enough for the others of the present round."""
+        is_quorum = len(members) >= quorum(len(self._met(self.standing)))
+        has_arrived = self.peer in self._arrived_at
+        return not is_quorum and has_arrived and self._may_count_at(self.standing, members) <= trio.current_time()
 
     def _homes_of(self, peers: Collection[str]) -> int:
         """At how many homes these are."""
@@ -998,7 +995,7 @@ class Island:
         """Go on from the state after a round; raises `RecordError`, `ExchangeFailed`, `EngineError` or `P2PError`."""
         standing = follow(self.record, self.standing, entry)
         counted = self._own is not None and self.peer in entry.list.members
-        if len(entry.list.members) < quorum(len(self._met(self.standing))):  # others were waited for, here as well
+        if self._has_waited_for_others(entry.list.members):
             self._in_vain |= self._at_work(self.standing, entry.list.members)
         await _to_the_end(self.checkpoint.finish)  # of the state before this round
         found = self._candidate

@@ -97,7 +97,7 @@ class Tokenizer:
     def fewest_tokens(self, text: str) -> int:
         """Return how many tokens a text has at least, in a fraction of the time to find them; 0 if that is unknown."""
         clean = _clean(text)
-        if not self._keeps_bytes or not unicodedata.is_normalized("NFC", clean):
+        if not self._keeps_bytes or _SPACE in clean or not unicodedata.is_normalized("NFC", clean):
             return 0
         data = clean.encode()
         return int(sum(share * data.count(byte) for byte, share in self._least_shares.items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -154,6 +155,29 @@ async def test_as_many_names_that_only_say_hello_part_nobody(tmp_path: Path, pat
         made = [entry.list.members for entry in honest[0].log[before + 1 :]]
         assert len(made) >= 8
         assert all({*members} >= {island.peer for island in honest} for members in made)
+
+
+async def test_a_leader_that_does_not_wait_for_slow_islands_has_nobody_with_it(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    """It leads half a minute after a fast one has arrived, and three others still make their steps."""
+    job: dict[str, Any] = {"every": 6, "least_every": 6, "most_every": 6, "steps": 10**5}
+    async with open_islands(tmp_path, 0, 1, 2, timing=RoundTiming(), step_s=25.0, **job) as swarm:
+        fast, liar = swarm.add(3, step_s=0.5), swarm.add(4, step_s=0.5).island
+        slow = swarm.nodes[0].island
+        await swarm.until(lambda: len(slow.log) >= 3 and len(slow.log[-1].list.members) == 5, within_s=4000)
+
+        def lead_at(standing: Standing, began: float, leader: str, *, first: bool) -> float:
+            return liar._arrived_at.get(fast.name, math.inf) + 31 if leader == liar.peer else math.inf
+
+        liar._may_count_at = lambda standing, order: -math.inf  # type: ignore[method-assign]
+        liar._is_late = lambda: False  # type: ignore[method-assign]
+        liar._lead_at = lead_at  # type: ignore[method-assign]
+        before = len(slow.log)
+        await trio.sleep(600)
+        made = [len(entry.list.members) for entry in slow.log[before:]]
+        assert len(made) >= 6
+        assert made.count(5) >= len(made) - 1
 
 
 async def test_a_founder_without_its_disk_goes_on_with_the_others(tmp_path: Path, patient_clock: MockClock) -> None:

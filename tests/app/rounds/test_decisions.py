@@ -427,6 +427,10 @@ def test_the_change_of_one_that_makes_more_steps_is_longer() -> None:
     assert odd_norms(figures).keys() == {"card"}
     assert not odd_norms(figures, (), steps)
     assert odd_norms(figures | {"card": Measured(4.0, 0.4)}, (), steps).keys() == {"card"}
+    cards = {f"card {number}": Measured(3.14, 0.4) for number in range(3)}
+    slow = {f"slow {number}": Measured(0.59, 0.4) for number in range(4)}
+    half = {peer: 24 if peer in cards else 2 for peer in (*cards, *slow)} | {"liar": 24}
+    assert not odd_norms(cards | slow | {"liar": Measured(0.34, 0.4)}, (), half), "one short change convicts nobody"
     more = {"c": Measured(0.29, 0.4), "long": Measured(1.97, 0.4)}
     assert odd_norms(figures | more, (), steps | {"c": 2, "long": 2}).keys() == {"long"}
 
