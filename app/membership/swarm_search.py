@@ -12,7 +12,7 @@ import hashlib
 import logging
 import random
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -137,12 +137,7 @@ class _Search:
         told = self.members.get(swarm, {})
         others = sorted(senders.intersection(told).difference(via))
         random.shuffle(others)
-        turns: Counter[str] = Counter()
-        turn_of: dict[str, int] = {}
-        for peer in others:
-            home = self.network.source(peer)
-            turn_of[peer], turns[home] = turns[home], turns[home] + 1
-        others.sort(key=turn_of.__getitem__)
+        others.sort(key=_turns((self.network.source(peer), peer) for peer in others).__getitem__)
         return tuple(dict.fromkeys((*(peer for peer in via if peer in senders), *others, *told)))[:_MAX_FOUND]
 
     async def take(self, peer: str, statements: list[bytes]) -> None:
@@ -211,16 +206,10 @@ async def _with_manifest(search: _Search, found: Resolution, via: tuple[str, ...
     can be any number of peers: those at one address have one voice, and then one more each.
     """
     proved: list[NameCandidate] = []
-    of_home: dict[str, list[str]] = {}
-    for peer, records in search.records.items():
-        of_home.setdefault(search.network.source(peer), []).extend(record.model_hash for record in records)
-    named = [list(dict.fromkeys(hashes)) for hashes in of_home.values()]
-
-    def turn(candidate: NameCandidate) -> tuple[int, int]:
-        places = [hashes.index(one) for hashes in named if (one := candidate.record.model_hash) in hashes]
-        return min(places, default=0), -len(places)
-
-    in_order = iter(sorted(found.candidates, key=turn))
+    turns = _turns(
+        (search.network.source(peer), record.model_hash) for peer, sent in search.records.items() for record in sent
+    )
+    in_order = iter(sorted(found.candidates, key=lambda candidate: turns[candidate.record.model_hash]))
 
     async def prove() -> None:
         for candidate in in_order:
@@ -235,6 +224,21 @@ async def _with_manifest(search: _Search, found: Resolution, via: tuple[str, ...
         for _ in range(_PROVED_AT_ONCE):
             nursery.start_soon(prove)
     return replace(found, candidates=tuple(proved[:1])) if proved else found
+
+
+def _turns(named: Iterable[tuple[str, str]]) -> dict[str, tuple[int, int]]:
+    """Return a rank for each of the values that addresses named: each address has one voice, and then one more each.
+
+    Of the values that have the same turn, those that most addresses named come first.
+    """
+    of_address: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for address, value in named:
+        of_address[address].setdefault(value, len(of_address[address]))
+    turns: defaultdict[str, list[int]] = defaultdict(list)
+    for values in of_address.values():
+        for value, turn in values.items():
+            turns[value].append(turn)
+    return {value: (min(some), -len(some)) for value, some in turns.items()}
 
 
 async def _ask_around(search: _Search, nursery: trio.Nursery, via: tuple[str, ...]) -> None:

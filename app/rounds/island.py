@@ -799,19 +799,14 @@ class Island:
 
     def _may_found_at(self) -> float:
         """When the founder may make the first round: others may have made it go on, if it has lost its disk."""
-        if self.log or self._founds_now:
+        if self.log or (self._knows_others and not self._shown_by and self._better is None):
             return -math.inf
         return self._listens_since + self.timing.alive_s + (self.timing.exchange_s if self._shown_by else 0.0)
 
-    @property
-    def _founds_now(self) -> bool:
-        return self._knows_others and not self._shown_by and self._better is None
-
     def _has_waited_for_others(self, members: Sequence[str]) -> bool:
         """True if these are no quorum, and this island has waited long enough for the others of the present round."""
-        is_quorum = len(members) >= quorum(len(self._met(self.standing)))
         has_arrived = self.peer in self._arrived_at
-        return not is_quorum and has_arrived and self._may_count_at(self.standing, members) <= trio.current_time()
+        return has_arrived and -math.inf < self._may_count_at(self.standing, members) <= trio.current_time()
 
     def _homes_of(self, peers: Collection[str]) -> int:
         """At how many homes these are."""

@@ -15,7 +15,7 @@ from app.membership import fetch_manifest, resolve_swarm, wire
 from app.routing.route import RouteRequest
 from app.routing.search import find_route
 from app.swarm.names import SwarmName
-from app.swarm.records import Announcement, sign_announcement, sign_record
+from app.swarm.records import Announcement, SwarmRecord, sign_announcement, sign_record
 from p2p.identity import Identity
 from p2p.memory.fabric import LinkProfile, open_fabric
 from tests.app.membership.test_hostile import told
@@ -52,19 +52,27 @@ async def test_a_strangers_backdated_record_does_not_replace_the_one_that_member
 # --- made-up hashes that fit a pin -----------------------------------------------------------------------------------
 
 
+NOW_MS = int(START_S * 1000)
+
+
+def true_record(manifest: Manifest) -> tuple[SwarmRecord, SwarmName, str]:
+    """The record of a swarm with this model, its name with the pin, and the pin."""
+    record = sign_record(CREATOR, "reef", manifest.hash, now_ms=NOW_MS)
+    asked = SwarmName.parse(str(record))
+    assert asked.pin is not None
+    return record, asked, asked.pin
+
+
 async def test_records_that_claim_hashes_with_a_pins_digits_do_not_make_it_a_conflict(
     autojump_clock: MockClock, manifest: Manifest
 ) -> None:
     """Three strangers each send eight records whose hashes begin with the pin: only the true one has a manifest."""
-    now_ms = int(START_S * 1000)
-    record = sign_record(CREATOR, "reef", manifest.hash, now_ms=now_ms)
-    asked = SwarmName.parse(str(record))
-    assert asked.pin is not None
+    record, asked, pin = true_record(manifest)
     async with open_fabric() as fabric:
         serve(fabric.node("member"), record).keep(manifest)
         liars = [f"liar {number}" for number in range(3)]
-        claimed = [asked.pin + f"{number:x}" * (64 - len(asked.pin)) for number in range(8)]
-        fakes = [sign_record(Identity(b"e" * 32), "reef", model, now_ms=now_ms) for model in claimed]
+        claimed = [pin + f"{number:x}" * (64 - len(pin)) for number in range(8)]
+        fakes = [sign_record(Identity(b"e" * 32), "reef", model, now_ms=NOW_MS) for model in claimed]
         for liar in liars:
             serve(fabric.node(liar), *fakes)
             fabric.set_link("newcomer", liar, LinkProfile(delay_s=0.001))
@@ -77,17 +85,14 @@ async def test_identities_of_one_machine_that_claim_many_such_hashes_keep_nobody
     autojump_clock: MockClock, manifest: Manifest
 ) -> None:
     """Each hash has more votes than the true one, and their manifests never come: eight were asked for, and no more."""
-    now_ms = int(START_S * 1000)
-    record = sign_record(CREATOR, "reef", manifest.hash, now_ms=now_ms)
-    asked = SwarmName.parse(str(record))
-    assert asked.pin is not None
+    record, asked, pin = true_record(manifest)
     async with open_fabric() as fabric:
         serve(fabric.node("member"), record).keep(manifest)
         for number in range(32):
             liar = fabric.node(f"liar {number}")
             fabric.machine_of[liar.peer_id] = "one machine"
-            claimed = asked.pin + f"{number % 10}" * (64 - len(asked.pin))
-            serve(liar, sign_record(Identity(b"e" * 32), "reef", claimed, now_ms=now_ms))
+            claimed = pin + f"{number % 10}" * (64 - len(pin))
+            serve(liar, sign_record(Identity(b"e" * 32), "reef", claimed, now_ms=NOW_MS))
             liar.serve(wire.MANIFEST, never)
         newcomer = fabric.node("newcomer")
         via = [*(f"liar {number}" for number in range(32)), "member"]

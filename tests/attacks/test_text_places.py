@@ -45,6 +45,21 @@ def service_that_prepares(monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Re
     return service
 
 
+def service_that_holds_texts_of(
+    owner: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[ReplyService, trio.Semaphore, threading.Event]:
+    """Such a service, in which texts of one owner compute until the event is set; the semaphore counts them."""
+    over, begun = threading.Event(), trio.Semaphore(0)
+    token = trio.lowlevel.current_trio_token()
+
+    def prepare(request: ReplyRequest) -> None:
+        if request.owner == owner:
+            trio.from_thread.run_sync(begun.release, trio_token=token)
+            over.wait(10)
+
+    return service_that_prepares(monkeypatch, prepare), begun, over
+
+
 async def ask(service: ReplyService, request: ReplyRequest) -> None:
     """Ask for a reply until it would begin."""
     with pytest.raises(AttributeError):
@@ -56,15 +71,7 @@ async def test_long_texts_of_one_key_keep_neither_the_owner_nor_other_keys_waiti
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Forty requests of one key held all places for texts, in which the owner's own waited until they failed."""
-    over, begun = threading.Event(), trio.Semaphore(0)
-    token = trio.lowlevel.current_trio_token()
-
-    def prepare(request: ReplyRequest) -> None:
-        if request.owner == "greedy":
-            trio.from_thread.run_sync(begun.release, trio_token=token)
-            over.wait(10)
-
-    service = service_that_prepares(monkeypatch, prepare)
+    service, begun, over = service_that_holds_texts_of("greedy", monkeypatch)
     try:
         async with trio.open_nursery() as nursery:
             for _ in range(40):
@@ -81,15 +88,7 @@ async def test_long_texts_of_one_key_keep_neither_the_owner_nor_other_keys_waiti
 
 async def test_who_hangs_up_and_asks_again_takes_no_further_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread of a text that nobody waits for any more computes on."""
-    over, begun = threading.Event(), trio.Semaphore(0)
-    token = trio.lowlevel.current_trio_token()
-
-    def prepare(request: ReplyRequest) -> None:
-        if request.owner == "greedy":
-            trio.from_thread.run_sync(begun.release, trio_token=token)
-            over.wait(10)
-
-    service = service_that_prepares(monkeypatch, prepare)
+    service, begun, over = service_that_holds_texts_of("greedy", monkeypatch)
     try:
         for _ in range(8):
             async with trio.open_nursery() as nursery:
