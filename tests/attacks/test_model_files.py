@@ -469,10 +469,10 @@ def branching(chars: int) -> str:
 def test_a_template_that_takes_long_to_compile_is_refused(monkeypatch: pytest.MonkeyPatch, chars: int) -> None:
     """One of 262,144 characters took 91 s, in which nothing stopped it, nor the node that loaded it."""
     monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
-    begun_at = time.process_time()
+    begun_at = time.thread_time()
     with pytest.raises(SourceError, match=r"more than 65536 characters|exceeds a limit"):
         ChatTemplate(TokenizerSpec("{}", branching(chars), None, None, {}, False))
-    assert time.process_time() - begun_at < 2
+    assert time.thread_time() - begun_at < 2
 
 
 def test_a_limit_is_not_lost_in_a_generator_that_is_closed() -> None:
