@@ -1,7 +1,8 @@
 """Downloads parts of a set (`part_set`) from several peers at once, verifying every chunk on arrival.
 
-Peers that send wrong data are excluded, slow and silent ones get a back-off (`PeerPerformance`). The order of chunks is
-decided in `chunk_schedule`, a single request is made in `chunk_client`, and files are written by `chunk_writer`.
+Peers that send wrong data are excluded, first from the part concerned; slow and silent ones get a back-off
+(`PeerPerformance`). The order of chunks is decided in `chunk_schedule`, a single request is made in `chunk_client`, and
+files are written by `chunk_writer`.
 """
 
 from __future__ import annotations
@@ -138,8 +139,8 @@ class Download:
             seen = self._news.version
             if not any(self._busy.values()):
                 await self._count_those_here()
-            self._performance.retry((self._holders(part.name) for part in self._unfinished()), trio.current_time())
-            while self._pending and self._queue.waiting < LOOK_AHEAD:
+            self._performance.retry((self._givers(part.name) for part in self._unfinished()), trio.current_time())
+            while self._pending and self._needs_next_part():
                 if not await self._start_part():
                     break
             self._start_workers()
@@ -159,10 +160,10 @@ class Download:
         """
         now, failed = trio.current_time(), self._performance.has_failed
         is_idle = not any(count for peer, count in self._busy.items() if not failed(peer))
-        holders = {part.name: self._holders(part.name) for part in self._unfinished()} if is_idle else {}
+        givers = {part.name: self._givers(part.name) for part in self._unfinished()} if is_idle else {}
         wanted = tuple(
             name
-            for name, peers in holders.items()
+            for name, peers in givers.items()
             if not any(self._performance.is_usable(peer, now) and not failed(peer) for peer in peers)
         )
         if not wanted:
@@ -171,11 +172,11 @@ class Download:
             self._waits_since = now
         is_waiting = self._waits_since is not None and now - self._waits_since >= WAITS_S
         self.progress.wanted = wanted if is_waiting else ()
-        self.progress.is_refused = any(holders[name] for name in self.progress.wanted)
+        self.progress.is_refused = any(self._holders(name) for name in self.progress.wanted)
 
     def _require_holders(self) -> None:
         for part in self._unfinished():
-            if self._asking.lacking.get(part.name, set()).issuperset(self._holders(part.name)):
+            if self._asking.lacking.get(part.name, set()).issuperset(self._givers(part.name)):
                 raise PartsAbsent(f"nobody has {part.name} any more")
 
     # --- parts --------------------------------------------------------------------------------------------------------
@@ -247,11 +248,19 @@ class Download:
         self.progress.parts_done += 1
         self.progress.bytes_done += size
 
+    def _needs_next_part(self) -> bool:
+        """True if few chunks are left to request; those of parts that nobody can be asked for do not count."""
+        return self._queue.waiting(name for name in self._open if self._usable(name)) < LOOK_AHEAD
+
     # --- peers --------------------------------------------------------------------------------------------------------
 
     def _usable(self, part: str) -> list[str]:
         now = trio.current_time()
-        return [peer for peer in self._holders(part) if self._performance.is_usable(peer, now)]
+        return [peer for peer in self._givers(part) if self._performance.is_usable(peer, now)]
+
+    def _givers(self, part: str) -> list[str]:
+        """List the members that say they have a part, without those that sent wrong chunks of it."""
+        return [peer for peer in self._holders(part) if not self._performance.has_wrong(peer, part)]
 
     def _start_workers(self) -> None:
         """Choose up to `MAX_PEERS` peers, those that failed last, and keep up to `WINDOW` requests in flight with each.
@@ -286,7 +295,8 @@ class Download:
         if is_over or not self._has_room(peer, window) or not self._performance.is_usable(peer, now):
             return None
         at_most = 1 if is_new or self._performance.is_slow(peer) else MAX_RUN
-        piece = self._queue.take(peer, self._chosen[peer], at_most=at_most, late_before=now - LATE_S, now=now)
+        parts = {part for part in self._chosen[peer] if not self._performance.has_wrong(peer, part)}
+        piece = self._queue.take(peer, parts, at_most=at_most, late_before=now - LATE_S, now=now)
         if piece is not None:
             self._busy[peer] = self._busy.get(peer, 0) + 1
         return piece
@@ -310,7 +320,7 @@ class Download:
         answer = None if new is None else await self._asking.chunks(peer, new, piece, tried=piece in self._redirected)
         if new is not None and isinstance(answer, str):
             self._redirected.add(piece)
-            if await self._may_go_elsewhere(answer, peer) and self._queue.redirect(piece, peer, answer):
+            if await self._may_go_elsewhere(answer, peer, piece.part) and self._queue.redirect(piece, peer, answer):
                 self._busy[answer] = self._busy.get(answer, 0) + 1
                 self._elsewhere += 1
                 self._nursery.start_soon(self._get_elsewhere, answer, new, piece, peer)
@@ -318,11 +328,11 @@ class Download:
             answer = await self._asking.chunks(peer, new, piece, tried=True)
         await self._take(peer, new, piece, answer if isinstance(answer, int) else None)
 
-    async def _may_go_elsewhere(self, peer: str, named_by: str) -> bool:
+    async def _may_go_elsewhere(self, peer: str, named_by: str, part: str) -> bool:
         """True if a peer that a holder named may be asked, at once or within `ROOM_S`."""
 
         def may_ask() -> bool:
-            return self._asking.may_ask(peer) and not self._performance.may_not_redirect(named_by)
+            return self._asking.may_ask(peer, part) and not self._performance.may_not_redirect(named_by)
 
         def has_room() -> bool:
             return self._elsewhere < MAX_ELSEWHERE and self._has_room(peer, MAX_AT_ONE)
@@ -357,7 +367,7 @@ class Download:
         self._sharing.arrived()
         if self._queue.is_over(piece.part):
             await self._finish(new.part)
-        elif self._pending and self._queue.waiting < LOOK_AHEAD:
+        elif self._pending and self._needs_next_part():
             self._news.notify()
 
     # --- waiting ------------------------------------------------------------------------------------------------------
