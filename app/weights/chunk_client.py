@@ -78,7 +78,7 @@ class ChunkClient:
             # Before the chunks that are on their way: on a slow link they take longer than `LEAVES_S`.
             raw = await self.network.call(peer, self.sharing.methods.leaves, part.root, timeout_s=timeout_s)
             leaves = leaves_from(raw, size_bytes=part.size_bytes, root=part.root)
-            # A measured peer is chosen before untried ones, which may never answer.
+            # Of a home, a measured peer is chosen before untried ones, which may never answer.
             self.performance.answered(peer, trio.current_time() - begun)
             return leaves
         except RecordError as error:

@@ -8,8 +8,10 @@ sooner, and so delivers more. At the end, requests that slow peers have not answ
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from app.core.smoothing import Ewma
 from p2p.rate_limit import backoff_s
@@ -27,6 +29,20 @@ def choose_peers(peers: Sequence[str], pace_s: Mapping[str, float], most: int) -
     untried = [peer for peer in peers if peer not in pace_s]
     fast = known[: max(most // 2, most - len(untried))]
     return [*fast, *untried[: most - len(fast)]]
+
+
+def in_turns(peers: Iterable[str], homes: Mapping[str, str]) -> list[str]:
+    """Sort peers so that one of each home comes before a second of any; otherwise their order stays.
+
+    A peer without a home in `homes` is one itself. One machine may say that it is a hundred holders.
+    """
+    turns: Counter[str] = Counter()
+    ranked = []
+    for peer in peers:
+        home = homes.get(peer, peer)
+        ranked.append((turns[home], peer))
+        turns[home] += 1
+    return [peer for _, peer in sorted(ranked, key=itemgetter(0))]
 
 
 @dataclass(frozen=True)
@@ -188,8 +204,11 @@ class PeerPerformance:
         return part in self._wrong.get(peer, ())
 
     def choose(self, peers: list[str], most: int) -> list[str]:
-        """Choose up to `most` of these peers to download from at the same time."""
-        return choose_peers(peers, self.pace_s, most)
+        """Choose up to `most` of these peers to download from at the same time.
+
+        Those that gave lists of chunks alone, which everybody has, count as untried.
+        """
+        return choose_peers(peers, {peer: self.pace_s[peer] for peer in self._averages}, most)
 
     def is_slow(self, peer: str) -> bool:
         """True if several chunks at a time could be more than a peer sends before they are given up."""

@@ -8,7 +8,7 @@ files are written by `chunk_writer`.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import trio
@@ -18,7 +18,7 @@ from app.core.signal import Signal
 from app.manifest.manifest import Part
 from app.manifest.merkle import leaf_hash
 from app.weights.chunk_client import CHUNK_S, ChunkClient
-from app.weights.chunk_schedule import ChunkQueue, ChunkRun, PeerPerformance
+from app.weights.chunk_schedule import ChunkQueue, ChunkRun, PeerPerformance, in_turns
 from app.weights.chunk_server import ChunkServer
 from app.weights.chunk_writer import ChunkWriter
 from app.weights.extents import WeightsError, chunk_length
@@ -65,6 +65,7 @@ class Download:
         sharing: ChunkServer,
         holders: Callable[[str], Sequence[str]],
         *,
+        homes: Callable[[], Mapping[str, str]] = dict,
         hangs_up: bool = True,
         waits: bool = True,
         arrived: Callable[[int], None] = lambda size: None,
@@ -73,9 +74,11 @@ class Download:
 
         A root says nothing of a part's size, so with a wrong one the answers of honest peers do not fit either.
         It `waits` until somebody has a part; if not, a part that all holders say they lack is given up.
-        `arrived` is called with the size of whatever has come and was checked.
+        `homes` has the home of each peer: their untried peers have turns, so that the silent ones of one machine,
+        however many, hold up no other. `arrived` is called with the size of whatever has come and was checked.
         """
         self._network, self._parts, self._sharing, self._holders = network, parts, sharing, holders
+        self._homes = homes
         self._hangs_up, self._waits, self._arrived = hangs_up, waits, arrived
         self._performance = PeerPerformance(random.Random(network.peer_id))
         self._queue = self._new_queue()
@@ -221,7 +224,7 @@ class Download:
         found: list[tuple[bytes, ...]] = []
         answered = Signal()
         pace_s = self._performance.pace_s
-        asked = sorted(self._shuffled(self._usable(part.name)), key=lambda peer: pace_s.get(peer, CHUNK_S))
+        asked = sorted(self._in_turns(self._usable(part.name)), key=lambda peer: pace_s.get(peer, CHUNK_S))
         async with trio.open_nursery() as nursery:
 
             async def ask(peer: str) -> None:
@@ -271,7 +274,7 @@ class Download:
         for name in self._open:
             for peer in self._usable(name):
                 parts_of.setdefault(peer, set()).add(name)
-        ordered = sorted(self._shuffled(parts_of), key=self._performance.has_failed)
+        ordered = sorted(self._in_turns(parts_of), key=self._performance.has_failed)
         chosen = self._performance.choose(ordered, MAX_PEERS)
         self._chosen = {peer: parts_of[peer] for peer in chosen}
         self._chosen_at = trio.current_time()
@@ -279,9 +282,17 @@ class Download:
             while (piece := self._next_from(peer)) is not None:
                 self._nursery.start_soon(self._download_from, peer, piece)
 
-    def _shuffled(self, peers: Iterable[str]) -> list[str]:
-        """Sort peers in a fixed order that differs between nodes, so that nodes do not all start with the same peer."""
-        return sorted(peers, key=lambda peer: leaf_hash(f"{self._network.peer_id} {peer}".encode()))
+    def _in_turns(self, peers: Iterable[str]) -> list[str]:
+        """Sort peers by turns of their homes, of each home those first that have answered something.
+
+        The order differs between nodes, so that they do not all start with the same peer.
+        """
+
+        def place(peer: str) -> tuple[bool, bytes]:
+            drawn = leaf_hash(f"{self._network.peer_id} {peer}".encode())
+            return peer not in self._performance.pace_s, drawn
+
+        return in_turns(sorted(peers, key=place), self._homes())
 
     def _has_room(self, peer: str, window: int) -> bool:
         """True if one more request to a peer may be open: up to `window`, one to a slow peer."""

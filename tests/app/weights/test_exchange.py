@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ class World:
         network = self.fabric.node(name)
         if library is None:
             library = empty_library(self.folder / name, self.studied)
-        return make_peer(network, library, self.holders)
+        return make_peer(network, library, self.holders, self.fabric.machine_of)
 
     def liar(self, name: str, answer: Answer) -> MemoryNode:
         """A node that says it has everything, and answers requests for chunks in its own way."""
@@ -82,14 +82,14 @@ class World:
         return network
 
 
-def make_peer(network: MemoryNode, library: Library, holders: dict[str, set[str]]) -> Peer:
+def make_peer(network: MemoryNode, library: Library, holders: dict[str, set[str]], homes: Mapping[str, str]) -> Peer:
     giving = ChunkServer(library, lambda peer: True)
     giving.serve(network)
 
     def who_has(part: str) -> list[str]:
         return [peer for peer, parts in holders.items() if part in parts and peer != network.peer_id]
 
-    return Peer(network, library, giving, Download(network, library, giving, who_has))
+    return Peer(network, library, giving, Download(network, library, giving, who_has, homes=lambda: homes))
 
 
 @asynccontextmanager
@@ -97,7 +97,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     studied = import_model(tmp_path / "model", tmp_path / "seed")
     async with open_fabric() as fabric:
         holders = {"seed": set(ALL)}
-        seed = make_peer(fabric.node("seed"), Library(tmp_path / "seed", studied.manifest), holders)
+        seed = make_peer(fabric.node("seed"), Library(tmp_path / "seed", studied.manifest), holders, {})
         yield World(fabric, tmp_path, studied, seed, holders)
 
 
