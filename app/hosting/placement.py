@@ -18,10 +18,12 @@ few homes, nodes would go round in circles for it.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate
+from heapq import heappop, heappush
+from itertools import accumulate, chain
 
 from app.core.reasons import Reason, because
 from app.core.span import Span
@@ -156,19 +158,47 @@ def regrown(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Spa
 def best_window(found: Coverage, windows: Iterable[Span], me: Candidate) -> Span:
     """Return the window where this node most improves the worst-served blocks.
 
-    Among equal ones it is the one of which most is on disk, then one by the hash of the peer id.
+    That is the one whose worths of all blocks, sorted, are the greatest list. Two such lists differ first at the lowest
+    worth that one of them has more often, so only the differences to the best one so far are kept: a model may have
+    thousands of blocks, and windows. Among equal windows it is the one of which most is on disk, then one by the hash
+    of the peer id.
     """
     speeds, n_blocks = found.speeds, len(found.speeds)
     before, after = found.worth(), found.worth(found.trusted(me.tokens_per_s))
     on_disk = _counter([held > 0 for held in _counts(me.held, n_blocks)])
 
-    def merit(span: Span) -> tuple[list[float], int, int, float]:
-        lifted = sorted(before[: span.start] + after[span.start : span.stop] + before[span.stop :])
+    def preference(span: Span) -> tuple[int, int, float]:
         # Of equal windows, prefer one next to served blocks or the model's ends: it leaves no gap too small for others.
         joins = (span.start == 0 or speeds[span.start - 1] > 0) + (span.stop == n_blocks or speeds[span.stop] > 0)
-        return lifted, joins, on_disk(span.start, span.stop), _hash_fraction(me.peer, str(span.start))
+        return joins, on_disk(span.start, span.stop), _hash_fraction(me.peer, str(span.start))
 
-    return max(windows, key=merit)
+    more: Counter[float] = Counter()  # worth -> blocks that have it with the present window, beyond those with the best
+    lowest: list[float] = []  # a heap of these worths
+
+    def change(blocks: Iterable[int], old: Sequence[float], new: Sequence[float]) -> None:
+        for block in blocks:
+            for worth, by in ((old[block], -1), (new[block], 1)):
+                more[worth] += by
+                heappush(lowest, worth)
+
+    remaining = iter(windows)
+    best = present = next(remaining)
+    for window in remaining:
+        change(_besides(window, present), before, after)
+        change(_besides(present, window), after, before)
+        present = window
+        while lowest and not more[lowest[0]]:
+            heappop(lowest)
+        if more[lowest[0]] < 0 if lowest else preference(window) > preference(best):
+            best = window
+            more.clear()
+            lowest.clear()
+    return best
+
+
+def _besides(span: Span, other: Span) -> Iterable[int]:
+    """Return the blocks of a span that another one does not have."""
+    return chain(range(span.start, min(span.stop, other.start)), range(max(span.start, other.stop), span.stop))
 
 
 def _newcomers_windows(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> list[Span]:

@@ -24,6 +24,7 @@ from app.hosting.placement import (
     Candidate,
     Move,
     MoveTimer,
+    best_window,
     decide,
     due,
     is_wanted,
@@ -54,6 +55,25 @@ def test_a_newcomer_lifts_the_worst_served() -> None:
     move = decide(Candidate("me", 6, 10.0), others, BLOCKS)
     assert move is not None
     assert move.span == Span(6, 12)
+
+
+@given(
+    st.lists(st.builds(holder, st.sampled_from("abcdef"), st.integers(0, 7), st.integers(8, 12), st.integers(1, 3))),
+    st.integers(1, BLOCKS),
+    st.sets(st.integers(0, BLOCKS - 1)),
+)
+def test_the_best_window_gives_the_worst_served_blocks_the_most(
+    members: list[Announcement], length: int, left_out: set[int]
+) -> None:
+    found, me = coverage_of(members, BLOCKS), Candidate("me", length, 1.0)
+    windows = [Span(start, start + length) for start in range(BLOCKS - length + 1) if start not in left_out]
+    before, after = found.worth(), found.worth(found.trusted(1.0))
+
+    def worths(window: Span) -> list[float]:
+        return sorted(after[block] if block in window else before[block] for block in range(BLOCKS))
+
+    if windows:
+        assert worths(best_window(found, windows, me)) == max(map(worths, windows))
 
 
 def test_a_node_that_is_still_loading_counts() -> None:
