@@ -102,14 +102,21 @@ async def resolve(name: str, port: int, kind: str, threads: trio.CapacityLimiter
 
 
 async def connect(host: str, port: int, source_port: int | None = None) -> trio.SocketStream:
-    """Open a TCP connection to an IP address, from `source_port` if one is given (hole punching)."""
+    """Open a TCP connection to an IP address, from `source_port` if one is given and the system shares it.
+
+    Windows does not (WSAEACCES): the listening socket there is exclusive, see `listen`. Any port is used then.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = trio.socket.socket(family, socket.SOCK_STREAM)
     try:
         if source_port is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             share_port(sock)
-            await sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", source_port))
+            try:
+                await sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", source_port))
+            except OSError:
+                sock.close()
+                return await connect(host, port)
         await sock.connect((host, port))
         tune(sock)
         return trio.SocketStream(sock)

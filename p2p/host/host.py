@@ -315,6 +315,7 @@ class Host:
             try:
                 return await sockopts.connect(address.host, address.port, source_port)
             except OSError as error:
+                # From this port there was a connection to that address a moment ago, or there still is one.
                 if source_port is None or error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
                     raise
                 return await sockopts.connect(address.host, address.port)
