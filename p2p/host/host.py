@@ -88,13 +88,17 @@ class Host:
 
     @property
     def addresses(self) -> list[Address]:
-        """Addresses to advertise, each with this node's peer id, in the order of `mixed`.
+        """Addresses to advertise, each with this node's peer id, in the order of `mixed`."""
+        return mixed([*self.confirmed, *self.own_addresses, *self.extra_addresses])
+
+    @property
+    def own_addresses(self) -> list[Address]:
+        """Addresses of this machine at which this host listens, or those of the settings; nobody else has a say.
 
         A wildcard is expanded to the addresses it covers.
         """
         listening = [address.of(self.peer_id) for address in self._listening]
-        own = advertised(listening, sockopts.own_ips(), self._explicit)
-        return mixed([*self.confirmed, *own, *self.extra_addresses])
+        return advertised(listening, sockopts.own_ips(), self._explicit)
 
     @property
     def listening(self) -> list[Address]:

@@ -140,7 +140,7 @@ class Reachability:
         return state
 
     def _candidates(self) -> list[Address]:
-        own = [address for address in self._host.addresses if address.scope is Scope.PUBLIC]
+        own = [address for address in (*self.verified, *self._host.own_addresses) if address.scope is Scope.PUBLIC]
         guessed = [address for address in self.seen_at() if any(address.port == o.port for o in self._host.listening)]
         return list(dict.fromkeys(address.of(None) for address in (*self.mapped, *own, *guessed)))[:4]
 
@@ -154,7 +154,7 @@ class Reachability:
 
         An address that was confirmed stays so until peers of two networks say no, or of the only one that can be asked.
         """
-        is_own = address in self.mapped or any(address.host == own.host for own in self._host.addresses)
+        is_own = address in self.mapped or any(address.host == own.host for own in self._host.own_addresses)
         votes: dict[bool, set[str]] = {True: set(), False: set()}
         to_ask = self._peers_to_ask()
         peers = iter(to_ask)
