@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import zip_longest
+from typing import TypeVar
 
 from p2p.errors import IdentityError, P2PError
 from p2p.identity import peer_id_bytes, peer_id_from_bytes
@@ -25,6 +26,7 @@ PUBLIC_ENTRIES = ("/dnsaddr/bootstrap.libp2p.io",)  # of the public libp2p direc
 _CARRIER_GRADE_NAT = ipaddress.ip_network("100.64.0.0/10")
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+T = TypeVar("T")
 
 
 class BadAddress(P2PError, ValueError):
@@ -213,7 +215,12 @@ def mixed(addresses: Iterable[Address]) -> list[Address]:
     kinds: dict[Scope, list[Address]] = {scope: [] for scope in (Scope.PUBLIC, Scope.LAN, Scope.LOOPBACK, Scope.RELAY)}
     for address in dict.fromkeys(addresses):
         kinds.setdefault(address.scope, []).append(address)
-    return [address for turn in zip_longest(*kinds.values()) for address in turn if address is not None]
+    return in_turns(kinds.values())
+
+
+def in_turns(queues: Iterable[Iterable[T]]) -> list[T]:
+    """Return the items of all queues, of which each gives one in turn; None is no item."""
+    return [item for turn in zip_longest(*queues) for item in turn if item is not None]
 
 
 def same_lan(ip: IPAddress, interfaces: Iterable[ipaddress.IPv4Interface | ipaddress.IPv6Interface]) -> bool:

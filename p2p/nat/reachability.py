@@ -13,7 +13,6 @@ A peer dials back for a few at once. It counts them by the address they come fro
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import random
@@ -25,7 +24,7 @@ from typing import Any
 
 import trio
 
-from p2p.addresses import Address, BadAddress, IPAddress, Scope, network_of, parse_address
+from p2p.addresses import Address, BadAddress, IPAddress, Scope, in_turns, network_of, parse_address
 from p2p.errors import P2PError, ProtocolError, Refused
 from p2p.host.admission import source_of
 from p2p.host.host import Host
@@ -37,6 +36,7 @@ MAX_PEERS_TRIED = 16  # if others do not
 VOTES_BEHIND_NAT = 2
 VOTES_TO_WITHDRAW = 2  # a confirmation
 MAX_OBSERVATIONS = 64
+MAX_CANDIDATES = 4
 _MAX_BODY_BYTES = 1024
 _ASK_TIMEOUT_S = 8.0
 _DIAL_TIMEOUT_S = 5.0
@@ -140,9 +140,18 @@ class Reachability:
         return state
 
     def _candidates(self) -> list[Address]:
-        own = [address for address in (*self.verified, *self._host.own_addresses) if address.scope is Scope.PUBLIC]
+        """Return the addresses to try; the kinds of them, and IPv4 and IPv6, take turns.
+
+        A machine has a new IPv6 address every day and keeps each for a week: these must not crowd out the others.
+        """
+        own = [address for address in self._host.own_addresses if address.scope is Scope.PUBLIC]
         guessed = [address for address in self.seen_at() if any(address.port == o.port for o in self._host.listening)]
-        return list(dict.fromkeys(address.of(None) for address in (*self.mapped, *own, *guessed)))[:4]
+        queues = [
+            [address.of(None) for address in kind if (address.kind == "ip6") is is_ip6]
+            for kind in (self.verified, self.mapped, guessed, own)
+            for is_ip6 in (False, True)
+        ]
+        return list(dict.fromkeys(in_turns(queues)))[:MAX_CANDIDATES]
 
     def _helpers(self) -> list[str]:
         """Return the directly connected peers on the internet, the latest first."""
@@ -181,8 +190,8 @@ class Reachability:
             connection = self._host.connection(peer)
             if connection is not None and connection.ip is not None:
                 found.setdefault(network_of(connection.ip), []).append(peer)
-        rounds = itertools.zip_longest(*([(peer, network) for peer in peers] for network, peers in found.items()))
-        return [pair for row in rounds for pair in row if pair is not None][:MAX_PEERS_TRIED]
+        queues = [[(peer, network) for peer in peers] for network, peers in found.items()]
+        return in_turns(queues)[:MAX_PEERS_TRIED]
 
     async def _ask(self, peer: str, address: Address) -> bool | None:
         """Return what `peer` says after it dialled `address`; None if it does not say."""

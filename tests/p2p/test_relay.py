@@ -359,6 +359,17 @@ async def test_what_the_votes_say(own: str, votes: dict[str, bool], state: Reach
         host._connections.clear()
 
 
+async def test_the_address_at_which_others_see_a_node_is_tried_however_many_ipv6_addresses_it_has() -> None:
+    """A machine gets a new one every day, and four of them took all places: a port forwarded by hand was not found."""
+    host = make_host(advertise=[f"/ip6/2600:1:1:1::{number:x}/tcp/7464" for number in range(1, 9)])
+    async with running(host):
+        probe = Reachability(host, _never)
+        seen = Address("ip4", "8.8.8.8", host.listening[0].port)
+        probe.observed(ipaddress.ip_address("9.1.1.1"), seen)
+        assert seen in probe._candidates()
+        assert len(probe._candidates()) == 4
+
+
 async def test_a_long_answer_to_the_question_of_reachability_is_not_read() -> None:
     """Whoever is asked may answer 64 MiB of JSON, over which a node would think for 8 s and take 2 GB."""
     host = make_host(listen=("/ip4/127.0.0.1/tcp/0",), advertise=("/ip4/8.8.8.8/tcp/7464",))
