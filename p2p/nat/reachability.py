@@ -17,7 +17,7 @@ import json
 import logging
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -75,8 +75,9 @@ class Reachability:
         self._host = host
         self._call = call
         self._changed = changed
-        # By the address of the peers that say so, which have one voice together: where they see this node.
-        self._seen: OrderedDict[IPAddress, Address] = OrderedDict()
+        # By the address of the peers that say so, which have one voice together: where they see this node, and from
+        # which of this machine's addresses it went to them.
+        self._seen: OrderedDict[IPAddress, tuple[Address, IPAddress | None]] = OrderedDict()
         self._probe_wanted = trio.Event()
         self._dialling: list[_DialBack] = []
         self._rate: KeyedRateLimit[IPAddress] = KeyedRateLimit(_BURST_PER_ADDRESS, _BURST_PER_ADDRESS / _BURST_S)
@@ -84,14 +85,19 @@ class Reachability:
         self.verified: list[Address] = []
         self.mapped: list[Address] = []  # addresses whose port a router says it forwards to this node
 
-    def observed(self, ip: IPAddress | None, address: Address | None) -> None:
-        """Record that a peer at `ip` sees this node at `address`; addresses that are not public are ignored."""
+    def observed(self, ip: IPAddress | None, address: Address | None, local_ip: IPAddress | None = None) -> None:
+        """Record that a peer at `ip` sees this node, dialling from `local_ip`, at `address`; only public ones count."""
         if ip is None or address is None or address.scope is not Scope.PUBLIC or address.ip is None:
             return
-        self._seen[source_of(ip)] = address
+        self._seen[source_of(ip)] = address, local_ip
         self._seen.move_to_end(source_of(ip))
         if len(self._seen) > MAX_OBSERVATIONS:
             self._seen.popitem(last=False)
+
+    def lost(self, local_ips: Container[IPAddress]) -> None:
+        """Forget where peers saw this node while it dialled from addresses that this machine has no more."""
+        for source in [source for source, (_, local_ip) in self._seen.items() if local_ip in local_ips]:
+            del self._seen[source]
 
     def met(self, peer: str) -> None:
         """Probe soon if `peer`, newly connected, is on the internet and this node is not verified yet."""
@@ -107,10 +113,11 @@ class Reachability:
 
         Each reported IP address also counts with the listening port, since many NATs keep the port.
         """
-        exact = Counter(self._seen.values())
+        seen = [address for address, _ in self._seen.values()]
+        exact = Counter(seen)
         kept_port = Counter(
             Address(address.kind, address.host, own.port)
-            for address in self._seen.values()
+            for address in seen
             for own in self._host.listening
             if own.kind == address.kind
         )

@@ -64,7 +64,7 @@ class Traversal:
         """Process the hello of a connection's peer: the address it observed, and its relay offer."""
         dialled = connection.initiated and not connection.relayed
         if dialled:
-            self.reachability.observed(connection.ip, hello.observed)
+            self.reachability.observed(connection.ip, hello.observed, connection.local_ip)
         self.reachability.met(connection.peer)
         if hello.relay and dialled:
             self.client.heard_of(connection.peer, connection.address)
@@ -132,6 +132,7 @@ class Traversal:
                 connection.abort("this machine has left the network")
             for peer in dict.fromkeys(connection.peer for connection in cut if not connection.relayed):
                 self.seek_again(peer)
+            self.reachability.lost(lost)
             self.reachability.probe_soon()
             self._on_addresses_changed()
 

@@ -216,6 +216,7 @@ async def test_identities_of_one_machine_have_one_voice_about_where_a_node_is_se
                 initiated=True,
                 relayed=False,
                 ip=ipaddress.ip_address(ip),
+                local_ip=None,
                 peer=str(next(names)),
                 address=address_of(ip, 7464),
             )
