@@ -25,6 +25,7 @@ _MAX_WAIT_S = 5.0
 MAX_WANTED = 512
 MAX_NEIGHBOURS = 128  # that mDNS reported: anybody on the local network can make up peers
 DIALS_AT_ONCE = 8
+NEIGHBOUR_DIALS = 4  # of these: many that never answer hold up each other only
 
 log = logging.getLogger("shoal.p2p.discovery")
 
@@ -76,11 +77,15 @@ class Seeker:
     def want_neighbour(self, peer: str, addresses: Iterable[Address]) -> None:
         """Dial a peer that mDNS reported, also at `addresses`, which are only added to one dial: anybody can make them up.
 
-        Beyond `MAX_NEIGHBOURS` the oldest of these gives way, never another peer.
+        Beyond `MAX_NEIGHBOURS` the oldest of these that is not reached gives way, never another peer.
         """
         if peer not in self._wanted:
             if len(self._neighbours) >= MAX_NEIGHBOURS:
-                self._forget(next(iter(self._neighbours)))
+                held = self._reached() | self._in_flight
+                oldest = next((one for one in self._neighbours if one not in held), None)
+                if oldest is None:
+                    return
+                self._forget(oldest)
             elif len(self._wanted) >= MAX_WANTED:
                 return
             self._neighbours[peer] = None
@@ -104,7 +109,7 @@ class Seeker:
                     await self._changed.wait()
 
     def _due(self, now: float) -> list[str]:
-        """Return the peers to dial now, first those that have been due for longest."""
+        """Return the peers to dial now, first those that have been due for longest, and of neighbours only a few."""
         due = [
             peer
             for peer in self._wanted
@@ -115,7 +120,10 @@ class Seeker:
             due = [peer for peer in due if peer not in self._neighbours]
         if len(reached.difference(self._neighbours)) >= ENOUGH_PEERS:
             due = [peer for peer in due if peer in self._sticky]
-        return sorted(due, key=self._next_at.__getitem__)
+        due.sort(key=self._next_at.__getitem__)
+        places = max(NEIGHBOUR_DIALS - len(self._in_flight & self._neighbours.keys()), 0)
+        too_many = set([peer for peer in due if peer in self._neighbours][places:])
+        return [peer for peer in due if peer not in too_many]
 
     def _wait_s(self, now: float) -> float:
         waiting = [self._next_at[peer] - now for peer in self._wanted if self._next_at[peer] > now]
