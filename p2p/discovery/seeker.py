@@ -75,7 +75,7 @@ class Seeker:
         self._changed.set()
 
     def want_neighbour(self, peer: str, addresses: Iterable[Address]) -> None:
-        """Dial a peer that mDNS reported, also at `addresses`, which are only added to one dial: anybody can make them up.
+        """Dial a peer that mDNS reported, also at `addresses`; they are added to one dial alone, as anybody names them.
 
         Beyond `MAX_NEIGHBOURS` the oldest of these that is not reached gives way, never another peer.
         """

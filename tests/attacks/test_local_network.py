@@ -287,7 +287,7 @@ async def test_announcements_displace_no_address_that_the_user_named(autojump_cl
 async def test_neighbours_that_were_reached_count_as_such_however_many_come_after_them(
     autojump_clock: trio.abc.Clock,
 ) -> None:
-    """Eight that mDNS alone had named counted as enough peers once 128 others were named, and nobody else was dialled."""
+    """Eight that mDNS alone had named were enough peers once 128 others were named, and nobody else was dialled."""
     connected, dialled = set[str](), list[str]()
 
     async def connect(peer: str, addresses: list[Address]) -> bool:
