@@ -1,7 +1,7 @@
 """Keeps this node's listening port open in the router, by PCP or NAT-PMP (`port_control`), else by UPnP (`upnp`).
 
-The mapping is renewed at half of its lifetime, made again when this machine moves to another network, and removed on
-exit. What the router says is an address to try: peers test it by dialling back (`p2p.nat.reachability`).
+The mapping is renewed at half of its lifetime, made again when this machine moves to another network or slept, and
+removed on exit. What the router says is an address to try: peers test it by dialling back (`p2p.nat.reachability`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from p2p.rate_limit import backoff_s
 _FIRST_RETRY_S = 20.0  # after a refusal, doubled each time up to
 _LONGEST_RETRY_S = 600.0
 _CHECK_S = 10.0  # for a change of the network
+_SLEPT_S = 60.0  # if the wall clock has gone on for longer than trio's
 _REMOVE_S = 2.0
 _PORTS_TRIED = 4  # external ports, in case another machine has the first
 _MIN_LIFETIME_S = 120
@@ -59,11 +61,11 @@ class PortMapper:
         """Map the port, renew it and follow changes of the network, until cancelled; then remove the mapping."""
         try:
             while True:
-                own_ips = set(sockets.own_ips())
+                own_ips, ahead_s = set(sockets.own_ips()), _ahead_s()
                 pause_s = await self._map_along(await trio.to_thread.run_sync(self._route))
                 with trio.move_on_after(pause_s):
-                    # No event reports that the machine moved to another network, so its addresses are polled.
-                    while set(sockets.own_ips()) == own_ips:  # noqa: ASYNC110
+                    # No event reports that the machine moved to another network or slept, so both are polled.
+                    while set(sockets.own_ips()) == own_ips and _ahead_s() < ahead_s + _SLEPT_S:  # noqa: ASYNC110
                         await trio.sleep(_CHECK_S)
         finally:
             with trio.CancelScope(deadline=trio.current_time() + _REMOVE_S, shield=True):
@@ -133,6 +135,14 @@ class PortMapper:
                 await self._control.map(mapping.port, lifetime_s=0)
         except MappingRefused as error:
             log.info("the mapping of port %d stays until it expires: %s", mapping.port, error)
+
+
+def _ahead_s() -> float:
+    """Return how far the wall clock is ahead of trio's, which stands still while Linux and macOS sleep.
+
+    Windows' goes on; the router's does in any case, and closes the port.
+    """
+    return time.time() - trio.current_time()
 
 
 def _address(mapping: Mapping) -> Address:

@@ -7,12 +7,15 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
+from trio.testing import MockClock
 
+from p2p.nat import port_mapping
 from p2p.nat.port_control import (
     Mapping,
     MappingRefused,
@@ -24,7 +27,7 @@ from p2p.nat.port_control import (
     pmp_answer,
     pmp_request,
 )
-from p2p.nat.port_mapping import parse_netstat, parse_routes
+from p2p.nat.port_mapping import PortMapper, Route, parse_netstat, parse_routes
 
 NONCE = b"twelve bytes"
 
@@ -147,3 +150,28 @@ eth0 0000000A 00000000 0001 0 0 100 00FFFFFF 0 0 0
 torn 00000000
 """
     assert parse_routes(said) == ["10.0.0.1", "192.168.1.1"]
+
+
+async def test_after_sleep_the_port_is_mapped_again_at_once(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """Trio's clock stands still meanwhile and the router's does not: the port was closed for half an hour after it."""
+    slept_s, mapped_at, mapped = 0.0, list[float](), trio.Event()
+
+    async def say_mapped(self: PortControl, external_port: int, lifetime_s: int = 3600) -> Mapping:
+        mapped_at.append(trio.current_time())
+        mapped.set()
+        return Mapping("PCP", "5.5.5.5", external_port, lifetime_s)
+
+    monkeypatch.setattr(PortControl, "map", say_mapped)
+    monkeypatch.setattr(port_mapping, "time", SimpleNamespace(time=lambda: trio.current_time() + slept_s))
+    mapper = PortMapper(7464, lambda address: None, lambda: Route("192.168.1.1", "192.168.1.2"))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(mapper.run)
+        await mapped.wait()
+        await trio.sleep(300)
+        assert len(mapped_at) == 1
+        slept_s, mapped, woke_at = 7200.0, trio.Event(), trio.current_time()
+        await mapped.wait()
+        assert mapped_at[-1] - woke_at <= 10
+        nursery.cancel_scope.cancel()
