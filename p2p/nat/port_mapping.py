@@ -47,8 +47,11 @@ class Route:
 class PortMapper:
     """Keeps one port mapped while `run` runs; calls `changed` with its public address, or None when it is lost."""
 
-    def __init__(self, port: int, changed: Callable[[Address | None], None], route: Callable[[], Route | None]) -> None:
+    def __init__(
+        self, port: int, key: bytes, changed: Callable[[Address | None], None], route: Callable[[], Route | None]
+    ) -> None:
         self._port = port
+        self._key = key
         self._changed = changed
         self._route = route
         self._control: PortControl | None = None
@@ -102,7 +105,7 @@ class PortMapper:
     async def _map(self, route: Route) -> Mapping:
         wanted = self._port if self.mapping is None else self.mapping.port
         if self._control is None or (self._control.gateway, self._control.own_ip) != (route.gateway, route.own_ip):
-            self._control, self._upnp = PortControl(route.gateway, route.own_ip, self._port), None
+            self._control, self._upnp = PortControl(route.gateway, route.own_ip, self._port, self._key), None
         if self._upnp is None:
             try:
                 return await self._control.map(wanted)

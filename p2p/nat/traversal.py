@@ -36,7 +36,16 @@ Start = Callable[..., None]  # start a task: (function, *arguments)
 class Traversal:
     """Owns the NAT modules of one host and passes their results on to the host and to each other."""
 
-    def __init__(self, host: Host, call: Call, start: Start, *, relay: bool | None, map_port: bool = False) -> None:
+    def __init__(
+        self,
+        host: Host,
+        call: Call,
+        start: Start,
+        *,
+        relay: bool | None,
+        map_port: bool = False,
+        mapping_key: bytes = b"",
+    ) -> None:
         self._host = host
         self._start = start
         self._relay_setting = relay  # None: relay if verified as reachable
@@ -49,6 +58,7 @@ class Traversal:
         self.mapper: PortMapper | None = None  # of the first uplink, while `run` runs, if a port is to be mapped
         self._mapped: dict[int, Address] = {}  # by uplink
         self._map_port = map_port
+        self._mapping_key = mapping_key  # with which the node proves to routers that a mapping is its own
         self._puncher = HolePuncher(host, self.reachability.seen_at)
         host.accompany(self._puncher.accompany)
         host.accompany(self._leave_relay)
@@ -88,7 +98,8 @@ class Traversal:
         port = self._port_to_map()
         async with trio.open_nursery() as nursery:
             for uplink in range(UPLINKS if port is not None else 0):
-                mapper = PortMapper(port or 0, partial(self._on_mapped, uplink), partial(route_out, uplink))
+                on_mapped, route = partial(self._on_mapped, uplink), partial(route_out, uplink)
+                mapper = PortMapper(port or 0, self._mapping_key, on_mapped, route)
                 self.mapper = self.mapper if uplink else mapper
                 nursery.start_soon(supervise, "the port mapping", mapper.run)
             nursery.start_soon(supervise, "following the network", self._follow_network)

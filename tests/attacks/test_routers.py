@@ -271,7 +271,7 @@ def mapper_of(told: list[Address | None], changed: trio.Event) -> port_mapping.P
         told.append(address)
         changed.set()
 
-    return port_mapping.PortMapper(4001, on_change, lambda: ROUTE)
+    return port_mapping.PortMapper(4001, b"key", on_change, lambda: ROUTE)
 
 
 async def test_a_device_that_never_ends_its_answer_does_not_keep_the_node_from_stopping(
@@ -330,7 +330,7 @@ async def test_whatever_a_router_answers_it_is_asked_again_and_no_port_0_is_told
 
     monkeypatch.setattr(PortControl, "map", said)
     told: list[Address | None] = []
-    mapper = port_mapping.PortMapper(4001, told.append, lambda: None)
+    mapper = port_mapping.PortMapper(4001, b"key", told.append, lambda: None)
     pause_s = await mapper._map_along(ROUTE)
     assert pause_s == pytest.approx(again_s, rel=0.5)
     assert [address.port for address in told if address is not None] == [port] * bool(port)

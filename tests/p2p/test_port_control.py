@@ -117,19 +117,46 @@ class NatPmpRouter:
 async def test_a_port_is_mapped_and_removed_by_nat_pmp_although_packets_are_lost() -> None:
     theirs = NatPmpRouter()
     async with router(theirs.answer) as port:
-        control = PortControl("127.0.0.1", "127.0.0.1", 7464, port)
+        control = PortControl("127.0.0.1", "127.0.0.1", 7464, b"key", port)
         assert await control.map(7464) == Mapping("NAT-PMP", "5.5.5.5", 7464, 3600)
         assert theirs.mapped == {7464: 7464}
         await control.map(7464, lifetime_s=0)
         assert theirs.mapped == {}
 
 
+class StrictRouter:
+    """Refuses another nonce for a mapping that lives (RFC 6887, 11.3)."""
+
+    def __init__(self) -> None:
+        self.nonces: dict[int, bytes] = {}  # by internal port
+
+    def answer(self, data: bytes) -> bytes:
+        nonce, port = data[24:36], int.from_bytes(data[40:42])
+        return pcp_said(0 if self.nonces.setdefault(port, nonce) == nonce else 2, nonce, port)
+
+
+async def test_after_a_crash_a_node_may_renew_its_mapping_and_nobody_else() -> None:
+    theirs = StrictRouter()
+    async with router(theirs.answer) as port:
+        for _ in range(2):
+            assert (await PortControl("127.0.0.1", "127.0.0.1", 7464, b"key", port).map(7464)).port == 7000
+        with pytest.raises(MappingRefused, match="result 2"):
+            await PortControl("127.0.0.1", "127.0.0.1", 7464, b"another's", port).map(7464)
+    nonces = {
+        PortControl(gateway, own_ip, port, b"key").nonce
+        for gateway in ("10.0.0.1", "10.0.0.2")
+        for own_ip in ("10.0.0.3", "10.0.0.4")
+        for port in (1, 2)
+    }
+    assert len(nonces) == 8
+
+
 async def test_a_router_that_is_silent_or_absent_is_given_up_on() -> None:
     async with router(lambda data: None) as port:
         with trio.fail_after(3), pytest.raises(MappingRefused, match="answers neither"):
-            await PortControl("127.0.0.1", "127.0.0.1", 7464, port).map(7464)
+            await PortControl("127.0.0.1", "127.0.0.1", 7464, b"key", port).map(7464)
     with trio.fail_after(3), pytest.raises(MappingRefused, match="does not answer"):
-        await PortControl("127.0.0.1", "127.0.0.1", 7464, port).map(7464)
+        await PortControl("127.0.0.1", "127.0.0.1", 7464, b"key", port).map(7464)
 
 
 def test_the_gateway_in_netstat() -> None:
@@ -165,7 +192,7 @@ async def test_after_sleep_the_port_is_mapped_again_at_once(
 
     monkeypatch.setattr(PortControl, "map", say_mapped)
     monkeypatch.setattr(port_mapping, "time", SimpleNamespace(time=lambda: trio.current_time() + slept_s))
-    mapper = PortMapper(7464, lambda address: None, lambda: Route("192.168.1.1", "192.168.1.2"))
+    mapper = PortMapper(7464, b"key", lambda address: None, lambda: Route("192.168.1.1", "192.168.1.2"))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(mapper.run)
         await mapped.wait()

@@ -120,7 +120,7 @@ async def test_a_port_is_mapped_renewed_and_removed(
         changed.set()
 
     route = port_mapping.Route("127.0.0.1", "127.0.0.1")
-    mapper = port_mapping.PortMapper(7464, on_change, lambda: route)
+    mapper = port_mapping.PortMapper(7464, b"key", on_change, lambda: route)
     with trio.fail_after(20):
         async with on_loopback(router, monkeypatch), trio.open_nursery() as nursery:
             nursery.start_soon(mapper.run)
