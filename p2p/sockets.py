@@ -156,6 +156,13 @@ def own_ips() -> list[IPAddress]:
     return [own.ip for own in own_interfaces()]
 
 
+def source_towards(host: str) -> str:
+    """Return the IPv4 address from which this machine sends to `host`; raises OSError if it cannot."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect((host, 9))  # sends nothing
+        return str(sock.getsockname()[0])
+
+
 def _prefix(netmask: str | None) -> str:
     if netmask is None or ":" not in netmask:
         return netmask or "32"

@@ -160,11 +160,12 @@ def route_out(uplink: int) -> Route | None:
     a moment: call it in a thread.
     """
     found: dict[str, Route] = {}
-    interfaces = sockets.own_interfaces()
+    near = [own for own in sockets.own_interfaces() if scope_of(own.ip) is Scope.LAN]
     for gateway in _linux_gateways() if sys.platform == "linux" else _netstat_gateways():
-        for own in interfaces:
-            if own.version == 4 and ipaddress.ip_address(gateway) in own.network and scope_of(own.ip) is Scope.LAN:
-                found.setdefault(gateway, Route(gateway, str(own.ip)))
+        with contextlib.suppress(OSError):
+            own_ip = sockets.source_towards(gateway)  # of several in this network the one from which requests come
+            if any(str(own.ip) == own_ip and ipaddress.ip_address(gateway) in own.network for own in near):
+                found[gateway] = Route(gateway, own_ip)
     return list(found.values())[uplink] if uplink < len(found) else None
 
 

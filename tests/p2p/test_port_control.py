@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
+from p2p import sockets
 from p2p.nat import port_mapping
 from p2p.nat.port_control import (
     Mapping,
@@ -202,3 +203,20 @@ async def test_after_sleep_the_port_is_mapped_again_at_once(
         await mapped.wait()
         assert mapped_at[-1] - woke_at <= 10
         nursery.cancel_scope.cancel()
+
+
+def test_of_two_cards_in_the_routers_network_the_one_that_speaks_to_it_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Routers refuse to forward a port to a machine other than the one that asks (a laptop on cable and Wi-Fi)."""
+    cards = [ipaddress.ip_interface(f"192.168.1.{number}/24") for number in (30, 40)]
+    monkeypatch.setattr(sockets, "own_interfaces", lambda: cards)
+    monkeypatch.setattr(sockets, "source_towards", {"192.168.1.1": "192.168.1.40"}.__getitem__, raising=False)
+    monkeypatch.setattr(port_mapping, "_linux_gateways", lambda: ["192.168.1.1"])
+    monkeypatch.setattr("sys.platform", "linux")
+    assert port_mapping.route_out(0) == Route("192.168.1.1", "192.168.1.40")
+    assert port_mapping.route_out(1) is None
+
+
+def test_the_address_towards_a_host_is_that_of_the_card_that_sends() -> None:
+    assert sockets.source_towards("127.0.0.1") == "127.0.0.1"
