@@ -146,7 +146,14 @@ class ServicePlan:
 def run_command(command: Sequence[str]) -> ServiceResult:
     """Run a system command; a missing program gives status 127, a timeout 124."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",  # programs of Windows write in another code page than Python expects
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
     except FileNotFoundError:
         return ServiceResult(127, f"{command[0]} is not installed")
     except subprocess.TimeoutExpired:

@@ -192,7 +192,10 @@ def _netstat_gateways() -> list[str]:
     if program is None:
         return []
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        said = subprocess.run([program, "-rn"], capture_output=True, text=True, timeout=5, check=False).stdout
+        # Only digits and dots matter. Headings and names of cards are in a code page that Python does not expect.
+        said = subprocess.run(
+            [program, "-rn"], capture_output=True, encoding="ascii", errors="replace", timeout=5, check=False
+        ).stdout
         return parse_netstat(said)
     return []
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import struct
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -220,3 +223,13 @@ def test_of_two_cards_in_the_routers_network_the_one_that_speaks_to_it_is_named(
 
 def test_the_address_towards_a_host_is_that_of_the_card_that_sends() -> None:
     assert sockets.source_towards("127.0.0.1") == "127.0.0.1"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands for netstat")
+def test_netstat_is_read_in_whatever_encoding_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows' programs write in another code page than Python reads: "Kalıcı Yollar" ended the port mapping."""
+    program = tmp_path / "netstat"
+    program.write_bytes(b"#!/bin/sh\nprintf ' 0.0.0.0 0.0.0.0 192.168.1.1 192.168.1.2 25\nKal\\215c\\215 Yollar:\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert port_mapping._netstat_gateways() == ["192.168.1.1"]
