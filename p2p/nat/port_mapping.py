@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
-import shutil
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from p2p import sockets
 from p2p.addresses import Address, Scope, scope_of
 from p2p.nat.port_control import LIFETIME_S, Mapping, MappingRefused, PortControl
 from p2p.nat.upnp import UpnpRouter, find_router
+from p2p.platform import system_program
 from p2p.rate_limit import backoff_s
 
 _FIRST_RETRY_S = 20.0  # after a refusal, doubled each time up to
@@ -188,7 +188,7 @@ def parse_routes(said: str) -> list[str]:
 
 def _netstat_gateways() -> list[str]:
     """Read the gateways from `netstat -rn`, which macOS, the BSDs and Windows have."""
-    program = shutil.which("netstat")
+    program = system_program("netstat")
     if program is None:
         return []
     with contextlib.suppress(OSError, subprocess.SubprocessError):
