@@ -22,7 +22,7 @@ from p2p.addresses import (
 )
 from p2p.discovery.known_peers import MAX_REMEMBERED, KnownPeer, load_peers, merge, save_peers
 from p2p.host.address_book import AddressBook
-from p2p.identity import peer_id_of
+from p2p.identity import peer_id_from_bytes, peer_id_of
 
 PEER, OTHER = peer_id_of(bytes(32)), peer_id_of(bytes(31) + b"\1")
 
@@ -174,6 +174,18 @@ def test_remembered_peers_come_back(tmp_path: Path) -> None:
     crowd = [KnownPeer(peer_id_of(n.to_bytes(32)), (), float(n)) for n in range(1000)]
     save_peers(path, crowd)
     assert [e.seen_at for e in load_peers(path)] == [float(n) for n in range(999, 999 - MAX_REMEMBERED, -1)]
+
+
+def test_remembered_peers_come_back_however_long_their_addresses_are(tmp_path: Path) -> None:
+    """Peers choose the addresses. The file was longer than what is read of it, and all peers were forgotten."""
+    path, name, longest_id = tmp_path / "peers.json", ("x" * 49 + ".") * 5, peer_id_from_bytes(b"\0\x2a" + b"\xff" * 42)
+    entries = []
+    for number in range(MAX_REMEMBERED):
+        peer = peer_id_of(number.to_bytes(32))
+        places = (Address("dns4", f"{name}{n:03}", 65535, peer, longest_id) for n in range(MAX_ADDRESSES_PER_PEER))
+        entries.append(KnownPeer(peer, tuple(places), 2e9))
+    save_peers(path, entries)
+    assert load_peers(path) == entries
 
 
 @pytest.mark.parametrize(
