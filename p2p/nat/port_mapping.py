@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import trio
@@ -21,7 +21,7 @@ import trio
 from p2p import sockets
 from p2p.addresses import Address, Scope, scope_of
 from p2p.nat.port_control import LIFETIME_S, Mapping, MappingRefused, PortControl
-from p2p.nat.upnp import UpnpRouter, find_router
+from p2p.nat.upnp import ForEverOnly, UpnpRouter, find_router
 from p2p.platform import system_program
 from p2p.rate_limit import backoff_s
 
@@ -57,6 +57,7 @@ class PortMapper:
         self._control: PortControl | None = None
         self._upnp: UpnpRouter | None = None
         self._failures = 0
+        self._made: Mapping | None = None  # at a router, whether or not it leads to the internet
         self.mapping: Mapping | None = None
         self.problem = "the router has not been asked yet"
 
@@ -79,7 +80,7 @@ class PortMapper:
         try:
             if route is None:
                 raise MappingRefused("this machine is in no network with a router")
-            mapping = await self._map(route)
+            mapping = self._made = await self._map(route)
             if not mapping.port:
                 raise MappingRefused("the router says that it forwards the port, but not which one leads to it")
             if scope_of(ipaddress.ip_address(mapping.ip)) is not Scope.PUBLIC:
@@ -118,17 +119,18 @@ class PortMapper:
             self._upnp = await find_router(route.gateway, route.own_ip)
         failure = MappingRefused("the router forwards no port")
         for port in range(wanted, min(wanted + _PORTS_TRIED, 65536)):
-            for lifetime_s in (LIFETIME_S, 0):  # some routers know permanent mappings only
+            try:
                 try:
-                    mapping = await self._upnp.map(self._port, port, lifetime_s)
-                    return mapping if lifetime_s else Mapping(mapping.method, mapping.ip, mapping.port, LIFETIME_S)
-                except MappingRefused as error:
-                    failure = error
+                    return await self._upnp.map(self._port, port, LIFETIME_S)
+                except ForEverOnly:
+                    return replace(await self._upnp.map(self._port, port, 0), lifetime_s=LIFETIME_S)
+            except MappingRefused as error:
+                failure = error
         self._upnp = None  # it may be another router next time
         raise failure
 
     async def _remove(self) -> None:
-        mapping, self.mapping = self.mapping, None
+        mapping, self._made, self.mapping = self._made, None, None
         if mapping is None:
             return
         try:
