@@ -227,7 +227,7 @@ def test_the_address_towards_a_host_is_that_of_the_card_that_sends() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands for netstat")
 def test_netstat_is_read_in_whatever_encoding_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows' programs write in another code page than Python reads: "Kalıcı Yollar" ended the port mapping."""
+    """Windows' programs write in another code page than Python reads: a Turkish heading ended the port mapping."""
     program = tmp_path / "netstat"
     program.write_bytes(b"#!/bin/sh\nprintf ' 0.0.0.0 0.0.0.0 192.168.1.1 192.168.1.2 25\nKal\\215c\\215 Yollar:\n'\n")
     program.chmod(0o755)
