@@ -133,7 +133,8 @@ def own_interfaces() -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
             if card.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             try:
-                own = ipaddress.ip_interface(f"{card.address.split('%', 1)[0]}/{_prefix(card.netmask)}")
+                prefix = _prefix(card.netmask, "32" if card.family == socket.AF_INET else "64")
+                own = ipaddress.ip_interface(f"{card.address.split('%', 1)[0]}/{prefix}")
             except ValueError:
                 continue
             if scope_of(own.ip) is not Scope.UNUSABLE:
@@ -163,7 +164,8 @@ def source_towards(host: str) -> str:
         return str(sock.getsockname()[0])
 
 
-def _prefix(netmask: str | None) -> str:
+def _prefix(netmask: str | None, usual: str) -> str:
+    """Return a netmask as `ipaddress` reads it; Windows names none of an IPv6 network."""
     if netmask is None or ":" not in netmask:
-        return netmask or "32"
+        return netmask or usual
     return str(int(ipaddress.IPv6Address(netmask)).bit_count())
