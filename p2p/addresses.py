@@ -24,6 +24,7 @@ _DNS_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?
 _DNSADDR = re.compile(r"/dnsaddr/(\w(?:[\w.-]{0,238}\w)?)(?:/p2p/(\w+))?", re.ASCII)
 PUBLIC_ENTRIES = ("/dnsaddr/bootstrap.libp2p.io",)  # of the public libp2p directory
 _CARRIER_GRADE_NAT = ipaddress.ip_network("100.64.0.0/10")
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 T = TypeVar("T")
@@ -105,6 +106,8 @@ def scope_of(ip: IPAddress) -> Scope:
         return Scope.UNUSABLE
     if ip.is_link_local or ip.is_private or (ip.version == 4 and ip in _CARRIER_GRADE_NAT):
         return Scope.LAN
+    if carried_ip(ip) is not None:
+        return Scope.LAN  # it may lead to a machine of the local network
     return Scope.PUBLIC
 
 
@@ -112,6 +115,13 @@ def plain_ip(ip: IPAddress) -> IPAddress:
     """Convert an IPv4-mapped IPv6 address to IPv4; return any other address unchanged."""
     mapped = getattr(ip, "ipv4_mapped", None)
     return ip if mapped is None else mapped
+
+
+def carried_ip(ip: IPAddress) -> IPAddress | None:
+    """Return the IPv4 address to which an IPv6 address of NAT64 or 6to4 leads; None for any other address."""
+    if ip.version == 4:
+        return None
+    return ipaddress.IPv4Address(ip.packed[-4:]) if ip in _NAT64 else ip.sixtofour
 
 
 def network_of(ip: IPAddress) -> str:

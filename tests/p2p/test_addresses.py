@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2p import sockets
 from p2p.addresses import (
     MAX_ADDRESSES_PER_PEER,
     Address,
@@ -85,6 +88,8 @@ def test_arbitrary_text_raises_nothing_else(text: str) -> None:
         ("169.254.1.1", Scope.LAN),
         ("fd00::2", Scope.LAN),
         ("fe80::1", Scope.LAN),
+        ("2002:c0a8:0101::1", Scope.LAN),  # 6to4 and NAT64 lead to an IPv4 address, whichever it is
+        ("64:ff9b::192.168.1.1", Scope.UNUSABLE),
         ("8.8.8.8", Scope.PUBLIC),
         ("2606:4700::1111", Scope.PUBLIC),
         ("0.0.0.0", Scope.UNUSABLE),
@@ -95,6 +100,16 @@ def test_arbitrary_text_raises_nothing_else(text: str) -> None:
 )
 def test_scopes(ip: str, scope: Scope) -> None:
     assert scope_of(ipaddress.ip_address(ip)) is scope
+
+
+@pytest.mark.parametrize(("netmask", "prefix"), [("ffff:ffff:ffff::", 48), (None, 64)])
+def test_the_network_of_an_ipv6_address_is_a_64_where_the_system_names_none(
+    netmask: str | None, prefix: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows names none, and a /32 is a whole provider, all of whose customers counted as this LAN."""
+    card = SimpleNamespace(family=socket.AF_INET6, address="2600:1:1:1::2", netmask=netmask)
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"Ethernet": [card]})
+    assert [own.network.prefixlen for own in sockets.own_interfaces()] == [prefix]
 
 
 def test_a_wildcard_is_never_advertised() -> None:
