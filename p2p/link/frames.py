@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from p2p.errors import P2PError, ProtocolError, Refused, RemoteError
-from p2p.values import MAX_BODY_BYTES, MAX_NAME_BYTES, Buffer
+from p2p.values import MAX_BODY_BYTES, MAX_NAME_BYTES, Buffer, append_piece
 
 MAJOR, MINOR = 1, 1
 SMALL_CHUNKS = 1  # the minor version from which a peer accepts chunks of less than `CHUNK_BYTES`
@@ -90,7 +90,7 @@ def encode(frame: Frame) -> bytes:
 
 
 class FrameDecoder:
-    """Cuts a byte stream into frames; keeps at most one incomplete frame, in the pieces in which it arrived."""
+    """Cuts a byte stream into frames; keeps at most one incomplete frame, in large pieces as they arrived."""
 
     def __init__(self) -> None:
         self._parts: list[Buffer] = []
@@ -131,7 +131,7 @@ class FrameDecoder:
     def _resume(self, data: bytes, start: int, frames: list[Frame]) -> int:
         """Add the bytes of `data` from `start` to the incomplete frame; returns where its part of `data` ends."""
         stop = min(start + self._needed - self._held, len(data))
-        self._parts.append(_piece(data, start, stop))
+        append_piece(self._parts, _piece(data, start, stop))
         self._held += stop - start
         if self._held < self._needed:
             return stop
