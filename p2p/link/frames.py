@@ -25,7 +25,7 @@ WHOLE = FIRST | LAST
 PRIORITY_MASK = 0x03
 MAX_PARTIAL_MESSAGES = 256
 MAX_TEXT_BYTES = 1024
-OPTIONAL_KINDS = 128  # unknown kinds from this number on are skipped
+OPTIONAL_KINDS = 128  # unknown kinds from this number on mean nothing, and break nothing
 
 
 class Kind(IntEnum):
@@ -121,8 +121,7 @@ class FrameDecoder:
             end = _end_of_frame(data, start, size)
             if end > size:
                 break
-            if (frame := _parse(data, start, end)) is not None:
-                frames.append(frame)
+            frames.append(_parse(data, start, end))
             start = end
         self._parts = [_piece(data, start, size)] if start < size else []
         self._held, self._needed = size - start, end - start
@@ -140,8 +139,7 @@ class FrameDecoder:
             self._needed = _end_of_frame(self._parts[0], 0, HEADER.size)
             if self._needed > HEADER.size:
                 return stop
-        if (frame := _assemble(self._parts)) is not None:
-            frames.append(frame)
+        frames.append(_assemble(self._parts))
         self._parts, self._held = [], 0
         return stop
 
@@ -192,7 +190,7 @@ def _piece(data: bytes, start: int, stop: int) -> Buffer:
     return memoryview(data)[start:stop] if 2 * (stop - start) >= len(data) else data[start:stop]
 
 
-def _assemble(parts: list[Buffer]) -> Frame | None:
+def _assemble(parts: list[Buffer]) -> Frame:
     """Build a frame from its pieces; a chunk of a longer message stays in pieces and is joined with the others."""
     head = parts[0]
     _, flags, name_length, *_ = HEADER.unpack_from(head)
@@ -201,13 +199,11 @@ def _assemble(parts: list[Buffer]) -> Frame | None:
         data = b"".join(parts)
         return _parse(data, 0, len(data))
     frame = _parse(bytes(head[:body_at]), 0, body_at)
-    return frame and frame._replace(pieces=(memoryview(head)[body_at:], *parts[1:]))
+    return frame._replace(pieces=(memoryview(head)[body_at:], *parts[1:]))
 
 
-def _parse(data: bytes, start: int, end: int) -> Frame | None:
+def _parse(data: bytes, start: int, end: int) -> Frame:
     kind, flags, name_length, id, _, total, arg = HEADER.unpack_from(data, start)
-    if kind not in _KINDS:
-        return None
     body_at = start + HEADER.size + name_length
     name = ""
     if name_length:

@@ -18,6 +18,7 @@ from p2p.link.calls import Calls
 from p2p.link.frames import (
     BUSY,
     FIRST,
+    OPTIONAL_KINDS,
     PREFACE,
     SMALL_CHUNKS,
     Assembler,
@@ -39,8 +40,8 @@ FRAMES_A_TURN = 256
 MAX_TIMEOUT_MS = 2**32 - 1
 UNFINISHED_S = 120.0  # a partly received request or message is dropped after this long without a byte
 STALLED_S = 60.0  # for the peer to accept one chunk: a live peer that does not read must not hold memory here for ever
-# Frames for unknown calls and streams that are tolerated. Many are: a window of tiny messages may cross a reset on the
-# way. A peer that sends little else only keeps this node busy.
+# Frames of unknown kinds, calls and streams that are tolerated. Many are: a window of tiny messages may cross a reset
+# on the way. A peer that sends little else only keeps this node busy.
 IDLE_FRAMES = 32_768
 IDLE_FRAMES_PER_S = 2000
 
@@ -381,8 +382,8 @@ class PeerLink:
             if not self._asking.on_answer(frame, self._assembler):
                 self._flood.count(trio.current_time())
         elif kind == Kind.REQUEST:
-            if (whole := self._serving.on_request(frame, self._assembler)) is not None:
-                self._serving.start(whole)
+            if not self._serving.on_request(frame, self._assembler):
+                self._flood.count(trio.current_time())
         elif kind == Kind.CANCEL:
             self._assembler.drop(frame.id)
             self._outbox.drop(frame.id)
@@ -394,8 +395,10 @@ class PeerLink:
             self._on_open(frame)
         elif kind == Kind.SWITCH:
             self._on_switch(frame.name)
-        else:
+        elif kind < OPTIONAL_KINDS:
             self._on_stream_event(frame)
+        else:
+            self._flood.count(trio.current_time())
 
     def _on_message(self, frame: Frame) -> None:
         stream = self._streams.get(frame.id)

@@ -9,7 +9,7 @@ import time
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import trio
@@ -17,6 +17,7 @@ import trio.testing
 from Crypto.Util.asn1 import DerSequence
 from libp2p.crypto.pb import crypto_pb2
 from libp2p.security.noise.pb import noise_pb2
+from trio.testing import MockClock
 
 from p2p.addresses import MAX_ADDRESSES_PER_PEER, Address, parse_address
 from p2p.channel.yamux import YamuxConnection
@@ -33,8 +34,8 @@ from p2p.host.admission import Admission, ConnectionLimits
 from p2p.host.heartbeat import Heartbeat, Hello
 from p2p.host.messages import address_bytes
 from p2p.identity import Identity, peer_id_bytes, peer_id_of
-from p2p.link import frames
-from p2p.link.frames import FIRST, PREFACE, WHOLE, Frame, Kind
+from p2p.link import frames, link
+from p2p.link.frames import FIRST, LAST, PREFACE, WHOLE, Frame, Kind
 from p2p.link.link import PeerLink
 from p2p.link.outbox import Outbox, Outgoing
 from p2p.link.quota import Limits, Quota
@@ -130,6 +131,59 @@ async def test_a_call_counts_until_its_answer_has_left() -> None:
         assert b.services.quota.under_way(a.peer_id) == (0, 0, 0)
 
 
+async def test_an_answer_that_waits_to_be_read_counts_whatever_else_comes_for_its_call() -> None:
+    """A peer that reads nothing sends more of a request that was answered, beyond what it may have here."""
+    async with wired_world() as world:
+        world.limits = Limits(bytes_per_peer=2**20)
+        node = await world.node()
+
+        async def give(peer: str, body: bytes) -> bytes:
+            return bytes(2**19)
+
+        node.serve("give", give)
+        here, there = trio.testing.lockstep_stream_pair()
+        world.connect(node, "liar", LIVE_LANE, TrioByteStream(there))
+        asked = Frame(Kind.REQUEST, WHOLE, 1, 0, 60_000, "give", b"")
+        await here.send_all(PREFACE + frames.encode(asked))
+        await trio.testing.wait_all_tasks_blocked()
+        assert node.services.quota.under_way("liar") == (1, 0, 2**19)
+        for _ in range(5):
+            await here.send_all(frames.encode(Frame(Kind.REQUEST, 0, 1, 2**25, 0, "", bytes(2**18))))
+        await trio.testing.wait_all_tasks_blocked()
+        assert node.services.quota.under_way("liar") == (1, 0, 2**19)
+
+
+@pytest.mark.parametrize(
+    "useless",
+    [
+        Frame(Kind.REQUEST, LAST, 77, 0, 0, "", b""),
+        Frame(Kind.REQUEST, LAST, 1, 0, 0, "", b""),
+        Frame(200, WHOLE, 1, 0, 0, "", b""),
+    ],
+    ids=["of an unknown request", "of a request that is complete", "of an unknown kind"],
+)
+async def test_frames_that_achieve_nothing_cut_the_sender_off(
+    useless: Frame, monkeypatch: pytest.MonkeyPatch, mock_clock: MockClock
+) -> None:
+    monkeypatch.setattr(link, "IDLE_FRAMES", 1000)
+    async with wired_world() as world:
+        node = await world.node()
+
+        async def wait(peer: str, body: bytes) -> NoReturn:
+            await trio.sleep_forever()
+
+        node.serve("wait", wait)
+        here, there = trio.testing.memory_stream_pair()
+        world.connect(node, "liar", LIVE_LANE, TrioByteStream(there))
+        asked = Frame(Kind.REQUEST, WHOLE, 1, 0, 60_000, "wait", b"")
+        await here.send_all(PREFACE + frames.encode(asked) + frames.encode(useless) * 1000)
+        await trio.testing.wait_all_tasks_blocked()
+        assert node.reports == []
+        await here.send_all(frames.encode(useless) * 1000)
+        await trio.testing.wait_all_tasks_blocked()
+        assert node.reports == [("liar", "floods this node with frames that do nothing")]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 async def test_calls_of_a_link_that_ended_count_no_more(fails: bool) -> None:
     """Handlers that were not started yet when the peer closed, or that cannot be interrupted, run to their end."""
@@ -186,7 +240,7 @@ async def test_chunks_of_an_answer_that_ends_otherwise_are_not_kept(how: str, au
     async with wired_world() as world:
         a, b = await world.node(), await world.node()
         here, there = trio.testing.memory_stream_pair()
-        link = PeerLink(b.peer_id, TrioByteStream(there), a.services, initiator=True, paced=False, exempt=False)
+        calling = PeerLink(b.peer_id, TrioByteStream(there), a.services, initiator=True, paced=False, exempt=False)
 
         async def answer() -> None:
             await here.send_all(PREFACE)
@@ -204,11 +258,11 @@ async def test_chunks_of_an_answer_that_ends_otherwise_are_not_kept(how: str, au
                         await here.send_all(frames.encode(Frame(Kind.ANSWER, WHOLE | 1, asked.id, 0, 0, "", b"")))
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(link.run)
+            nursery.start_soon(calling.run)
             nursery.start_soon(answer)
             with contextlib.suppress(P2PError):
-                await link.call("echo", b"", timeout_s=5)
-            assert not link._assembler
+                await calling.call("echo", b"", timeout_s=5)
+            assert not calling._assembler
             assert a.services.quota.under_way(b.peer_id) == (0, 0, 0)
             nursery.cancel_scope.cancel()
 
