@@ -45,7 +45,10 @@ class NoiseSession:
         self._broken = False
 
     async def receive(self) -> memoryview | bytes:
-        """Return the next plaintext, valid until the next call; raises `ConnectionClosed` or `ProtocolError`."""
+        """Return the next plaintext, valid until the next call; raises `ConnectionClosed` or `ProtocolError`.
+
+        It is empty if only records without content came: see `empty_records`.
+        """
         if self._plain:
             plain, self._plain = self._plain, b""
             return plain
@@ -59,8 +62,9 @@ class NoiseSession:
                     self._read_bytes = min(2 * self._read_bytes, _MAX_READ_BYTES)
                 elif len(sealed) < self._read_bytes // 4:
                     self._read_bytes = max(self._read_bytes // 2, _MIN_READ_BYTES)
+            before = self._opener.empty
             plaintext = self._opener.feed(sealed)
-            if plaintext:
+            if plaintext or self._opener.empty > before:
                 return plaintext
 
     async def read(self, n: int | None = None) -> bytes:
@@ -86,6 +90,11 @@ class NoiseSession:
         """Encrypt and send `data`; if this is cancelled half-way, all further writes raise an error."""
         self.send_now([data])
         await self.flush()
+
+    @property
+    def empty_records(self) -> int:
+        """Number of records without content that have come."""
+        return self._opener.empty
 
     @property
     def has_unsent(self) -> bool:
