@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import trio
+
 from p2p.channel.noise_records import Buffer, Opener, Sealer
 from p2p.channel.pipe import SocketPipe
 from p2p.channel.raw import ConnectionClosed
@@ -36,6 +38,7 @@ class NoiseSession:
         self.peer = secured.peer
         self.is_initiator = secured.is_initiator
         self.pipe = pipe
+        self.heard_at = trio.current_time()  # when bytes of the peer last came
         self._sealer = secured.sealer
         self._opener = secured.opener
         self._early = secured.early
@@ -57,6 +60,7 @@ class NoiseSession:
                 sealed, self._early = self._early, b""
             else:
                 sealed = await self.pipe.receive(self._read_bytes)
+                self.heard_at = trio.current_time()
                 # Small reads are fast for small messages; large reads save system calls in bulk transfers.
                 if len(sealed) == self._read_bytes:
                     self._read_bytes = min(2 * self._read_bytes, _MAX_READ_BYTES)

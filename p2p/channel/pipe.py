@@ -29,7 +29,7 @@ class UnsentBound:
     """
 
     def __init__(self) -> None:
-        self.size = MOST_UNSENT_BYTES
+        self.size = LEAST_UNSENT_BYTES
         self._given = 0  # bytes that the kernel took since
         self._room_at: float | None = None  # when it had room again after it was full
 

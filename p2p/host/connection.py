@@ -131,6 +131,11 @@ class Connection:
         """True if streams can still be opened."""
         return not self.closed.is_set() and not self.muxed.is_ending
 
+    @property
+    def heard_at(self) -> float:
+        """Time at which bytes of the peer last came, of whatever stream."""
+        return self.muxed.session.heard_at
+
     async def run(
         self,
         handlers: dict[str, StreamHandler],

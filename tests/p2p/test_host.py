@@ -11,21 +11,26 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from p2p.addresses import Address, parse_address
 from p2p.channel import multistream
-from p2p.errors import P2PError, PeerUnreachable, Refused
+from p2p.errors import P2PError, PeerUnreachable, Refused, StreamClosed
 from p2p.host import heartbeat
-from p2p.host.admission import ConnectionLimits
+from p2p.host.admission import Admission, ConnectionLimits
 from p2p.host.connection import Connection, Stream
 from p2p.host.host import Host
 from p2p.host.listening import PortTaken
+from p2p.host.turns import Turns
 from p2p.identity import Identity
+from tests.p2p.channels import connected
 from tests.p2p.nodes import GENEROUS, make_host, make_network, until
 
 ECHO = "/test/1/echo"
@@ -448,6 +453,29 @@ async def test_a_stranger_that_stays_silent_is_dropped(monkeypatch: pytest.Monke
         connection = await stranger.connect(network.peer_id, network.host.addresses)
         with trio.fail_after(5):
             await connection.closed.wait()
+
+
+async def test_a_peer_whose_heartbeat_waits_behind_its_other_bytes_is_not_silent(autojump_clock: MockClock) -> None:
+    """On a slow uplink a ping can wait for longer than silence is tolerated, while data arrives all the time."""
+    async with connected("memory") as ends, trio.open_nursery() as nursery:
+        raw = ends.sessions.raw[1]
+        address = parse_address("/ip4/198.51.100.7/tcp/7464")
+        connection = Connection(ends.listener, raw, address, Turns(Admission()), max_streams=1)
+
+        async def wait(n: int) -> None:
+            await trio.sleep_forever()
+
+        async def send_other_bytes() -> None:
+            for _ in range(20):
+                await trio.sleep(10)
+                await ends.dialler.ping()
+
+        nursery.start_soon(send_other_bytes)
+        starved: Any = SimpleNamespace(peer=connection.peer, connection=connection, read=wait)
+        begun = trio.current_time()
+        with pytest.raises(StreamClosed, match="silent"):
+            await heartbeat.Heartbeat(lambda connection: heartbeat.Hello(), lambda *heard: None)._listen(starved)
+        assert trio.current_time() - begun == pytest.approx(200 + heartbeat.SILENCE_S, abs=0.1)
 
 
 def test_the_hello_of_a_stranger_is_checked() -> None:

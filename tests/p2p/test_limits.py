@@ -167,6 +167,7 @@ def test_the_kernel_holds_as_many_unsent_bytes_as_it_sends_in_a_moment(speed: fl
         bound.has_room(now, was_full=True)
         bound.gave(3 * bound.size)
         now += 3 * bound.size / speed
+        assert bound.size <= wanted << 10
     assert bound.size == wanted << 10
     for _ in range(10):  # it became fast, and never holds anything when it is looked at
         bound.has_room(now, was_full=False)
