@@ -135,12 +135,16 @@ class Heartbeat:
 
     async def say_hello(self) -> None:
         """Send a new HELLO to every peer, because this node's addresses or its relay offer changed."""
-        for connection, stream in list(self._linked.items()):
-            with trio.move_on_after(_HELLO_TIMEOUT_S):
-                try:
-                    await _send(stream, _KIND_HELLO, self._hello(connection).encode())
-                except StreamClosed as error:
-                    log.debug("%s", error)
+        async with trio.open_nursery() as nursery:
+            for connection, stream in self._linked.items():
+                nursery.start_soon(self._say_hello, connection, stream)
+
+    async def _say_hello(self, connection: Connection, stream: Stream) -> None:
+        with trio.move_on_after(_HELLO_TIMEOUT_S):
+            try:
+                await _send(stream, _KIND_HELLO, self._hello(connection).encode())
+            except StreamClosed as error:
+                log.debug("%s", error)
 
     async def _wait_for_link(self, connection: Connection) -> None:
         while True:

@@ -444,6 +444,24 @@ async def test_few_hellos_of_a_peer_are_read(autojump_clock: trio.abc.Clock) -> 
     assert len(heard) < 99 + 20
 
 
+async def test_peers_that_read_nothing_keep_no_other_from_hearing_of_a_new_address(autojump_clock: MockClock) -> None:
+    told: list[float] = []
+
+    async def wait(data: bytes) -> None:
+        await trio.sleep_forever()
+
+    async def hear(data: bytes) -> None:
+        await trio.lowlevel.checkpoint()
+        told.append(trio.current_time())
+
+    beat = Heartbeat(lambda connection: Hello(), lambda connection, hello: None)
+    beat._linked = {number: SimpleNamespace(write=hear if number == 64 else wait) for number in range(65)}  # type: ignore
+    begun = trio.current_time()
+    await beat.say_hello()
+    assert told == [begun]
+    assert trio.current_time() - begun < 2
+
+
 async def test_a_wanted_peer_that_is_forgotten_before_its_turn_harms_nobody() -> None:
     tried: list[str] = []
 
