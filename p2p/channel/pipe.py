@@ -148,6 +148,5 @@ class SocketPipe:
             await self.raw.close()
 
     def abort(self) -> None:
-        """Close the socket at once, from any task; tasks that wait on it get `ConnectionClosed`."""
-        if self.socket is not None:
-            self.socket.close()
+        """Close the connection at once, from any task; tasks that wait on it get `ConnectionClosed`."""
+        self.raw.abort()

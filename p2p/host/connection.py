@@ -224,7 +224,6 @@ class Connection:
         if reason is not None and not self.closed.is_set():
             self.reason = reason
         self.muxed.abort()
-        self.raw.abort()
 
     async def _abort_when_cancelled(self) -> None:
         # Writers shield themselves so that no record is cut short; with a frozen peer only a closed socket ends them.

@@ -248,6 +248,19 @@ async def test_a_peer_that_returns_replaces_its_old_connections() -> None:
 # --- harm ------------------------------------------------------------------------------------------------------------
 
 
+async def test_what_was_not_sent_of_an_aborted_connection_is_dropped() -> None:
+    """Else the kernel keeps it for a peer that does not read; that it is dropped shows as a reset at the other end."""
+    dialling, listening = make_host(), make_host()
+    async with running(dialling, listening):
+        connection = await dialling.dial(listening.addresses[0], listening.peer_id)
+        await until(lambda: listening.connection(dialling.peer_id) is not None)
+        accepted = listening.connections()[0]
+        connection.abort()
+        with trio.fail_after(5):
+            await accepted.closed.wait()
+        assert str(accepted.muxed._ending).startswith("the connection was lost")
+
+
 async def test_a_handler_that_raises_costs_its_stream_alone(caplog: pytest.LogCaptureFixture) -> None:
     a, b = make_host(), make_host()
 
