@@ -37,7 +37,7 @@ from p2p.identity import Identity, peer_id_bytes, peer_id_of
 from p2p.link import frames, link
 from p2p.link.frames import FIRST, LAST, PREFACE, WHOLE, Frame, Kind
 from p2p.link.link import PeerLink
-from p2p.link.outbox import Outbox, Outgoing
+from p2p.link.outbox import MAX_URGENT_ANSWERS, Outbox, Outgoing
 from p2p.link.quota import Limits, Quota
 from p2p.link.streams import MessageStream
 from p2p.link.switchboard import LIVE_LANE
@@ -90,6 +90,21 @@ def test_dropping_what_is_queued_does_not_search_the_queue() -> None:
         outbox.drop(id)
     assert outbox.urgency() is None
     assert time.process_time() - began < 2
+
+
+def test_what_a_node_asks_of_a_frozen_peer_is_not_held_against_the_peer() -> None:
+    outbox = Outbox()
+    for id in range(1, 2 * MAX_URGENT_ANSWERS, 2):
+        outbox.put(Outgoing(Kind.REQUEST, id, 0, name=b"ping"))
+        outbox.drop(id)
+        outbox.put(Outgoing(Kind.CANCEL, id, 0))
+        outbox.put(Outgoing(Kind.PONG, id + 1, 0))
+        assert not outbox.overrun()
+    outbox.put(Outgoing(Kind.PONG, 0, 0))
+    assert outbox.overrun()
+    while outbox.urgency() is not None:
+        outbox.take()
+    assert not outbox.overrun()
 
 
 def test_a_new_link_is_no_new_start() -> None:
