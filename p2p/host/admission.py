@@ -34,7 +34,7 @@ class ConnectionLimits:
     streams_per_ip_burst: int = 400
     loop_share_per_ip: float = 0.1  # of the time of this node's loop, for what peers send: see `p2p.host.turns`
     loop_burst_per_ip_s: float = 0.05
-    handshake_timeout_s: float = 5.0
+    handshake_timeout_s: float = 10.0
     first_holdoff_s: float = 10.0
     longest_holdoff_s: float = 3600.0
 

@@ -30,7 +30,7 @@ from p2p.host.host import Host
 from p2p.host.listening import PortTaken
 from p2p.host.turns import Turns
 from p2p.identity import Identity
-from tests.p2p.channels import connected
+from tests.p2p.channels import connected, far_pair
 from tests.p2p.nodes import GENEROUS, make_host, make_network, until
 
 ECHO = "/test/1/echo"
@@ -246,6 +246,16 @@ async def test_a_peer_that_returns_replaces_its_old_connections() -> None:
 
 
 # --- harm ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_handshake_over_a_filled_line_or_a_satellite_is_in_time(autojump_clock: MockClock) -> None:
+    """A round trip takes two seconds there, and the handshake three of them."""
+    dialling, listening, address = make_host(), make_host(), parse_address("/ip4/198.51.100.7/tcp/7464")
+    ends = far_pair(1.0)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(listening._establish, ends[1], address, None)
+        connection = await dialling._establish(ends[0], address.of(listening.peer_id), listening.peer_id)
+    assert connection.peer == listening.peer_id
 
 
 async def test_what_was_not_sent_of_an_aborted_connection_is_dropped() -> None:
