@@ -442,13 +442,13 @@ async def test_few_hellos_of_a_peer_are_read(autojump_clock: trio.abc.Clock) -> 
 
     async def read(count: int | None = None) -> bytes:
         await trio.sleep(pause_s)
-        link.heard_at = trio.current_time()
+        connection.heard_at = trio.current_time()
         return frame
 
-    link: Any = SimpleNamespace(
+    connection: Any = SimpleNamespace(
         initiated=False, peer=peer(1), heard_at=0.0, in_turn=lambda work, *arguments: work(*arguments)
     )
-    stream: Any = SimpleNamespace(peer=peer(1), connection=link, read=read)
+    stream: Any = SimpleNamespace(peer=peer(1), connection=connection, read=read)
     beat = Heartbeat(lambda connection: Hello(), lambda connection, hello: heard.append(hello))
     with trio.move_on_after(100):
         await beat._listen(stream)
