@@ -47,6 +47,7 @@ from p2p.nat import reachability
 from p2p.nat.reachability import Reachability
 from p2p.nat.relay_server import RelayServer
 from p2p.nat.traversal import Traversal
+from p2p.shares import Holder, alone, home_of
 from p2p.sockets import recent_interfaces
 from p2p.supervise import guarded, supervise
 from p2p.values import BULK, CONTROL, LinkInfo, LinkKind, Payload
@@ -99,6 +100,7 @@ class Libp2pNetwork:
         self.bandwidth = Bandwidth()
         self._board = Switchboard(self._open_lane, limits=config.limits, bandwidth=self.bandwidth)
         self._board.is_lan = self._is_lan
+        self._board.holder_of = self._holder
         self._board.on_misbehaved = self._on_misbehaved
         self._heartbeat = Heartbeat(self._hello, self._on_hello, self._on_other, config.heartbeat_s)
         self._directory: Directory | None = None
@@ -391,6 +393,12 @@ class Libp2pNetwork:
 
     def _board_peers(self) -> set[str]:
         return {connection.peer for connection in self.host.connections()}
+
+    def _holder(self, peer: str) -> Holder:
+        connection = self.host.connection(peer)
+        if connection is None or connection.ip is None:
+            return alone(peer)
+        return Holder(home_of(connection.ip) or (str(connection.ip) if connection.relayed else peer), peer)
 
     def _is_lan(self, peer: str) -> bool:
         connection = self.host.connection(peer)

@@ -32,6 +32,11 @@ def home_of(ip: IPAddress) -> str:
     return str(ip) if ip.version == 4 else str(ipaddress.ip_network((ip, _IPV6_BITS), strict=False))
 
 
+def alone(asker: str) -> Holder:
+    """Return an asker that is the only one of its home."""
+    return Holder(asker, asker)
+
+
 class Shares:
     """Who holds how much of `total`."""
 

@@ -9,7 +9,7 @@ read the answers soon reaches its limit of calls.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -72,6 +72,12 @@ class Handlers:
     def busy(self) -> bool:
         """True if a call of the peer is in progress."""
         return bool(self._calls)
+
+    def held(self) -> Iterator[tuple[int, int]]:
+        """Yield the id of each call of the peer that was not cancelled, and the bytes that are held for it."""
+        for id, call in self._calls.items():
+            if not call.scope.cancel_called:
+                yield id, call.size + call.answer_size
 
     def on_request(self, frame: Frame, assembler: Assembler) -> bool:
         """Process a chunk of a request, whose handler starts with the last one; False if no request waits for it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import trio
 
@@ -30,6 +31,7 @@ from p2p.link.frames import (
 )
 from p2p.link.handlers import Handlers, Services
 from p2p.link.outbox import Outbox, Outgoing, spoken
+from p2p.link.quota import Held, Resource
 from p2p.link.receive_rate import ReceiveRate
 from p2p.link.streams import MessageStream
 from p2p.rate_limit import FloodGuard, LogLimit
@@ -44,6 +46,7 @@ STALLED_S = 60.0  # for the peer to accept one chunk: a live peer that does not 
 # on the way. A peer that sends little else only keeps this node busy.
 IDLE_FRAMES = 32_768
 IDLE_FRAMES_PER_S = 2000
+MADE_WAY = "it makes way for peers that have less here"
 
 log = logging.getLogger("shoal.p2p.link")
 log.addFilter(LogLimit())  # peers can cause these lines
@@ -174,6 +177,18 @@ class PeerLink:
         if stream.failure is not None:
             raise stream.failure
         return stream
+
+    def held(self, resource: Resource) -> list[Held]:
+        """Return the calls and streams for which the peer has some of a resource over this link."""
+        calls = [Held(size, partial(self._end_call, id)) for id, size in self._serving.held()]
+        streams = {id: Held(stream.held, partial(stream.abort, BUSY, MADE_WAY)) for id, stream in self._streams.items()}
+        match resource:
+            case Resource.CALLS:
+                return calls
+            case Resource.STREAMS:
+                return [stream for id, stream in streams.items() if id % 2 != self.own_parity]
+            case Resource.BYTES:
+                return [one for one in (*calls, *self._asking.held(), *streams.values()) if one.size]
 
     # --- used by streams, calls and handlers ---
 
@@ -385,9 +400,7 @@ class PeerLink:
             if not self._serving.on_request(frame, self._assembler):
                 self._flood.count(trio.current_time())
         elif kind == Kind.CANCEL:
-            self._assembler.drop(frame.id)
-            self._outbox.drop(frame.id)
-            if not self._serving.on_cancel(frame.id):
+            if not self._cancel(frame.id):
                 self._flood.count(trio.current_time())
         elif kind == Kind.PING:
             self._serving.on_ping(frame.id)
@@ -399,6 +412,16 @@ class PeerLink:
             self._on_stream_event(frame)
         else:
             self._flood.count(trio.current_time())
+
+    def _cancel(self, id: int) -> bool:
+        """Stop a call of the peer and drop its answer; False if it is unknown."""
+        self._assembler.drop(id)
+        self._outbox.drop(id)
+        return self._serving.on_cancel(id)
+
+    def _end_call(self, id: int) -> None:
+        self._cancel(id)
+        self.post(spoken(Kind.ERROR, id, BUSY, MADE_WAY))
 
     def _on_message(self, frame: Frame) -> None:
         stream = self._streams.get(frame.id)

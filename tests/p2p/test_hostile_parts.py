@@ -135,6 +135,10 @@ async def test_malformed_calls_fill_no_log(caplog: pytest.LogCaptureFixture) -> 
         assert await a.call(b.peer_id, "echo", b"on", timeout_s=5) == b"on"
 
 
+async def give_nothing(peer: str, body: bytes) -> bytes:
+    return b""
+
+
 async def test_a_call_counts_until_its_answer_has_left() -> None:
     async with wired_world() as world:
         world.limits = Limits(calls_per_peer=4, bytes_per_peer=2**20)
@@ -166,6 +170,43 @@ async def test_an_answer_that_waits_to_be_read_counts_whatever_else_comes_for_it
             await here.send_all(frames.encode(Frame(Kind.REQUEST, 0, 1, 2**25, 0, "", bytes(2**18))))
         await trio.testing.wait_all_tasks_blocked()
         assert node.services.quota.under_way("liar") == (1, 0, 2**19)
+
+
+@pytest.mark.parametrize("what", ["requests that are not finished", "messages that are not finished", "answers"])
+async def test_what_one_address_holds_makes_way_for_a_peer_at_another(what: str) -> None:
+    """A peer keeps what its address may have at most: requests and messages without end, or answers that it leaves."""
+    async with wired_world() as world:
+        world.limits = Limits(bytes=2**20, bytes_floor=0)
+        node, friend = await world.node(), await world.node()
+        size = 250_000
+
+        async def give(peer: str, body: bytes) -> bytes:
+            return bytes(size)
+
+        async def read(stream: MessageStream) -> None:
+            await stream.receive()
+
+        node.serve("give", give)
+        node.serve("take", give_nothing)
+        node.accept("read", read)
+        here, there = trio.testing.lockstep_stream_pair()
+        world.connect(node, "liar", LIVE_LANE, TrioByteStream(there))
+        ids, begun = (1, 3, 5), bytes(size)
+        if what == "answers":
+            sent = [Frame(Kind.REQUEST, WHOLE, id, 0, 60_000, "give", b"") for id in ids]
+        elif what == "requests that are not finished":
+            sent = [Frame(Kind.REQUEST, FIRST, id, 2**20, 60_000, "take", begun) for id in ids]
+        else:
+            sent = [Frame(Kind.OPEN, WHOLE, id, 0, 0, "read", b"") for id in ids]
+            sent += [Frame(Kind.MESSAGE, FIRST, id, 2**20, 0, "", begun) for id in ids]
+        await here.send_all(PREFACE + b"".join(frames.encode(frame) for frame in sent))
+        await trio.testing.wait_all_tasks_blocked()
+        assert node.services.quota.under_way("liar")[2] >= 3 * size
+        await friend.call(node.peer_id, "take", bytes(320 * 1024), timeout_s=5)
+        assert 2 * size <= node.services.quota.under_way("liar")[2] < 3 * size
+        await here.aclose()
+        await trio.testing.wait_all_tasks_blocked()
+        assert node.services.quota.under_way("liar") == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
