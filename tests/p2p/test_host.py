@@ -236,6 +236,21 @@ async def test_denied_peers_and_networks_are_refused_both_ways() -> None:
         assert careful.connections() == []
 
 
+async def test_peers_at_one_address_get_no_more_connections_if_this_node_dials_them() -> None:
+    """One machine has any number of peer ids, and a node dials whoever is named to it."""
+    node, friend = make_host(replace(GENEROUS, connections_per_ip=2)), make_host(listen=["/ip6/::1/tcp/0"])
+    others = [make_host() for _ in range(3)]
+    async with running(node, friend, *others):
+        for other in others[:2]:
+            assert await ask_echo(node, other) == b"hello"
+        with pytest.raises(PeerUnreachable, match=r"too many connections with 127\.0\.0\.1 are open"):
+            await ask_echo(node, others[2])
+        assert await ask_echo(node, friend) == b"hello"
+        await node.disconnect(others[0].peer_id)
+        await until(lambda: node.admission.connections_open == 2)
+        assert await ask_echo(node, others[2]) == b"hello"
+
+
 async def test_a_peer_that_returns_replaces_its_old_connections() -> None:
     a, b = make_host(), make_host()
     async with running(a, b):
