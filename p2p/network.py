@@ -452,7 +452,7 @@ class Libp2pNetwork:
         opened_at = max((c.opened_at for c in self.host.connections_to(peer)), default=0.0)
         is_fresh = trio.current_time() - opened_at < FRESH_S
         busy = is_fresh or self._seeker.is_sticky(peer) or any(lane.busy for lane in lanes)
-        return LinkUse(peer, max([opened_at, *(lane.used_at for lane in lanes)]), busy)
+        return LinkUse(peer, self.source(peer), max([opened_at, *(lane.used_at for lane in lanes)]), busy)
 
 
 def _prioritised(lane: str, stream: Stream) -> Stream:
