@@ -22,7 +22,7 @@ from app.membership.gossip_queue import GossipQueue
 from app.membership.guard import GuardedNetwork
 from app.membership.member import Change
 from app.membership.table import GONE, PRESENT, Table
-from app.serving.homes import home_of
+from app.serving.homes import peer_home
 from app.swarm.certificates import REVOCATIONS_DOMAIN
 from app.swarm.records import (
     ANNOUNCEMENT_DOMAIN,
@@ -237,7 +237,7 @@ class MembershipExchange:
         return wire.pack(wire.fitting([self._own().raw, *piggyback], wire.MAX_BATCH_BYTES))
 
     async def _on_table(self, peer: str, body: bytes) -> bytes:
-        now, home = trio.current_time(), home_of(self.network, peer)
+        now, home = trio.current_time(), peer_home(self.network, peer)
         if not (self._table_limit.take(peer, now) and self._home_table_limit.take(home, now)):
             raise Refused("too many requests for the table of members; ask again later")
         request = self._admit(peer, body, wire.TableRequest.decode)
@@ -310,7 +310,7 @@ class MembershipExchange:
             return
         if not self._announcement_limit.take(sender, now) or (self._guard and self._guard.is_revoked(peer)):
             return
-        home = home_of(self.network, sender)
+        home = peer_home(self.network, sender)
         if not self.table.has_place(peer, sender=sender, now=now, home=home):
             return  # before the signature is checked, so that a flood costs little CPU time
         announcement = verify_announcement(envelope, self._terms, self._now_ms())
@@ -353,7 +353,7 @@ class MembershipExchange:
 
     def _record_contact(self, peer: str, rtt_s: float | None = None) -> None:
         """Record a contact; who is not counted yet counts only while it is linked, because its home is needed."""
-        now, home = trio.current_time(), home_of(self.network, peer)
+        now, home = trio.current_time(), peer_home(self.network, peer)
         if not home and (self.table.state(peer) in GONE or self.table.seen_at(peer) is None):
             return
         change = self.table.seen(peer, now, rtt_s, home)

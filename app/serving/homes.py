@@ -1,11 +1,9 @@
 """Tells which peers may be one: whoever has one address may have any number of peer ids.
 
-A home is an IPv4 address, a /48 of IPv6 (providers give a customer a /64 to a /48), or a relay with all peers behind
-it. Peers on this machine are a home each, as their programs are its user's own; those behind a relay on this machine
-are not.
-
-A hop shares what it has among homes, and what a home gets among its askers. `app.membership.table` keeps the home of
-each member: what many members of one home say counts little more than what one of them says.
+A home is an IPv4 address, a /48 of IPv6, or a relay with all peers behind it. Peers on this machine are a home each;
+those behind a relay on this machine are not. A hop shares what it has among homes, and what a home gets among its
+askers (`p2p.shares`). `app.membership.table` keeps the home of each member: what many members of one home say counts
+little more than what one of them says.
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from app.core.network import Link
+from p2p.shares import home_of
 
 REMEMBERED = 4096  # askers
-_IPV6_BITS = 48
 
 
 class Sources(Protocol):
@@ -30,7 +28,7 @@ class Sources(Protocol):
     def links(self) -> Sequence[Link]: ...
 
 
-def home_of(network: Sources, peer: str) -> str:
+def peer_home(network: Sources, peer: str) -> str:
     """Return the home of a linked peer; "" without a link."""
     source = network.source(peer)
     return _home_at(source) or (source if _is_relayed(network, peer) else peer) if source else ""
@@ -47,7 +45,7 @@ class Homes:
         """Return an asker's home; those that are not linked and not remembered have one together, ""."""
         if asker == self._network.peer_id:
             return asker
-        if home := home_of(self._network, asker):
+        if home := peer_home(self._network, asker):
             self._known[asker] = home
         if asker not in self._known:
             return ""
@@ -72,6 +70,4 @@ def _home_at(source: str) -> str:
         ip = ipaddress.ip_address(source)
     except ValueError:  # the in-memory network names machines
         return source
-    if ip.is_loopback:
-        return ""
-    return source if ip.version == 4 else str(ipaddress.ip_network((ip, _IPV6_BITS), strict=False))
+    return home_of(ip)
