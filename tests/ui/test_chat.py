@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pygments.lexer import RegexLexer
 from textual import events
 from textual.pilot import Pilot
 from textual.widgets import OptionList
@@ -18,8 +19,9 @@ from app.core.errors import AppError
 from app.snapshot.views import SwarmView
 from tests.ui.driving import DrivenDashboard, ScriptedNode, driven, press_at_once, until
 from tests.ui.fixed import HEALTHY, HOLE, ME, PEERS
-from tests.ui.rendering import settle, text_of_screen
+from tests.ui.rendering import look_of_screen, settle, text_of_screen
 from ui.draw.rows import text_of
+from ui.draw.theme import THEMES
 from ui.screens.chat import Chat
 from ui.state.conversations import Conversations
 from ui.state.follower import START_AGAIN
@@ -365,6 +367,29 @@ def test_thinking_is_folded_and_not_sent_again(pieces: list[str]) -> None:
         assert "wonder" not in text_of_screen(app)
         await say(app, pilot, node, *"more")
         assert node.chats[-1]["messages"][1] == {"role": "assistant", "content": "Yes."}
+
+    driven(node, drive)
+
+
+def test_code_in_a_reply_is_readable_and_searched_by_no_highlighter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their patterns take hours for some texts, such as a bash string that begins with 90 backslashes."""
+
+    def search(*_: object) -> Iterator[Any]:
+        raise AssertionError("a reply's code was searched")
+
+    monkeypatch.setattr(RegexLexer, "get_tokens_unprocessed", search)
+    node = ScriptedNode()
+    node.reply = [{"text": "Sure:\n\n```bash\necho $'"}, {"text": "x'\n```\n\nor\n\n    indented\n"}]
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        await say(app, pilot, node, *"why")
+        for theme in THEMES:
+            app.theme = theme.name
+            await settle(app, pilot)
+            cells = [cell for line in look_of_screen(app) for cell in line]
+            styles = {style for text, style in cells if text.strip() in ("echo $'x'", "indented")}
+            assert {style.split()[0] for style in styles} == {theme.foreground}
 
     driven(node, drive)
 

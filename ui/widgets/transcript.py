@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 import time
+from typing import ClassVar
 
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widget import Widget
 from textual.widgets import Collapsible, Markdown, Static
-from textual.widgets.markdown import MarkdownStream
+from textual.widgets.markdown import MarkdownBlock, MarkdownFence, MarkdownStream
 
 from ui.draw.numbers import plural
 from ui.draw.reply import done_words, error_words, recovery_words
 from ui.state.conversations import Message, files_of, split_thinking
 
 _EMPTY = "Ask something. The line above the input says who can read it."
+
+
+class PlainFence(MarkdownFence):
+    """A code block in one colour.
+
+    Highlighters search the code with patterns that a few well-chosen characters keep busy for hours, and a reply, which
+    a hop can write, names the language.
+    """
+
+    @classmethod
+    def highlight(cls, code: str, language: str, ansi: bool = False, dark: bool = False) -> Content:
+        """Return the code as it is."""
+        return Content(code)
+
+
+class ReplyText(Markdown):
+    """The text of a reply."""
+
+    BLOCKS: ClassVar[dict[str, type[MarkdownBlock]]] = {
+        **Markdown.BLOCKS,
+        "fence": PlainFence,
+        "code_block": PlainFence,
+    }
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(text, classes="say", open_links=False)
 
 
 class Thought(Collapsible):
@@ -75,7 +102,7 @@ class Transcript(VerticalScroll, can_focus=True):
         if not self.query(".ask"):
             await self.remove_children()
         await self.mount_all(self._parts(message))
-        self._reply = Markdown("", classes="say", open_links=False)
+        self._reply = ReplyText()
         await self.mount(self._reply)
         self._stream = Markdown.get_stream(self._reply)
         self._thought, self._text, self._written = None, "", ""
@@ -138,7 +165,7 @@ class Transcript(VerticalScroll, can_focus=True):
             return [Static(words, classes="ask")]
         thought, content = split_thinking(message.content)
         parts: list[Widget] = [Thought(thought)] if thought else []
-        parts.append(Markdown(content, classes="say", open_links=False))
+        parts.append(ReplyText(content))
         changes = [(str(change["text"]), str(change["kind"])) for change in message.figures.get("changes") or ()]
         error = f"× {message.figures['error']}" if message.figures.get("error") else ""
         for text, kind in (*changes, *_closing_words(message), (error, "error")):
