@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pygments.lexer import RegexLexer
 from textual import events
 from textual.pilot import Pilot
-from textual.widgets import OptionList
+from textual.widgets import Markdown, OptionList
 
 from app.api.client import Hangup
 from app.core.errors import AppError
@@ -23,9 +25,10 @@ from tests.ui.rendering import look_of_screen, settle, text_of_screen
 from ui.draw.rows import text_of
 from ui.draw.theme import THEMES
 from ui.screens.chat import Chat
-from ui.state.conversations import Conversations
+from ui.state.conversations import Conversations, Message
 from ui.state.follower import START_AGAIN
 from ui.state.store import ConnectionState
+from ui.widgets import transcript
 from ui.widgets.ask_box import AskBox
 from ui.widgets.chat_side import ConversationList
 from ui.widgets.transcript import Transcript
@@ -392,6 +395,39 @@ def test_code_in_a_reply_is_readable_and_searched_by_no_highlighter(monkeypatch:
             assert {style.split()[0] for style in styles} == {theme.foreground}
 
     driven(node, drive)
+
+
+def test_a_reply_that_takes_long_to_draw_is_drawn_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, busy_s = [100.0], [5.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: now_s[0], thread_time=lambda: busy_s[0], strftime=time.strftime, localtime=time.localtime
+    )
+    monkeypatch.setattr(transcript, "time", clock)
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        said = app.screen.query_one(Transcript)
+        await said.ask(Message(1, "user", "why", 0, {}))
+
+        async def shown(piece: str, waited_s: float, drew_s: float) -> str:
+            now_s[0] += waited_s
+            busy_s[0] += drew_s
+            await said.add(piece)
+            await pilot.pause()
+            return said.query_one(Markdown).source
+
+        assert await shown("one", 0, 0) == "one"
+        assert await shown(" two", 0.1, 0.02) == "one two"
+        assert await shown(" three", 0.1, 0.09) == "one two", "to draw the last piece took most of the time since then"
+        assert await shown("", 0.2, 0) == "one two three"
+        assert await shown(" four", 9.0, 9.0) == "one two three four", (
+            "it is drawn now and then however busy the app is"
+        )
+        assert await shown(" five", 0, 0.1) == "one two three four"
+        await said.finish(Message(2, "assistant", "one two three four five", 0, {}))
+        assert said.query_one(Markdown).source == "one two three four five"
+
+    driven(ScriptedNode(), drive)
 
 
 def test_a_chat_that_others_have_read_does_not_become_private_again() -> None:
