@@ -448,10 +448,10 @@ def test_a_chat_that_others_have_read_does_not_become_private_again() -> None:
         await until(app, pilot, lambda: "hops can read your next message." in text_of_screen(app))
         node.done = {"route": [{"peer": PEERS[0].peer, "start": 0, "stop": 80}]}
         await say(app, pilot, node, *"two")
-        await until(app, pilot, lambda: "tern can read this chat." in text_of_screen(app))
+        await until(app, pilot, lambda: "“tern” can read this chat." in text_of_screen(app))
         node.done = {"route": [{"peer": ME, "start": 0, "stop": 80}]}
         await say(app, pilot, node, *"three")
-        await until(app, pilot, lambda: "tern can read this chat." in text_of_screen(app))
+        await until(app, pilot, lambda: "“tern” can read this chat." in text_of_screen(app))
         assert "stays on this machine" not in text_of_screen(app)
 
     driven(node, drive)
@@ -465,11 +465,11 @@ def test_a_question_that_others_have_read_stays_so_in_its_other_versions() -> No
         await pilot.press("3")
         node.done = {"route": [{"peer": PEERS[0].peer, "start": 0, "stop": 80}]}
         await say(app, pilot, node, *"one")
-        await until(app, pilot, lambda: "tern can read this chat." in text_of_screen(app))
+        await until(app, pilot, lambda: "“tern” can read this chat." in text_of_screen(app))
         app.store.take(replace(HEALTHY, start=0, stop=80, peers=()))
         node.done = {"route": [{"peer": ME, "start": 0, "stop": 80}]}
         await say(app, pilot, node, "ctrl+r")
-        assert "tern can read this chat." in text_of_screen(app)
+        assert "“tern” can read this chat." in text_of_screen(app)
         assert "on this machine ─" in text_of_screen(app)  # the route of this version
         await pilot.press("ctrl+n")
         await until(app, pilot, lambda: "This chat stays on this machine." in text_of_screen(app))
@@ -487,13 +487,13 @@ def test_a_hop_that_left_the_route_has_read_the_chat() -> None:
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
         await pilot.press("3")
         await say(app, pilot, node, *"one")
-        await until(app, pilot, lambda: "tern dropped out · you took 0:80" in text_of_screen(app))
-        assert "tern can read this chat." in text_of_screen(app)
+        await until(app, pilot, lambda: "“tern” dropped out · you took 0:80" in text_of_screen(app))
+        assert "“tern” can read this chat." in text_of_screen(app)
         await pilot.press("ctrl+n")
         await until(app, pilot, lambda: "Hops can read this chat." in text_of_screen(app))
         await pilot.press("ctrl+l")
         await pilot.press("enter")
-        await until(app, pilot, lambda: "tern can read this chat." in text_of_screen(app))
+        await until(app, pilot, lambda: "“tern” can read this chat." in text_of_screen(app))
 
     driven(node, drive)
 
@@ -505,7 +505,7 @@ def test_a_hop_that_dropped_out_stays_in_the_transcript(tmp_path: Path) -> None:
     node.reply = [{"text": "So", "route": [{"peer": PEERS[0].peer, "start": 0, "stop": 80}]}]
     node.reply += [{"text": " it", "route": mine}, {"text": " is."}]
     node.done = {"route": mine}
-    line = "▼ at token 2: tern dropped out · you took 0:80 · the reply continues"
+    line = "▼ at token 2: “tern” dropped out · you took 0:80 · the reply continues"
 
     async def ask_twice(app: DrivenDashboard, pilot: Pilot[None]) -> None:
         await pilot.press("3")

@@ -1098,12 +1098,12 @@ def test_guests_are_followed_from_their_knock_to_their_end() -> None:
     assert told(base) == []
     assert told(knocking) == ["◌ guest1 connecting"]
     assert told(base) == ["× guest1 failed: disconnected before it had joined"]
-    assert as_member(state="joining") == ["◐ guest is choosing blocks"]
-    assert as_member(state="fetching", start=4, stop=8, fetched=0.25) == ["◐ guest loading 4:8 25 %"]
-    assert as_member(state="serving", start=4, stop=8, tokens_per_s=40.0) == ["● guest serving 4:8 · 40 tok/s"]
+    assert as_member(state="joining") == ["◐ “guest” is choosing blocks"]
+    assert as_member(state="fetching", start=4, stop=8, fetched=0.25) == ["◐ “guest” loading 4:8 25 %"]
+    assert as_member(state="serving", start=4, stop=8, tokens_per_s=40.0) == ["● “guest” serving 4:8 · 40 tok/s"]
     silent = Reason("silent", "it does not answer any more")
-    assert as_member(state="dead", unused=silent) == ["× guest failed: it does not answer any more"]
-    assert told(base) == ["× guest failed: it does not answer any more"]
+    assert as_member(state="dead", unused=silent) == ["× “guest” failed: it does not answer any more"]
+    assert told(base) == ["× “guest” failed: it does not answer any more"]
 
 
 def test_a_guest_that_knocks_before_it_uses_its_invite_is_no_failure() -> None:
@@ -1119,7 +1119,7 @@ def test_a_guest_that_knocks_before_it_uses_its_invite_is_no_failure() -> None:
         guest = PeerView("12D3KooWguest1", "ann", state="joining")
         app.store.take(replace(HEALTHY, peers=(*HEALTHY.peers, guest)))
         await settle(app, pilot)
-        await until(app, pilot, lambda: "◐ ann is choosing blocks" in text_of_screen(app))
+        await until(app, pilot, lambda: "◐ “ann” is choosing blocks" in text_of_screen(app))
         assert "│  · turned away" not in text_of_screen(app)
 
     driven(ScriptedNode(), drive, size=(80, 24))
@@ -1137,7 +1137,7 @@ def test_a_peer_that_asks_to_join_is_let_in_by_a_key() -> None:
         await until(app, pilot, lambda: "You are asked first" in text_of_screen(app))
         app.store.take(replace(HEALTHY, requests=(GuestView("12D3KooWxyGuest", "ann\x1b[2J"),)))
         await settle(app, pilot)
-        await until(app, pilot, lambda: "ann[2J (yGuest) asks to join" in text_of_screen(app))
+        await until(app, pilot, lambda: "“ann[2J” (yGuest) asks to join" in text_of_screen(app))
         await pilot.press("a")
         await until(app, pilot, lambda: len(node.asked) == 4)
         await pilot.press("x")
