@@ -337,27 +337,27 @@ def _announcement_in(envelope: Envelope) -> Announcement:
         sequence=envelope.sequence,
         expires_at_ms=envelope.expires_at_ms,
         swarm=fields.hex_bytes("swarm", _SWARM_ID_BYTES).hex(),
-        state=_printable(fields, "state", 16),
+        state=fields.printable("state", 16),
         span=_span(fields, "span", fields.values["span"]) if "span" in fields.values else None,
         decode_tokens_per_s=fields.number("decode", 0, _MAX_SPEED, 0.0),
         prefill_tokens_per_s=fields.number("prefill", 0, _MAX_SPEED, 0.0),
         kv_free_tokens=fields.integer("kv", 0, _MAX_TOKENS, 0),
         kv_total_tokens=fields.integer("kvall", 0, _MAX_TOKENS, 0),
-        quantisation=_printable(fields, "quant", 16, "none"),
-        cache=_printable(fields, "cache", 16, "own"),
-        device=_printable(fields, "device", MAX_DEVICE_CHARS, "cpu"),
-        name=_printable(fields, "name", 32, ""),
+        quantisation=fields.printable("quant", 16, "none"),
+        cache=fields.printable("cache", 16, "own"),
+        device=fields.printable("device", MAX_DEVICE_CHARS, "cpu"),
+        name=fields.printable("name", 32, ""),
         addresses=_addresses(fields, peer),
-        app_version=_printable(fields, "app", 32, ""),
+        app_version=fields.printable("app", 32, ""),
         growing=_span(fields, "grow", fields.values["grow"]) if "grow" in fields.values else None,
         held=_held(fields),
         holds_ends=fields.flag("ends", default=False),
         busy=fields.number("busy", 0, 1, 0.0),
-        dtype=_printable(fields, "dtype", 8, "f32"),
+        dtype=fields.printable("dtype", 8, "f32"),
         rtts=_rtts(fields),
         rates=_rates(fields),
         wires=_wires(fields),
-        train=_printable(fields, "train", 16, "never"),
+        train=fields.printable("train", 16, "never"),
         raw=envelope.raw,
     )
 
@@ -487,11 +487,3 @@ def _wires(fields: Fields) -> tuple[str, ...]:
     if not all(wire.isprintable() for wire in wires):
         fields.refuse("wires", "names of number formats")
     return tuple(wires)
-
-
-def _printable(fields: Fields, name: str, max_chars: int, default: str | None = None) -> str:
-    """Read a text that is safe to show on a terminal: no escape sequences, line breaks or invisible direction marks."""
-    text = fields.text(name, max_chars) if default is None else fields.text(name, max_chars, default)
-    if not text.isprintable():
-        fields.refuse(name, "printable text")
-    return text
