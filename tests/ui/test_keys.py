@@ -36,7 +36,7 @@ from tests.ui.rendering import settle, text_of_screen
 from ui.app import keeps_running
 from ui.draw.first_run import PAUSES, FirstState, first_rows
 from ui.draw.first_run_offers import choice_rows, ordered
-from ui.draw.rows import text_of
+from ui.draw.rows import Row, text_of
 from ui.screens.first_run import ELSEWHERE_S, FirstRun
 from ui.screens.frame import TABS
 from ui.screens.invite import GuestList, invite_words, nobody_new
@@ -47,6 +47,7 @@ from ui.state.store import ConnectionState
 from ui.widgets.ask_box import AskBox
 from ui.widgets.dialogs import TextDialog
 from ui.widgets.filter_field import FilterField
+from ui.widgets.following_list import EventsPanel
 from ui.widgets.footer import FooterKey, fitting
 
 NEAR = OfferView("pond#1a2b3c4d1a2b3c4d1a2b", "a llama", FitView(8, 8), 5, nearby="lan", members=2, tokens_per_s=40.0)
@@ -1262,3 +1263,37 @@ def test_keys_that_are_needed_least_give_way_in_a_narrow_window() -> None:
     assert [key.words for key in fitting(keys, 200)] == [key.words for key in keys]
     assert [key.words for key in fitting(keys, 42)] == ["stop", "pause", "invite", "help", "leave"]
     assert [key.words for key in fitting(keys, 8)] == ["stop"]
+
+
+def test_a_peer_that_takes_other_names_does_not_have_all_events_drawn_anew_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a full log that took half of a core."""
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        peer, clock = "12D3KooW" + "a" * 44, cast(Clock, app.store.now)
+        app.store.note({"number": 99, "at_ms": 0, "kind": "peer", "text": f"{peer} joined"})
+        panel = app.screen.query_one(EventsPanel)
+        panel.show()
+        drawn: list[list[Row]] = []
+        lines = panel.lines
+
+        def counted() -> list[Row]:
+            drawn.append(lines())
+            return drawn[-1]
+
+        monkeypatch.setattr(panel, "lines", counted)
+
+        def take_name(number: int) -> str:
+            app.store.take(replace(HEALTHY, peers=(*PEERS, replace(PEERS[0], peer=peer, name=f"name {number}"))))
+            panel.show()
+            return text_of(panel._lines[-1])
+
+        assert "“name 1” joined" in take_name(1), "it was not known when it joined"
+        for number in range(2, 20):
+            take_name(number)
+        assert len(drawn) == 1
+        clock.at += 5
+        assert "“name 20” joined" in take_name(20)
+
+    driven(ScriptedNode(), drive)
