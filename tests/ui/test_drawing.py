@@ -173,6 +173,12 @@ def test_a_peer_takes_one_row_of_any_width(width: int) -> None:
     assert len(widths) == 1  # every column begins at the same place
 
 
+def test_a_name_that_fits_is_shown_with_both_of_its_quotes() -> None:
+    peer = replace(PEERS[0], name="whimbrel-two")
+    line = peer_row(peer, columns_for(156, [peer.name]), look_of(HEALTHY, None), None)
+    assert "“whimbrel-two” " in text_of(line)
+
+
 def test_the_route_says_where_the_time_goes() -> None:
     assert text_of(title_row(HEALTHY)) == "route  6 hops · 224 ms a token · 4.5 tok/s"
     said = text_of(sentence(ROUTE, name_of))

@@ -32,7 +32,7 @@ class Columns:
 
 def columns_for(width: int, names: Sequence[str]) -> Columns:
     """Choose columns: name, span, tok/s, rtt, link and state always; map, device, bar and score if they fit."""
-    longest = max((len(name) for name in names), default=8)
+    longest = max((len(name) for name in names), default=0) + len("“”")
     room = width - 2 - 9 - 6 - 8 - 9 - 12  # sign, span, tok/s, rtt, link, state
     peer = max(8, min(longest, 10 if width < 120 else 24, room))
     room -= peer + 1
