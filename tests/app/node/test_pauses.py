@@ -25,6 +25,7 @@ from app.membership.member import Change, Member
 from app.node.active_swarm import PEER_EVENTS_AT_ONCE
 from app.node.node import Node
 from app.routing.route import NoRoute
+from app.snapshot.views import Snapshot
 from app.swarm.records import Announcement
 from app.training.material import wish_of
 from p2p.identity import Identity
@@ -87,10 +88,17 @@ async def test_a_node_that_is_paused_when_it_starts_says_that_it_is_up_and_why_i
         await PauseControl(Home(tmp_path).pause_file, lambda: None).by_hand(None)
     else:
         flags["pause_times"] = "mon-sun 00:00-24:00"
-    node = Node(Home(tmp_path), load_config(Home(tmp_path).config_file, {}).with_flags(flags), cache, say_ready)
+    is_ready = trio.Event()
+
+    def ready(snapshot: Snapshot) -> None:
+        say_ready(snapshot)
+        is_ready.set()
+
+    node = Node(Home(tmp_path), load_config(Home(tmp_path).config_file, {}).with_flags(flags), cache, ready)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(node.run)
-        await until(node, lambda: node.snapshot().state == "paused")
+        with trio.fail_after(60):
+            await is_ready.wait()
         (line,) = capsys.readouterr().out.splitlines()
         assert line.startswith("ready paused swarm=home#")
         assert line.endswith({"hand": "(paused by hand)", "rule": "(paused by timetable)"}[by])
