@@ -105,8 +105,14 @@ class Libp2pNetwork:
         self.public: PublicDirectory | None = None  # while it is used
         self._public_scope = trio.CancelScope()
         self._identity = identity
-        map_port = config.map_port and not config.advertise
-        self.traversal = Traversal(self.host, self._ask_reach, self._start, relay=config.relay, map_port=map_port)
+        self.traversal = Traversal(
+            self.host,
+            self._ask_reach,
+            self._start,
+            relay=config.relay,
+            map_port=config.map_port and not config.advertise,
+            mapping_key=identity.secret_for("port mapping"),
+        )
         self.traversal.say_hello = self._heartbeat.say_hello
         self.traversal.seek_again = lambda peer: self._seeker.want(peer, [])
         self.traversal.renew_link = lambda peer: self._board.renew(peer, is_relayed)

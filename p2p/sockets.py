@@ -102,14 +102,21 @@ async def resolve(name: str, port: int, kind: str, threads: trio.CapacityLimiter
 
 
 async def connect(host: str, port: int, source_port: int | None = None) -> trio.SocketStream:
-    """Open a TCP connection to an IP address, from `source_port` if one is given (hole punching)."""
+    """Open a TCP connection to an IP address, from `source_port` if one is given and the system shares it.
+
+    Windows does not (WSAEACCES): the listening socket there is exclusive, see `listen`. Any port is used then.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = trio.socket.socket(family, socket.SOCK_STREAM)
     try:
         if source_port is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             share_port(sock)
-            await sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", source_port))
+            try:
+                await sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", source_port))
+            except OSError:
+                sock.close()
+                return await connect(host, port)
         await sock.connect((host, port))
         tune(sock)
         return trio.SocketStream(sock)
@@ -126,7 +133,8 @@ def own_interfaces() -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
             if card.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             try:
-                own = ipaddress.ip_interface(f"{card.address.split('%', 1)[0]}/{_prefix(card.netmask)}")
+                prefix = _prefix(card.netmask, "32" if card.family == socket.AF_INET else "64")
+                own = ipaddress.ip_interface(f"{card.address.split('%', 1)[0]}/{prefix}")
             except ValueError:
                 continue
             if scope_of(own.ip) is not Scope.UNUSABLE:
@@ -149,7 +157,15 @@ def own_ips() -> list[IPAddress]:
     return [own.ip for own in own_interfaces()]
 
 
-def _prefix(netmask: str | None) -> str:
+def source_towards(host: str) -> str:
+    """Return the IPv4 address from which this machine sends to `host`; raises OSError if it cannot."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect((host, 9))  # sends nothing
+        return str(sock.getsockname()[0])
+
+
+def _prefix(netmask: str | None, usual: str) -> str:
+    """Return a netmask as `ipaddress` reads it; Windows names none of an IPv6 network."""
     if netmask is None or ":" not in netmask:
-        return netmask or "32"
+        return netmask or usual
     return str(int(ipaddress.IPv6Address(netmask)).bit_count())

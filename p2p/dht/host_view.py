@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import trio
 
-from p2p.addresses import Address, Scope, scope_of
+from p2p.addresses import Address, Scope, carried_ip, scope_of
 from p2p.dht.wire import Contact
 from p2p.host.address_book import AddressBook
 from p2p.host.host import Host
@@ -39,8 +39,10 @@ def network_of(host: Host, peer: str) -> str | None:
     connection = host.connection(peer)
     if connection is None:
         return NOT_CONNECTED
-    ip = connection.ip
-    if ip is None or scope_of(ip) is not Scope.PUBLIC:
+    if connection.ip is None:
+        return None
+    ip = carried_ip(connection.ip) or connection.ip
+    if scope_of(ip) is not Scope.PUBLIC:
         return None
     return ip.packed[: 3 if ip.version == 4 else 6].hex()
 

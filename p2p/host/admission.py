@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from p2p.addresses import IPAddress, plain_ip
+from p2p.addresses import IPAddress, carried_ip, plain_ip
 from p2p.rate_limit import KeyedRateLimit, backoff_s
 
 MAX_TRACKED = 4096
@@ -58,9 +58,9 @@ class DenyList:
         return cls(frozenset(peers), tuple(networks))
 
     def denies_ip(self, ip: IPAddress) -> bool:
-        """True if `ip` lies in a denied network."""
-        plain = plain_ip(ip)
-        return any(plain.version == network.version and plain in network for network in self.networks)
+        """True if `ip` lies in a denied network, or leads to one."""
+        ips = [one for one in (plain_ip(ip), carried_ip(ip)) if one is not None]
+        return any(one.version == network.version and one in network for one in ips for network in self.networks)
 
 
 @dataclass

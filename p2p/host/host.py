@@ -88,13 +88,17 @@ class Host:
 
     @property
     def addresses(self) -> list[Address]:
-        """Addresses to advertise, each with this node's peer id, in the order of `mixed`.
+        """Addresses to advertise, each with this node's peer id, in the order of `mixed`."""
+        return mixed([*self.confirmed, *self.own_addresses, *self.extra_addresses])
+
+    @property
+    def own_addresses(self) -> list[Address]:
+        """Addresses of this machine at which this host listens, or those of the settings; nobody else has a say.
 
         A wildcard is expanded to the addresses it covers.
         """
         listening = [address.of(self.peer_id) for address in self._listening]
-        own = advertised(listening, sockopts.own_ips(), self._explicit)
-        return mixed([*self.confirmed, *own, *self.extra_addresses])
+        return advertised(listening, sockopts.own_ips(), self._explicit)
 
     @property
     def listening(self) -> list[Address]:
@@ -315,6 +319,7 @@ class Host:
             try:
                 return await sockopts.connect(address.host, address.port, source_port)
             except OSError as error:
+                # From this port there was a connection to that address a moment ago, or there still is one.
                 if source_port is None or error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
                     raise
                 return await sockopts.connect(address.host, address.port)

@@ -442,6 +442,8 @@ ROWS: dict[str, tuple[float, ...]] = {
     "requests to the API under way": (places.MAX_REQUESTS, places.OWN_REQUESTS),
     "peers from the local network (mDNS)": (
         seeker.MAX_NEIGHBOURS,
+        seeker.NEIGHBOUR_DIALS,
+        seeker.DIALS_AT_ONCE,
         mdns.KNOWN_PEERS,
         mdns.PEERS_AT_ONCE,
         1 / mdns.PEERS_PER_S,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -159,6 +160,19 @@ async def test_dials_at_the_same_time_share_one_connection() -> None:
                 nursery.start_soon(connect)
         assert len(found) == 1
         assert len(b.connections()) == 1
+
+
+async def test_a_system_that_shares_no_ports_dials_from_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows forbids to bind the port of an exclusive listener (WSAEACCES), so nobody on the internet was dialled."""
+
+    async def bind(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "access to a socket in a way forbidden by its access permissions")
+
+    a, b = make_host(), make_host()
+    async with running(a, b):
+        monkeypatch.setattr("trio._socket._SocketType.bind", bind)
+        connection = await a.dial(b.listening[0], b.peer_id, source_port=a.listening[0].port)
+        assert connection.peer == b.peer_id
 
 
 async def test_a_caller_that_gives_up_does_not_end_the_dial_of_the_others() -> None:
