@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pygments.lexer import RegexLexer
 from textual import events
 from textual.pilot import Pilot
 from textual.widgets import Markdown, OptionList
@@ -380,7 +379,7 @@ def test_code_in_a_reply_is_readable_and_searched_by_no_highlighter(monkeypatch:
     def search(*_: object) -> Iterator[Any]:
         raise AssertionError("a reply's code was searched")
 
-    monkeypatch.setattr(RegexLexer, "get_tokens_unprocessed", search)
+    monkeypatch.setattr("pygments.lexer.RegexLexer.get_tokens_unprocessed", search)
     node = ScriptedNode()
     node.reply = [{"text": "Sure:\n\n```bash\necho $'"}, {"text": "x'\n```\n\nor\n\n    indented\n"}]
 

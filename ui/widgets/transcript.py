@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import ClassVar
 
 from textual.containers import VerticalScroll
 from textual.content import Content
@@ -38,14 +37,12 @@ class PlainFence(MarkdownFence):
 class ReplyText(Markdown):
     """The text of a reply."""
 
-    BLOCKS: ClassVar[dict[str, type[MarkdownBlock]]] = {
-        **Markdown.BLOCKS,
-        "fence": PlainFence,
-        "code_block": PlainFence,
-    }
-
     def __init__(self, text: str = "") -> None:
         super().__init__(text, classes="say", open_links=False)
+
+    def get_block_class(self, block_name: str) -> type[MarkdownBlock]:
+        """Return the widget for a kind of block: code is plain."""
+        return PlainFence if block_name in ("fence", "code_block") else super().get_block_class(block_name)
 
 
 class Thought(Collapsible):
