@@ -47,7 +47,7 @@ class AdmissionLimits:
     # recoveries cost a few hundred.
     frames_burst: float = 4000.0
     frames_per_s: float = 1000.0
-    copied_bytes: int = 128 * 1024  # of kept outputs: to send so many again costs as much as a control frame
+    again_bytes: int = 128 * 1024  # of kept outputs: to send so many again costs as much as a control frame
     order_s: float = 0.0001  # of work on the cache: costs as much as a control frame too
 
 

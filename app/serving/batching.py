@@ -20,7 +20,7 @@ The policy:
 7. On a card, a chunk waits a moment for this node's own replies to choose their next tokens (`_until_chosen`): the
    head's pass would stand behind it, and they would wait for this chunk and, coming too late for a step, the next one.
 
-8. Prompts wait while their outputs pile up before a slow link (`is_behind`).
+8. Prompts wait while their outputs pile up before a slow link, and so do tokens (`is_behind`).
 
 A session that is alone never waits but for the last.
 """
@@ -202,15 +202,16 @@ class BatchQueue:
     ) -> list[QueuedTokens] | float | None:
         """Return the next step's work, or the time to ask again, or None if nothing waits.
 
-        Bulk whose link `is_behind` waits: it takes long to send what was computed before. So do tokens of the sessions
-        `held`.
+        What comes before a link that `is_behind` waits: it takes long to send what was computed before. So do tokens of
+        the sessions `held`.
         """
         heads = [queue[0] for session, queue in self._queues.items() if session not in held]
         if not heads:
             return None
-        urgent = [work for work in heads if work.urgent]
-        bulk = [work for work in heads if not work.urgent and not is_behind(work)]
-        if not urgent and not bulk:
+        ready = [work for work in heads if not is_behind(work)]
+        urgent = [work for work in ready if work.urgent]
+        bulk = [work for work in ready if not work.urgent]
+        if not ready:
             return now + BEHIND_S
         some_bulk = bool(bulk)
         if urgent and not (self._bulk_next and some_bulk):

@@ -12,6 +12,7 @@ from app.asker.asker import Asker
 from app.core.network import FrameStream
 from app.serving.hop_session import HopSession
 from app.session.wire import PROTOCOL as SESSIONS
+from p2p.shares import Holder
 from tests.app.hash_model import HashRunner, greedy
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, open_swarm
 
@@ -31,7 +32,7 @@ async def break_link(swarm: SessionSwarm, sender: str, receiver: str) -> None:
 
 async def open_link(swarm: SessionSwarm, sender: str, receiver: str) -> None:
     """Somebody has a hop open a stream to another one again."""
-    swarm.servers[sender]._sender._outboxes.prepare(receiver, "attacker")
+    swarm.servers[sender]._sender._outboxes.prepare(receiver, Holder("attacker", "attacker"))
     await trio.sleep(0.1)
 
 
@@ -59,7 +60,8 @@ class BreakingStream:
 
     def __init__(self, stream: FrameStream, messages: int, broke: Callable[[], None]) -> None:
         self.peer = stream.peer
-        self.reset, self.send, self.wait_room = stream.reset, stream.send, stream.wait_room
+        self.reset, self.send = stream.reset, stream.send
+        self.wait_room, self.is_clear = stream.wait_room, stream.is_clear
         self._stream, self._left, self._broke = stream, messages, broke
 
     async def receive(self) -> bytes:
@@ -113,7 +115,7 @@ async def test_a_hop_that_says_that_its_link_broke_harms_no_other(autojump_clock
         server = await swarm.serve("liar", HashRunner(0, 4), speed=500.0)
         sender, usual = server._sender, server._sender.send
 
-        async def send_and_lie(session: HopSession, position: int, data: bytes) -> None:
+        async def send_and_lie(session: HopSession, position: int, data: bytes | memoryview) -> None:
             await usual(session, position, data)
             await sender.report_error(session, "link", "the link to the next hop broke")
 
