@@ -47,7 +47,15 @@ from app.core.smoothing import Ewma
 from app.core.span import Span
 from app.core.turns import Who
 from app.serving.adapters import MADE_WAY, AdapterKey, AdapterLimits, AdapterSource, HopAdapters, LoadedAdapter
-from app.serving.admission import AdmissionLimits, CacheTurns, HopRoom, frame_cost, sessions_in_the_way, why_not
+from app.serving.admission import (
+    AdmissionLimits,
+    CacheTurns,
+    FrameBudget,
+    HopRoom,
+    frame_cost,
+    sessions_in_the_way,
+    why_not,
+)
 from app.serving.batching import URGENT_ROWS, BatchLimits, BatchQueue, QueuedTokens
 from app.serving.handover import UNMEASURED_TOKENS_PER_S, CacheForm, CacheGiver, CacheTaker
 from app.serving.homes import Homes
@@ -96,7 +104,6 @@ from app.session.wire import (
 )
 from engine.errors import CacheFull, DeviceFull, EngineError, NotFinite, SessionError
 from p2p.errors import P2PError
-from p2p.rate_limit import PeerRateLimit
 from p2p.shares import Holder
 from p2p.supervise import guarded
 
@@ -518,8 +525,7 @@ class BlockServer:
         self._nursery: trio.Nursery | None = None
         self._attending: set[_InboundStream] = set()
         self._waiting = WaitingBytes()  # outputs for askers and successors that these have not read yet
-        limits = self._settings.admission
-        self._frame_limit = PeerRateLimit(limits.frames_burst, limits.frames_per_s)
+        self._frame_limit = FrameBudget(self._settings.admission, self._homes.of)
         self.draining = False
         self._giver, self._taker = CacheGiver(self), CacheTaker(network, self)
         self._fetches: dict[bytes, trio.CancelScope] = {}  # by `HopSession.key`: sessions whose cache is fetched

@@ -160,7 +160,7 @@ ROWS: dict[str, tuple[float, ...]] = {
         ADAPTERS.late_s,
         ADAPTERS.bytes_per_s * 8 / 10**6,
     ),
-    "session frames of one peer that have nothing computed": (
+    "session frames of one address that have nothing computed": (
         PLACES.frames_burst,
         PLACES.frames_per_s,
         PLACES.again_bytes / KIB,
