@@ -362,7 +362,7 @@ DRAIN_S = 30.0
 SHRINK_S = 2.0  # other programs wait for the memory
 PREPARE_AFTER_S = 0.5  # without work for so long, the device prepares steps that are likely to come
 AWAKE_S = 0.02  # after a launched step: over fast links the next token comes sooner, over others it can wait
-IDLE_STREAM_S = 60.0  # a stream without sessions and frames for so long is closed, so that its link can be pruned
+IDLE_STREAM_S = 60.0  # a stream that no session needs is closed after so long without frames: its link can be pruned
 _REMEMBERED_CLOSED = 4096
 _REMEMBERED_ASKERS = 4096
 _CHECK_KEPT_EVERY = 32  # steps
@@ -1142,8 +1142,10 @@ class BlockServer:
     async def _close_idle_streams(self) -> None:
         await self._sender.close_idle()
         idle_since = trio.current_time() - IDLE_STREAM_S
+        needed = {session.turn.predecessor for session in self._sessions.values() if session.rests_until is None}
         for attended in list(self._attending):
-            if attended.heard_at < idle_since and not self._sender.ordered_on(attended.answers):
+            is_needed = attended.stream.peer in needed or self._sender.ordered_on(attended.answers)
+            if attended.heard_at < idle_since and not is_needed:
                 await attended.stream.reset()
 
     async def _end_if_idle(self, session: HopSession) -> None:

@@ -10,6 +10,7 @@ from trio.testing import MockClock
 
 from app.asker.asker import Asker
 from app.core.network import FrameStream
+from app.serving.block_server import IDLE_STREAM_S
 from app.serving.hop_session import HopSession
 from app.session.wire import PROTOCOL as SESSIONS
 from p2p.shares import Holder
@@ -53,6 +54,19 @@ async def test_a_link_that_breaks_again_and_again_is_no_hops_fault(pause_s: floa
         assert reply.stats.recoveries <= 2, "then the rows go through the asker, and the link is not used"
         assert stands_well(asker, "n0")
         assert stands_well(asker, "n1")
+
+
+async def test_the_link_of_a_reply_stays_open_while_nothing_crosses_it(autojump_clock: MockClock) -> None:
+    """A prompt that waits its turn for minutes had its next hop close the link, the second time for good."""
+    async with open_swarm((0, 4), (4, 8), delay_s=0.001) as swarm:
+        asker = await swarm.asker()
+        async with asker.reply(PROMPT, 60, max_tokens=60) as reply:
+            await anext(reply)
+            await trio.sleep(1.5 * IDLE_STREAM_S)
+            async for _ in reply:
+                pass
+        assert reply.stats.token_ids == greedy(PROMPT, 60)
+        assert not reply.stats.recoveries
 
 
 class BreakingStream:
