@@ -797,22 +797,34 @@ class BlockServer:
     async def _truncate(self, session: HopSession) -> None:
         """Cut a session's cache to its length; a step that was under way may have added rows to it.
 
-        The rows that replace the dropped ones cost more than that, unless there are shared pages to copy: its asker
-        pays for those.
+        The rows that replace the dropped ones cost more than that, unless there are shared pages to copy.
         """
         runner = self._runner
         if self._sessions.get(session.key) is not session or runner is None:
             return
         self._to_truncate.discard(session.key)
-        free = runner.kv_free_tokens
         try:
-            seconds, cut = timed(runner.truncate, session.key, session.length)
-            if runner.kv_free_tokens < free:
-                self._spent(session.asker, seconds)
-            cut.unwrap()
+            self._cut_cache(session, runner, is_ordered=False)
         except EngineError as error:
             await self._sender.report_error(session, "closed", str(error))
             self._end(session, session.epoch)
+
+    def _cut_cache(self, session: HopSession, runner: BlockRunner, *, is_ordered: bool) -> None:
+        """Cut a session's cache to its length; resting sessions make room where that takes a page.
+
+        Its asker pays for an order, and wherever pages were copied. Raises `EngineError`, `CacheFull` without room.
+        """
+        while True:
+            free = runner.kv_free_tokens
+            seconds, cut = timed(runner.truncate, session.key, session.length)
+            if is_ordered or runner.kv_free_tokens < free:
+                self._spent(session.asker, seconds)
+            try:
+                cut.unwrap()
+                return
+            except CacheFull:
+                if not self._end_one_resting():
+                    raise
 
     async def _on_control(self, frame: Frame, peer: str, answers: PeerOutbox) -> None:
         """Carry out what an asker orders for its own session."""
@@ -962,14 +974,12 @@ class BlockServer:
         self._stop_fetch(session)
         before = session.length
         session.begin_epoch(frame.epoch, frame.position, turn)
-        while session.length < before:
+        if session.length < before:
             try:
-                self._charged(session.asker, self._runner.truncate, session.key, session.length)
-                break
+                self._cut_cache(session, self._runner, is_ordered=True)
             except CacheFull as error:
-                if not self._end_one_resting():
-                    self._end(session, session.epoch)
-                    return HopError("busy", str(error), "cache_full")
+                self._end(session, session.epoch)
+                return HopError("busy", str(error), "cache_full")
         return session
 
     async def _open(

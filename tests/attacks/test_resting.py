@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import pytest
 import trio
 from trio.testing import MockClock
 
@@ -14,6 +15,7 @@ from app.serving.admission import AdmissionLimits
 from app.serving.block_server import BlockServer, ServerSettings
 from app.session.frame import Frame, header, new_session_id, plain
 from app.session.wire import KEEP, PROTOCOL, EpochOrder, Kind, Prefix, encode_turn
+from engine.errors import CacheFull
 from p2p.memory.fabric import MemoryFabric, MemoryStream, open_fabric
 from tests.app.hash_model import WIDTH, HashEnds, HashRunner, InlineDevice
 from tests.attacks.test_sessions import F32, next_frame
@@ -55,11 +57,11 @@ class Hop:
         return self._streams[asker]
 
 
-def data(id: bytes, epoch: int, position: int) -> bytes:
+def data(id: bytes, epoch: int, position: int, revision: int = 0) -> bytes:
     """All tokens as one frame."""
     body = HashEnds().embed(TOKENS)
-    head = header(Kind.DATA, id, epoch, position, dtype=F32, rows=len(TOKENS), width=WIDTH, length=len(body))
-    return head + body
+    place: dict[str, int] = {"rows": len(TOKENS), "width": WIDTH, "length": len(body), "revision": revision}
+    return header(Kind.DATA, id, epoch, position, dtype=F32, **place) + body
 
 
 @asynccontextmanager
@@ -199,3 +201,25 @@ async def test_orders_for_which_many_outputs_are_sent_again_are_read_more_slowly
         assert 1 < session.epoch <= 1 + most < orders
         ready = await hop.open("honest", new_session_id("honest"))
         assert ready.position == 0
+
+
+async def test_resting_sessions_make_room_for_the_pages_that_a_cut_copies(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session that was cut ended instead."""
+    async with open_hop() as hop:
+        await hop.resting("another")
+        truncate = HashRunner.truncate
+
+        def without_room(self: HashRunner, session: bytes, length: int) -> None:
+            if len(hop.server._sessions) > 1:
+                raise CacheFull("no room for a copy")
+            truncate(self, session, length)
+
+        monkeypatch.setattr(HashRunner, "truncate", without_room)
+        id = new_session_id("asker")
+        await hop.open("asker", id)
+        await hop.send("asker", data(id, 1, 0), data(id, 1, 0, revision=1))
+        await trio.sleep(1)
+        (session,) = hop.server._sessions.values()
+        assert (session.id, session.length, session.revision) == (id, len(TOKENS), 1)
