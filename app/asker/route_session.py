@@ -38,6 +38,7 @@ from app.core.network import FrameStream, Network, Priority
 from app.core.reasons import Reason, because
 from app.core.signal import Signal
 from app.core.smoothing import Ewma
+from app.core.turns import Who
 from app.routing.reroute import RerouteTimer, RunningRoute
 from app.routing.route import Hop, NoRoute, ReadingPace, Route
 from app.routing.wire_choice import Wires
@@ -108,7 +109,7 @@ class HopLink:
         self.outbox = PeerOutbox(stream, nursery)
         self.listeners: dict[bytes, Listener] = {}
 
-    async def send(self, *parts: bytes, priority: Priority = Priority.CONTROL, owner: str = "") -> None:
+    async def send(self, *parts: bytes, priority: Priority = Priority.CONTROL, owner: Who = ("",)) -> None:
         """Send one frame; if it cannot be sent, the hop will be reported as lost. Owners take turns."""
         await self.outbox.push(OutboundFrame(parts, priority, owner))
 
@@ -357,7 +358,7 @@ class RouteHops:
         prefix: CachedPrefix | None = None,
     ) -> None:
         self.id = new_session_id(links.peer_id)
-        self._owner = self.id.hex()  # of rows in outboxes, where sessions take turns
+        self._owner = (self.id.hex(),)  # of rows in outboxes, where sessions take turns
         self.prefix = prefix
         self._links, self._guide, self._settings, self._shape = links, guide, settings, shape
         self._dtype = DTYPES[shape.dtype]
@@ -890,7 +891,7 @@ class RouteHops:
 
     def _drop_waiting(self, link: HopLink) -> None:
         """Forget rows that wait for a hop's stream: the hop would drop them, and others wait behind them."""
-        link.outbox.drop(lambda frame: frame.owner == self._owner)
+        link.outbox.drop(self._owner)
 
 
 _SMOOTHING = 0.2
