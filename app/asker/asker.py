@@ -424,15 +424,15 @@ class Asker:
     def _ended(self, running: RunningReply, request: RouteRequest, settings: Any, adapter: ReplyAdapter | None) -> None:
         """Count a reply, learn the speed of its hops from it, and keep a sample for an audit."""
         reply, stats = running.reply, running.reply.stats
-        self._latest = seen = reply.seen(self.planner.link_s(), trio.current_time())
+        self._latest = reply.seen(self.planner.link_s(), trio.current_time())
         self._asked_tokens += len(stats.token_ids)
         if stats.was_read:
             self._prompt_tokens += stats.prompt_tokens
             self._cached_tokens += stats.cached_tokens
         self._guessed_tokens += stats.guessed_tokens
         self._accepted_tokens += stats.accepted_tokens
-        if seen.route_s is not None and not stats.recoveries and adapter is None:  # adapters take time of their own
-            self.planner.record_token_time(stats.route, seen.route_s, request)
+        if adapter is None:  # adapters take time of their own
+            self.planner.record_times(running.session.times(), request)
         sample, sampler = None, reply.sampler
         if sampler.answers:
             sample = AuditSample(

@@ -27,6 +27,7 @@ from app.asker.recovery import (
     HopLoss,
     HopProgress,
     HopState,
+    LostSeconds,
     ResumePlan,
     cache_sources,
     longest_quiet_s,
@@ -363,6 +364,9 @@ class RouteHops:
         self._dtype = DTYPES[shape.dtype]
         self._open: dict[str, HopLink] = {}
         self._ready: dict[str, HopState] = {}
+        self._turned_at = 0.0  # when the present epoch was ordered
+        self._ready_at: dict[str, float] = {}
+        self._fetching: Collection[str] = ()  # hops that fetch a cache before they begin it
         self._relayed: set[tuple[str, str]] = set()  # links that go through this asker, from the next epoch on
         # Those of the present epoch: the first hop was told to relay, the second accepts data from this asker alone.
         self._ordered: frozenset[tuple[str, str]] = frozenset()
@@ -428,7 +432,9 @@ class RouteHops:
             self.paces[peer] = decode_pace(frame)
             return
         elif frame.kind == Kind.READY:
-            self._ready[peer] = HopState(frame.position, frame.rows)
+            if peer in self._ready:
+                return  # it says so once an epoch, and cannot take back then what it said
+            self._ready[peer], self._ready_at[peer] = HopState(frame.position, frame.rows), trio.current_time()
             self.cached[peer] = frame.position
             for flag, peers in ((KNOWS_REVISIONS, self._revisers), (GIVES_CACHE, self._givers)):
                 (peers.add if frame.width & flag else peers.discard)(peer)
@@ -767,6 +773,8 @@ class RouteHops:
         self._epoch_route, self._ordered = self.route, frozenset(self._relayed)
         self.wires = self._guide.wires(self.route, self.wires)
         self._ready.clear()
+        self._ready_at.clear()
+        self._turned_at, self._fetching = trio.current_time(), set(caches)
         self._forwarded = self._first_outputs(known)
         self.trouble = None
         for hop in self.route:  # one may have been lost while another was dialled
@@ -796,7 +804,7 @@ class RouteHops:
             turn = replace(turn, cache=caches.get(hop.peer))
             self.cached[hop.peer] = min(self.cached.get(hop.peer, 0), cuts[index])
             await self._open[hop.peer].send(encode_turn(self.id, self.epoch, cuts[index], turn))
-        silent = await self._wait_ready(set(caches))
+        silent = await self._wait_ready(self._fetching)
         if self.trouble is not None:
             raise self.trouble
         if self._shape.adapter is not None:
@@ -805,6 +813,23 @@ class RouteHops:
         late = "it did not open the session in time"
         self._raise_first([HopFailed(peer, because("hop_unopened", late, peer)) for peer in silent])
         return [self._ready[hop.peer] for hop in self.route]
+
+    @property
+    def unready(self) -> Collection[str]:
+        """The hops that have not begun the present epoch."""
+        return {hop.peer for hop in self._epoch_route} - self._ready.keys()
+
+    def opening_s(self, now: float) -> dict[str, float]:
+        """Return how long each hop took to begin the present epoch, beside the round trip to it, or takes up to now.
+
+        Not of hops that had to fetch something before.
+        """
+        hops = () if self._shape.adapter is not None else self._epoch_route
+        return {
+            hop.peer: max(self._ready_at.get(hop.peer, now) - self._turned_at - self._links.round_trip_s((hop,)), 0.0)
+            for hop in hops
+            if hop.peer not in self._fetching
+        }
 
     async def _wait_ready(self, fetching: Collection[str]) -> Sequence[str]:
         """Wait until all hops are ready or one has failed, and return those that took too long.
@@ -906,7 +931,8 @@ UNCOMPUTED_BYTES = 2**26  # of a prompt's rows that are sent before all hops hav
 LOOK_AT_HOPS_S = 0.1  # between two questions whether they have
 _ROUNDS = 3  # epochs until hops and plan agree
 _EXCUSES = 3  # failures that are not held against a hop; they are forgotten
-_FORGOTTEN_AFTER = 16  # after so many answers in a row without any, or
+_FORGOTTEN_AFTER = 16  # after so many answers in a row without any, which take as long as all failures did, or
+_LEAST_TOKENS = 16  # among which lost seconds are divided, at least
 _OWN_PAUSE_S = 30.0  # if this asker had no token for so long: hops close what is not used
 _PAUSE_S = 0.1  # after the second, doubled each time, up to
 _LONGEST_PAUSE_S = 0.8
@@ -951,8 +977,12 @@ class RouteSession:
         self._reported: tuple[int, bool] | None = None  # what `missing_block` returned last: block, loading here
         self._flowing = False  # the route is set up and has been fed all tokens
         self._step_s = Ewma(_SMOOTHING)  # a single token through all hops
+        self._steps, self._steps_s = 0, 0.0  # single tokens over the settled route, and their seconds
+        self._lost = LostSeconds()
+        self._opened_at = 0.0  # when all hops had begun the present epoch
+        self._hop_of: dict[str, Hop] = {}  # all that this session has asked
         self._excuses: dict[str, int] = {}  # failures of each hop that are not forgotten yet
-        self._smooth_answers = 0  # in a row
+        self._smooth_answers, self._smooth_s = 0, 0.0  # in a row, and their seconds
         self._unsound: set[str] = set()  # hops that failed: no other goes on with their cache
         self._failed: set[str] = set()  # those of them that failed since the last answer
         self._cut_to = KEEP  # hops may still cache other tokens from this position on
@@ -967,6 +997,7 @@ class RouteSession:
         self.own_s = 0.0  # of the last token's time: sending it, and coming back to the answer
         self.recoveries = 0
         self.moves = 0  # to better routes while nothing was wrong
+        self._prompt_tokens = 0  # answered first
         self.answered = 0  # tokens that all hops of the route have cached: an answer came back for them
         self.first_answer = trio.Event()  # also set when the session is closed
         self.first_is_late = trio.Event()  # also set by the first answer
@@ -1077,6 +1108,7 @@ class RouteSession:
         if self._cut_to != KEEP and not hops.can_revise:
             self._flowing = False
         begin = trio.current_time()
+        self._lost.begin(begin)
         if begin > hops.answered_at + _OWN_PAUSE_S:
             self._excuses.clear()
         if hops.leaving and await self._can_leave():
@@ -1112,20 +1144,51 @@ class RouteSession:
                     self._failed.clear()
                     for hop in self.route:
                         self._guide.worked(hop.peer)
-                if smooth and len(self._history) == first + 1:
-                    now = trio.current_time()
-                    self._step_s.add(now - begin)
-                    self._recheck.took(now - begin, now)
-                    self.own_s = fed_at - begin + now - hops.answered_at
-                self._smooth_answers = self._smooth_answers + 1 if smooth else 0
-                if self._smooth_answers >= _FORGOTTEN_AFTER:
-                    self._excuses.clear()
+                self._note_times(begin, len(self._history) - first, smooth=smooth)
+                if smooth:
+                    self.own_s = fed_at - begin + trio.current_time() - hops.answered_at
                 self.answered = first + len(token_ids)  # guesses may be wrong
                 hops.cached = {hop.peer: self.answered for hop in self.route}
                 self._progress = None
                 self._note_first_answer()
                 return answer
         raise SessionLost("the route failed again and again without a single token; try again later")
+
+    def _note_times(self, begin: float, rows: int, *, smooth: bool) -> None:
+        """Learn from an answer to what was sent at `begin`: so many rows, of which all but the first are guesses."""
+        now = trio.current_time()
+        took_s = now - begin
+        if self.first_answer.is_set() and rows == 1:
+            self._recheck.took(took_s, now)
+        if smooth and rows == 1:
+            self._step_s.add(took_s)
+            self._steps, self._steps_s = self._steps + 1, self._steps_s + took_s
+        elif smooth and self._steps:  # rows take no longer together than one by one
+            self._steps_s += max(took_s - rows * self._step_s.value, 0.0)
+        self._lost.answered(*self._until(now))
+        self._smooth_answers = self._smooth_answers + 1 if smooth else 0
+        self._smooth_s = self._smooth_s + took_s if smooth else 0.0
+        if self._smooth_answers >= _FORGOTTEN_AFTER and self._smooth_s >= self._lost.total_s:
+            self._excuses.clear()
+
+    def _until(self, now: float) -> tuple[float, float]:
+        """Return the end of the time that the present tokens may have lost, and what they usually take of it.
+
+        Nobody knows how long a prompt usually takes, but all time before its last epoch was of no use.
+        """
+        if self._hops.unready:
+            return now, MIN_OVERDUE_S
+        return (now, self._step_s.value) if self.first_answer.is_set() else (self._opened_at, MIN_OVERDUE_S)
+
+    def times(self) -> RunningRoute:
+        """Return what a token took over the route in use, and what each hop may have cost besides."""
+        token_s = self._steps_s / self._steps if self._steps else None
+        return RunningRoute(self._settled, token_s, len(self._history), self._lost_per_token())
+
+    def _lost_per_token(self) -> dict[Hop, float]:
+        tokens = max(self.answered - self._prompt_tokens, _LEAST_TOKENS)
+        lost = self._lost.so_far(*self._until(trio.current_time()), self._hops.unready)
+        return {self._hop_of[peer]: seconds / tokens for peer, seconds in lost.items() if seconds > 0}
 
     def cut(self, length: int) -> None:
         """Drop the tokens from position `length` on; the hops learn it with the next tokens."""
@@ -1224,6 +1287,7 @@ class RouteSession:
             if hop.peer not in hops.states:
                 why = because("hop_silent", f"it has not answered for {patience_s:.0f} s", hop.peer)
                 self._guide.failed(hop.peer, why, busy=False)
+                self._lost.failed((hop.peer,))
                 hops.trouble = HopFailed(hop.peer, why, blameless=True)  # reported above, as others may be
 
     def _follow_hops(self, begin: float | None = None) -> HopProgress:
@@ -1279,6 +1343,7 @@ class RouteSession:
             self._guide.waited(late.hop, late.unread, late.waited_s, given_up=True)
 
     def _note_first_answer(self) -> None:
+        self._prompt_tokens = self._prompt_tokens or self.answered
         self.first_answer.set()
         self.first_is_late.set()
 
@@ -1374,7 +1439,7 @@ class RouteSession:
             if now >= self._better_until:
                 self._better = ()
         elif self._step_s and self._recheck.is_due(now):
-            running = RunningRoute(self.route, self._step_s.value, len(self._history))
+            running = replace(self.times(), token_s=self._step_s.value)
             self._links.in_background("looking for a better route", partial(self._look_for_better, running))
         return False
 
@@ -1411,6 +1476,7 @@ class RouteSession:
         failure, self._hops.trouble = self._hops.trouble, None
         if failure is None:
             return 0.0
+        self._lost.failed(failure.link or (failure.peer,))
         if failure.link is not None:
             log.info("session %s: the link from %s to %s: %s", self.id.hex()[:8], *failure.link, failure.why.text)
             self._guide.link_broke(*failure.link)
@@ -1426,6 +1492,13 @@ class RouteSession:
         self._guide.failed(failure.peer, failure.why, busy=failure.busy)
         return 0.0
 
+    def _note_opening(self) -> None:
+        """Count what hops took to begin an epoch; to begin a session, they may first end the step that they are in."""
+        self._opened_at = trio.current_time()
+        free_s = 0.0 if self._settled else MIN_OVERDUE_S
+        opening_s = self._hops.opening_s(self._opened_at)
+        self._lost.opened({peer: max(seconds - free_s, 0.0) for peer, seconds in opening_s.items()})
+
     async def _set_up(self, route: Route, givers: Collection[str]) -> None:
         """Begin an epoch on this route and get all tokens under way; raises `HopFailed`.
 
@@ -1434,6 +1507,7 @@ class RouteSession:
         """
         hops, fed = self._hops, len(self._history)
         self._flowing = False
+        self._hop_of |= {hop.peer: hop for hop in route}
         hops.urgent_from = 0 if self._settings.urgent else fed
         await hops.reach(route)
         # If every hop is new, it is known beforehand from which position each must send.
@@ -1445,6 +1519,7 @@ class RouteSession:
         caches = await hops.order_handovers(sources, cached)
         for number in range(_ROUNDS):
             states = await hops.turn(cuts, known, caches)
+            self._note_opening()
             caches = {}
             plan = plan_resume(states, fed)
             held = list(zip(route, states, plan.lengths, cuts, strict=True))
@@ -1462,6 +1537,8 @@ class RouteSession:
             await hops.go(plan)
         if not self._settled:
             self.reused, self.prompt_fed_at = min(plan.lengths), trio.current_time()
+        if route != self._settled:
+            self._steps, self._steps_s = 0, 0.0
         self._flowing, self._cut_to, self._settled = True, KEEP, route
         self._believed = self._guide.paces(route)
         if route not in self.routes:

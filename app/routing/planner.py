@@ -166,19 +166,26 @@ class RoutePlanner:
         at_once(self._rates.update(self.members()))
         return self._rates.estimates(self._network.peer_id, self._network.links())
 
-    def record_token_time(self, route: Route, token_s: float, request: RouteRequest) -> None:
-        """Update the per-peer estimates from a reply's typical seconds per token over this route.
+    def record_times(self, ran: RunningRoute, request: RouteRequest) -> None:
+        """Update the per-peer estimates from a reply's seconds per token, and those that hops may have cost besides.
 
         Be wary of strangers if some of its hops are measured for the first time, and it was far slower than they claim.
         """
+        if ran.token_s is None and not ran.lost_s:
+            return
         serving = [m for m in self.members() if m.serves]
         expected = believed_seconds(serving, replace(request, prompt_tokens=0), KnownCosts())
-        links_s = links_seconds(route, self.link_s())
-        # Slow members can make others seem slow, but no hop took longer than all hops together.
-        most_s = {hop.peer: max(token_s - links_s, 0.0) / len(hop.span) for hop in route if hop.peer in expected}
-        expected |= {peer: min(seconds, expected[peer]) for peer, seconds in most_s.items()}
-        now = trio.current_time()
-        self._strangers.were_far_slower(self.measured.note(route, token_s, links_s, expected, now), now)
+        now, slow = trio.current_time(), set[str]()
+        if ran.token_s is not None:
+            links_s = links_seconds(ran.route, self.link_s())
+            # Slow members can make others seem slow, but no hop took longer than all hops together.
+            most_s = max(ran.token_s - links_s, 0.0)
+            known = [hop for hop in ran.route if hop.peer in expected]
+            expected |= {hop.peer: min(most_s / len(hop.span), expected[hop.peer]) for hop in known}
+            slow |= {*self.measured.note(ran.route, ran.token_s, links_s, expected, now, ran.lost_s)}
+        left = [hop for hop in ran.lost_s if ran.token_s is None or hop not in ran.route]
+        slow |= {hop.peer for hop in left if self.measured.note_lost(hop, ran.lost_s[hop], expected, now)}
+        self._strangers.were_far_slower(slow, now)
 
     async def find(
         self,
@@ -457,7 +464,7 @@ class RoutePlanner:
     async def better(self, standing: RunningRoute, request: RouteRequest, refusing: Refusing = dict) -> Route | None:
         """Return a route that is worth moving a running session to, or None; without `refusing` peers."""
         async with self._searching:
-            self.record_token_time(standing.route, standing.token_s, request)
+            self.record_times(standing, request)
             return await in_pieces(self._search_better(standing, request, refusing))
 
     async def would_use(self, hop: Hop, request: RouteRequest, avoid: Collection[str]) -> bool:

@@ -6,9 +6,11 @@ The hostile hop announces five times the speed of the others, which can all read
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import trio
@@ -18,6 +20,7 @@ from app.asker import recovery
 from app.asker.asker import Asker
 from app.session.frame import HopError, plain
 from app.session.wire import PROTOCOL, Kind, decode, encode_hop_error
+from p2p.errors import P2PError
 from p2p.memory import link
 from p2p.memory.fabric import MemoryStream
 from tests.app.hash_model import HashRunner, greedy
@@ -289,3 +292,117 @@ async def test_the_hops_beside_one_that_crawls_stay_as_fast_as_they_were_believe
         asker = await swarm.asker()
         await replies_with_patience(asker, 500, 20.0, 1)
         assert set(asker.planner.measured.block_s(trio.current_time())) == {"liar"}
+
+
+# --- seconds that pass beside the tokens ------------------------------------------------------------------------------
+
+
+class Delays(NamedTuple):
+    """How a hop that computes fast makes replies long all the same."""
+
+    ready_s: float = 0.0  # until it says that it has begun an epoch
+    excuses: int = 0  # in each 18 tokens: fewer than count as a failure
+    second_s: float = 0.0  # for which it keeps the second token of each session back
+    takes_back: bool = False  # after each output, that it knows revisions
+
+
+class DelayingStream:
+    """The stream of an honest server whose frames go out with these delays."""
+
+    def __init__(self, stream: MemoryStream, nursery: trio.Nursery, delays: Delays) -> None:
+        self._stream, self._nursery, self._delays, self.peer = stream, nursery, delays, stream.peer
+        self._smooth = Counter[bytes]()  # session -> outputs since the last excuse, and
+        self._excuses = Counter[bytes]()  # excuses since the last smooth stretch
+        self._sent = Counter[bytes]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def send(self, message: Any, priority: int = 0) -> None:
+        body = b"".join(message) if isinstance(message, tuple) else bytes(message)
+        frame = decode(body)
+        wait_s = 0.0
+        if frame.kind == Kind.READY:
+            wait_s = self._delays.ready_s
+        elif frame.kind == Kind.DATA:
+            if self._has_excuse(frame.session):
+                body = encode_hop_error(frame.session, frame.epoch, 0, HopError("closed", "not now"))
+            self._sent[frame.session] += 1
+            wait_s = self._delays.second_s if self._sent[frame.session] == 2 else 0.0
+        if wait_s:
+            self._nursery.start_soon(self._send_later, body, priority, wait_s)
+        else:
+            await self._stream.send(body, priority)
+        if frame.kind == Kind.DATA and self._delays.takes_back:
+            end = frame.position + frame.rows
+            await self._stream.send(plain(Kind.READY, frame.session, frame.epoch, end, end - 1))
+
+    def _has_excuse(self, session: bytes) -> bool:
+        self._smooth[session] += 1
+        if self._smooth[session] == 18:
+            self._smooth[session] = self._excuses[session] = 0
+        if self._smooth[session] < 2 or self._excuses[session] == self._delays.excuses:
+            return False
+        self._smooth[session] = 0
+        self._excuses[session] += 1
+        return True
+
+    async def _send_later(self, body: bytes, priority: int, wait_s: float) -> None:
+        await trio.sleep(wait_s)
+        with suppress(P2PError):
+            await self._stream.send(body, priority)
+
+
+async def serve_delaying(swarm: SessionSwarm, delays: Delays) -> Asker:
+    """Let a hop that claims to be the fastest join, with these delays; returns an asker that knows the others."""
+    asker = await swarm.asker(guesser=lambda *_: None)
+    await ask(asker, numbered(40), 4)
+    server = await swarm.serve("liar", HashRunner(4, 8), speed=FAST)
+
+    async def attend(stream: MemoryStream) -> None:
+        await server.attend(DelayingStream(stream, swarm.nursery, delays))  # type: ignore[arg-type]
+
+    swarm.fabric.nodes["liar"].accept(PROTOCOL, attend)
+    await swarm.fabric.dial(swarm.fabric.nodes["asker"], "liar")  # it shows that it is near
+    return asker
+
+
+@pytest.mark.parametrize(
+    ("delays", "most_s"), [(Delays(4.8), 12), (Delays(4.8, excuses=3), 28), (Delays(second_s=9.0), 16)]
+)
+async def test_a_hop_that_makes_replies_long_beside_their_tokens_has_few_of_them(
+    autojump_clock: MockClock, delays: Delays, most_s: float
+) -> None:
+    """Each reply took so much longer, and no measured token did: the next one came to the same hop."""
+    async with open_swarm((0, 4), (4, 8), (4, 8)) as swarm:
+        asker = await serve_delaying(swarm, delays)
+        begin = trio.current_time()
+        for number in range(4):
+            stats = await ask(asker, numbered(40, number), 30)
+            assert stats.token_ids == greedy(numbered(40, number), 30)
+        assert trio.current_time() - begin < most_s, "one of them alone was long"
+        await trio.sleep(70)  # it is tried again now and then
+        begin = trio.current_time()
+        for number in range(4):
+            await ask(asker, numbered(40, number), 30)
+        assert trio.current_time() - begin < 12
+        assert not {"n0", "n1", "n2"} & asker.bans.active(begin).keys()
+
+
+async def test_clients_that_give_up_while_a_hop_begins_do_not_meet_it_each_time(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 4), (4, 8), (4, 8)) as swarm:
+        asker = await serve_delaying(swarm, Delays(4.8))
+        assert await replies_with_patience(asker, 40, 3.0, 8) >= 7
+
+
+async def test_a_hop_that_takes_back_that_it_knows_revisions_begins_no_epochs(autojump_clock: MockClock) -> None:
+    """Each wrong guess would begin one."""
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        asker = await serve_delaying(swarm, Delays(takes_back=True))
+        async with asker.session(100) as session:
+            await session.advance(numbered(40))
+            assert session.route[-1].peer == "liar"
+            for number in range(8):
+                await session.advance([number], guesses=(1, 2, 3))
+                session.cut(41 + number)
+            assert session.epoch == 1
