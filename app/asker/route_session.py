@@ -362,6 +362,7 @@ class RouteHops:
         self.prefix = prefix
         self._links, self._guide, self._settings, self._shape = links, guide, settings, shape
         self._dtype = DTYPES[shape.dtype]
+        self._row_bytes = row_bytes(self._dtype, shape.width)
         self._open: dict[str, HopLink] = {}
         self._ready: dict[str, HopState] = {}
         self._turned_at = 0.0  # when the present epoch was ordered
@@ -651,25 +652,21 @@ class RouteHops:
                 self._took_at[peer] = self._open[peer].outbox.took_at
         return {peer: self._took_at[peer] for peer in fed if peer in self._took_at}
 
-    async def make_room(self) -> None:
-        """Wait until the first hop has taken most of what was sent to it; one that takes nothing becomes `trouble`.
+    def has_room(self) -> bool:
+        """True if the first hop has taken most of what was sent to it.
 
         The stream is shared by all sessions, and would be closed if a long prompt waited in it as a whole. What others
         sent may fill it again and again: a session of which nothing waits has more room, and so its turn.
         """
-        outbox, since = self._open[self.route[0].peer].outbox, trio.current_time()
-        quiet_s = longest_quiet_s(row_bytes(self._dtype, self._shape.width), self._settings.stuck_s)
+        outbox = self._open[self.route[0].peer].outbox
+        most = FEED_AHEAD_BYTES if outbox.waiting_for(self._owner) else FEED_TOGETHER_BYTES
+        return outbox.waiting_bytes <= most or outbox.broken
 
-        def is_full() -> bool:
-            most = FEED_AHEAD_BYTES if outbox.waiting_for(self._owner) else FEED_TOGETHER_BYTES
-            return outbox.waiting_bytes > most
-
-        while is_full() and not outbox.broken and self.trouble is None:
-            with trio.move_on_after(_LOOK_FOR_ROOM_S):
-                await self._heard.wait()
-            if trio.current_time() - max(since, outbox.took_at) > quiet_s:
-                peer = self.route[0].peer
-                self.trouble = HopFailed(peer, because("hop_stuck", "it does not read what is sent to it", peer))
+    def check_room(self, since: float) -> None:
+        """Let a first hop without room be `trouble` if it has taken nothing for long, and not since then."""
+        hop, quiet_s = self.route[0].peer, longest_quiet_s(self._row_bytes, self._settings.stuck_s)
+        if not self.has_room() and trio.current_time() - max(since, self._open[hop].outbox.took_at) > quiet_s:
+            self.trouble = HopFailed(hop, because("hop_stuck", "it does not read what is sent to it", hop))
 
     async def feed(self, position: int, rows: int, data: bytes) -> None:
         """Send embedded tokens to the first hop, in the format `feed_wire`."""
@@ -988,7 +985,7 @@ class RouteSession:
         self._cut_to = KEEP  # hops may still cache other tokens from this position on
         self._believed: Mapping[str, ReadingPace] = {}  # of the route's hops, when it was proposed
         self._progress: HopProgress | None = None  # while an answer is late
-        self._look_for_others_at = 0.0
+        self._look_at_hops_at = self._look_for_others_at = 0.0
         self._look_again_at = 0.0  # for hops that could replace those that are leaving
         self._links = links
         self._recheck = RerouteTimer(trio.current_time())
@@ -1232,30 +1229,43 @@ class RouteSession:
 
     async def _feed(self, first: int, embedded: bytes | None = None) -> None:
         """Send tokens from position `first` on to the first hop, in chunks; what waits at a hop takes its memory."""
-        hops, epoch = self._hops, self._hops.epoch
+        hops, epoch, begin = self._hops, self._hops.epoch, trio.current_time()
         ahead = max(self._settings.chunk_rows, UNCOMPUTED_BYTES // self._row_bytes)
+        self._look_at_hops_at = begin + MIN_OVERDUE_S
         for start in range(first, len(self._history), self._settings.chunk_rows):
-            if start - first >= ahead:
-                await self._computed(start - ahead, start)
+            await self._wait_to_feed(begin, start, start - ahead if start - first >= ahead else 0)
             chunk = self._history[start : start + self._settings.chunk_rows]
             is_given = embedded is not None and len(chunk) == len(self._history) - first and not hops.feed_wire
             data = embedded if is_given else None
             if data is None:
                 data = await self._embed(chunk, hops.feed_wire)
-            await hops.make_room()
             if hops.trouble is not None or epoch != hops.epoch:
                 return
             await hops.feed(start, len(chunk), data)
 
-    async def _computed(self, length: int, fed: int) -> None:
-        """Wait until all hops have cached so many of the `fed` tokens, or one of them is in trouble."""
-        hops, progress = self._hops, self._follow_hops()
-        while hops.trouble is None:
-            await self._ask_hops()
-            if all(state.position >= length for state in hops.states.values()):
-                return
-            await self._find_loss(progress, fed)
-            await hops.settle(LOOK_AT_HOPS_S)
+    async def _wait_to_feed(self, begin: float, fed: int, computed: int) -> None:
+        """Wait until the first hop has room and all hops have cached so many of the `fed` tokens, or one is in trouble.
+
+        The hops are followed meanwhile, since `begin`, as they are while an answer is late: a client may give up before
+        all of a prompt was sent.
+        """
+        hops, full_since = self._hops, trio.current_time()
+        while hops.trouble is None and (computed or not hops.has_room()):
+            now = trio.current_time()
+            if hops.has_room():
+                full_since = now
+            hops.check_room(full_since)
+            if computed or now >= self._look_at_hops_at:
+                progress = self._progress
+                if progress is None or progress.epoch != hops.epoch:
+                    progress = self._follow_hops(begin)
+                await self._ask_hops()
+                if not all(state.position >= fed for state in hops.states.values()):
+                    await self._find_loss(progress, fed)
+                if all(state.position >= computed for state in hops.states.values()):
+                    computed = 0
+                self._look_at_hops_at = trio.current_time() + MIN_OVERDUE_S
+            await hops.settle(LOOK_AT_HOPS_S if computed else _LOOK_FOR_ROOM_S)
 
     async def _wait_answer(self) -> Frame | None:
         """Wait for the answer; None if the route needs repair."""

@@ -16,9 +16,9 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from app.asker import recovery
+from app.asker import recovery, route_session
 from app.asker.asker import Asker
-from app.session.frame import HopError, plain
+from app.session.frame import Frame, HopError, plain
 from app.session.wire import PROTOCOL, Kind, decode, encode_hop_error
 from p2p.errors import P2PError
 from p2p.memory import link
@@ -292,6 +292,67 @@ async def test_the_hops_beside_one_that_crawls_stay_as_fast_as_they_were_believe
         asker = await swarm.asker()
         await replies_with_patience(asker, 500, 20.0, 1)
         assert set(asker.planner.measured.block_s(trio.current_time())) == {"liar"}
+
+
+# --- rows that a first hop does not take ------------------------------------------------------------------------------
+
+
+class DeafStream:
+    """The stream of an honest server that grants no window for long prompts' rows, and gets all else."""
+
+    def __init__(self, stream: MemoryStream) -> None:
+        self._stream, self.peer = stream, stream.peer
+        self._held = Counter[bytes]()  # bytes of each session
+        self._usual = stream._in._consumed
+        stream._in._consumed = self._consumed  # type: ignore[method-assign]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _consumed(self, message: bytes) -> bytes:
+        frame, pipe = decode(message), self._stream._in
+        if is_long(frame):
+            self._held[frame.session] += len(message) + link.MESSAGE_COST_BYTES
+            return message
+        if frame.kind in (Kind.CLOSE, Kind.TURN):
+            pipe.outstanding_bytes -= self._held.pop(frame.session, 0)
+        return self._usual(message)
+
+    async def receive(self) -> bytes:
+        while is_long(decode(message := await self._stream.receive())):
+            pass
+        return message
+
+
+def is_long(frame: Frame) -> bool:
+    return frame.kind == Kind.DATA and frame.rows > 30
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("patience_s", [60.0, 1000.0])
+async def test_a_first_hop_that_takes_no_rows_of_a_prompt_is_met_once(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, patience_s: float, is_known: bool
+) -> None:
+    """The prompt is longer than what may wait for a stream, so that the asker never gets to wait for the answer."""
+    monkeypatch.setattr(link, "fits_window", lambda outstanding, cost, priority=0: outstanding < 2048 or priority < 2)
+    monkeypatch.setattr(recovery, "SLOW_LINK_BYTES_PER_S", 100)  # rows of 16 bytes stand for those of 8 KiB
+    monkeypatch.setattr(route_session, "FEED_AHEAD_BYTES", 8 * 1024)
+    monkeypatch.setattr(route_session, "FEED_TOGETHER_BYTES", 32 * 1024)
+    async with open_swarm((0, 4), (0, 4), (4, 8)) as swarm:
+        server = await swarm.serve("liar", HashRunner(0, 4), speed=FAST)
+        swarm.devices["liar"].seconds = 0.001
+
+        async def attend(stream: MemoryStream) -> None:
+            await server.attend(DeafStream(stream))  # type: ignore[arg-type]
+
+        swarm.fabric.nodes["liar"].accept(PROTOCOL, attend)
+        asker = await swarm.asker()
+        for number in range(4 if is_known else 0):
+            assert (await ask(asker, numbered(30, number), 4)).route[0].peer == "liar"
+        begin = trio.current_time()
+        assert await replies_with_patience(asker, 1000, patience_s, 5) >= 4
+        assert trio.current_time() - begin < 100 + 5 * 5, "one of them waited"
+        assert "liar" in asker.planner.measured.block_s(trio.current_time())
 
 
 # --- seconds that pass beside the tokens ------------------------------------------------------------------------------
