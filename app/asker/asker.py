@@ -60,7 +60,7 @@ from app.routing.planner import (
     RoutePlanner,
     SessionRoutes,
 )
-from app.routing.route import Privacy, Route, RouteRequest
+from app.routing.route import Privacy, Route, RouteRequest, RouteTimes
 from app.routing.trust import TrustBook
 from app.session.adapter_index import AdapterRef
 from app.session.frame import DTYPES, row_bytes
@@ -434,12 +434,11 @@ class Asker:
         if adapter is None:  # adapters take time of their own
             self.planner.record_times(running.session.times(), request)
         sample, sampler = None, reply.sampler
-        if sampler.answers:
+        if windows := sampler.windows(stats.prompt_tokens):
             sample = AuditSample(
                 tokens=reply.tokens,
                 prompt_tokens=stats.prompt_tokens,
-                first=stats.prompt_tokens + sampler.first,
-                answers=tuple(sampler.answers),
+                windows=windows,
                 peers=frozenset(hop.peer for route in sampler.routes for hop in route),
                 precisions=precisions(sampler.routes, running.formats, rounded=sampler.rounded),
                 room=request.tokens,
@@ -572,6 +571,9 @@ class _AuditContext:
 
     def full(self, tokens: int) -> frozenset[str]:
         return frozenset(self._asker.planner.full_hops.full(tokens, trio.current_time()))
+
+    async def times(self, prompt_tokens: int, room: int) -> Callable[[Route], RouteTimes]:
+        return await self._asker.planner.times(self._asker._route_request(room, prompt_tokens))
 
     @asynccontextmanager
     async def pinned(self, route: Route, room: int, adapter: ReplyAdapter | None) -> AsyncIterator[RouteSession]:

@@ -258,7 +258,7 @@ class LostSeconds:
     def __init__(self) -> None:
         self._lost: dict[str, float] = {}  # by peer; of the tokens that were answered
         self._opening: dict[str, float] = {}  # the same of the present ones
-        self._causers: set[str] = set()
+        self.causers: set[str] = set()  # hops that may be why the present tokens need a repair
         self._begun_at = 0.0
 
     @property
@@ -268,11 +268,11 @@ class LostSeconds:
 
     def begin(self, now: float) -> None:
         """Note that the next tokens are on their way."""
-        self._opening, self._causers, self._begun_at = {}, set(), now
+        self._opening, self.causers, self._begun_at = {}, set(), now
 
     def failed(self, peers: Collection[str]) -> None:
         """Note that one of these hops caused a failure."""
-        self._causers.update(peers)
+        self.causers.update(peers)
 
     def opened(self, opening_s: Mapping[str, float]) -> None:
         """Note how long each hop took to begin an epoch; they did so at the same time."""
@@ -289,7 +289,7 @@ class LostSeconds:
 
     def so_far(self, until: float, usual_s: float, unready: Collection[str] = ()) -> dict[str, float]:
         """Return the lost seconds by peer; hops that are `unready` may be why the present tokens wait."""
-        lost, causers = dict(self._lost), self._causers | {*unready}
+        lost, causers = dict(self._lost), self.causers | {*unready}
         _add(lost, self._opening)
         rest_s = until - self._begun_at - usual_s - sum(self._opening.values())
         if causers and rest_s > 0:

@@ -1049,6 +1049,11 @@ class RouteSession:
             return None
         return NextStep(self.id, len(self._history), len(self.route) == 1 and not self.wires)
 
+    @property
+    def blamed(self) -> frozenset[str]:
+        """The hops that may have caused the failure of the present tokens, if there was any."""
+        return frozenset(self._lost.causers)
+
     async def missing_block(self) -> NoRoute | None:
         """Wait for the first route, and return early with a block that nobody serves, so that the user can be told.
 

@@ -39,7 +39,17 @@ from app.routing.cost import (
 from app.routing.estimates import LinkEstimates, MeasuredSpeeds, RateClaims, RateEstimates, link_seconds_in_pieces
 from app.routing.prefer_here import prefer_here
 from app.routing.reroute import RouteComparison, RunningRoute, is_worth_moving
-from app.routing.route import Hop, KnownCosts, LinkSeconds, NoRoute, Privacy, ReadingPace, Route, RouteRequest
+from app.routing.route import (
+    Hop,
+    KnownCosts,
+    LinkSeconds,
+    NoRoute,
+    Privacy,
+    ReadingPace,
+    Route,
+    RouteRequest,
+    RouteTimes,
+)
 from app.routing.search import repair_route, search_in_order, search_route, why_unused
 from app.routing.strangers import Strangers
 from app.routing.trust import TrustBook, TrustScore
@@ -333,6 +343,13 @@ class RoutePlanner:
             return overhead_s + sum(len(hop.span) * (rest_s if hop in held else whole_s)[hop.peer] for hop in route)
 
         return seconds
+
+    async def times(self, request: RouteRequest) -> Callable[[Route], RouteTimes]:
+        """Return a function for how long a reply to a prompt takes over a route."""
+        prompt = request.prompt_tokens
+        first_s = await in_pieces(self._seconds_with((), prompt, replace(request, tokens=prompt + 1)))
+        token_s = await in_pieces(self._seconds_with((), 0, replace(request, tokens=1, prompt_tokens=0)))
+        return lambda route: RouteTimes(first_s(route), token_s(route))
 
     def _without_trials(
         self,
