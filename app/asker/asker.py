@@ -12,6 +12,7 @@ that begins with the same tokens has only the others read.
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from app.asker.kept_sessions import (
     KeptSessions,
     SharedPrefix,
     best_prefix,
+    packed,
     shared_tokens,
 )
 from app.asker.reply import AuditSample, AuditSampler, HiddenState, Reply, ReplyAdapter, hidden_states
@@ -200,7 +202,9 @@ class Asker:
                 f"what the caches of the members hold; lower max_tokens to {most - prompt}, or shorten the conversation"
             )
         request = self._route_request(tokens, prompt, private_blocks)
-        unread = partial(self._unread, prompt_ids, request.privacy, None if adapter is None else adapter.ref, owner)
+        unread = partial(
+            self._unread, packed(prompt_ids), request.privacy, None if adapter is None else adapter.ref, owner
+        )
         async with (
             self._queue.turn(owner, unread) as turn,
             self._reply(prompt_ids, settings, request, adapter, turn, begin) as reply,
@@ -219,7 +223,8 @@ class Asker:
     ) -> AsyncIterator[Reply]:
         """Begin a reply that was asked for at `begin` and whose turn it is."""
         text, ref = self._ends.begin(prompt_ids, settings), None if adapter is None else adapter.ref
-        prefix = await self._shared_prefix(prompt_ids, request.privacy, ref, turn.owner)
+        packed_ids = packed(prompt_ids)
+        prefix = await self._shared_prefix(packed_ids, request.privacy, ref, turn.owner)
         routes = self._routes(request, prefix, ref)
         own_node, taken = OwnNode(self._loading, turn.needs_room), self._taken(prefix)
         async with self._counted(routes, request.tokens, taken, ref, own_node) as session:
@@ -244,7 +249,7 @@ class Asker:
                 request.tokens,
                 adapter,
             )
-            running = RunningReply(reply, session, routes, tuple(prompt_ids), request.privacy, ref, turn.owner)
+            running = RunningReply(reply, session, routes, packed_ids, request.privacy, ref, turn.owner)
             self._replies[session.id] = running
             self._begun += 1
             is_sound = True
@@ -267,7 +272,7 @@ class Asker:
     # --- caches that outlive a reply ----------------------------------------------------------------------------------
 
     async def _shared_prefix(
-        self, prompt_ids: Sequence[int], privacy: Privacy, adapter: AdapterRef | None, owner: str
+        self, prompt_ids: array[int], privacy: Privacy, adapter: AdapterRef | None, owner: str
     ) -> SharedPrefix | None:
         """Return what is cached of an owner's prompt; waits for its reply under way that reads mostly the same tokens.
 
@@ -287,7 +292,7 @@ class Asker:
         return self._best_prefix(prompt_ids, privacy, adapter, owner)
 
     def _best_prefix(
-        self, prompt_ids: Sequence[int], privacy: Privacy, adapter: AdapterRef | None, owner: str
+        self, prompt_ids: array[int], privacy: Privacy, adapter: AdapterRef | None, owner: str
     ) -> SharedPrefix | None:
         running = [one.cached() for one in self._replies.values() if one.owner == owner]
         sessions = [one for one in (*self._kept, *running) if self._is_trusted(one.routes)]
@@ -314,7 +319,7 @@ class Asker:
         unread = request.prompt_tokens - prefix.tokens
         return PrefixRoutes(self.planner, request, prefix.source.route, unread, adapter)
 
-    def _unread(self, prompt_ids: Sequence[int], privacy: Privacy, adapter: AdapterRef | None, owner: str) -> int:
+    def _unread(self, prompt_ids: array[int], privacy: Privacy, adapter: AdapterRef | None, owner: str) -> int:
         """Return how many tokens of an owner's prompt are not cached for it at any hop now."""
         known = self._best_prefix(prompt_ids, privacy, adapter, owner) if self._keep_sessions() else None
         return len(prompt_ids) - (0 if known is None else known.tokens)
@@ -502,7 +507,7 @@ class RunningReply:
     reply: Reply
     session: RouteSession
     guide: SessionRoutes
-    prompt: tuple[int, ...]
+    prompt: array[int]
     privacy: Privacy
     adapter: AdapterRef | None = None
     owner: str = ""
@@ -520,12 +525,12 @@ class RunningReply:
         """What its hops may keep once it is over: the tokens that they are known to have cached."""
         return replace(self._record(*self.session.cached()), at=now)
 
-    def _record(self, route: Route, tokens: Sequence[int]) -> CachedSession:
+    def _record(self, route: Route, tokens: array[int]) -> CachedSession:
         session = self.session
         return CachedSession(
             session.id,
             session.epoch,
-            tuple(tokens),
+            tokens,
             self.privacy,
             route,
             tuple(dict.fromkeys((*self.reply.sampler.routes, *session.routes))),
@@ -535,7 +540,7 @@ class RunningReply:
             formats=self.formats,
         )
 
-    def reads(self, prompt: Sequence[int], privacy: Privacy, more_than: int) -> bool:
+    def reads(self, prompt: array[int], privacy: Privacy, more_than: int) -> bool:
         """True if it reads a prompt of which this one shares more than so many tokens, and at least half."""
         if self.session.answered or self.session.first_answer.is_set() or self.privacy != privacy:
             return False

@@ -43,12 +43,14 @@ class Turn:
         self._room_of: set[str] = set()  # the owners that had room at the hops while they were full for this reply
         self._room_until = 0.0
 
+    def look(self) -> int:
+        """Return what `unread` says now."""
+        self._looked = trio.current_time(), self.unread()
+        return self._looked[1]
+
     def unread_lately(self) -> int:
         """What `unread` said within the last second: prompts that wait are looked at often, and to look takes time."""
-        now = trio.current_time()
-        if now - self._looked[0] >= LOOK_AGAIN_S:
-            self._looked = now, self.unread()
-        return self._looked[1]
+        return self.look() if trio.current_time() - self._looked[0] >= LOOK_AGAIN_S else self._looked[1]
 
     def late(self) -> None:
         """Note that the prompt takes too long: the owner's other ones do not wait for it."""
@@ -116,7 +118,7 @@ class FairQueue:
                 return
             self._remove(turn)
             self._active.append(turn)
-            turn.reading = max(1, turn.unread())
+            turn.reading = max(1, turn.unread_lately())
             turn.begun.set()
 
     def _next(self, queue: deque[Turn], counts: Counter[str]) -> Turn | None:
@@ -124,7 +126,7 @@ class FairQueue:
         first = queue[0]
         if not self._has_place(first.owner, counts):
             return None
-        unread, under_way = first.unread(), [one for one in self._active if one.owner == first.owner and one.reading]
+        unread, under_way = first.look(), [one for one in self._active if one.owner == first.owner and one.reading]
         # Those that passed do not count: a long prompt would wait for ever behind short ones that keep coming.
         reading = [one.reading for one in under_way if not one.passes]
         if not reading or sum(reading) + unread <= READING_TOKENS:

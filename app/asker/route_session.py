@@ -14,6 +14,7 @@ answer means, and which hop must send what again, are pure decisions in `app.ask
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from typing import Protocol
 
 import trio
 
+from app.asker.kept_sessions import packed
 from app.asker.recovery import (
     OVERDUE_TIMES,
     HopFailed,
@@ -965,7 +967,7 @@ class RouteSession:
         self._own_node = own_node or OwnNode()
         self._loading_seen, self._loading_at = self._own_node.loading(), 0.0  # when it grew while this session waited
         self._row_bytes = row_bytes(DTYPES[shape.dtype], shape.width)
-        self._history: list[int] = []
+        self._history = packed(())
         self._settled: Route = ()  # the last one that worked
         # All that were set up, each once: what hops of earlier ones computed may be in the caches of later ones.
         self.routes: list[Route] = []
@@ -1015,7 +1017,7 @@ class RouteSession:
         return self._hops.epoch
 
     @property
-    def tokens(self) -> Sequence[int]:
+    def tokens(self) -> array[int]:
         """The tokens that were fed and not dropped."""
         return self._history
 
@@ -1104,7 +1106,7 @@ class RouteSession:
         """
         first, hops = len(self._history), self._hops
         known = first + len(token_ids)
-        self._history += token_ids
+        self._history.extend(token_ids)
         self.reached = self._progress = None
         hops.want(known - 1, known)
         if self._cut_to != KEEP and not hops.can_revise:
@@ -1125,7 +1127,7 @@ class RouteSession:
             if self._cut_to != KEEP:
                 hops.revise(first)
             if guesses and hops.know_revisions:
-                self._history += guesses
+                self._history.extend(guesses)
                 hops.want(known - 1, len(self._history))
                 embedded = None
             await self._feed(first, embedded)
@@ -1199,7 +1201,7 @@ class RouteSession:
         self.answered = min(self.answered, length)
         self._cut_to = min(self._cut_to, length)
 
-    def cached(self) -> tuple[Route, Sequence[int]]:
+    def cached(self) -> tuple[Route, array[int]]:
         """The route that worked last, and the tokens that its hops are known to have cached by now.
 
         Until one has worked, that is the one of the prefix. Hops that failed or were let go do not count: another hop
@@ -1207,7 +1209,7 @@ class RouteSession:
         """
         route, hops = self._latest_route(), self._hops
         known = [hops.cached[hop.peer] for hop in self._sound(route) if hop.peer in hops.cached]
-        return route, self._history[: min(*known, self._cut_to)] if known else ()
+        return route, self._history[: min(*known, self._cut_to) if known else 0]
 
     def _latest_route(self) -> Route:
         prefix = self._hops.prefix
@@ -1243,7 +1245,7 @@ class RouteSession:
             is_given = embedded is not None and len(chunk) == len(self._history) - first and not hops.feed_wire
             data = embedded if is_given else None
             if data is None:
-                data = await self._embed(chunk, hops.feed_wire)
+                data = await self._embed(chunk.tolist(), hops.feed_wire)
             if hops.trouble is not None or epoch != hops.epoch:
                 return
             await hops.feed(start, len(chunk), data)
