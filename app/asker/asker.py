@@ -89,6 +89,12 @@ class ReplyTooLong(AppError):
     code = CACHE_EXCEEDED
 
 
+class CutOff(AppError):
+    """The reply reserved far more room at hops than others, and one of them found none."""
+
+    code = "busy"
+
+
 @dataclass(frozen=True)
 class AskerOptions:
     """Session settings, the user's privacy preferences, trust in peers, and a source of randomness."""
@@ -190,7 +196,8 @@ class Asker:
     ) -> AsyncIterator[Reply]:
         """Begin a reply of at most `max_tokens` once it is the owner's turn; `settings` go to head and sampler.
 
-        With an adapter, its hops compute every token with it. Raises `PromptTooLong` or `ReplyTooLong`.
+        With an adapter, its hops compute every token with it. Raises `PromptTooLong` or `ReplyTooLong`, and `CutOff`
+        while it is read.
         """
         begin, prompt = trio.current_time(), len(prompt_ids)
         most = await self._largest_session(prompt, private_blocks)
@@ -206,7 +213,7 @@ class Asker:
             self._unread, packed(prompt_ids), request.privacy, None if adapter is None else adapter.ref, owner
         )
         async with (
-            self._queue.turn(owner, unread) as turn,
+            self._queue.turn(owner, unread, tokens) as turn,
             self._reply(prompt_ids, settings, request, adapter, turn, begin) as reply,
         ):
             yield reply
@@ -230,6 +237,7 @@ class Asker:
         async with self._counted(routes, request.tokens, taken, ref, own_node) as session:
             assert self._nursery is not None, "the asker is not running"
             self._nursery.start_soon(_note_reading, session, turn)
+            turn.cut_off = partial(self._nursery.start_soon, self._cut_off, session, request.tokens)
             sampler = AuditSampler(self._rng)
             if prefix is not None:
                 begun = prefix.source
@@ -268,6 +276,12 @@ class Asker:
                 elif is_sound:
                     with trio.CancelScope(shield=True):  # messages are queued, and nothing is waited for
                         await self._keep(running)
+
+    async def _cut_off(self, session: RouteSession, tokens: int) -> None:
+        """End the session of a reply that reserves so many tokens, though its client may not be reading it."""
+        text = f"the room of {tokens} tokens that this reply reserved is needed by others: ask for fewer, or ask again"
+        await session.end(CutOff(text))
+        self.planner.full_hops.ended([hop.peer for hop in session.route], trio.current_time())
 
     # --- caches that outlive a reply ----------------------------------------------------------------------------------
 
@@ -364,7 +378,7 @@ class Asker:
         await self._largest_session(len(token_ids))
         states: list[HiddenState] = []
         async with (
-            self._queue.turn(owner, lambda: len(token_ids)),
+            self._queue.turn(owner, lambda: len(token_ids), len(token_ids)),
             self.session(len(token_ids), len(token_ids)) as session,
         ):
             while len(states) < len(token_ids):

@@ -996,6 +996,8 @@ class RouteSession:
         self.own_s = 0.0  # of the last token's time: sending it, and coming back to the answer
         self.recoveries = 0
         self.moves = 0  # to better routes while nothing was wrong
+        self._advancing: trio.CancelScope | None = None  # while tokens are under way
+        self._ended: AppError | None = None
         self._prompt_tokens = 0  # answered first
         self.answered = 0  # tokens that all hops of the route have cached: an answer came back for them
         self.first_answer = trio.Event()  # also set when the session is closed
@@ -1102,8 +1104,27 @@ class RouteSession:
         Guesses go with them, at the positions that follow; the frame then has their outputs too, one row each, unless
         the route had to be repaired, which drops them. Guesses that turn out wrong are to be cut.
 
-        Repairs the route as often as needed. Raises `NoRoute` or `SessionLost` if the swarm cannot carry the session.
+        Repairs the route as often as needed. Raises `NoRoute` or `SessionLost` if the swarm cannot carry the session,
+        and what it was ended with.
         """
+        if self._ended is None:
+            with trio.CancelScope() as self._advancing:
+                frame = await self._advance(token_ids, embedded, guesses)
+            self._advancing = None
+            if self._ended is None:
+                return frame
+        await self.close()
+        raise self._ended
+
+    async def end(self, why: AppError) -> None:
+        """Close the session at all hops, before its user does; `advance` raises `why` from now on."""
+        self._ended = why
+        if self._advancing is None:
+            await self.close()
+        else:
+            self._advancing.cancel()
+
+    async def _advance(self, token_ids: Sequence[int], embedded: bytes | None, guesses: Sequence[int]) -> Frame:
         first, hops = len(self._history), self._hops
         known = first + len(token_ids)
         self._history.extend(token_ids)
