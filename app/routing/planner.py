@@ -140,13 +140,18 @@ class RoutePlanner:
     async def largest_session(self, request: RouteRequest, *, now_free: bool = False) -> int:
         """Return the tokens of the largest session for which members have room, or have it now if `now_free`.
 
-        As far as they say; no bound if a block is served by nobody, or if somebody does not say how much fits.
+        As far as they say, but strangers that failed, and members that are distrusted, count only where nobody else
+        serves a block. No bound if a block is served by nobody, or if somebody does not say how much fits.
         """
+        members = self.members()
+        scores = await in_pieces(self._standings(members))
+        doubtful = {peer for peer, one in scores.items() if not one.trusted}
+        doubtful |= self._strangers.failed_among((member.peer for member in members), trio.current_time())
 
         def room_of(member: Announcement) -> int:
             return member.kv_free_tokens if now_free else member.kv_total_tokens or MAX_TOKENS
 
-        found = await in_pieces(largest_session(self.members(), request, room_of))
+        found = await in_pieces(largest_session(members, request, room_of, doubtful))
         return MAX_TOKENS if found is None else found
 
     def _known(
