@@ -373,19 +373,28 @@ class Asker:
     async def hidden_states(self, token_ids: Sequence[int], owner: str = "") -> list[HiddenState]:
         """Return the last block's output for each token of a text, once it is the owner's turn. Raises `PromptTooLong`.
 
-        Hops send outputs of the latest tokens only, so a few tokens go at a time, the later ones as guesses.
+        Hops send outputs of the latest tokens only, so a few tokens go at a time, the later ones as guesses. Audits
+        take it for a reply to the first token.
         """
-        await self._largest_session(len(token_ids))
-        states: list[HiddenState] = []
+        tokens = len(token_ids)
+        await self._largest_session(tokens)
+        request, states, rounds = self._route_request(tokens, tokens), list[HiddenState](), list[tuple[int, ...]]()
+        guide, sampler = SessionRoutes(self.planner, request), AuditSampler(self._rng)
         async with (
-            self._queue.turn(owner, lambda: len(token_ids), len(token_ids)),
-            self.session(len(token_ids), len(token_ids)) as session,
+            self._queue.turn(owner, lambda: tokens, tokens),
+            self._counted(guide, tokens) as session,
         ):
-            while len(states) < len(token_ids):
+            while len(states) < tokens:
                 first = len(states)
-                guesses = token_ids[first + 1 : first + 1 + MAX_GUESSES]
+                guesses = tuple(token_ids[first + 1 : first + 1 + MAX_GUESSES])
                 frame = await session.advance(token_ids[first : first + 1], guesses=guesses)
-                states += hidden_states(frame)[: len(guesses) + 1]
+                answers = hidden_states(frame)[: len(guesses) + 1]
+                for state in answers:
+                    sampler.note(state, session.routes, rounded=bool(session.wires))
+                states += answers
+                rounds.append(guesses[: len(answers) - 1])
+        as_reply = replace(request, prompt_tokens=1)
+        self._auditor.ended(_audit_sample(sampler, guide.formats, as_reply, token_ids, rounds), tokens)
         return states
 
     async def fitting_tokens(self, prompt: int, wanted: int, private_blocks: int | None = None) -> int:
@@ -452,21 +461,9 @@ class Asker:
         self._accepted_tokens += stats.accepted_tokens
         if adapter is None:  # adapters take time of their own
             self.planner.record_times(running.session.times(), request)
-        sample, sampler = None, reply.sampler
-        if windows := sampler.windows(stats.prompt_tokens):
-            sample = AuditSample(
-                tokens=reply.tokens,
-                prompt_tokens=stats.prompt_tokens,
-                windows=windows,
-                peers=frozenset(hop.peer for route in sampler.routes for hop in route),
-                precisions=precisions(sampler.routes, running.formats, rounded=sampler.rounded),
-                room=request.tokens,
-                privacy=request.privacy,
-                settings=settings,
-                rounds=tuple(reply.rounds),
-                adapter=adapter,
-                routes=tuple(sampler.routes),
-            )
+        sample = _audit_sample(reply.sampler, running.formats, request, reply.tokens, reply.rounds)
+        if sample is not None:
+            sample = replace(sample, settings=settings, adapter=adapter)
         self._auditor.ended(sample, len(reply.tokens))
 
     @asynccontextmanager
@@ -562,6 +559,33 @@ class RunningReply:
         return shared > more_than and 2 * shared >= len(self.prompt)
 
 
+def _audit_sample(
+    sampler: AuditSampler,
+    formats: frozenset[tuple[str, str]],
+    request: RouteRequest,
+    tokens: Sequence[int],
+    rounds: Sequence[tuple[int, ...]],
+) -> AuditSample | None:
+    """Return what an audit needs of tokens that went through the swarm, but for what a reply has besides.
+
+    None if there was no answer.
+    """
+    windows = sampler.windows(request.prompt_tokens)
+    if not windows:
+        return None
+    return AuditSample(
+        tokens=tuple(tokens),
+        prompt_tokens=request.prompt_tokens,
+        windows=windows,
+        peers=frozenset(hop.peer for route in sampler.routes for hop in route),
+        precisions=precisions(sampler.routes, formats, rounded=sampler.rounded),
+        room=request.tokens,
+        privacy=request.privacy,
+        rounds=tuple(rounds),
+        routes=tuple(sampler.routes),
+    )
+
+
 async def _note_reading(session: RouteSession, turn: Turn) -> None:
     """Let the owner's next reply begin once the prompt of this one was read or is late, or its session is closed."""
     await session.first_is_late.wait()
@@ -613,6 +637,8 @@ class _AuditContext:
     async def sample_and_discard(
         self, answers: Sequence[HiddenState], tokens: Sequence[int], guesses: Sequence[int], settings: Any
     ) -> None:
+        if settings is None:
+            return
         text = self._asker._ends.begin(tokens, settings)
         hidden = memoryview(b"".join(answer.data for answer in answers))
         await self._asker._head_batcher.choose(TokenChoice(text, hidden, answers[0].dtype, guesses))

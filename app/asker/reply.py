@@ -365,7 +365,7 @@ class AuditSample:
     precisions: tuple[str, ...]  # for each block, of all peers that computed it
     room: int  # tokens that the session could hold
     privacy: Privacy
-    settings: Any  # of the reply, for head and sampler
+    settings: Any = None  # of the reply, for head and sampler; None for embeddings, which need neither
     rounds: tuple[tuple[int, ...], ...] = ()  # guesses that the reply sent with the prompt, then with each token fed
     adapter: ReplyAdapter | None = None
     routes: tuple[Route, ...] = ()

@@ -39,7 +39,7 @@ from engine.text.reply import ReplySettings
 from engine.text.sampler import Sampling
 from p2p.memory.fabric import LinkProfile, open_fabric
 from tests.app.asker.test_audit import AuditSwarm, Lie, audit_swarm, distrusted, random_numbers
-from tests.app.hash_model import HashEnds, InlineDevice, greedy
+from tests.app.hash_model import HashEnds, HashRunner, InlineDevice, Output, digest, greedy
 from tests.app.routing.test_search import member
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, open_swarm
 
@@ -277,6 +277,34 @@ async def test_audits_that_show_nothing_do_not_take_the_place_of_all_others(auto
     assert judge.judged["int4 f32"] > 10
     assert not auditor.counts.failed
     assert book.agreed("rough") == 0
+
+
+class LiesInEmbeddings(HashRunner):
+    """Says nonsense in sessions that begin with one token, as no other does."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        super().__init__(start, stop)
+        self._begun: dict[bytes, int] = {}
+
+    def step(self, work: Sequence[Any]) -> list[Output]:
+        made = super().step(work)
+        for at, item in enumerate(work):
+            if self._begun.setdefault(item.session, item.rows) == 1:
+                made[at] = Output(b"".join(digest(b"lie", item.position + row) for row in range(item.rows)), "f32")
+        return made
+
+
+async def test_who_lies_in_embeddings_is_found(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 4), (0, 4), (4, 8), (4, 8)) as swarm:
+        await swarm.serve("liar", LiesInEmbeddings(4, 8), speed=400.0)
+        asker = await swarm.asker()
+        trust, number = asker.planner.book.standing, 0
+        while trust("liar").trusted and number < 100:
+            await asker.hidden_states([number, *PROMPT[: 9 + number % 20]])
+            await trio.sleep(10)
+            number += 1
+    assert not trust("liar").trusted
+    assert all(trust(honest).score == 1 for honest in ("n0", "n1", "n2", "n3"))
 
 
 # --- sessions that take long or break ---------------------------------------------------------------------------------
