@@ -128,9 +128,9 @@ def test_data_comes_back(rows: int, width: int, format: tuple[int, int], positio
 
 
 def test_trouble_comes_back_in_bounds_and_printable() -> None:
-    frame = decode(encode_hop_error(SESSION, 1, 5, HopError("busy", "full \x1b[31m" + "x" * 1000)))
+    frame = decode(encode_hop_error(SESSION, 1, 5, HopError("busy\n", "full \x1b[31m" + "x" * 1000, "no\troom")))
     trouble = decode_hop_error(frame)
-    assert trouble.code == "busy"
+    assert (trouble.code, trouble.why) == ("busy ", "no room")
     assert trouble.text.startswith("full  [31mxx")
     assert len(trouble.text) == 400
 
