@@ -23,6 +23,7 @@ from app.session.wire import PROTOCOL, Kind, decode, encode_hop_error
 from p2p.errors import P2PError
 from p2p.memory import link
 from p2p.memory.fabric import MemoryStream
+from p2p.values import MESSAGE_COST_BYTES
 from tests.app.hash_model import HashRunner, greedy
 from tests.app.session_swarm import SessionSwarm, ask, open_swarm
 
@@ -312,7 +313,7 @@ class DeafStream:
     def _consumed(self, message: bytes) -> bytes:
         frame, pipe = decode(message), self._stream._in
         if is_long(frame):
-            self._held[frame.session] += len(message) + link.MESSAGE_COST_BYTES
+            self._held[frame.session] += len(message) + MESSAGE_COST_BYTES
             return message
         if frame.kind in (Kind.CLOSE, Kind.TURN):
             pipe.outstanding_bytes -= self._held.pop(frame.session, 0)
@@ -343,7 +344,7 @@ async def test_a_first_hop_that_takes_no_rows_of_a_prompt_is_met_once(
         swarm.devices["liar"].seconds = 0.001
 
         async def attend(stream: MemoryStream) -> None:
-            await server.attend(DeafStream(stream))  # type: ignore[arg-type]
+            await server.attend(DeafStream(stream))
 
         swarm.fabric.nodes["liar"].accept(PROTOCOL, attend)
         asker = await swarm.asker()
@@ -421,7 +422,7 @@ async def serve_delaying(swarm: SessionSwarm, delays: Delays) -> Asker:
     server = await swarm.serve("liar", HashRunner(4, 8), speed=FAST)
 
     async def attend(stream: MemoryStream) -> None:
-        await server.attend(DelayingStream(stream, swarm.nursery, delays))  # type: ignore[arg-type]
+        await server.attend(DelayingStream(stream, swarm.nursery, delays))
 
     swarm.fabric.nodes["liar"].accept(PROTOCOL, attend)
     await swarm.fabric.dial(swarm.fabric.nodes["asker"], "liar")  # it shows that it is near
