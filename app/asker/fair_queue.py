@@ -126,7 +126,8 @@ class FairQueue:
     def cut_off_one(self, owners: Collection[str]) -> None:
         """Cut off the newest reply of one of these owners that has room; this node's owner makes way for nobody."""
         for turn in reversed(self._active):
-            if turn.owner in owners and turn.owner != NODE_OWNER and not turn.is_without_room and turn.cut_off:
+            is_node_owner = turn.owner in (NODE_OWNER, "")
+            if turn.owner in owners and not is_node_owner and not turn.is_without_room and turn.cut_off:
                 cut_off, turn.cut_off, turn.tokens = turn.cut_off, None, 0
                 return cut_off()
 
