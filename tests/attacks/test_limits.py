@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from app.api import bodies, places, response_store, server
+from app.api import bodies, event_log, places, response_store, server
 from app.api import guard as api_guard
 from app.asker import recovery, reply_service, route_session, text_places
 from app.config.settings import Settings
@@ -17,6 +17,7 @@ from app.manifest.manifest import MAX_MANIFEST_BYTES, MAX_TOKENIZER_BYTES
 from app.membership import exchange, guard
 from app.membership import wire as membership_wire
 from app.membership.table import TableLimits
+from app.node import active_swarm
 from app.rounds import (
     checkpoint,
     decisions,
@@ -353,7 +354,15 @@ ROWS: dict[str, tuple[float, ...]] = {
         nearby.MAX_MEMBERS,
         nearby.MAX_ASKED,
     ),
-    "log": (logs._FILES + 1, logs._FILE_BYTES / 10**6, rate_limit.BURST, 1 / rate_limit.PER_S),
+    "log": (
+        logs._FILES + 1,
+        logs._FILE_BYTES / 10**6,
+        rate_limit.BURST,
+        1 / rate_limit.PER_S,
+        active_swarm.PEER_EVENTS_AT_ONCE,
+        1 / active_swarm.PEER_EVENTS_PER_S,
+        event_log.KEPT_NOTES,
+    ),
     "idle links": (ENOUGH_LINKS,),
     "training in rounds": (
         statements.MAX_MEMBERS,

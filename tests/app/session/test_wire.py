@@ -128,11 +128,18 @@ def test_data_comes_back(rows: int, width: int, format: tuple[int, int], positio
 
 
 def test_trouble_comes_back_in_bounds_and_printable() -> None:
-    frame = decode(encode_hop_error(SESSION, 1, 5, HopError("busy\n", "full \x1b[31m" + "x" * 1000, "no\troom")))
+    frame = decode(encode_hop_error(SESSION, 1, 5, HopError("busy", "full \x1b[31m" + "x" * 1000)))
     trouble = decode_hop_error(frame)
-    assert (trouble.code, trouble.why) == ("busy ", "no room")
+    assert trouble.code == "busy"
     assert trouble.text.startswith("full  [31mxx")
     assert len(trouble.text) == 400
+
+
+@pytest.mark.parametrize("trouble", [HopError("\x1b]0;owned\x07", ""), HopError("busy", "", "\x1b[2J")])
+def test_the_codes_of_a_trouble_are_printable_or_refused(trouble: HopError) -> None:
+    """Whoever knows no text for a code shows the code itself, to the owner of a job for example."""
+    with pytest.raises(RecordError, match="printable"):
+        decode_hop_error(decode(encode_hop_error(SESSION, 1, 5, trouble)))
 
 
 def test_a_long_trouble_in_any_script_is_understood() -> None:
