@@ -182,7 +182,12 @@ ROWS: dict[str, tuple[float, ...]] = {
         SESSION.adapter_s,
         WITHOUT_ADAPTER_S,
     ),
-    "replies that take longer than was believed": (AGAIN_S, BELIEVED_S),
+    "replies that take longer than was believed": (
+        AGAIN_S,
+        BELIEVED_S,
+        route_session.MIN_OVERDUE_S,
+        route_session._FORGOTTEN_AFTER,
+    ),
     "members that never worked for an asker": (
         strangers.TRIAL_S,
         strangers.WARY_S,
