@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import random
 from bisect import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -83,7 +83,7 @@ class FailureDetector:
 
     def watched(self) -> tuple[str, ...]:
         """Return the members that this node probes in turn, besides its neighbours."""
-        return self._watch.among(self._table.present())
+        return self._watch.among(self._table.present(), self._table.homes)
 
     def contacts(self) -> list[str]:
         """Return the present members that are cheap to reach: the watched ones, and those with an open link."""
@@ -220,8 +220,9 @@ class WatchSet:
     This keeps the number of links small in a swarm of any size. In a larger swarm a node watches the two members beside
     it on the ring of sorted peer ids, so that every member is watched; `BY_COMMON_HASH` members by a hash of both ids,
     which is the same from both sides, so that most watching is mutual and uses one link; `BY_PRIVATE_HASH` members by a
-    hash with this node's secret salt, so that an attacker who picks ids around a victim never has all of its links. A
-    choice depends on the two ids alone: a member that joins or leaves changes little else.
+    hash with this node's secret salt, so that an attacker who picks ids around a victim never has all of its links.
+    These are of different homes, so that a crowd of one machine never is all that is watched. A choice depends on the
+    two members alone: one that joins or leaves changes little else.
     """
 
     def __init__(self, own_peer: str, rng: random.Random) -> None:
@@ -232,20 +233,27 @@ class WatchSet:
         self._chosen: tuple[str, ...] = ()
         self._weights: dict[str, tuple[bytes, bytes]] = {}  # (common hash, private hash)
 
-    def among(self, members: Sequence[str]) -> tuple[str, ...]:
-        """Return the watched ones of the sorted `members`; computed again only if `members` is another object."""
+    def among(self, members: Sequence[str], homes: Callable[[], Mapping[str, str]]) -> tuple[str, ...]:
+        """Return the watched ones of the sorted `members`; computed again only if `members` is another object.
+
+        `homes` returns the home of each; one that is not in it is a home of its own.
+        """
         if members is not self._members:
             self._members = members
-            self._chosen = tuple(members) if len(members) <= WATCH_ALL else self._choose(members)
+            self._chosen = tuple(members) if len(members) <= WATCH_ALL else self._choose(members, homes())
         return self._chosen
 
-    def _choose(self, members: Sequence[str]) -> tuple[str, ...]:
+    def _choose(self, members: Sequence[str], homes: Mapping[str, str]) -> tuple[str, ...]:
         known = self._weights
         weights = self._weights = {peer: known.get(peer) or self._weigh(peer) for peer in members}
         at = bisect(members, self._own_peer)
         ring = (members[at % len(members)], members[at - 1])
         common = heapq.nsmallest(BY_COMMON_HASH, members, key=lambda peer: weights[peer][0])
-        private = heapq.nsmallest(BY_PRIVATE_HASH, members, key=lambda peer: weights[peer][1])
+        of_home: dict[str, str] = {}  # home -> its first member by the private hash
+        for peer in members:
+            home = homes.get(peer, peer)
+            of_home[home] = min(of_home.get(home, peer), peer, key=lambda one: weights[one][1])
+        private = heapq.nsmallest(BY_PRIVATE_HASH, of_home.values(), key=lambda peer: weights[peer][1])
         return tuple(dict.fromkeys((*ring, *common, *private)))
 
     def _weigh(self, peer: str) -> tuple[bytes, bytes]:

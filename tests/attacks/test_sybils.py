@@ -19,6 +19,7 @@ from app.core.span import Span
 from app.hosting.block_host import BlockHost, HostingOptions
 from app.membership import wire
 from app.membership.exchange import HOME_TABLES_AT_ONCE
+from app.membership.failure_detector import WatchSet
 from app.membership.table import Table, TableLimits
 from app.routing.bans import FAILING
 from app.routing.planner import RoutePlanner, SessionRoutes
@@ -105,6 +106,13 @@ async def test_members_that_called_once_and_vanished_are_soon_found_out(autojump
             await call_once(sim, victim, range(first, first + 100), f"192.0.2.{machine}")
         assert len(victim.swarm.table.present()) > 400, "they were met"
         await sim.until(lambda: set(victim.swarm.table.present()) == honest, 120)
+
+
+def test_a_crowd_of_one_machine_is_not_all_that_a_node_watches() -> None:
+    crowd, others = [f"crowd {number}" for number in range(300)], [f"other {number}" for number in range(4)]
+    homes = {peer: ONE_MACHINE if peer in crowd else peer for peer in (*crowd, *others)}
+    watched = WatchSet("me", random.Random(1)).among(sorted(homes), lambda: homes)
+    assert set(others) < set(watched)
 
 
 def test_places_of_an_address_are_free_again_once_members_are_gone() -> None:
