@@ -135,9 +135,15 @@ async def test_a_hop_that_calls_itself_busy_is_not_waited_for_longer_than_others
 SPANS = {(4, 8): [(0, 4), (4, 8), (4, 8)], (0, 4): [(0, 4), (0, 4), (4, 8)], (3, 6): [(0, 3), (3, 6), (3, 6), (6, 8)]}
 
 
-@pytest.mark.parametrize("span", list(SPANS))
+@pytest.mark.parametrize(
+    ("span", "large_rows"),
+    [
+        pytest.param(span, rows, marks=() if span == (4, 8) or not rows else pytest.mark.soak)
+        for span in SPANS
+        for rows in (False, True)
+    ],
+)
 @pytest.mark.parametrize("claim", list(CLAIMS))
-@pytest.mark.parametrize("large_rows", [False, True])
 async def test_whatever_a_hop_claims_and_wherever_it_is_others_are_asked_next(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, claim: str, span: tuple[int, int], large_rows: bool
 ) -> None:

@@ -13,7 +13,7 @@ from app.core.network import Payload
 from app.rounds import decisions, wire
 from app.rounds.island import RoundTiming
 from p2p.errors import RemoteError
-from tests.app.rounds.island_swarm import CONFIG, SlowSteps, lesson_of, open_islands
+from tests.app.rounds.island_swarm import CONFIG, SlowSteps, open_islands, plain_lesson
 
 
 @pytest.mark.soak
@@ -23,7 +23,7 @@ async def test_a_member_that_never_shows_a_past_change_costs_who_catches_up_litt
     """Changes take as long as those of the starter model (134 MB) would over 1 Mbit/s; a round takes five minutes."""
     rounds: dict[str, Any] = {"every": 25, "least_every": 25, "most_every": 25, "steps": 10**6}
     async with open_islands(
-        tmp_path, 0, 1, 2, lesson=lesson_of(CONFIG), step_s=12.0, timing=RoundTiming(), **rounds
+        tmp_path, 0, 1, 2, lesson=plain_lesson(CONFIG), step_s=12.0, timing=RoundTiming(), **rounds
     ) as swarm:
         first, victim, hostile = (swarm.nodes[number] for number in range(3))
         model = victim.model

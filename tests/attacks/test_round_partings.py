@@ -71,13 +71,13 @@ async def test_who_leads_with_one_island_after_the_other_does_not_part_them(
         await swarm.until(lambda: all(len(island.recent) == 4 for island in honest))
         lead_in_turn(swarm, gives)
         before, most = honest[0].standing.round, 0
-        end = trio.current_time() + 240
+        end = trio.current_time() + 120
         while trio.current_time() < end:
             await trio.sleep(1)
             common = honest[0]._heads & honest[1]._heads & honest[2]._heads
             most = max(most, *(len(island._heads - common) for island in honest))
         assert most <= 2, swarm.words()
-        assert honest[0].standing.round > before + 60
+        assert honest[0].standing.round > before + 30
 
 
 @pytest.mark.soak
@@ -189,8 +189,10 @@ async def test_a_founder_without_its_disk_goes_on_with_the_others(tmp_path: Path
         swarm.kill(0)
         await trio.sleep(10)
         founder = swarm.add(0, step_s=2.0).island
-        await swarm.until(lambda: founder.peer in other.log[-1].list.members, within_s=300)
-        assert founder._heads == other._heads
+        # the founder may have heard of the other's newest round a moment later
+        await swarm.until(
+            lambda: founder.peer in other.log[-1].list.members and founder._heads == other._heads, within_s=300
+        )
 
 
 async def test_a_list_of_few_keeps_nobody_from_that_of_most(tmp_path: Path, patient_clock: MockClock) -> None:

@@ -49,12 +49,14 @@ from p2p.envelope import NEVER, seal
 from p2p.errors import P2PError, RemoteError
 from tests.app.rounds.island_swarm import (
     CONFIG,
+    SMALL,
     TIMING,
     IslandSwarm,
     Node,
     lesson_of,
     members_of,
     open_islands,
+    plain_lesson,
 )
 from tests.app.rounds.statements import PEOPLE, RECORD
 from tests.app.rounds.test_own_data import open_nodes, wish_in
@@ -237,7 +239,7 @@ async def test_a_leader_cannot_have_another_doubted_as_its_copy(tmp_path: Path, 
 
 async def test_answers_larger_than_leaves_are_not_kept(tmp_path: Path, patient_clock: MockClock) -> None:
     config = ModelConfig(**{**CONFIG.__dict__, "vocab_size": 20_000})
-    async with open_islands(tmp_path, 0, lesson=lesson_of(config), steps=500) as swarm:
+    async with open_islands(tmp_path, 0, lesson=plain_lesson(config), steps=500) as swarm:
         island = swarm.nodes[0].island
         await swarm.until(lambda: bool(island.log))
         giver, asked = swarm.fabric.node(identity(7).peer_id), Counter[str]()
@@ -270,7 +272,7 @@ def _largest(leaf: bytes) -> bytes:
 
 
 async def test_a_change_of_the_largest_numbers_ends_nobodys_part(tmp_path: Path, patient_clock: MockClock) -> None:
-    async with open_islands(tmp_path, 0, 1, 2) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, lesson=lesson_of(SMALL)) as swarm:
         liar = swarm.add(3, change=largest)
         await swarm.finished(0, 1, 2)
         assert not any(node.failure for node in swarm.nodes.values() if node is not liar)
@@ -308,7 +310,7 @@ async def test_a_share_of_large_numbers_ends_nobodys_part(
     tmp_path: Path, patient_clock: MockClock, change: Callable[[Any], None]
 ) -> None:
     """Whoever merges a share is believed, but no model could go on with such numbers."""
-    async with open_islands(tmp_path, 0, 1, 2) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, lesson=lesson_of(SMALL)) as swarm:
         liar = swarm.add(3, change=change)
         await swarm.finished(0, 1, 2)
         assert not any(node.failure for node in swarm.nodes.values() if node is not liar)
@@ -657,7 +659,7 @@ async def test_wrong_sizes_of_a_state_do_not_keep_a_newcomer_out(tmp_path: Path,
 async def test_who_merges_one_thing_for_one_member_and_another_for_the_next_is_found(
     tmp_path: Path, patient_clock: MockClock
 ) -> None:
-    async with open_islands(tmp_path, 0, 1, 2, lesson=lesson_of(CONFIG)) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, lesson=plain_lesson(CONFIG)) as swarm:
         liar = swarm.add(3)
         victim = swarm.nodes[1].name
         answered = liar.island._on_exchange

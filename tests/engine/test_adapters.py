@@ -186,7 +186,7 @@ def test_a_served_adapter_needs_its_blocks(trained: tuple[ModelSource, Any]) -> 
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("keeps", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("keeps", [0.0, pytest.param(0.5, marks=pytest.mark.soak), 1.0])
 def test_training_takes_no_more_memory_than_planned(name: str, keeps: float) -> None:
     config = replace(CASES[name], n_blocks=3, intermediate_size=160)
     span = random_span(config, quantisation="int8" if name == "int8" else "none")

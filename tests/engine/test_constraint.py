@@ -304,7 +304,7 @@ def test_a_panic_of_the_library_ends_its_reply_alone(models: dict[str, Model], p
     assert state.masks() == [None]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(schema=st.recursive(bounded, nested, max_leaves=8), seed=st.integers(0, 9999))
 def test_generated_schemas_are_followed(models: dict[str, Model], schema: dict[str, Any], seed: int) -> None:
     model = models[KINDS[seed % len(KINDS)]]

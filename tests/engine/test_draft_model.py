@@ -48,7 +48,7 @@ def test_a_draft_of_the_same_model_guesses_every_token(tiny: tuple[DraftModel, L
     reply.close()
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60), st.integers(0, 5)), max_size=6))
 def test_guesses_do_not_depend_on_what_was_read_before(
     tiny: tuple[DraftModel, LocalModel], texts: list[tuple[int, int, int]]

@@ -206,7 +206,7 @@ def test_a_fork_without_room_changes_nothing() -> None:
     assert pool.pages.free_count == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data(), st.booleans(), st.sampled_from(get_args(CacheFormat)))
 def test_no_lease_ever_sees_what_another_writes(data: st.DataObject, clears: bool, form: CacheFormat) -> None:
     pool = pool_of(12, form)

@@ -150,7 +150,7 @@ def test_senseless_settings_are_refused_by_name(bad: dict[str, float]) -> None:
         Sampling(**bad)  # type: ignore[arg-type]
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     st.integers(0, 2**32 - 1),
     st.lists(

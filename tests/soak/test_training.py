@@ -28,14 +28,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 async def test_a_hop_dies_at_every_point_of_a_step(
     source: ModelSource, tmp_path: Path, point: str, victim: str
 ) -> None:
-    wanted, local = undisturbed(source, 2)
+    wanted, states = undisturbed(source, 2)
     async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
         await swarm.train("spare", 0, 8)
         swarm.kill_within(victim, point, call=2)
         losses, owner = Losses(), swarm.owner(every=1)
         await owner.run(2, batches_of, losses)
         losses.check(wanted)
-        assert dict(enumerate(await owner.final_states())) == local.states()
+        assert dict(enumerate(await owner.final_states())) == states
         assert owner.figures.epochs == 2
 
 
@@ -48,11 +48,11 @@ async def restart(swarm: JobSwarm, name: str) -> None:
 @pytest.mark.parametrize("seed", range(3))
 async def test_hops_are_killed_and_come_back(source: ModelSource, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    wanted, local = undisturbed(source, STEPS)
+    wanted, states = undisturbed(source, STEPS)
     async with open_job_swarm(source, tmp_path, *SPLITS, *SPLITS) as swarm:
         deaths = {step: f"n{rng.randrange(6)}" for step in range(1, STEPS) if rng.random() < 0.5}
         after = {step: partial(swarm.nursery.start_soon, restart, swarm, name) for step, name in deaths.items()}
         losses, owner = Losses(dict(after)), swarm.owner(every=3)
         await owner.run(STEPS, batches_of, losses)
         losses.check(wanted)
-        assert dict(enumerate(await owner.final_states())) == local.states()
+        assert dict(enumerate(await owner.final_states())) == states

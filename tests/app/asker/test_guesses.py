@@ -185,7 +185,7 @@ async def test_many_replies_with_and_without_guesses_share_the_hops(autojump_clo
 scripts = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=TOKENS)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(scripts, faults, events)
 def test_no_interleaving_of_guesses_cuts_and_deaths_changes_a_reply(
     script: list[tuple[int, int]], schedule: dict[int, tuple[Fault, int]], happenings: list[tuple[int, str, int]]

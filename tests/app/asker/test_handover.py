@@ -479,7 +479,7 @@ def every_cache_moves() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(faults, events)
 def test_no_schedule_changes_a_reply_whose_cache_moves(
     schedule: dict[int, tuple[Fault, int]], happenings: list[tuple[int, str, int]]
@@ -490,7 +490,7 @@ def test_no_schedule_changes_a_reply_whose_cache_moves(
     assert tokens == greedy(PROMPT, TOKENS)
 
 
-@settings(max_examples=40)
+@settings(max_examples=16)
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(0, 8), st.integers(-1, 2)), min_size=3, max_size=8),
     st.sampled_from([0.0, 0.01, 0.3]),

@@ -430,9 +430,9 @@ def hang_up_on_guesses(turns: list[tuple[float, int]], script: list[tuple[int, i
 
 
 impatient = st.lists(st.tuples(st.floats(0.05, 0.5), st.integers(0, 4)), min_size=1, max_size=4)
-test_no_guess_in_vain_becomes_part_of_a_prompt = settings(max_examples=25)(
+test_no_guess_in_vain_becomes_part_of_a_prompt = settings(max_examples=12)(
     given(impatient, guesses, st.booleans())(hang_up_on_guesses)
 )
 moments, disturbed_moments = (turns,), (faults, events, turns)
-test_no_moments_to_hang_up_change_a_reply = settings(max_examples=25)(given(*moments)(hang_up))
-test_no_moments_and_no_schedule_change_a_reply = settings(max_examples=25)(given(*disturbed_moments)(hang_up_under))
+test_no_moments_to_hang_up_change_a_reply = settings(max_examples=12)(given(*moments)(hang_up))
+test_no_moments_and_no_schedule_change_a_reply = settings(max_examples=12)(given(*disturbed_moments)(hang_up_under))

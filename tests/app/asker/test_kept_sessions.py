@@ -491,7 +491,7 @@ def converse_under(
 
 
 schedules = (faults, events, turns, st.sets(st.integers(0, 5)))
-test_no_schedule_changes_a_reply_that_begins_with_a_cache = settings(max_examples=25)(given(*schedules)(converse_under))
+test_no_schedule_changes_a_reply_that_begins_with_a_cache = settings(max_examples=15)(given(*schedules)(converse_under))
 
 
 # --- a real model -----------------------------------------------------------------------------------------------------

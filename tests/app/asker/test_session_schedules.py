@@ -150,7 +150,7 @@ async def meddled_swarm(
         await no_leaks(swarm)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(faults, events)
 def test_no_schedule_changes_a_reply(
     schedule: dict[int, tuple[Fault, int]], happenings: list[tuple[int, str, int]]
@@ -159,7 +159,7 @@ def test_no_schedule_changes_a_reply(
     assert tokens == greedy(PROMPT, TOKENS)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(faults, events, st.lists(st.tuples(st.integers(1, 5), st.integers(0, 8)), min_size=3, max_size=TOKENS))
 def test_no_schedule_mixes_tokens_that_were_taken_back_with_those_that_came_instead(
     schedule: dict[int, tuple[Fault, int]], happenings: list[tuple[int, str, int]], feeds: list[tuple[int, int]]
@@ -221,7 +221,7 @@ async def befall(swarm: SessionSwarm, victim: str, misfortune: Misfortune) -> No
             swarm.fabric.resume(victim)
 
 
-@settings(max_examples=40)
+@settings(max_examples=16)
 @given(misfortunes, st.tuples(*[st.sampled_from([0, 3])] * 3), st.sets(st.tuples(st.integers(0, 5), st.integers(0, 5))))
 def test_freezes_thaws_and_deaths_change_no_token_and_no_other_hop_is_blamed(
     happenings: list[Misfortune], sides: tuple[int, ...], unreachable: set[tuple[int, int]]

@@ -72,7 +72,7 @@ class Newcomer:
     async def until(self, is_so: Callable[[], bool], within_s: float) -> None:
         with trio.fail_after(within_s):
             while not is_so():  # noqa: ASYNC110 - nobody tells
-                await trio.sleep(0.05)
+                await trio.sleep(0.5)
 
     async def serves_throughout(self, blocks: int, seconds: float) -> None:
         """Assert that it serves so many blocks all the time."""

@@ -160,17 +160,17 @@ async def test_a_lost_link_alone_is_no_death(autojump_clock: MockClock) -> None:
 
 async def test_a_partition_is_seen_and_heals(autojump_clock: MockClock) -> None:
     async with open_sim() as sim:
-        nodes = await sim.grow(24)
-        left, right = nodes[:12], nodes[12:]
+        nodes = await sim.grow(16)
+        left, right = nodes[:8], nodes[8:]
         sim.fabric.partition([node.peer for node in left])
-        await sim.until(lambda: all(len(node.swarm.table.present()) == 11 for node in nodes), 60.0)
+        await sim.until(lambda: all(len(node.swarm.table.present()) == 7 for node in nodes), 60.0)
         moved = left[0].swarm.announce(state="serving", span=Span(3, 9))  # said while nobody over there could hear
         gone = right.pop()
         sim.kill(gone)
         await trio.sleep(300)
         sim.fabric.heal()
         nodes = left + right
-        await sim.until(lambda: all(len(node.swarm.table.present()) == 22 for node in nodes), 60.0)
+        await sim.until(lambda: all(len(node.swarm.table.present()) == 14 for node in nodes), 60.0)
         await sim.until(lambda: all(node.swarm.table.number(left[0].peer) >= moved.sequence for node in right), 60.0)
         assert all(gone.peer not in node.knows() for node in nodes)
 

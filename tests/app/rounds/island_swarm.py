@@ -1,4 +1,4 @@
-"""Islands with real small models on the in-memory network."""
+"""Islands on the in-memory network, with models of plain numbers or real small ones."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from engine.training.outer import Nesterov
 from engine.training.parameters import drawn_model, part_weights
 from p2p.memory.fabric import LinkProfile, MemoryFabric, open_fabric
 from tests.app.hash_model import InlineDevice
+from tests.app.rounds.plain_island import PLAIN, PlainIsland
 from tests.app.rounds.statements import RECORD
 from tests.app.swarms import identity, wall_clock
 
@@ -79,11 +80,17 @@ class Lesson:
     vectors: Mapping[str, torch.Tensor]
     text: TrainingText
     own: Mapping[int, TrainingText] | None = None  # of each island, where texts are the members' own
+    model: type[IslandModel] = IslandModel
 
 
 def lesson_of(config: ModelConfig, length: int = 16) -> Lesson:
-    """The usual text, learned by a model of this shape."""
+    """The usual text, learned by a real model of this shape."""
     return Lesson(config, drawn_model(config, 1), Text(length))
+
+
+def plain_lesson(config: ModelConfig = PLAIN, length: int = 16) -> Lesson:
+    """The usual text, learned by plain numbers, as many as a model of this shape has."""
+    return replace(lesson_of(config, length), model=PlainIsland)
 
 
 @dataclass
@@ -141,7 +148,7 @@ class IslandSwarm:
         )  # fmt: skip
         config = self._lesson.config
         vectors = self._lesson.vectors if has_model else drawn_model(config, 2)
-        model: Any = (IslandModel if routes is None else PipelineModel)(config, vectors, CPU, terms)
+        model: Any = (self._lesson.model if routes is None else PipelineModel)(config, vectors, CPU, terms)
         if change is not None:
             change(model)
         device = SlowSteps(model, step_s)
@@ -281,12 +288,12 @@ async def open_islands(
 ) -> AsyncIterator[IslandSwarm]:
     """Islands of a job whose rounds have five steps; `seed` is the network's, `changes` are to the record.
 
-    Without a lesson their model is the smallest, whose steps take the least time.
+    Without a lesson their model is one of plain numbers, whose steps take the least time.
     """
     fixed: dict[str, Any] = {"every": 5, "least_every": 5, "most_every": 5, "steps": 25, "batch": 2, "rate": 1e-2}
     fixed |= {"warm_up": 0, "wire": "int8"}
     record = replace(RECORD, **{**fixed, **changes})
-    lesson = lesson or lesson_of(SMALL, record.length)
+    lesson = lesson or plain_lesson(length=record.length)
     async with open_fabric(seed, profile) as fabric, trio.open_nursery() as nursery:
         swarm = IslandSwarm(fabric, nursery, folder, record, lesson, timing)
         for number in numbers:

@@ -19,7 +19,7 @@ from app.rounds.statements import MAX_MEMBERS, RESULT, MemberList
 from engine.config import ModelConfig, Rope
 from engine.errors import TrainingError
 from p2p.memory.fabric import LinkProfile
-from tests.app.rounds.island_swarm import UNHURRIED, IslandSwarm, Lesson, lesson_of, members_of, open_islands
+from tests.app.rounds.island_swarm import UNHURRIED, IslandSwarm, Lesson, members_of, open_islands, plain_lesson
 
 MEMBERS = 4
 WIDE = ModelConfig(  # as many weights as the bench's model, and quick steps
@@ -168,7 +168,7 @@ async def test_after_a_link_became_slow_most_of_the_time_is_steps_again(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     """With as many weights as the bench's model, so that members merge shares of equal size."""
-    lesson = lesson_of(WIDE)
+    lesson = plain_lesson(WIDE)
     await check_slower_link(tmp_path, lesson, fast=12.5e6, slow=1.25e6, step_s=0.01, steps=480, rate=1e-3, batch=2)
 
 
@@ -213,7 +213,7 @@ async def test_over_20_mbit_and_50_ms_short_rounds_leave_most_of_the_time_to_ste
 
     Ten steps take as long as the bench's fifty.
     """
-    lesson = lesson_of(WIDE)
+    lesson = plain_lesson(WIDE)
     profile = LinkProfile(delay_s=0.025, bytes_per_s=2.5e6)
     bounds: dict[str, Any] = {"every": 10, "least_every": 10, "most_every": 100, "steps": 80, "batch": 1}
     async with open_islands(

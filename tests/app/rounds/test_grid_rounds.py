@@ -21,10 +21,10 @@ from engine.training.outer import merged
 from p2p.envelope import LONG_VERSION
 from p2p.errors import RemoteError
 from tests.app.rounds.grid_swarm import bytes_of_round, count_bytes, open_grid
-from tests.app.rounds.island_swarm import Node, lesson_of, members_of
+from tests.app.rounds.island_swarm import Node, members_of, plain_lesson
 from tests.app.rounds.test_endurance import WIDE
 
-LEAF = 256  # numbers, so that a small model has leaves for all
+LEAF = 32  # numbers, so that a small model has leaves for all
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +158,7 @@ async def test_sixteen_in_a_grid_move_no_more_bytes_than_all_with_all(
     tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.island.LEAF", 4096)  # large beside its hash
-    lesson = lesson_of(WIDE)
+    lesson = plain_lesson(WIDE)
     flat, _ = await bytes_of_round(tmp_path / "all", lesson, 16, (), is_grid=False)
     grid, _ = await bytes_of_round(tmp_path / "grid", lesson, 16, (), is_grid=True)
     assert 1.8 < grid < flat  # shares are as many; the hashes of changes come from 3 others, not 15
@@ -170,7 +170,7 @@ async def test_networks_merge_among_themselves_first(
 ) -> None:
     monkeypatch.setattr("engine.island.LEAF", 4096)  # large beside its hash
     networks = [range(at, at + 4) for at in range(0, count, 4)]
-    lesson = lesson_of(WIDE)
+    lesson = plain_lesson(WIDE)
     _, flat = await bytes_of_round(tmp_path / "all", lesson, count, networks, is_grid=False)
     _, grid = await bytes_of_round(tmp_path / "grid", lesson, count, networks, is_grid=True)
     assert grid < most * flat

@@ -27,7 +27,17 @@ from engine.island import LEAF
 from engine.training.codecs import encode
 from p2p.errors import DeadlineExceeded, P2PError, RemoteError
 from p2p.memory.fabric import LinkProfile
-from tests.app.rounds.island_swarm import CONFIG, TIMING, UNHURRIED, IslandSwarm, lesson_of, members_of, open_islands
+from tests.app.rounds.island_swarm import (
+    CONFIG,
+    SMALL,
+    TIMING,
+    UNHURRIED,
+    IslandSwarm,
+    lesson_of,
+    members_of,
+    open_islands,
+    plain_lesson,
+)
 from tests.app.swarms import identity
 
 
@@ -51,7 +61,7 @@ async def test_a_loss_that_is_no_number_is_not_kept(tmp_path: Path, patient_cloc
 
 @pytest.mark.parametrize("codec", ["f32", "int8", "int4"])
 async def test_four_islands_end_every_round_alike(tmp_path: Path, codec: str, patient_clock: MockClock) -> None:
-    async with open_islands(tmp_path, 0, 1, 2, 3, wire=codec) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, 3, lesson=lesson_of(SMALL), wire=codec) as swarm:
         await swarm.finished(0, 1, 2, 3)
         log = swarm.nodes[0].island.log
         assert members_of(log) == [1, 4, 4, 4, 4]
@@ -62,7 +72,7 @@ async def test_four_islands_end_every_round_alike(tmp_path: Path, codec: str, pa
 
 async def test_small_changes_wait_and_save_bytes(tmp_path: Path, patient_clock: MockClock) -> None:
     taken = {}
-    lesson = lesson_of(CONFIG)
+    lesson = plain_lesson(CONFIG)
     for share in (0.0, 1.0):
         async with open_islands(tmp_path / str(share), 0, 1, 2, 3, lesson=lesson, significance=share) as swarm:
             await swarm.finished(0, 1, 2, 3)
@@ -396,7 +406,7 @@ SHORT_LIES = ("flip10", "noise", "replay")
     "lie", [pytest.param(lie, marks=() if lie in SHORT_LIES else pytest.mark.soak) for lie in LIES]
 )
 async def test_a_poisoner_is_left_out_within_three_rounds(tmp_path: Path, lie: str, patient_clock: MockClock) -> None:
-    async with open_islands(tmp_path, 0, 1, 2, steps=35) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, lesson=lesson_of(SMALL), steps=35) as swarm:
         liar = swarm.add(3, change=LIES[lie])
         await swarm.until(lambda: liar.failure is not None)
         assert isinstance(liar.failure, LeftOut)
@@ -465,7 +475,7 @@ async def test_requests_that_are_not_understood_are_refused(tmp_path: Path, pati
 
 
 async def test_what_was_signed_for_shares_is_told_of_all_or_of_one(tmp_path: Path, patient_clock: MockClock) -> None:
-    async with open_islands(tmp_path, 0, 1, 2, lesson=lesson_of(CONFIG)) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, lesson=plain_lesson(CONFIG)) as swarm:
         await swarm.finished(0, 1, 2)
         island, name = swarm.nodes[0].island, swarm.nodes[1].name
         found = island.log[-1].list.hash

@@ -18,7 +18,7 @@ from app.rounds import wire
 from app.rounds.moments import NORM_FACTOR, Offer, best_offers, offer_in
 from app.training.wire import StatePart
 from p2p.errors import RemoteError
-from tests.app.rounds.island_swarm import IslandSwarm, Node, members_of, open_islands
+from tests.app.rounds.island_swarm import SMALL, IslandSwarm, Node, lesson_of, members_of, open_islands
 
 PART = StatePart(b"p" * 32, 8)
 
@@ -83,7 +83,7 @@ async def newcomer(swarm: IslandSwarm, number: int = 4) -> Node:
 
 
 async def test_a_newcomer_takes_over_moments(tmp_path: Path, patient_clock: MockClock) -> None:
-    async with open_islands(tmp_path, 0, 1, 2, steps=80) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, lesson=lesson_of(SMALL), steps=80) as swarm:
         late = await newcomer(swarm)
         assert late.model.has_moments
         assert late.model._model.version >= 5  # steps that the moments are of
@@ -102,7 +102,7 @@ async def test_who_had_to_wait_for_a_place_takes_over_moments(
 ) -> None:
     """It has had each state since the first round, so that it never fetches one; with fresh moments it is left out."""
     monkeypatch.setattr("app.rounds.record.MAX_MEMBERS_TOGETHER", 3)
-    async with open_islands(tmp_path, 0, 1, 2, 3, steps=60) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, 3, lesson=lesson_of(SMALL), steps=60) as swarm:
         await swarm.until(lambda: swarm.nodes[0].island.standing.round >= 3)
         outside = next(node for node in swarm.nodes.values() if node.name not in swarm.nodes[0].island.standing.members)
         assert outside.island.figures.steps == outside.island.figures.fetched == 0

@@ -31,16 +31,16 @@ from app.rounds.train_jobs import TrainJobs
 from app.snapshot.views import JoinableView
 from app.training.states import StateStore
 from engine.sources.shape import config_values
-from engine.training.parameters import drawn_model
 from p2p.errors import RemoteError
 from p2p.memory.fabric import MemoryFabric, open_fabric
 from tests.app.rounds.founded import founded
-from tests.app.rounds.island_swarm import CONFIG, Lesson, members_of, open_islands
+from tests.app.rounds.island_swarm import CONFIG, members_of, open_islands, plain_lesson
 from tests.app.rounds.statements import NOW_MS, PEOPLE, RECORD
 from tests.app.swarms import identity
 
 OWN = replace(RECORD, tokens=None, held=None, own_data=True)
-HURRIED = RoundTiming(hello_s=0.5, grace_least_s=0.2, lead_s=5.0)  # the clock is real, and they compute all the while
+# The clock is real, and they compute all the while.
+HURRIED = RoundTiming(hello_s=0.5, alive_s=6.0, grace_least_s=0.2, lead_s=5.0)
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
 
 
@@ -110,7 +110,7 @@ def test_a_word_for_a_text_with_a_wrong_field_is_refused(values: dict[str, Any])
 
 async def test_who_says_nothing_true_of_its_text_does_not_take_part(tmp_path: Path, autojump_clock: MockClock) -> None:
     own = {number: Letters(made_up(number)) for number in range(2)}
-    lesson = Lesson(CONFIG, drawn_model(CONFIG, 1), own[0], own)
+    lesson = replace(plain_lesson(), text=own[0], own=own)
     async with open_islands(tmp_path, 0, 1, lesson=lesson, tokens=None, held=None, own_data=True, steps=40) as swarm:
         await swarm.until(lambda: len(swarm.nodes[0].island.standing.members) == 2)
         island = swarm.nodes[0].island
@@ -155,7 +155,7 @@ async def test_an_island_reads_all_of_its_own_text_in_turn(tmp_path: Path, autoj
             return super().sequence(number)
 
     own = {number: Counted(str(number) + made_up(number, 319)) for number in range(2)}  # 20 sequences
-    lesson = Lesson(CONFIG, drawn_model(CONFIG, 1), own[0], own)
+    lesson = replace(plain_lesson(), text=own[0], own=own)
     async with open_islands(tmp_path, 0, 1, lesson=lesson, tokens=None, held=None, own_data=True, steps=30) as swarm:
         await swarm.finished(0, 1)
     trained = [number for number in read[0] if number != 19][:40]

@@ -19,18 +19,20 @@ from engine.island import IslandModel
 from p2p.errors import DeadlineExceeded
 from p2p.memory.fabric import open_fabric
 from tests.app.rounds.test_own_data import Node, made_up, open_nodes, state_files
+from tests.app.rounds.test_own_data import wish_in as small_wish
 from tests.app.swarms import identity
 
 Work = Callable[[TrainJobs], Awaitable[None]]
 
 
 def wish_in(folder: Path) -> TrainWish:
-    """A job that does not end in a test."""
-    (folder / "text.txt").write_text(made_up(1))
-    return TrainWish(
-        "fish", (str(folder / "text.txt"),), model="tiny-random", steps=10**6, every=2, batch=32, length=16,
-        licence="MIT",
-    )  # fmt: skip
+    """A job that does not end in a test; its model is drawn from a seed."""
+    return replace(small_wish(folder, "text"), every=2, own_data=False)
+
+
+def wish_with_model(folder: Path) -> TrainWish:
+    """A job that does not end in a test and begins with a model that its founder alone has."""
+    return replace(wish_in(folder), shape=None, model="tiny-random")
 
 
 async def run_alone(
@@ -268,7 +270,7 @@ async def until_steps(jobs: TrainJobs) -> None:
 
 async def test_a_founder_that_is_restarted_before_the_first_round_is_over_goes_on(tmp_path: Path) -> None:
     """It has the model from which the job starts, and nobody else does yet."""
-    wish = replace(wish_in(tmp_path), every=10**4)
+    wish = replace(wish_with_model(tmp_path), every=10**4)
 
     async def found(jobs: TrainJobs) -> None:
         await jobs.found(wish)
@@ -279,7 +281,7 @@ async def test_a_founder_that_is_restarted_before_the_first_round_is_over_goes_o
 
 
 async def test_a_founder_without_the_first_state_says_so_and_gets_it_from_a_member(tmp_path: Path) -> None:
-    wish = replace(wish_in(tmp_path), every=10**4)
+    wish = replace(wish_with_model(tmp_path), every=10**4)
 
     async def wait(jobs: TrainJobs) -> None:
         await until(lambda: jobs.running)
@@ -306,7 +308,7 @@ async def test_a_founder_without_the_first_state_says_so_and_gets_it_from_a_memb
 
 async def test_to_leave_ends_the_fetch_of_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_nodes(tmp_path) as nodes:
-        await nodes[0].jobs.found(wish_in(tmp_path))
+        await nodes[0].jobs.found(wish_with_model(tmp_path))
         [founder] = nodes[0].jobs.running.values()
         states, began = nodes[1].jobs._place.states, trio.Event()
         fetch = states.fetch

@@ -38,7 +38,7 @@ from app.rounds.testers import (
 )
 from engine.island import LEAF
 from engine.training.codecs import encode
-from tests.app.rounds.island_swarm import open_islands
+from tests.app.rounds.island_swarm import SMALL, lesson_of, open_islands
 from tests.app.rounds.statements import BY_PEER, NOW_MS, PEOPLE, RECORD, history, members, result, round_of
 
 PEERS = st.lists(st.text("abcdefgh", min_size=1, max_size=3), min_size=0, max_size=16, unique=True)
@@ -267,7 +267,7 @@ async def test_who_does_harm_that_no_norm_shows_is_found_by_testers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient_clock: MockClock
 ) -> None:
     monkeypatch.setattr(testers, "ROUNDS_A_TEST", 1)
-    async with open_islands(tmp_path, 0, 1, 2, steps=400, rate=3e-2) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, lesson=lesson_of(SMALL), steps=400, rate=3e-2) as swarm:
         liar = swarm.add(3, change=overshoot)
         await swarm.until(lambda: liar.failure is not None, within_s=2000)
         assert isinstance(liar.failure, LeftOut)
@@ -280,7 +280,7 @@ async def test_honest_changes_pass_every_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient_clock: MockClock
 ) -> None:
     monkeypatch.setattr(testers, "ROUNDS_A_TEST", 1)
-    async with open_islands(tmp_path, 0, 1, 2, 3, steps=40, rate=3e-3) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, 3, lesson=lesson_of(SMALL), steps=40, rate=3e-3) as swarm:
         await swarm.finished(0, 1, 2, 3)
         log = swarm.nodes[0].island.log
         told = [one.tested for entry in log for one in entry.results if one.tested]
@@ -352,7 +352,7 @@ async def test_who_commits_to_what_is_no_change_is_doubted(
 
         model.change, model.merge = change, merge
 
-    async with open_islands(tmp_path, 0, 1, 2, steps=400) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, lesson=lesson_of(SMALL), steps=400) as swarm:
         liar, island = swarm.add(3, change=shorten), swarm.nodes[0].island
         await swarm.until(lambda: any(entry.doubted for entry in island.log), within_s=2000)
         assert island.log[-1].doubted.keys() == {liar.name}

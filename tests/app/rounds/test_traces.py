@@ -30,6 +30,7 @@ from p2p.envelope import parse
 from p2p.errors import RemoteError
 from tests.app.rounds.island_swarm import (
     CONFIG,
+    SMALL,
     STEP_S,
     TIMING,
     UNHURRIED,
@@ -37,6 +38,7 @@ from tests.app.rounds.island_swarm import (
     Lesson,
     Node,
     Text,
+    lesson_of,
     open_islands,
 )
 from tests.app.rounds.statements import BY_PEER, NOW_MS, PEOPLE, RECORD, arrival, history, members, result, round_of
@@ -216,7 +218,7 @@ async def test_traces_change_no_bit_of_the_state(tmp_path: Path, patient_clock: 
     roots = []
     for recompute in (False, True):
         # alone: with others, the order in which they read depends on the job's hash
-        async with open_islands(tmp_path / str(recompute), 0, recompute=recompute) as swarm:
+        async with open_islands(tmp_path / str(recompute), 0, lesson=lesson_of(SMALL), recompute=recompute) as swarm:
             await swarm.finished(0)
             log = swarm.nodes[0].island.log
             roots.append([entry.root for entry in log])
@@ -267,7 +269,7 @@ async def test_who_makes_its_gradients_up_is_left_out(
     made_up: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient_clock: MockClock
 ) -> None:
     monkeypatch.setattr(testers, "ROUNDS_A_TEST", 1)
-    async with open_islands(tmp_path, 0, 1, 2, steps=400, recompute=True) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, lesson=lesson_of(SMALL), steps=400, recompute=True) as swarm:
         liar = swarm.add(3, change=sketches(made_up))
         await found_out(swarm, liar)
 
@@ -277,7 +279,7 @@ async def test_who_reads_another_text_is_left_out(
 ) -> None:
     """It trains, and its change is as good as the others', but not by what it was to read."""
     monkeypatch.setattr(testers, "ROUNDS_A_TEST", 1)
-    async with open_islands(tmp_path, 0, 1, 2, steps=400, recompute=True) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, lesson=lesson_of(SMALL), steps=400, recompute=True) as swarm:
         liar = swarm.add(3)
 
         class Elsewhere(Text):
@@ -293,7 +295,7 @@ async def test_the_gradients_of_another_island_are_of_no_use(
 ) -> None:
     """The liar has all traces of another member, computes nothing, and sends that one's change a little changed."""
     monkeypatch.setattr(testers, "ROUNDS_A_TEST", 1)
-    async with open_islands(tmp_path, 0, 1, 2, steps=400, recompute=True) as swarm:
+    async with open_islands(tmp_path, 0, 1, 2, lesson=lesson_of(SMALL), steps=400, recompute=True) as swarm:
         liar, victim = swarm.add(3), swarm.nodes[1]
         arrive = liar.island._arrive
 

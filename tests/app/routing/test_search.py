@@ -425,7 +425,7 @@ def visits_or_missing_block(search: Callable[[], list[tuple[str, int]]]) -> list
         return error.block
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(swarms(), st.dictionaries(st.sampled_from(NAMES), seconds), requests, names, costs, st.sampled_from([0, 8]))
 def test_the_search_with_arrays_finds_paths_as_cheap_as_trying_each_pair(
     members: list[Announcement],

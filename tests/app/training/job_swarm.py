@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from app.training.states import StateStore
 from app.training.trainer import JobTerms, Patience, RouteFinder, StepDone, SwarmTrainer
 from app.training.wiring import blocks_of, order_of
 from engine.model.ends import load_ends
-from engine.model.span import load_span
+from engine.model.span import SpanRunner, load_span
 from engine.sources.base import ModelSource
 from engine.training.adapters import AdapterSettings
 from engine.training.head import TrainingEnds
@@ -49,21 +50,42 @@ def batches_of(version: int) -> list[MicroBatch]:
     return [MicroBatch(ids % 256, torch.where(labels < 0, labels, labels % 256)) for ids, labels in made]
 
 
-_UNDISTURBED: list[tuple[tuple[ModelSource, int, AdapterSettings], tuple[list[Any], LocalTrainer]]] = []
+Batches = Callable[[int], Sequence[MicroBatch]]
+States = dict[int, bytes]  # of all blocks
+
+_STEPS: list[tuple[ModelSource, AdapterSettings, Batches, Iterator[tuple[Any, States]], list[tuple[Any, States]]]] = []
 
 
 def undisturbed(
-    source: ModelSource, steps: int, settings: AdapterSettings = SETTINGS
-) -> tuple[list[Any], LocalTrainer]:
-    """The steps of one process, and its trainer; made once for all tests with the same source."""
-    known = source, steps, settings
-    for one, found in _UNDISTURBED:
-        if one[0] is source and one[1:] == known[1:]:
-            return found
-    job = trainer(source, settings)
-    made = [job.step(batches_of(version)) for version in range(steps)], job
-    _UNDISTURBED.append((known, made))
-    return made
+    source: ModelSource, steps: int, settings: AdapterSettings = SETTINGS, batches: Batches = batches_of
+) -> tuple[list[Any], States]:
+    """The first steps of one process, and the states after them; each step is made once for a source."""
+    for known in _STEPS:
+        if known[0] is source and known[1:3] == (settings, batches):
+            break
+    else:
+        known = source, settings, batches, _steps(trainer(source, settings), batches), []
+        _STEPS.append(known)
+    *_, coming, made = known
+    made += islice(coming, max(0, steps - len(made)))
+    return [step for step, _ in made[:steps]], made[steps - 1][1]
+
+
+def _steps(job: LocalTrainer, batches: Batches) -> Iterator[tuple[Any, States]]:
+    for version in count():
+        yield job.step(batches(version)), job.states()
+
+
+_SPANS: list[tuple[ModelSource, int, int, SpanRunner]] = []
+
+
+def loaded(source: ModelSource, start: int, stop: int) -> SpanRunner:
+    """Blocks of a model, loaded once for all nodes and tests: training leaves a model's weights as they are."""
+    for known in _SPANS:
+        if known[0] is source and known[1:3] == (start, stop):
+            return known[3]
+    _SPANS.append((source, start, stop, load_span(source, start, stop, OPTIONS)))
+    return _SPANS[-1][3]
 
 
 class CountingDevice(InlineDevice):
@@ -121,7 +143,7 @@ class JobSwarm:
         server = TrainingServer(network, device, states, lambda: terms or TrainingTerms(), activations=disk)
         scope: trio.CancelScope = await self.nursery.start(_run, server)
         node = Node(name, Span(start, stop), server, device, states, [], scope)
-        make = blocks_of(load_span(self.source, start, stop, OPTIONS))
+        make = blocks_of(loaded(self.source, start, stop))
 
         def remember(order: Any, spare: int) -> Any:
             blocks: Any = make(order, spare)

@@ -111,7 +111,7 @@ visits = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(visits, st.integers(0, 6), st.integers(0, 6))
 def test_both_ends_agree_whatever_is_lost_and_budgets_hold(
     plan: list[tuple[list[int], int, str]], sender_places: int, receiver_places: int

@@ -340,7 +340,7 @@ class Swarm:
 
 
 @pytest.mark.parametrize("spans", ROUTES.values(), ids=ROUTES)
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(count=st.integers(1, 7), choices=st.lists(st.integers(0, 255), max_size=120))
 def test_every_block_counts_every_micro_batch_exactly_once(
     spans: dict[str, tuple[int, int]], count: int, choices: list[int]

@@ -12,7 +12,7 @@ from tests.p2p.nodes import libp2p_world
 
 async def test_losses_and_states_over_real_links_are_those_of_one_process(tmp_path: Path) -> None:
     source = open_tiny(tmp_path)
-    wanted, local = undisturbed(source, 2)
+    wanted, states = undisturbed(source, 2)
     losses = Losses()
     async with libp2p_world() as world, open_job_swarm(source, tmp_path) as swarm:
         networks = [await world.node() for _ in range(4)]
@@ -25,5 +25,5 @@ async def test_losses_and_states_over_real_links_are_those_of_one_process(tmp_pa
         owner = swarm.owner(network=networks[3], patience=Patience())
         await owner.run(2, batches_of, losses)
         losses.check(wanted)
-        assert dict(enumerate(await owner.final_states())) == local.states()
+        assert dict(enumerate(await owner.final_states())) == states
         assert (owner.figures.epochs, owner.figures.micro_batches_again) == (1, 0)

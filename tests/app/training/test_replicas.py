@@ -22,8 +22,16 @@ from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
 from engine.training.local_trainer import MicroBatch
 from engine.training_runner import TrainingRunner
-from tests.app.training.job_swarm import ALL, PLAIN, SETTINGS, UNHURRIED, JobSwarm, Losses, batches_of, open_job_swarm
-from tests.engine.training import trainer
+from tests.app.training.job_swarm import (
+    ALL,
+    PLAIN,
+    UNHURRIED,
+    JobSwarm,
+    Losses,
+    batches_of,
+    open_job_swarm,
+    undisturbed,
+)
 
 ATTACKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "flipped": lambda sums: -sums,
@@ -45,8 +53,7 @@ def few(version: int) -> list[MicroBatch]:
 
 def one_process(source: ModelSource, steps: int, batches: Callable[[int], list[MicroBatch]] = few) -> list[Any]:
     """The steps of one process."""
-    job = trainer(source, SETTINGS)
-    return [job.step(batches(version)) for version in range(steps)]
+    return undisturbed(source, steps, batches=batches)[0]
 
 
 def owner_of(

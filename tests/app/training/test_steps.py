@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,21 @@ from app.training.hop import TrainingTerms
 from app.training.trainer import JobHooks, Patience, Snapshot, SwarmTrainer, TrainingStopped
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
-from engine.training.local_trainer import LocalTrainer
 from engine.training_runner import TrainingRunner
-from tests.app.training.job_swarm import ALL, PATIENCE, SETTINGS, Losses, batches_of, open_job_swarm, undisturbed
+from tests.app.training.job_swarm import (
+    ALL,
+    PATIENCE,
+    SETTINGS,
+    Losses,
+    States,
+    batches_of,
+    open_job_swarm,
+    undisturbed,
+)
 from tests.engine.training import gradients, trainer
 
 SPLITS = ((0, 2), (2, 6), (6, 8))
-Alone = Callable[[int], tuple[list[Any], LocalTrainer]]
+Alone = Callable[[int], tuple[list[Any], States]]
 
 
 @pytest.fixture(scope="module")
@@ -37,35 +45,35 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 
 @pytest.fixture(scope="module")
 def alone(source: ModelSource) -> Alone:
-    """The steps of one process up to a number, and its trainer after them; made once for each number."""
-    return cache(partial(undisturbed, source))
+    """The steps of one process up to a number, and the states after them."""
+    return partial(undisturbed, source)
 
 
-async def check_states(owner: SwarmTrainer, local: LocalTrainer) -> None:
+async def check_states(owner: SwarmTrainer, states: States) -> None:
     """The owner's states of all blocks are those of one process."""
-    assert dict(enumerate(await owner.final_states())) == local.states()
+    assert dict(enumerate(await owner.final_states())) == states
 
 
 async def test_losses_and_states_are_those_of_one_process(source: ModelSource, alone: Alone, tmp_path: Path) -> None:
-    wanted, local = alone(4)
+    wanted, states = alone(4)
     losses = Losses()
     async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
         owner = swarm.owner()
         await owner.run(4, batches_of, losses)
         losses.check(wanted)
-        await check_states(owner, local)
+        await check_states(owner, states)
         assert (owner.figures.epochs, owner.figures.micro_batches_again) == (1, 0)
         assert not owner.figures.rejected
 
 
 async def test_an_owner_trains_all_blocks_of_its_job_itself(source: ModelSource, alone: Alone, tmp_path: Path) -> None:
-    wanted, local = alone(3)
+    wanted, states = alone(3)
     losses = Losses()
     async with open_job_swarm(source, tmp_path, (0, source.config.n_blocks)) as swarm:
         owner = swarm.owner("n0", every=1)
         await owner.run(3, batches_of, losses)
         losses.check(wanted)
-        await check_states(owner, local)
+        await check_states(owner, states)
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["fails", "has ended"])
@@ -175,7 +183,7 @@ async def test_a_killed_hop_changes_nothing_with_rows_of_int8(source: ModelSourc
 
 
 async def test_every_hop_is_killed_once(source: ModelSource, alone: Alone, tmp_path: Path) -> None:
-    wanted, local = alone(5)
+    wanted, states = alone(5)
     async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
         for index, (start, stop) in enumerate(SPLITS):
             await swarm.train(f"spare{index}", start, stop)
@@ -183,7 +191,7 @@ async def test_every_hop_is_killed_once(source: ModelSource, alone: Alone, tmp_p
         owner = swarm.owner(every=2)
         await owner.run(5, batches_of, losses)
         losses.check(wanted)
-        await check_states(owner, local)
+        await check_states(owner, states)
         assert (owner.figures.epochs, losses.repeated) == (4, 5)
 
 
@@ -191,14 +199,14 @@ async def test_every_hop_is_killed_once(source: ModelSource, alone: Alone, tmp_p
 async def test_a_hop_killed_within_a_step_changes_nothing(
     source: ModelSource, alone: Alone, tmp_path: Path, point: str
 ) -> None:
-    wanted, local = alone(2)
+    wanted, states = alone(2)
     async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
         await swarm.train("spare", 0, 8)
         swarm.kill_within("n1", point, call=2)
         losses, owner = Losses(), swarm.owner(every=1)
         await owner.run(2, batches_of, losses)
         losses.check(wanted)
-        await check_states(owner, local)
+        await check_states(owner, states)
         assert owner.figures.epochs == 2
 
 
@@ -214,7 +222,7 @@ async def test_a_frozen_hop_is_left(source: ModelSource, alone: Alone, tmp_path:
 
 
 async def test_a_job_goes_on_after_its_owner_was_restarted(source: ModelSource, alone: Alone, tmp_path: Path) -> None:
-    wanted, local = alone(4)
+    wanted, last = alone(4)
     async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
         losses, owner = Losses(), swarm.owner(every=2)
         await owner.run(2, batches_of, losses)
@@ -224,7 +232,7 @@ async def test_a_job_goes_on_after_its_owner_was_restarted(source: ModelSource, 
         await owner.resume(2, states)
         await owner.run(4, batches_of, losses)
         losses.check(wanted)
-        await check_states(owner, local)
+        await check_states(owner, last)
 
 
 async def test_neighbours_that_cannot_reach_each_other_send_through_the_owner(
@@ -270,7 +278,7 @@ async def test_who_refuses_is_not_asked_again(source: ModelSource, alone: Alone,
 async def test_validation_changes_no_step_and_is_that_of_one_process(
     source: ModelSource, alone: Alone, tmp_path: Path, apart: bool
 ) -> None:
-    wanted, local = alone(3)
+    wanted, states = alone(3)
     held = batches_of(77)
     trained = trainer(source, SETTINGS)
     expected = {0: trained.loss(held)}
@@ -286,13 +294,13 @@ async def test_validation_changes_no_step_and_is_that_of_one_process(
         await owner.run(3, batches_of, losses, hooks)
         losses.check(wanted)
         assert found == expected
-        await check_states(owner, local)
+        await check_states(owner, states)
 
 
 async def test_a_run_that_is_asked_to_leave_ends_at_a_snapshot_and_goes_on_from_it(
     source: ModelSource, alone: Alone, tmp_path: Path
 ) -> None:
-    wanted, local = alone(6)
+    wanted, states = alone(6)
     losses, snapshots = Losses(), list[int]()
 
     async def note(snapshot: Snapshot) -> None:
@@ -306,7 +314,7 @@ async def test_a_run_that_is_asked_to_leave_ends_at_a_snapshot_and_goes_on_from_
         await second.resume(4, await first.final_states())
         await second.run(6, batches_of, losses)
         losses.check(wanted)
-        await check_states(second, local)
+        await check_states(second, states)
 
 
 async def test_a_job_that_all_refuse_ends_at_once(
