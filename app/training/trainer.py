@@ -1304,7 +1304,8 @@ class _HopGroup:
                 if tokens:
                     runs.setdefault(run.span, []).append(HolderSums(peer, tokens, answers[peer, run.span]))
         device, caution = self._owner._device, self._terms.caution
-        suspects = await device.run_later(self._owner._lots.choose, runs, self.version)
+        comparable = {span: shares for span, shares in runs.items() if len(self._plan.trainers(span)) > 1}
+        suspects = await device.run_later(self._owner._lots.choose, comparable, self.version)
         for suspect in suspects:
             await self._audit(suspect, progress, batches, answers[suspect.peer, suspect.span])
         if suspects:
@@ -1430,13 +1431,11 @@ class _HopGroup:
             if verdict.agree or verdict.liar is not None:
                 break
         progress.ways.update(ways)
-        if len(answers) == 1:
-            return  # nobody else can compute them
         if verdict.agree:
-            owner._lots.cleared(peer, self.version)
+            owner._lots.cleared(suspect, self.version)
             self._note(peer, "agreed", "agreed with others")
         elif verdict.liar is not None:
-            self._leave_out(verdict.liar, self._met(taken[verdict.liar]) - {verdict.liar} - not_accused)
+            self._leave_out(Suspect(verdict.liar, span), self._met(taken[verdict.liar]) - {verdict.liar} - not_accused)
         else:
             peers = [answer.peer for answer in answers]
             met = self._met(way for ways in taken.values() for way in ways)
@@ -1457,14 +1456,15 @@ class _HopGroup:
         """Return the hops on some ways."""
         return {hop.peer for way in ways for hop in self._plan.ways[way]}
 
-    def _leave_out(self, liar: str, others: set[str]) -> NoReturn:
+    def _leave_out(self, suspect: Suspect, others: set[str]) -> NoReturn:
         """Leave out a hop that lied; `others` on the way may have sent it what was wrong already. Raises `HopLost`."""
+        liar = suspect.peer
         why = f"its summed gradients of step {self.version + 1} are not what others compute from the same data"
         share = 1 / (1 + len(others))
         self._note(liar, "doubted" if others else "lied", f"trained wrongly: {why}", share)
         for other in others:
             self._note(other, "doubted", "took part in training that others contradict", share)
-        self._owner._lots.contradicted(liar)
+        self._owner._lots.contradicted(suspect)
         lost = self._at_fault(liar, sorted(others), why)
         if lost.refused:
             self._owner.figures.left_out[liar] = why
