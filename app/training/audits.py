@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,6 +97,10 @@ class AuditLots:
         drawn = self._rng.sample(sorted(others), len(others))
         return sorted(drawn, key=lambda peer: (peer not in not_accused, homes[peer] == homes[suspect]))
 
+    def order(self, ways: int) -> list[int]:
+        """Return in which order so many ways come into question for a witness: by a lot too."""
+        return self._rng.sample(range(ways), ways)
+
     def cleared(self, suspect: Suspect, version: int) -> None:
         """An audit found a holder's sums of some blocks to be right."""
         self._cleared_at.update(dict.fromkeys(suspect.places(), version))
@@ -129,10 +133,11 @@ class Answer(NamedTuple):
 
 
 class AuditVerdict(NamedTuple):
-    """Who lied; nobody, if all agree or if it cannot be told."""
+    """Who lied, and who says so; nobody, if all agree or if it cannot be told."""
 
     liar: str | None
     agree: bool
+    accusers: tuple[str, ...] = ()
 
 
 def judge(answers: Sequence[Answer], homes: Mapping[str, str], not_accused: Collection[str]) -> AuditVerdict:
@@ -159,4 +164,18 @@ def judge(answers: Sequence[Answer], homes: Mapping[str, str], not_accused: Coll
     right = trusted[0] if len(trusted) == 1 else max(range(len(groups)), key=voices.__getitem__)
     wrong = [answer.peer for at, group in enumerate(groups) if at != right for answer in group]
     is_known = (len(trusted) == 1 and len(wrong) == 1) or 2 * voices[right] > len({*homes.values()})
-    return AuditVerdict(wrong[0] if is_known else None, False)
+    if not is_known:
+        return AuditVerdict(None, False)
+    return AuditVerdict(wrong[0], False, tuple(answer.peer for answer in groups[right]))
+
+
+def other_causes(verdict: AuditVerdict, met: Mapping[str, Collection[str]], home: Callable[[str], str]) -> set[str]:
+    """Return who else may have caused what a holder is accused of, by numbers that it sent.
+
+    They are the hops that the accused `met` on its ways, and those of any home that all its accusers met: these agree
+    with each other, and not with the accused, if the same was done to all of them.
+    """
+    assert verdict.liar is not None, "nobody is accused"
+    homes = set.intersection(*({home(peer) for peer in met[accuser]} for accuser in verdict.accusers))
+    everywhere = {peer for accuser in verdict.accusers for peer in met[accuser] if home(peer) in homes}
+    return {*met[verdict.liar], *everywhere} - {verdict.liar}

@@ -47,7 +47,7 @@ from app.session.frame import (
 from app.session.loop_stream import loop_streams
 from app.session.outbound import FRAME_COST_BYTES, OutboundFrame, PeerOutbox
 from app.training.activations import ActivationDisk, Activations, Boundary, NoBase
-from app.training.audits import Answer, AuditLots, AuditVerdict, Caution, Suspect, judge
+from app.training.audits import Answer, AuditLots, AuditVerdict, Caution, Suspect, judge, other_causes
 from app.training.blame import Blame
 from app.training.ledger import UsualSize
 from app.training.progress import StepProgress
@@ -1422,10 +1422,11 @@ class _HopGroup:
         others = self._plan.trainers(span) - {peer}
         answers, verdict = [Answer(peer, claimed)], AuditVerdict(None, agree=False)
         owner.figures.audits += 1
-        taken = {peer: {ways[number] for number in numbers}}  # who summed up -> the ways on which it came
+        met = {peer: self._met(ways[number] for number in numbers)}  # who summed up -> the hops on its ways
         for witness in owner._lots.witnesses(peer, others, homes, not_accused):
-            around = {number: self._plan.way_around(ways[number], span, witness) for number in numbers}
-            taken[witness] = set(around.values())
+            order = owner._lots.order(len(self._plan.ways))
+            around = {number: self._plan.way_around(ways[number], span, witness, order) for number in numbers}
+            met[witness] = self._met(around.values())
             answers.append(Answer(witness, await self._recompute(around, span, witness, progress, batches)))
             verdict = await owner._device.run_later(judge, answers, homes, not_accused)
             if verdict.agree or verdict.liar is not None:
@@ -1435,11 +1436,11 @@ class _HopGroup:
             owner._lots.cleared(suspect, self.version)
             self._note(peer, "agreed", "agreed with others")
         elif verdict.liar is not None:
-            self._leave_out(Suspect(verdict.liar, span), self._met(taken[verdict.liar]) - {verdict.liar} - not_accused)
+            others = other_causes(verdict, met, owner._homes.of) - not_accused
+            self._leave_out(Suspect(verdict.liar, span), others)
         else:
             peers = [answer.peer for answer in answers]
-            met = self._met(way for ways in taken.values() for way in ways)
-            self._leave_out_either(peers, span, met - set(peers) - not_accused)
+            self._leave_out_either(peers, span, set().union(*met.values()) - set(peers) - not_accused)
 
     def _homes_of(self, span: Span) -> dict[str, str]:
         """Return the home of each holder of some blocks in this job.
@@ -1456,8 +1457,8 @@ class _HopGroup:
         """Return the hops on some ways."""
         return {hop.peer for way in ways for hop in self._plan.ways[way]}
 
-    def _leave_out(self, suspect: Suspect, others: set[str]) -> NoReturn:
-        """Leave out a hop that lied; `others` on the way may have sent it what was wrong already. Raises `HopLost`."""
+    def _leave_out(self, suspect: Suspect, others: Collection[str]) -> NoReturn:
+        """Leave out a hop that lied; `others` may have sent it, or its accusers, what was wrong. Raises `HopLost`."""
         liar = suspect.peer
         why = f"its summed gradients of step {self.version + 1} are not what others compute from the same data"
         share = 1 / (1 + len(others))

@@ -9,7 +9,7 @@ import numpy
 import pytest
 
 from app.core.span import Span
-from app.training.audits import Answer, AuditLots, Caution, Suspect, judge
+from app.training.audits import Answer, AuditLots, AuditVerdict, Caution, Suspect, judge, other_causes
 from app.training.reduction import HolderSums
 from tests.app.training.test_reduction import ATTACKS, attacked, honest
 
@@ -36,7 +36,29 @@ WRONG = -RIGHT
 def test_who_lied(sums: list[numpy.ndarray], not_accused: tuple[str, ...], liar: str | None, agree: bool) -> None:
     answers = [Answer(f"p{index}", each.astype(numpy.float32)) for index, each in enumerate(sums)]
     homes = {answer.peer: f"the home of {answer.peer}" for answer in answers}
-    assert judge(answers, homes, not_accused) == (liar, agree)
+    verdict = judge(answers, homes, not_accused)
+    assert (verdict.liar, verdict.agree) == (liar, agree)
+    assert liar not in verdict.accusers
+    assert bool(verdict.accusers) == (liar is not None)
+
+
+@pytest.mark.parametrize(
+    ("met", "homes", "others"),
+    [
+        pytest.param({"liar": [], "w1": [], "w2": []}, {}, set(), id="nobody else"),
+        pytest.param({"liar": ["a"], "w1": [], "w2": []}, {}, {"a"}, id="before the accused"),
+        pytest.param({"liar": [], "w1": ["a"], "w2": ["a"]}, {}, {"a"}, id="before all accusers"),
+        pytest.param({"liar": [], "w1": ["a"], "w2": ["b"]}, {}, set(), id="before one accuser each"),
+        pytest.param({"liar": [], "w1": ["a"], "w2": ["b"]}, {"b": "a"}, {"a", "b"}, id="of one home, before all"),
+        pytest.param({"liar": [], "w1": ["w2"], "w2": []}, {}, {"w2"}, id="an accuser before the other"),
+    ],
+)
+def test_who_else_may_have_caused_a_contradiction(
+    met: dict[str, list[str]], homes: dict[str, str], others: set[str]
+) -> None:
+    everywhere = {peer: {peer, *hops} for peer, hops in met.items()}
+    verdict = AuditVerdict("liar", False, ("w1", "w2"))
+    assert other_causes(verdict, everywhere, lambda peer: homes.get(peer, peer)) == others
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
