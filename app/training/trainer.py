@@ -346,7 +346,7 @@ class SwarmTrainer:
         self._frames = PeerRateLimit(FRAMES_AT_ONCE, FRAMES_PER_S)
         self._hooks = JobHooks()
         self._failures = _Failures()
-        self._snapshot_every = terms.snapshot_every  # steps; fewer after an epoch was lost
+        self._most_unkept = math.inf  # steps after which a snapshot is due whatever it costs, once steps were lost
         self._makes_copies = terms.copies
         self._snapshot_at = 0.0
         self._snapshot_s = 0.0  # that the last one took
@@ -374,7 +374,7 @@ class SwarmTrainer:
             except HopLost as lost:
                 if steps_lost := self.version - self.snapshot.version:
                     # If hops stop the job again and again after some steps, it must come to a snapshot before.
-                    self._snapshot_every = max(1, min(self._snapshot_every, steps_lost // 2))
+                    self._most_unkept = max(1, min(self._most_unkept, steps_lost // 2))
                 await self._note_lost_hop(lost, made_step=self.version > begun)
 
     async def resume(self, version: int, states: Sequence[bytes]) -> None:
@@ -500,11 +500,10 @@ class SwarmTrainer:
 
     @property
     def _snapshot_is_due(self) -> bool:
-        terms, since_s = self._terms, trio.current_time() - self._snapshot_at
-        has_steps = self.version - self.snapshot.version >= self._snapshot_every
-        if has_steps and self._snapshot_every < terms.snapshot_every:
-            return True  # an epoch was lost
-        return (has_steps or since_s >= terms.snapshot_after_s) and self._snapshot_s <= terms.snapshot_share * since_s
+        terms, steps = self._terms, self.version - self.snapshot.version
+        since_s = trio.current_time() - self._snapshot_at
+        is_time = steps >= terms.snapshot_every or since_s >= terms.snapshot_after_s
+        return steps >= self._most_unkept or (is_time and self._snapshot_s <= terms.snapshot_share * since_s)
 
     async def _take_snapshot(self, epoch: _HopGroup) -> None:
         begun = trio.current_time()
@@ -513,7 +512,7 @@ class SwarmTrainer:
             await self._device.run_later(self._trained.keep)
         await self._hooks.on_snapshot(self.snapshot)
         await self._survived(epoch, epoch.copy_snapshot)
-        self._snapshot_every = min(2 * self._snapshot_every, self._terms.snapshot_every)
+        self._most_unkept *= 2
         self._snapshot_at = trio.current_time()
         self._snapshot_s = self._snapshot_at - begun
         self.figures.snapshots_s += self._snapshot_s
