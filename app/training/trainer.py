@@ -240,13 +240,18 @@ class HopsAway(TrainingStopped):
 
 
 class HopLost(Exception):
-    """A hop failed; `refused` if it should not be asked again, `welcome` if soon, `away` if it is just not there."""
+    """A hop failed, and some `beside` it in the same way.
+
+    `refused` if it should not be asked again, `welcome` if soon, `away` if it is just not there.
+    """
 
     def __init__(
-        self, peer: str, why: str, *, refused: bool = False, welcome: bool = False, away: bool = False
-    ) -> None:
-        super().__init__(f"{peer}: {why}")
-        self.peer, self.refused, self.welcome, self.away = peer, refused, welcome, away
+        self, peer: str, why: str, *, beside: Sequence[str] = (),
+        refused: bool = False, welcome: bool = False, away: bool = False,
+    ) -> None:  # fmt: skip
+        self.peer, self.peers = peer, (peer, *beside)
+        super().__init__(f"{', '.join(self.peers)}: {why}")
+        self.refused, self.welcome, self.away = refused, welcome, away
 
 
 class HopBusy(HopLost):
@@ -428,11 +433,12 @@ class SwarmTrainer:
 
     def _remember(self, lost: HopLost) -> None:
         self.figures.lost.append(str(lost))
-        if lost.refused:
-            self._refused.add(lost.peer)
-            self._refusals[lost.peer] = str(lost)
-        elif not lost.welcome:
-            self._blame.rest(lost.peer, trio.current_time())
+        for peer in lost.peers:
+            if lost.refused:
+                self._refused.add(peer)
+                self._refusals[peer] = str(lost)
+            elif not lost.welcome:
+                self._blame.rest(peer, trio.current_time())
 
     async def _run_epoch(
         self, steps: int, batches: Callable[[int], Sequence[Any]], on_step: Callable[[StepDone], None]
@@ -595,17 +601,17 @@ class _HopGroup:
         """Begin the epoch at every hop; those that fail are left if others hold all their blocks. Raises `HopLost`."""
         self._plan = plan_ways(route)
         self._under_way = self._plan.depth + 1
-        for index, hop in enumerate(self.hops):
-            try:
-                stream = await self._open_stream(hop.peer)
-            except P2PError as error:
-                lost = HopLost(hop.peer, f"it cannot be reached: {error}", away=True)
-                if not self.can_lose(hop.peer):
-                    raise lost from error
-                self._drop(lost)
-            else:
-                self._links[index] = _Link(hop, PeerOutbox(stream, self._nursery))
-                self._nursery.start_soon(self._read, index, stream)
+        unreachable: dict[str, P2PError] = {}
+        async with trio.open_nursery() as nursery:  # at once: each that cannot be reached takes its time
+            for index, hop in enumerate(self.hops):
+                nursery.start_soon(self._link_to, index, hop, unreachable)
+        self._links = dict(sorted(self._links.items()))
+        if unreachable:
+            first, *others = unreachable
+            lost = HopLost(first, f"it cannot be reached: {unreachable[first]}", beside=others, away=True)
+            if not self.can_lose(*lost.peers):
+                raise lost
+            self._drop(lost)
         self._nursery.start_soon(self._stay_known)
         await self._close_unused()
         try:
@@ -652,9 +658,9 @@ class _HopGroup:
         """Who takes part, with which blocks."""
         return self._plan.hops
 
-    def can_lose(self, peer: str) -> bool:
-        """True if others hold all blocks of a peer that takes part."""
-        return any(hop.peer == peer for hop in self.hops) and self._plan.can_lose(peer)
+    def can_lose(self, *peers: str) -> bool:
+        """True if others hold all blocks of peers that take part."""
+        return {hop.peer for hop in self.hops}.issuperset(peers) and self._plan.can_lose(*peers)
 
     async def go_on_without(self, lost: HopLost, *, keeps: bool = True) -> None:
         """Begin another epoch with the others, who keep the version that they have unless they just begin.
@@ -662,7 +668,7 @@ class _HopGroup:
         Raises `HopLost` if they do not hold all blocks.
         """
         while True:
-            if not self.can_lose(lost.peer):
+            if not self.can_lose(*lost.peers):
                 raise lost
             self._drop(lost)
             await self._close_unused()
@@ -691,11 +697,21 @@ class _HopGroup:
                     await link.outbox.stream.aclose()
 
     def _drop(self, lost: HopLost) -> None:
-        """Plan without a hop."""
+        """Plan without the hops that are lost."""
         log.warning("training goes on without a hop: %s", lost)
         self._owner._remember(lost)
-        self._plan = self._plan.without(lost.peer)
+        self._plan = self._plan.without(*lost.peers)
         self._owner.route = self.hops
+
+    async def _link_to(self, index: int, hop: Hop, unreachable: dict[str, P2PError]) -> None:
+        """Open the stream to a hop and read it, or note why there is none."""
+        try:
+            stream = await self._open_stream(hop.peer)
+        except P2PError as error:
+            unreachable[hop.peer] = error
+        else:
+            self._links[index] = _Link(hop, PeerOutbox(stream, self._nursery))
+            self._nursery.start_soon(self._read, index, stream)
 
     async def _open_stream(self, peer: str) -> FrameStream:
         owner = self._owner
@@ -768,14 +784,14 @@ class _HopGroup:
         else for one that says it computes, or does not read what is sent to it, or for one on a way with a hop that
         cannot send. And for one of those that are `late` if the job waits for them most of the time.
         """
-        self._count_waiting(())  # for nobody, since the last call
+        self._count_waiting()  # for nobody, since the last call
         quiet_s = max(self._patience.quiet_s, 8 * self._pause_s.value) * min(2**self._in_vain, MOST_PATIENCE)
         begun = trio.current_time()
         while True:
             self._check_progress(awaited)
             with trio.move_on_after(min(quiet_s, PROBE_EVERY_S)):
                 index, found = await self._arrived.receive()
-                self._count_waiting(late())
+                self._count_waiting(late(), awaited)
                 if isinstance(found, Frame):
                     self._queued[index] -= _cost(found)
                     self._taken.notify()
@@ -790,7 +806,7 @@ class _HopGroup:
                 self._troubled = self._on_trouble(index, self._checked(self._links[index], decode_hop_error, found))
                 return None
             await self._probe()
-            self._count_waiting(late())
+            self._count_waiting(late(), awaited)
             waited_s = trio.current_time() - begun
             if (quiet_s <= PROBE_EVERY_S or waited_s >= quiet_s) and self._is_idle():
                 self._waited_s += waited_s
@@ -828,23 +844,23 @@ class _HopGroup:
             if not awaited:
                 return
         busy = [*(index for index, count in self._busy.items() if count), *self._not_reading()]
-        peers = [self._links[index].hop.peer for index in awaited or busy if index in self._links]
+        peers = self._peers(awaited or busy)
         sending = {link.hop.peer for index, link in self._links.items() if self._sending.get(index)}
         beside = {hop.peer for way in self._plan.ways for hop in way if any(one.peer in sending for one in way)}
         everybody = [link.hop.peer for link in self._links.values()]
         suspects = peers or [peer for peer in everybody if peer in beside] or everybody
-        raise self._suspected(suspects, f"nothing came of its work for {stuck_s:.0f} s")
+        raise self._held_up(suspects, awaited, f"nothing came of its work for {stuck_s:.0f} s")
 
-    def _count_waiting(self, late: Collection[str]) -> None:
+    def _count_waiting(self, late: Collection[str] = (), awaited: Collection[int] = ()) -> None:
         """Count the time since the last call as one in which the job waited for some hops, if it can do without them.
 
-        Raises `HopLost` for one of those for whom it waited for too long.
+        Raises `HopLost` for those for whom it waited for too long.
         """
         blame, now = self._owner._blame, trio.current_time()
         blame.time_passed(now - self._waited_at, late if self._plan.can_lose(*late) else ())
         self._waited_at = now
         if slow := [peer for peer in blame.too_slow if self.can_lose(peer)]:
-            raise self._suspected(slow, "the job waited for it most of the time")
+            raise self._held_up(slow, awaited, "the job waited for it most of the time")
 
     async def _probe(self) -> None:
         """Ask every hop how it is; raises `HopLost` for one that does not answer."""
@@ -914,6 +930,17 @@ class _HopGroup:
         suspects = [peer for peer in peers if peer not in self._not_accused] or peers
         return HopLost(self._owner._blame.choose(suspects, trio.current_time(), self.can_lose), why)
 
+    def _held_up(self, peers: Sequence[str], awaited: Collection[int], why: str) -> HopLost:
+        """Return the loss of all at once of which an answer is `awaited`, or else of one that may be the cause.
+
+        One after the other would each hold the job up for as long.
+        """
+        silent = {*peers}.intersection(self._peers(awaited)) - self._not_accused
+        if silent and self.can_lose(*silent):
+            first, *others = sorted(silent)
+            return HopLost(first, why, beside=others)
+        return self._suspected(peers, why)
+
     def _at_fault(self, peer: str, others: Collection[str], why: str) -> HopLost:
         """Return the loss of a hop for good, or of one for a while if others may have caused what it did."""
         others = [other for other in others if other not in self._not_accused]
@@ -967,14 +994,14 @@ class _HopGroup:
         An order that got lost is sent again; raises `HopLost`.
         """
         found: dict[int, Frame] = {}
-        # States may take long to fetch and to write, but are so seldom: whoever is slow at that is not in the way.
-        hurries = kind not in (Kind.READY, Kind.SNAPSHOT)
+        # States may take long to fetch and to write, but are so seldom.
+        begun = trio.current_time() if kind in (Kind.READY, Kind.SNAPSHOT) else -math.inf
         self._came_forward()
         if order is not None:
             await self._to_all(order)
         while len(found) < len(self._links):
             awaited = self._links.keys() - found.keys()
-            came = await self._next(awaited, partial(self._peers, awaited if hurries else ()))
+            came = await self._next(awaited, partial(self._overdue, awaited, begun))
             if came is not None and came[1].kind == kind:
                 if came[0] not in found:
                     self._came_forward()
@@ -983,8 +1010,15 @@ class _HopGroup:
                 await self._to_all(order, except_for=found)
         return [found[index] for index in self._links]
 
+    def _overdue(self, indices: Iterable[int], begun: float) -> list[str]:
+        """Return the hops of some that have had time for the states of all their blocks since then."""
+        block_s = most_state_bytes(self._terms.sums_bytes) / SLOWEST_BYTES_PER_S
+        passed_s = trio.current_time() - begun
+        spans = {hop.peer: hop.span for hop in self.hops}
+        return [peer for peer in self._peers(indices) if passed_s > block_s * len(spans[peer])]
+
     def _peers(self, indices: Iterable[int]) -> list[str]:
-        return [self._links[index].hop.peer for index in indices]
+        return [self._links[index].hop.peer for index in indices if index in self._links]
 
     async def _to_all(self, message: bytes, except_for: Any = ()) -> None:
         for index, link in list(self._links.items()):  # hops may be lost meanwhile
@@ -1441,8 +1475,8 @@ class _HopGroup:
             owner._lots.cleared(suspect, self.version)
             self._note(peer, "agreed", "agreed with others")
         elif verdict.liar is not None:
-            others = other_causes(verdict, met, owner._homes.of) - not_accused
-            self._leave_out(Suspect(verdict.liar, span), others)
+            causes = other_causes(verdict, met, owner._homes.of) - not_accused
+            self._leave_out(Suspect(verdict.liar, span), causes)
         else:
             peers = [answer.peer for answer in answers]
             self._leave_out_either(peers, span, set().union(*met.values()) - set(peers) - not_accused)

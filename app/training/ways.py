@@ -51,9 +51,9 @@ class WayPlan:
         """True if others hold every block of these peers."""
         return all(not set(run.peers) <= set(peers) for run in self.runs)
 
-    def without(self, peer: str) -> WayPlan:
+    def without(self, *peers: str) -> WayPlan:
         """Return the plan of the others, each with the blocks that it has."""
-        return plan_ways(tuple(hop for hop in self.hops if hop.peer != peer))
+        return plan_ways(tuple(hop for hop in self.hops if hop.peer not in peers))
 
     @property
     def depth(self) -> int:

@@ -46,7 +46,7 @@ from engine.sources.tiny import open_tiny
 from engine.training.adapters import AdapterSettings
 from engine.training.head import TrainingEnds
 from engine.training_runner import BatchLoss, OwnerEnds, sums_bytes
-from p2p.errors import Refused
+from p2p.errors import PeerUnreachable, Refused
 from p2p.memory import link
 from p2p.memory.fabric import LinkProfile
 from tests.app.training.job_swarm import ALL, PLAIN, SETTINGS, UNHURRIED, JobSwarm, Losses, batches_of, open_job_swarm
@@ -723,6 +723,44 @@ async def test_hops_that_a_job_can_do_without_do_not_slow_it_down_for_good(
         assert trio.current_time() < 600 * len(slow)
         assert {hop.peer for hop in owner.route}.isdisjoint(slow)
         assert not owner._refused
+
+
+async def never(*args: Any) -> None:
+    await trio.sleep_forever()
+
+
+@pytest.mark.parametrize("silence", ["_open", "_snapshot"])
+async def test_hops_that_a_job_can_do_without_and_that_never_answer_hold_it_up_once(
+    source: ModelSource, tmp_path: Path, silence: str, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where states may have to be fetched or written, the job waited ten minutes for each, one after the other."""
+    spares = [(block, block + 1) for block in range(6)]
+    async with open_job_swarm(source, tmp_path, ALL, *spares, delay_s=0.02) as swarm:
+        for name in swarm.nodes.keys() - {"n0"}:
+            monkeypatch.setattr(swarm.nodes[name].server, silence, never)
+        owner = swarm.owner(replicas=Replicas(swarm.holders), patience=Patience(), terms={"copies": False}, every=1)
+        with trio.fail_after(300):
+            await owner.run(1, few, Losses())
+        assert owner.figures.epochs == 2
+
+
+async def test_hops_that_cannot_be_reached_are_tried_at_once(
+    source: ModelSource, tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spares = [(block, block + 1) for block in range(6)]
+    async with open_job_swarm(source, tmp_path, ALL, *spares, delay_s=0.02) as swarm:
+        owner = swarm.owner(replicas=Replicas(swarm.holders), patience=Patience(), terms={"copies": False})
+        opened = owner._network.open
+
+        async def slowly(peer: str, *args: Any, timeout_s: float) -> Any:
+            if peer == "n0":
+                return await opened(peer, *args, timeout_s=timeout_s)
+            await trio.sleep(timeout_s)
+            raise PeerUnreachable(peer)
+
+        monkeypatch.setattr(owner._network, "open", slowly)
+        with trio.fail_after(2 * Patience().open_s):
+            await owner.run(1, few, Losses())
 
 
 async def test_a_hop_that_breaks_its_link_does_not_have_others_rest_for_it(source: ModelSource, tmp_path: Path) -> None:
