@@ -261,6 +261,13 @@ class HopBusy(HopLost):
         super().__init__(peer, why, away=True)
 
 
+class HopFull(HopLost):
+    """A hop will never have memory for as many micro-batches under way as it was told."""
+
+    def __init__(self, peer: str, why: str) -> None:
+        super().__init__(peer, why, refused=True)
+
+
 @dataclass
 class _Failures:
     """Epochs in a row without a step."""
@@ -347,6 +354,7 @@ class SwarmTrainer:
         self.route: Route = ()
         self._refused: set[str] = set()
         self._refusals: dict[str, str] = {}  # why
+        self._rooms: dict[str, int] = {}  # hop with less memory than others -> micro-batches under way at it, at most
         self._blame = Blame(self._patience.probe_s * 10)
         self._frames = PeerRateLimit(FRAMES_AT_ONCE, FRAMES_PER_S)
         self._hooks = JobHooks()
@@ -558,7 +566,7 @@ class _HopGroup:
         self._trained, self._device = owner._trained, owner._device
         self._links: dict[int, _Link] = {}  # by a number that stays
         self._plan: WayPlan
-        self._under_way = 1  # most micro-batches at a hop; it has memory for as many, whatever the later plans
+        self._under_way = 1  # most micro-batches at any hop, whatever the later plans
         self._round = 0  # of sums in this version
         self._agreed: Mapping[Span, Numbers] = {}  # sums of all holders in this step, by run of blocks
         self._followed: dict[int, StateSample] = {}  # block that several hold -> some numbers of its state
@@ -644,7 +652,7 @@ class _HopGroup:
             "span": span,
             "predecessor": alone.predecessor if alone else "",
             "successor": alone.successor if alone else "",
-            "under_way": self._under_way,
+            "under_way": self._room(hop.peer),
             "states": snapshot.states[span.start : span.stop] if with_states else (),
             "holders": tuple(dict.fromkeys(holders))[:8] if with_states else (),
             "ways": () if alone else parts,
@@ -665,18 +673,26 @@ class _HopGroup:
     async def go_on_without(self, lost: HopLost, *, keeps: bool = True) -> None:
         """Begin another epoch with the others, who keep the version that they have unless they just begin.
 
-        Raises `HopLost` if they do not hold all blocks.
+        One that has too little memory stays, with fewer micro-batches under way: how many others have goes by the
+        longest way, and so by who else takes part. Raises `HopLost` if the others do not hold all blocks.
         """
         while True:
-            if not self.can_lose(*lost.peers):
+            if isinstance(lost, HopFull) and self._room(lost.peer) > 1:
+                self._owner._rooms[lost.peer] = self._room(lost.peer) // 2
+            elif not self.can_lose(*lost.peers):
                 raise lost
-            self._drop(lost)
+            else:
+                self._drop(lost)
             await self._close_unused()
             try:
                 await self._begin_anew(keeps=keeps)
                 return
             except HopLost as another:
                 lost = another
+
+    def _room(self, peer: str) -> int:
+        """Return how many micro-batches may be under way at a hop."""
+        return min(self._under_way, self._owner._rooms.get(peer, self._under_way))
 
     async def _begin_anew(self, *, keeps: bool) -> None:
         """Begin another epoch with the hops of the plan; raises `HopLost`."""
@@ -898,6 +914,8 @@ class _HopGroup:
         if trouble.code == "busy":
             raise HopBusy(peer, _NO_ROOM if trouble.why == "train_jobs" else trouble.text or trouble.code)
         code = trouble.code
+        if code == "refused" and trouble.why == "train_memory":
+            raise HopFull(peer, trouble.text)
         raise HopLost(peer, trouble.text or code, refused=code == "refused", away=code == "draining")
 
     def _ways_over(self, peer: str, neighbour: str) -> list[int]:
@@ -1150,7 +1168,7 @@ class _HopGroup:
         """
         plan, now = self._plan, trio.current_time()
         busy = Counter(hop.peer for way in progress.ways_under_way for hop in plan.ways[way])
-        full = {peer for peer, count in busy.items() if count >= self._under_way}
+        full = {peer for peer, count in busy.items() if count >= self._room(peer)}
         earlier = progress.ways.get(number)
         ways = range(len(plan.ways)) if earlier is None else (earlier,)
         free = [way for way in ways if not any(hop.peer in full for hop in plan.ways[way])]

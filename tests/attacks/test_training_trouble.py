@@ -21,7 +21,7 @@ from app.session.outbound import OutboundFrame
 from app.training import blame, hop, progress, states, trainer, wire
 from app.training.audits import Caution
 from app.training.blame import Blame
-from app.training.hop import HopFrame, HopJob
+from app.training.hop import HopFrame, HopJob, TrainingTerms
 from app.training.ledger import UsualSize
 from app.training.trainer import JobHooks, Patience, Replicas, StepDone, SwarmTrainer
 from app.training.ways import WayPlan
@@ -39,6 +39,7 @@ from app.training.wire import (
 )
 from app.weights.extents import WeightsError
 from engine import training_runner
+from engine.budget import TrainingTask, plan_training, unquantised
 from engine.model.ends import load_ends
 from engine.pieces import Pieces
 from engine.sources.base import ModelSource
@@ -761,6 +762,24 @@ async def test_hops_that_cannot_be_reached_are_tried_at_once(
         monkeypatch.setattr(owner._network, "open", slowly)
         with trio.fail_after(2 * Patience().open_s):
             await owner.run(1, few, Losses())
+
+
+async def test_small_members_do_not_cost_others_their_places_for_want_of_memory(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """They make the ways longer. Then others were told to have more under way than they may, and were left for good."""
+    task = TrainingTask(8, SETTINGS.rank, SETTINGS.targets, 64, 2)
+    needed = plan_training(source.config, unquantised(4), task, 2**40)
+    terms = TrainingTerms(memory_bytes=needed.total_bytes - needed.weight_bytes - needed.graph_bytes)
+    small = [(block, block + 2) for block in range(0, 8, 2)]
+    async with open_job_swarm(source, tmp_path, *small) as swarm:
+        await swarm.train("large", 0, 8, terms)
+        owner, losses = owner_of(swarm), Losses()
+        await owner.run(2, few, losses)
+        assert {hop.peer for hop in owner.route} == {"large", "n0", "n1", "n2", "n3"}
+        assert not owner.figures.lost
+        assert owner.figures.computed["large"]
+        check_close(losses, one_process(source, 2))
 
 
 async def test_a_hop_that_breaks_its_link_does_not_have_others_rest_for_it(source: ModelSource, tmp_path: Path) -> None:
