@@ -4,9 +4,9 @@ A step, all of it in this file: micro-batches follow each other through the hops
 have counted, and what is missing runs again (`_tally`); where several hold a block, their sums are made one, and who
 lied about them is left out (`_reduce`); the gradient's norm over all hops decides how it is clipped, and every hop
 makes the next version (`step`); once all have, it is committed. After some steps the states of all blocks are kept here
-(`take_snapshot`) and at one more hop (`copy_snapshot`). If a hop fails whose blocks others hold too, they go on without
-it, and the step begins again (`go_on_without`). Otherwise the epoch ends: the next one begins with another route at the
-last snapshot, so that every later step is what it would have been.
+(`take_snapshot`) and at a trusted hop (`copy_snapshot`). If a hop fails whose blocks others hold too, they go on
+without it, and the step begins again (`go_on_without`). Otherwise the epoch ends: the next one begins with another
+route at the last snapshot, so that every later step is what it would have been.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class JobTerms:
     version_of: Callable[[bytes], int] | None = None  # of a block's state; raises `EngineError` for what is none
     sample_of: Callable[[int, bytes | None], StateSample] | None = None  # (block, its state; None: as drawn)
     replicas: int = 4  # most holders of a block that train at the same time
-    copies: bool = True  # snapshots are kept by one more hop, besides the owner
+    copies: bool = True  # snapshots are kept by a trusted hop, besides the owner
     caution: Caution = field(default_factory=Caution)
 
 
@@ -1579,7 +1579,7 @@ class _HopGroup:
     # --- snapshots ----------------------------------------------------------------------------------------------------
 
     async def take_snapshot(self) -> Snapshot:
-        """Have the states of all blocks kept by their hops, here, and by one more hop.
+        """Have the states of all blocks kept by their hops, and here.
 
         Of holders with different states, the one that most agree with counts; of as many the one that had to rest least
         often, or else the route's first one.
@@ -1621,17 +1621,19 @@ class _HopGroup:
         return [link for link in self._links.values() if link.hop.peer != self._owner._network.peer_id]
 
     async def copy_snapshot(self) -> None:
-        """Have one more hop keep all states of the last snapshot; raises `HopLost`.
+        """Have a hop that the user trusts keep all states of the last snapshot; raises `HopLost`.
 
+        They are the whole adapter, in which the training data can leave traces; others see that of their own blocks.
         Over a slow link from here that takes too long: the hops go on without it, and no other copy is tried.
         """
-        owner, others = self._owner, self._others
-        if not others or not owner._makes_copies:
+        owner = self._owner
+        trusted = [link for link in self._others if link.hop.peer in self._not_accused]
+        if not trusted or not owner._makes_copies:
             return
         states, here = owner.snapshot.states, owner._network.peer_id
         keep = encode_parts(Kind.KEEP, owner.run_id, self._epoch, self.version, states, [here])
         with trio.move_on_after(self._patience.copy_s) as waiting:
-            await self._order_one(others[self.version % len(others)], Kind.KEEP, keep)
+            await self._order_one(trusted[self.version % len(trusted)], Kind.KEEP, keep)
         if waiting.cancelled_caught:
             log.warning("no more snapshots are copied: one took more than %g s", self._patience.copy_s)
             owner._makes_copies = False

@@ -870,12 +870,31 @@ async def obtain_without_end(run: bytes, states: Sequence[StatePart], *holders: 
         await trio.sleep_forever()
 
 
+async def test_only_a_trusted_hop_is_given_the_states_of_blocks_that_it_does_not_train(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each hop in turn was given the whole adapter, also the finished one."""
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 7), (7, 8)) as swarm:
+        copied: Counter[str] = Counter()
+        for name, node in swarm.nodes.items():
+            keep = node.server._keep
+
+            async def kept(*args: Any, name: str = name, keep: Any = keep) -> None:
+                copied[name] += 1
+                await keep(*args)
+
+            monkeypatch.setattr(node.server, "_keep", kept)
+        owner = swarm.owner(replicas=Replicas(not_accused=lambda: frozenset({"n1"})), every=1)
+        await owner.run(3, few, Losses())
+    assert copied == {"n1": 3}
+
+
 async def test_a_job_goes_on_if_no_hop_can_copy_its_snapshots_in_time(
     source: ModelSource, tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One hop fetches all states from the owner: with a slow link from there, each snapshot failed and cost a hop."""
     async with open_job_swarm(source, tmp_path, ALL) as swarm:
-        owner = swarm.owner(patience=Patience(), every=1)
+        owner = swarm.owner(patience=Patience(), every=1, replicas=Replicas(not_accused=lambda: frozenset({"n0"})))
         swarm.fabric.set_link("owner", "n0", LinkProfile(delay_s=0.02))
         for node in swarm.nodes.values():
             monkeypatch.setattr(node.states, "obtain", obtain_without_end)
