@@ -194,6 +194,31 @@ def test_a_full_disk_does_not_end_a_job_at_its_next_step() -> None:
     assert (running.progress.step, running.progress.losses) == (1, (1.5,))
 
 
+@pytest.fixture
+def in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows removes no file that a virus scanner reads."""
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, "the file is being used by another process", str(path))
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+
+
+def test_a_job_whose_wish_cannot_be_removed_is_not_locked(jobs: JobStore, in_use: None) -> None:
+    """It would do at once what was wished of an earlier run."""
+    jobs.create(RECORD, SOURCE)
+    with pytest.raises(AppError, match="is being used by another process"):
+        jobs.hold(RECORD.id)
+    assert not jobs.is_running(RECORD.id)
+
+
+def test_a_job_whose_state_cannot_be_removed_ends_all_the_same(jobs: JobStore, in_use: None) -> None:
+    job = jobs.create(RECORD, SOURCE)
+    jobs.save_state(RECORD.id, {0: b"state"})
+    jobs.end(job, "stop")
+    assert jobs.find(RECORD.id).progress.status == "stopped"
+
+
 async def test_a_job_that_cannot_be_taken_up_ends_no_other_work(
     jobs: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
