@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import zip_longest
+from typing import TypeVar
 
 from p2p.errors import IdentityError, P2PError
 from p2p.identity import peer_id_bytes, peer_id_from_bytes
@@ -23,8 +24,10 @@ _DNS_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?
 _DNSADDR = re.compile(r"/dnsaddr/(\w(?:[\w.-]{0,238}\w)?)(?:/p2p/(\w+))?", re.ASCII)
 PUBLIC_ENTRIES = ("/dnsaddr/bootstrap.libp2p.io",)  # of the public libp2p directory
 _CARRIER_GRADE_NAT = ipaddress.ip_network("100.64.0.0/10")
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+T = TypeVar("T")
 
 
 class BadAddress(P2PError, ValueError):
@@ -103,6 +106,8 @@ def scope_of(ip: IPAddress) -> Scope:
         return Scope.UNUSABLE
     if ip.is_link_local or ip.is_private or (ip.version == 4 and ip in _CARRIER_GRADE_NAT):
         return Scope.LAN
+    if carried_ip(ip) is not None:
+        return Scope.LAN  # it may lead to a machine of the local network
     return Scope.PUBLIC
 
 
@@ -110,6 +115,13 @@ def plain_ip(ip: IPAddress) -> IPAddress:
     """Convert an IPv4-mapped IPv6 address to IPv4; return any other address unchanged."""
     mapped = getattr(ip, "ipv4_mapped", None)
     return ip if mapped is None else mapped
+
+
+def carried_ip(ip: IPAddress) -> IPAddress | None:
+    """Return the IPv4 address to which an IPv6 address of NAT64 or 6to4 leads; None for any other address."""
+    if ip.version == 4:
+        return None
+    return ipaddress.IPv4Address(ip.packed[-4:]) if ip in _NAT64 else ip.sixtofour
 
 
 def network_of(ip: IPAddress) -> str:
@@ -213,7 +225,12 @@ def mixed(addresses: Iterable[Address]) -> list[Address]:
     kinds: dict[Scope, list[Address]] = {scope: [] for scope in (Scope.PUBLIC, Scope.LAN, Scope.LOOPBACK, Scope.RELAY)}
     for address in dict.fromkeys(addresses):
         kinds.setdefault(address.scope, []).append(address)
-    return [address for turn in zip_longest(*kinds.values()) for address in turn if address is not None]
+    return in_turns(kinds.values())
+
+
+def in_turns(queues: Iterable[Iterable[T]]) -> list[T]:
+    """Return the items of all queues, of which each gives one in turn; None is no item."""
+    return [item for turn in zip_longest(*queues) for item in turn if item is not None]
 
 
 def same_lan(ip: IPAddress, interfaces: Iterable[ipaddress.IPv4Interface | ipaddress.IPv6Interface]) -> bool:

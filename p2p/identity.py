@@ -12,6 +12,7 @@ is JSON too: ``version``, ``kind`` ("shoal-identity"), ``peer_id``, the scrypt n
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import os
 from dataclasses import dataclass, field
@@ -173,6 +174,10 @@ class Identity:
     def generate(cls) -> Identity:
         """Create an identity from a random seed."""
         return cls(os.urandom(KEY_BYTES))
+
+    def secret_for(self, purpose: str) -> bytes:
+        """Return a secret of this node for one purpose, the same each time; nothing else follows from it."""
+        return hmac.digest(self.seed, purpose.encode(), "sha256")
 
     def sign(self, data: bytes) -> bytes:
         """Return the 64-byte signature of `data`."""

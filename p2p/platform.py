@@ -10,6 +10,7 @@ import contextlib
 import errno
 import importlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -242,6 +243,18 @@ def allow_open_files(wanted: int = 8192) -> None:
 
 
 # --- processes and signals -------------------------------------------------------------------------------------------
+
+
+def system_program(name: str) -> str | None:
+    """Return the path of a program of the system; None if there is none.
+
+    Windows looks for a program in the folder first in which the user happens to be: a file of that name there, as in a
+    folder of downloads, would be run. So only the folder of the system counts there.
+    """
+    if not _windows:
+        return shutil.which(name)
+    path = Path(os.environ.get("SystemRoot", r"C:\Windows"), "System32", f"{name}.exe")
+    return str(path) if path.is_file() else None
 
 
 def module_command(module: str, *words: str) -> list[str]:

@@ -19,7 +19,9 @@ import trio
 
 from p2p.addresses import IPAddress, Scope, scope_of
 
-USER_TIMEOUT_S = 15
+# For peers without a heartbeat, which gives up sooner. Linux counts from the first loss of a series, also while bytes
+# arrive: on a crowded line a series takes a minute.
+USER_TIMEOUT_S = 120
 _KEEPALIVE_IDLE_S = 10
 _KEEPALIVE_INTERVAL_S = 5
 _KEEPALIVE_PROBES = 2
@@ -28,7 +30,7 @@ _INTERFACES_S = 5.0
 
 
 def tune(sock: trio.socket.SocketType) -> None:
-    """Send small writes at once, and let the kernel give up on a peer that is silent for 15 seconds."""
+    """Send small writes at once, and let the kernel give up on a peer that acknowledges nothing for long."""
     options = [
         (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
         (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
@@ -102,14 +104,21 @@ async def resolve(name: str, port: int, kind: str, threads: trio.CapacityLimiter
 
 
 async def connect(host: str, port: int, source_port: int | None = None) -> trio.SocketStream:
-    """Open a TCP connection to an IP address, from `source_port` if one is given (hole punching)."""
+    """Open a TCP connection to an IP address, from `source_port` if one is given and the system shares it.
+
+    Windows does not (WSAEACCES): the listening socket there is exclusive, see `listen`. Any port is used then.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = trio.socket.socket(family, socket.SOCK_STREAM)
     try:
         if source_port is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             share_port(sock)
-            await sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", source_port))
+            try:
+                await sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", source_port))
+            except OSError:
+                sock.close()
+                return await connect(host, port)
         await sock.connect((host, port))
         tune(sock)
         return trio.SocketStream(sock)
@@ -126,7 +135,8 @@ def own_interfaces() -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
             if card.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             try:
-                own = ipaddress.ip_interface(f"{card.address.split('%', 1)[0]}/{_prefix(card.netmask)}")
+                prefix = _prefix(card.netmask, "32" if card.family == socket.AF_INET else "64")
+                own = ipaddress.ip_interface(f"{card.address.split('%', 1)[0]}/{prefix}")
             except ValueError:
                 continue
             if scope_of(own.ip) is not Scope.UNUSABLE:
@@ -149,7 +159,15 @@ def own_ips() -> list[IPAddress]:
     return [own.ip for own in own_interfaces()]
 
 
-def _prefix(netmask: str | None) -> str:
+def source_towards(host: str) -> str:
+    """Return the IPv4 address from which this machine sends to `host`; raises OSError if it cannot."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect((host, 9))  # sends nothing
+        return str(sock.getsockname()[0])
+
+
+def _prefix(netmask: str | None, usual: str) -> str:
+    """Return a netmask as `ipaddress` reads it; Windows names none of an IPv6 network."""
     if netmask is None or ":" not in netmask:
-        return netmask or "32"
+        return netmask or usual
     return str(int(ipaddress.IPv6Address(netmask)).bit_count())

@@ -21,7 +21,7 @@ from xml.sax.saxutils import escape
 
 from app.config.home import home_folder
 from app.core.errors import AppError
-from p2p.platform import write_private
+from p2p.platform import system_program, write_private
 
 CARRIED = ("SHOAL_CACHE",)  # environment variables passed on to the service; settings belong in the configuration file
 
@@ -145,10 +145,18 @@ class ServicePlan:
 
 def run_command(command: Sequence[str]) -> ServiceResult:
     """Run a system command; a missing program gives status 127, a timeout 124."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except FileNotFoundError:
+    program = system_program(command[0])
+    if program is None:
         return ServiceResult(127, f"{command[0]} is not installed")
+    try:
+        done = subprocess.run(
+            [program, *command[1:]],
+            capture_output=True,
+            text=True,
+            errors="replace",  # programs of Windows write in another code page than Python expects
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return ServiceResult(124, f"{command[0]} did not answer within {_TIMEOUT_S:.0f} s")
     return ServiceResult(done.returncode, " ".join((done.stderr or done.stdout).split()))

@@ -173,7 +173,8 @@ class Directory:
             raise Refused(f"{peer} named another peer as a provider")
         self._host.learn(Contact(peer, record=said.record))
         contact = Contact(peer, said.addresses or tuple(self._host.addresses_of(peer)))
-        if not self.providers.add(request.key, contact, now, self._host.is_connected):
+        network = self._host.network_of(peer) or ""
+        if not self.providers.add(request.key, contact, now, network, self._host.is_connected):
             raise Refused(f"{peer} provides too many keys")
 
     def _put_value(self, peer: str, request: Message, now: float) -> None:

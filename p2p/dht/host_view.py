@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import trio
 
-from p2p.addresses import Address, Scope, scope_of
+from p2p.addresses import Address, Scope, carried_ip, scope_of
 from p2p.dht.wire import Contact
 from p2p.host.address_book import AddressBook
 from p2p.host.host import Host
@@ -18,12 +18,15 @@ from p2p.host.peer_record import open_record
 
 
 def learn(book: AddressBook, contact: Contact, is_usable: Callable[[Address], bool] = lambda address: True) -> None:
-    """Add those of a contact's addresses that are usable to `book`: reported ones, and those in a genuine record."""
+    """Add those of a contact's addresses that are usable to `book`: reported ones, and those in a genuine record.
+
+    One from the future is passed over, or it would come before all that its peer signs until then.
+    """
     now = trio.current_time()
     book.add(contact.peer, filter(is_usable, contact.addresses), now)
     if contact.record and contact.record != book.record(contact.peer):
         record = open_record(contact.record, contact.peer)
-        if record is not None:
+        if record is not None and not record.is_from_the_future:
             usable = tuple(address for address in record.addresses if is_usable(address))
             book.certify(replace(record, addresses=usable), contact.record, now)
 
@@ -39,8 +42,10 @@ def network_of(host: Host, peer: str) -> str | None:
     connection = host.connection(peer)
     if connection is None:
         return NOT_CONNECTED
-    ip = connection.ip
-    if ip is None or scope_of(ip) is not Scope.PUBLIC:
+    if connection.ip is None:
+        return None
+    ip = carried_ip(connection.ip) or connection.ip
+    if scope_of(ip) is not Scope.PUBLIC:
         return None
     return ip.packed[: 3 if ip.version == 4 else 6].hex()
 

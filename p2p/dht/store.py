@@ -1,8 +1,8 @@
 """The records that this node stores for the directory: providers by key and small values by key.
 
-A provider record is only ever about its sender, and expires after 90 minutes. A key with 64 providers still accepts
-new ones: the provider that was last known alive longest ago is replaced. The number of records for each peer and in
-all is bounded, so no peer can fill the store alone. No I/O; the caller passes the time in.
+A provider record is only ever about its sender, and expires after 90 minutes. The number of records for each peer and
+in all is bounded. Identities cost nothing, so what is full makes room at the cost of the network that stored most: one
+machine drives out its own records only. No I/O; the caller passes the time in.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
+from typing import Generic, TypeVar
 
 from p2p.dht.wire import MAX_PROVIDERS, MAX_VALUES, Contact
 
@@ -25,46 +26,87 @@ MAX_VALUE_RECORDS = 2048
 MAX_VALUES_PER_PUBLISHER = 64
 MAX_NETWORKS_COUNTED = 16
 EVICTION_PAUSE_S = 60.0  # between two values that publishers of one network may evict
-_COMPARED = 64  # of the values that a full store may remove
+_COMPARED = 64  # of the records that a full store may remove
 
 IsConnected = Callable[[str], bool]
+T = TypeVar("T")
+
+
+class _Shares(Generic[T]):
+    """The records of a store, by the network that stored them."""
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[str, OrderedDict[T, None]] = OrderedDict()  # what was stored longest ago first, in both
+
+    def store(self, network: str, record: T) -> None:
+        """Count a record, or one that was stored again, as the latest of a network."""
+        theirs = self._of.setdefault(network, OrderedDict())
+        theirs[record] = None
+        theirs.move_to_end(record)
+        self._of.move_to_end(network)
+
+    def remove(self, network: str, record: T) -> None:
+        """Count a record no more."""
+        del self._of[network][record]
+        if not self._of[network]:
+            del self._of[network]
+
+    def first_to_go(self, worth: Callable[[T], int]) -> T:
+        """Return a record of the network that stored most: of its stalest, the one that is worth least."""
+        most = max(self._of.values(), key=len)
+        return min(islice(most, _COMPARED), key=worth)
 
 
 @dataclass
 class _Provider:
     contact: Contact
+    network: str
     stored_at: float
     alive_at: float
 
 
 class ProviderStore:
-    """Provider records: the peers that provide a key, and their addresses."""
+    """Provider records: the peers that provide a key, and their addresses.
+
+    A full key, and a full store, still accept new ones. The network that has most there makes room: in a key by the
+    record that was last known alive longest ago, in the store by the one that was stored longest ago, but by those of
+    connected peers last.
+    """
 
     def __init__(self, rng: random.Random | None = None) -> None:
-        self._keys: OrderedDict[bytes, OrderedDict[str, _Provider]] = OrderedDict()
+        self._keys: dict[bytes, dict[str, _Provider]] = {}
         self._keys_of: dict[str, set[bytes]] = {}
+        self._shares = _Shares[tuple[bytes, str]]()
         self._count = 0
         self._rng = rng or random.Random()
 
     def __len__(self) -> int:
         return self._count
 
-    def add(self, key: bytes, contact: Contact, now: float, is_connected: IsConnected = lambda peer: False) -> bool:
+    def add(
+        self,
+        key: bytes,
+        contact: Contact,
+        now: float,
+        network: str = "",
+        is_connected: IsConnected = lambda peer: False,
+    ) -> bool:
         """Record that `contact` provides `key`; False if it already provides `MAX_KEYS_PER_PROVIDER` others."""
-        own_keys = self._keys_of.get(contact.peer, set())
+        peer, network = contact.peer, network or contact.peer
+        own_keys = self._keys_of.get(peer, set())
         if key not in own_keys and len(own_keys) >= MAX_KEYS_PER_PROVIDER:
             return False
-        providers = self._keys.setdefault(key, OrderedDict())
-        self._keys.move_to_end(key)
-        if contact.peer not in providers:
-            if len(providers) >= MAX_PROVIDERS_PER_KEY:
-                self._remove(key, min(providers, key=lambda peer: (is_connected(peer), providers[peer].alive_at)))
-            self._keys_of.setdefault(contact.peer, set()).add(key)
-            self._count += 1
-        providers[contact.peer] = _Provider(contact, now, now)
+        providers = self._keys.setdefault(key, {})
+        if peer in providers:
+            self._remove(key, peer)
+        elif len(providers) >= MAX_PROVIDERS_PER_KEY:
+            self._remove(key, self._first_to_go(providers, is_connected))
+        self._keys.setdefault(key, providers)[peer] = _Provider(contact, network, now, now)
+        self._keys_of.setdefault(peer, set()).add(key)
+        self._shares.store(network, (key, peer))
+        self._count += 1
         if self._count > MAX_RECORDS:
-            stalest = next(iter(self._keys))  # the key that was last provided longest ago
-            self._remove(stalest, next(iter(self._keys[stalest])))
+            self._remove(*self._shares.first_to_go(lambda record: is_connected(record[1])))
         return True
 
     def alive(self, peer: str, now: float) -> None:
@@ -105,14 +147,22 @@ class ProviderStore:
         for key in list(self._keys):
             self._expire(key, now)
 
+    @staticmethod
+    def _first_to_go(providers: dict[str, _Provider], is_connected: IsConnected) -> str:
+        of_network = Counter(one.network for one in providers.values())
+        return min(
+            providers,
+            key=lambda peer: (-of_network[providers[peer].network], is_connected(peer), providers[peer].alive_at),
+        )
+
     def _expire(self, key: bytes, now: float) -> None:
-        providers = self._keys.get(key, OrderedDict())
+        providers = self._keys.get(key, {})
         for peer in [peer for peer, p in providers.items() if now - p.stored_at >= PROVIDER_TTL_S]:
             self._remove(key, peer)
 
     def _remove(self, key: bytes, peer: str) -> None:
         providers = self._keys[key]
-        del providers[peer]
+        self._shares.remove(providers.pop(peer).network, (key, peer))
         if not providers:
             del self._keys[key]
         self._count -= 1
@@ -141,8 +191,7 @@ class ValueStore:
     def __init__(self, rng: random.Random | None = None) -> None:
         self._keys: OrderedDict[bytes, dict[bytes, _Value]] = OrderedDict()  # key -> value -> record
         self._of_publisher: Counter[str] = Counter()
-        # By the network that stored it first: key and value, the stalest first.
-        self._of_network: dict[str, OrderedDict[tuple[bytes, bytes], None]] = {}
+        self._shares = _Shares[tuple[bytes, bytes]]()  # key and value, by the network that stored it first
         self._evicted_at: OrderedDict[str, float] = OrderedDict()  # network -> time of its last eviction
         self._count = 0
         self._rng = rng or random.Random()
@@ -170,16 +219,14 @@ class ValueStore:
             self._of_publisher[publisher] += 1
             self._count += 1
         kept.at = now
-        theirs = self._of_network.setdefault(kept.first_network, OrderedDict())
-        theirs[key, value] = None
-        theirs.move_to_end((key, value))
+        self._shares.store(kept.first_network, (key, value))
         kept.networks[network] = None
         kept.networks.move_to_end(network)
         if len(kept.networks) > MAX_NETWORKS_COUNTED:
             kept.networks.popitem(last=False)
         self._keys.move_to_end(key)
         if self._count > MAX_VALUE_RECORDS:
-            self._remove(*self._first_to_go())
+            self._remove(*self._shares.first_to_go(self._networks_of))
         return True
 
     def get(self, key: bytes, now: float) -> list[bytes]:
@@ -208,10 +255,9 @@ class ValueStore:
         self._keys.setdefault(key, values)
         return True
 
-    def _first_to_go(self) -> tuple[bytes, bytes]:
-        """Return key and value of the network that stored most: of its stalest, one that fewest others stored too."""
-        most = max(self._of_network.values(), key=len)
-        return min(islice(most, _COMPARED), key=lambda place: len(self._keys[place[0]][place[1]].networks))
+    def _networks_of(self, record: tuple[bytes, bytes]) -> int:
+        key, value = record
+        return len(self._keys[key][value].networks)
 
     def _remove(self, key: bytes, value: bytes) -> None:
         removed = self._keys[key].pop(value)
@@ -220,9 +266,7 @@ class ValueStore:
         self._of_publisher[removed.publisher] -= 1
         if not self._of_publisher[removed.publisher]:
             del self._of_publisher[removed.publisher]
-        del self._of_network[removed.first_network][key, value]
-        if not self._of_network[removed.first_network]:
-            del self._of_network[removed.first_network]
+        self._shares.remove(removed.first_network, (key, value))
 
     def _drop_if_empty(self, key: bytes) -> None:
         if not self._keys[key]:

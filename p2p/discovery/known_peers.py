@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from p2p.addresses import Address, is_peer_id, parse_known
+from p2p.addresses import MAX_ADDRESS_CHARS, MAX_ADDRESSES_PER_PEER, Address, is_peer_id, parse_known
 from p2p.platform import write_private
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_REMEMBERED = 200
 MAX_UNREACHED = 50
 SAVE_S = 60.0
-_MAX_FILE_BYTES = 1 << 20
+_MAX_FILE_BYTES = MAX_REMEMBERED * (MAX_ADDRESSES_PER_PEER + 1) * MAX_ADDRESS_CHARS  # more than is ever saved
 _VERSION = 1
 
 log = logging.getLogger("shoal.p2p.peers")

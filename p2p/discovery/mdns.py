@@ -12,6 +12,7 @@ each address has little room for them, and the addresses take turns.
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import logging
 import math
@@ -61,8 +62,8 @@ Interfaces = Collection[ipaddress.IPv4Interface]
 class Multicast(Protocol):
     """Sends packets to all mDNS software on the local networks, and receives theirs."""
 
-    def send(self, packet: bytes) -> None:
-        """Send a packet to all networks that can be reached."""
+    def send(self, packet: bytes, over: ipaddress.IPv4Interface | None = None) -> None:
+        """Send a packet to one of the networks, or to all that can be reached."""
 
     async def receive(self) -> list[tuple[str, bytes]]:
         """Wait for packets, and return those that have come, each with the IP address that sent it."""
@@ -118,12 +119,18 @@ class LocalNetwork:
                     nursery.cancel_scope.cancel()
             finally:
                 if addresses := self._announced():
-                    multicast.send(packets.announcement(self._label, addresses, is_goodbye=True))
+                    self._tell(multicast, addresses, is_goodbye=True)
                 multicast.close()
 
     def _announced(self) -> list[Address]:
         direct = [address for address in self._addresses() if address.ip is not None and address.relay is None]
-        return sorted(direct, key=lambda address: address.scope)[: packets.MAX_ADDRESSES]  # local ones first
+        return sorted(direct, key=lambda address: address.scope)  # local ones first
+
+    def _tell(self, multicast: Multicast, addresses: Sequence[Address], *, is_goodbye: bool = False) -> None:
+        """Announce this node to each network, at its addresses there before others: a packet has room for few."""
+        for own in self._own:
+            nearest = sorted(addresses, key=lambda address: address.ip not in own.network)[: packets.MAX_ADDRESSES]
+            multicast.send(packets.announcement(self._label, nearest, is_goodbye=is_goodbye), own)
 
     async def _announce(self, multicast: Multicast) -> None:
         """Say where this node is, at most once a second."""
@@ -134,7 +141,7 @@ class LocalNetwork:
             if addresses != said:
                 said, owed = addresses, _FIRST_ANNOUNCEMENTS if addresses else 0
             if addresses and (owed or self._asked.is_set() or now >= again_at):
-                multicast.send(packets.announcement(self._label, addresses))
+                self._tell(multicast, addresses)
                 owed = max(0, owed - 1)
                 said_at, again_at = now, now + AGAIN_S * random.uniform(0.8, 1.2)
             self._asked = trio.Event()
@@ -257,27 +264,26 @@ class MulticastSockets:
     """
 
     def __init__(self, own: Interfaces) -> None:
-        self._senders: list[socket.socket] = []
+        self._senders: dict[ipaddress.IPv4Interface, socket.socket] = {}
         self._listener = _shared_socket("")
-        for ip in {str(interface.ip) for interface in own}:
-            sender = None
+        for network in dict.fromkeys(own):
             try:
-                self._listener.setsockopt(
-                    socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, socket.inet_aton(_GROUP) + socket.inet_aton(ip)
-                )
-                sender = _shared_socket(ip)
-                sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(ip))
-                sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 255)
-                sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
-                self._senders.append(sender)
-            except OSError as error:  # a network without multicast, or one that is gone already
-                log.info("mDNS: not over %s: %s", ip, error)
-                if sender is not None:
-                    sender.close()
+                self._senders[network] = _sender(network.ip)
+            except OSError as error:  # it is gone already
+                log.info("mDNS: not over %s: %s", network, error)
+                continue
+            group = socket.inet_aton(_GROUP) + network.ip.packed
+            try:
+                self._listener.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, group)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:  # its card has joined already, by another of its addresses
+                    log.info("mDNS: nothing is heard over %s: %s", network, error)
 
-    def send(self, packet: bytes) -> None:
-        """Send a packet to all networks that can be reached."""
-        for sender in self._senders:
+    def send(self, packet: bytes, over: ipaddress.IPv4Interface | None = None) -> None:
+        """Send a packet to one of the networks, or to all that can be reached."""
+        for network, sender in self._senders.items():
+            if over not in (None, network):
+                continue
             try:
                 sender.sendto(packet, (_GROUP, _PORT))
             except OSError as error:  # the network is gone, or its queue is full
@@ -295,8 +301,21 @@ class MulticastSockets:
 
     def close(self) -> None:
         """Close all sockets."""
-        for sock in (self._listener, *self._senders):
+        for sock in (self._listener, *self._senders.values()):
             sock.close()
+
+
+def _sender(ip: ipaddress.IPv4Address) -> socket.socket:
+    """A socket that speaks to the group over the network in which this machine has an address; raises OSError."""
+    sock = _shared_socket(str(ip))
+    try:
+        sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, ip.packed)
+        sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 255)
+        sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def _shared_socket(ip: str) -> socket.socket:
@@ -323,5 +342,6 @@ def _addresses_in(entries: list[bytes]) -> list[Address]:
     return found
 
 
-def _own_ipv4() -> set[ipaddress.IPv4Interface]:
-    return {own for own in own_interfaces() if isinstance(own, ipaddress.IPv4Interface)}
+def _own_ipv4() -> list[ipaddress.IPv4Interface]:
+    # In the order of the system, which has those of containers last: Linux lets a socket join on twenty cards only.
+    return [own for own in own_interfaces() if isinstance(own, ipaddress.IPv4Interface)]

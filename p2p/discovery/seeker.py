@@ -13,7 +13,7 @@ from typing import Literal
 
 import trio
 
-from p2p.addresses import Address
+from p2p.addresses import MAX_ADDRESSES_PER_PEER, Address
 from p2p.rate_limit import backoff_s
 
 Means = Literal["mdns", "dht", "invite", "remembered", "public"]
@@ -24,7 +24,8 @@ _LONGEST_PAUSE_S = 60.0
 _MAX_WAIT_S = 5.0
 MAX_WANTED = 512
 MAX_NEIGHBOURS = 128  # that mDNS reported: anybody on the local network can make up peers
-_DIALS_AT_ONCE = 8
+DIALS_AT_ONCE = 8
+NEIGHBOUR_DIALS = 4  # of these: many that never answer hold up each other only
 
 log = logging.getLogger("shoal.p2p.discovery")
 
@@ -45,6 +46,7 @@ class Seeker:
         self._wanted: dict[str, list[Address]] = {}
         self._sticky: set[str] = set()
         self._neighbours: dict[str, None] = {}  # known from mDNS alone, the oldest first
+        self._reported: dict[str, list[Address]] = {}  # by mDNS, for the next dial alone
         self._next_at: dict[str, float] = {}
         self._dials: dict[str, int] = {}  # in a row that did not reach the peer, and the last that did
         self._in_flight: set[str] = set()
@@ -53,16 +55,17 @@ class Seeker:
     def want(self, peer: str, addresses: Iterable[Address], *, sticky: bool = False) -> None:
         """Dial `peer` soon, also at `addresses`; a sticky peer is redialled whenever its connection is lost.
 
-        Beyond `MAX_WANTED` peers the oldest one that is not sticky is dropped.
+        The user named the addresses of sticky peers, so those come first. Beyond `MAX_WANTED` peers the oldest one that
+        is not sticky is dropped.
         """
         if peer not in self._wanted and len(self._wanted) >= MAX_WANTED:
             spare = next((name for name in self._wanted if name not in self._sticky), None)
             if spare is None:
                 return
             self._forget(spare)
-        known = self._wanted.setdefault(peer, [])
-        known.extend(address for address in addresses if address not in known)
-        del known[:-16]
+        known = self._wanted.get(peer, [])
+        both = (*addresses, *known) if sticky else (*known, *addresses)
+        self._wanted[peer] = list(dict.fromkeys(both))[:MAX_ADDRESSES_PER_PEER]
         if sticky:
             self._sticky.add(peer)
             self._neighbours.pop(peer, None)
@@ -72,33 +75,41 @@ class Seeker:
         self._changed.set()
 
     def want_neighbour(self, peer: str, addresses: Iterable[Address]) -> None:
-        """Dial a peer that mDNS reported; beyond `MAX_NEIGHBOURS` the oldest of these gives way, never another peer."""
+        """Dial a peer that mDNS reported, also at `addresses`; they are added to one dial alone, as anybody names them.
+
+        Beyond `MAX_NEIGHBOURS` the oldest of these that is not reached gives way, never another peer.
+        """
         if peer not in self._wanted:
             if len(self._neighbours) >= MAX_NEIGHBOURS:
-                self._forget(next(iter(self._neighbours)))
+                held = self._reached() | self._in_flight
+                oldest = next((one for one in self._neighbours if one not in held), None)
+                if oldest is None:
+                    return
+                self._forget(oldest)
             elif len(self._wanted) >= MAX_WANTED:
                 return
             self._neighbours[peer] = None
-        self.want(peer, addresses)
+        self._reported[peer] = list(addresses)
+        self.want(peer, ())
 
     def is_sticky(self, peer: str) -> bool:
         """True if `peer` is to be kept connected."""
         return peer in self._sticky
 
     async def run(self) -> None:
-        """Dial the peers that are due, at most `_DIALS_AT_ONCE` at a time, until cancelled."""
+        """Dial the peers that are due, at most `DIALS_AT_ONCE` at a time, until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
                 self._changed = trio.Event()
                 now = trio.current_time()
-                for peer in self._due(now)[: _DIALS_AT_ONCE - len(self._in_flight)]:
+                for peer in self._due(now)[: DIALS_AT_ONCE - len(self._in_flight)]:
                     self._in_flight.add(peer)
                     nursery.start_soon(self._try, peer)
                 with trio.move_on_after(self._wait_s(now)):
                     await self._changed.wait()
 
     def _due(self, now: float) -> list[str]:
-        """Return the peers to dial now, first those that have been due for longest."""
+        """Return the peers to dial now, first those that have been due for longest, and of neighbours only a few."""
         due = [
             peer
             for peer in self._wanted
@@ -109,7 +120,10 @@ class Seeker:
             due = [peer for peer in due if peer not in self._neighbours]
         if len(reached.difference(self._neighbours)) >= ENOUGH_PEERS:
             due = [peer for peer in due if peer in self._sticky]
-        return sorted(due, key=self._next_at.__getitem__)
+        due.sort(key=self._next_at.__getitem__)
+        places = max(NEIGHBOUR_DIALS - len(self._in_flight & self._neighbours.keys()), 0)
+        too_many = set([peer for peer in due if peer in self._neighbours][places:])
+        return [peer for peer in due if peer not in too_many]
 
     def _wait_s(self, now: float) -> float:
         waiting = [self._next_at[peer] - now for peer in self._wanted if self._next_at[peer] > now]
@@ -117,7 +131,9 @@ class Seeker:
 
     async def _try(self, peer: str) -> None:
         try:
-            reached = await self._connect(peer, self._wanted.get(peer, []))
+            known, reported = self._wanted.get(peer, []), self._reported.pop(peer, [])
+            half = MAX_ADDRESSES_PER_PEER // 2  # more than `MAX_ADDRESSES_PER_PEER` are not dialled
+            reached = await self._connect(peer, [*known[:half], *reported, *known[half:]])
         finally:
             self._in_flight.discard(peer)
         if peer in self._wanted:
@@ -127,5 +143,5 @@ class Seeker:
         self._changed.set()
 
     def _forget(self, peer: str) -> None:
-        for table in (self._wanted, self._next_at, self._dials, self._neighbours):
+        for table in (self._wanted, self._next_at, self._dials, self._neighbours, self._reported):
             table.pop(peer, None)

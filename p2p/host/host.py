@@ -88,13 +88,17 @@ class Host:
 
     @property
     def addresses(self) -> list[Address]:
-        """Addresses to advertise, each with this node's peer id, in the order of `mixed`.
+        """Addresses to advertise, each with this node's peer id, in the order of `mixed`."""
+        return mixed([*self.confirmed, *self.own_addresses, *self.extra_addresses])
+
+    @property
+    def own_addresses(self) -> list[Address]:
+        """Addresses of this machine at which this host listens, or those of the settings; nobody else has a say.
 
         A wildcard is expanded to the addresses it covers.
         """
         listening = [address.of(self.peer_id) for address in self._listening]
-        own = advertised(listening, sockopts.own_ips(), self._explicit)
-        return mixed([*self.confirmed, *own, *self.extra_addresses])
+        return advertised(listening, sockopts.own_ips(), self._explicit)
 
     @property
     def listening(self) -> list[Address]:
@@ -267,6 +271,8 @@ class Host:
             if self.relay_dial is None:
                 raise PeerUnreachable(f"{peer} is behind a relay, and this node uses no relays")
             return await self.relay_dial(address.of(peer))
+        if address.ip is not None and not self.admission.has_room_at(address.ip):
+            raise Refused(f"too many connections with {address.host} are open")
         if source_port is None and address.scope is Scope.PUBLIC:
             # Dial from the listening port, so that the NAT mapping that the peer observes is the one others can dial.
             source_port = next((own.port for own in self._listening if own.kind == address.kind), None)
@@ -315,6 +321,7 @@ class Host:
             try:
                 return await sockopts.connect(address.host, address.port, source_port)
             except OSError as error:
+                # From this port there was a connection to that address a moment ago, or there still is one.
                 if source_port is None or error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
                     raise
                 return await sockopts.connect(address.host, address.port)

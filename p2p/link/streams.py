@@ -41,7 +41,7 @@ class MessageStream:
         self._outstanding = 0  # bytes sent that the peer has not credited
         self._arrived = 0  # bytes arrived that this side has not credited
         self._uncredited = 0  # bytes consumed that this side has not credited
-        self._held = 0  # bytes that the node's quota counts for this stream
+        self.held = 0  # bytes that the node's quota counts for this stream
         self._lowest_priority = 0
         self._sent_close = self._got_close = False
         self._failure: P2PError | None = None
@@ -140,7 +140,7 @@ class MessageStream:
 
     def hold(self, size: int) -> None:
         """Note `size` arrived bytes that the node's quota counts until they are consumed."""
-        self._held += size
+        self.held += size
 
     def deliver(self, message: bytes) -> None:
         """Give a complete message to the reader."""
@@ -184,7 +184,7 @@ class MessageStream:
 
     def _consume(self, cost: int) -> None:
         self._uncredited += cost
-        self._held -= cost
+        self.held -= cost
         self._carrier.consumed(cost)
         if self._uncredited >= WINDOW_BYTES // 2 and not self._got_close:
             self._arrived -= self._uncredited
@@ -196,8 +196,8 @@ class MessageStream:
             self._end(broken=False)
 
     def _end(self, *, broken: bool) -> None:
-        self._carrier.consumed(self._held)  # of a message too whose rest does not come
-        self._held = 0
+        self._carrier.consumed(self.held)  # of a message too whose rest does not come
+        self.held = 0
         self._carrier.stream_done(self, broken=broken)
 
     def _check_sendable(self) -> None:

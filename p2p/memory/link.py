@@ -105,9 +105,9 @@ class MemoryLink:
     used_at: float = field(default_factory=trio.current_time)
     _unsilenced: trio.Event = field(default_factory=trio.Event)
 
-    def use(self, peer: str) -> LinkUse:
-        """Return the last use of this link to `peer`, for choosing links to close."""
-        return LinkUse(peer, self.used_at, bool(self.calls or self.pipes))
+    def use(self, peer: str, source: str) -> LinkUse:
+        """Return the last use of this link to `peer` at an address, for choosing links to close."""
+        return LinkUse(peer, source, self.used_at, bool(self.calls or self.pipes))
 
     async def cross(self, source: str, size: int, priority: int) -> None:
         """Carry one message of a call from `source`: sleep until it arrives, or forever if it is lost."""

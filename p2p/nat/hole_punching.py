@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Self
+from weakref import WeakValueDictionary
 
 import trio
 
 from p2p import sockets as sockopts
-from p2p.addresses import Address, BadAddress, Scope
+from p2p.addresses import Address, BadAddress, IPAddress, Scope
 from p2p.channel.raw import SocketConnection
 from p2p.errors import P2PError, ProtocolError, Refused
 from p2p.host.connection import Connection, Stream
@@ -40,6 +41,7 @@ PUNCH_AGAIN_S = 30.0  # beyond `ATTEMPTS` of one peer
 # For those who come through relays, all together: identities are free, and so are new circuits.
 COMERS_AT_ONCE = 48
 COMERS_AGAIN_S = 10.0
+_LOOK_S = 1.0
 
 log = logging.getLogger("shoal.p2p.holepunch")
 
@@ -78,6 +80,9 @@ class HolePuncher:
         self._busy: set[str] = set()
         self._tries = PeerRateLimit(ATTEMPTS, 1 / PUNCH_AGAIN_S)  # whichever side dialled through the relay
         self._comers = TokenBucket(1 / COMERS_AGAIN_S, COMERS_AT_ONCE, 0.0)
+        # Who comes through a relay waits for those who came through it before; the first of all relays take turns.
+        self._queues: WeakValueDictionary[IPAddress | None, trio.Lock] = WeakValueDictionary()
+        self._first = trio.Lock()
         host.handle(PROTOCOL, self._serve)
 
     async def accompany(self, connection: Connection) -> None:
@@ -85,18 +90,25 @@ class HolePuncher:
         if not connection.relayed or connection.initiated:
             return
         for attempt in range(ATTEMPTS):
-            if not connection.is_open or self._has_direct(connection.peer):
-                return
-            now = trio.current_time()
-            if not (self._tries.take(connection.peer, now) and self._comers.take(now)):
+            while not self._tries.take(connection.peer, trio.current_time()):  # noqa: ASYNC110 - only time ends this
                 await trio.sleep(PUNCH_AGAIN_S)
-                continue
+            async with self._queues.setdefault(connection.ip, trio.Lock()), self._first:
+                if not await self._turn(connection):
+                    return
             try:
                 if await self._initiate(connection):
                     return
             except (P2PError, trio.TooSlowError) as error:
                 log.debug("hole punching towards %s: %s", connection.peer, error)
             await trio.sleep(0.5 * 2**attempt)
+
+    async def _turn(self, connection: Connection) -> bool:
+        """Wait until those who come may try again; False if this connection has no need of it any more."""
+        while connection.is_open and not self._has_direct(connection.peer):
+            if self._comers.take(trio.current_time()):
+                return True
+            await trio.sleep(_LOOK_S)
+        return False
 
     async def _initiate(self, connection: Connection) -> bool:
         stream = await connection.open_stream(PROTOCOL)

@@ -7,12 +7,12 @@ so nothing is taken from it but a port and an address, which peers on the intern
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
-import os
 import socket
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import trio
@@ -127,21 +127,27 @@ async def request(gateway: str, body: bytes, decode: Callable[[bytes], T | None]
 
 @dataclass
 class PortControl:
-    """The mapping of one port at one gateway by PCP or NAT-PMP; `server_port` is another than 5351 in tests."""
+    """The mapping of one port at one gateway by PCP or NAT-PMP; `server_port` is another than 5351 in tests.
+
+    A router changes a mapping only for the nonce that made it. `key` is the node's secret from which that follows: so a
+    node that was killed, or comes back to this network, has the right to its own mapping, and nobody else has.
+    """
 
     gateway: str
     own_ip: str
     port: int
+    key: bytes = field(repr=False)
     server_port: int = PORT
 
     def __post_init__(self) -> None:
-        self._nonce = os.urandom(12)
+        place = f"{self.gateway} {self.own_ip} {self.port}"
+        self.nonce = hmac.digest(self.key, place.encode(), "sha256")[:12]
         self._uses_pcp = True
 
     async def map(self, external_port: int, lifetime_s: int = LIFETIME_S) -> Mapping:
         """Make the mapping, renew it, or with a lifetime of 0 remove it; raises `MappingRefused`."""
         if self._uses_pcp:
-            body = pcp_request(self._nonce, self.own_ip, self.port, external_port, lifetime_s)
+            body = pcp_request(self.nonce, self.own_ip, self.port, external_port, lifetime_s)
             try:
                 return await request(self.gateway, body, self._pcp_answer, self.server_port)
             except OnlyNatPmp:
@@ -152,7 +158,7 @@ class PortControl:
         return Mapping("NAT-PMP", ip, external, granted_s)
 
     def _pcp_answer(self, data: bytes) -> Mapping | None:
-        return pcp_answer(data, self._nonce, self.port)
+        return pcp_answer(data, self.nonce, self.port)
 
     def _pmp_answer(self, data: bytes) -> tuple[int, int] | None:
         return pmp_answer(data, self.port)

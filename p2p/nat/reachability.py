@@ -13,19 +13,18 @@ A peer dials back for a few at once. It counts them by the address they come fro
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import trio
 
-from p2p.addresses import Address, BadAddress, IPAddress, Scope, network_of, parse_address
+from p2p.addresses import Address, BadAddress, IPAddress, Scope, in_turns, network_of, parse_address
 from p2p.errors import P2PError, ProtocolError, Refused
 from p2p.host.admission import source_of
 from p2p.host.host import Host
@@ -37,6 +36,7 @@ MAX_PEERS_TRIED = 16  # if others do not
 VOTES_BEHIND_NAT = 2
 VOTES_TO_WITHDRAW = 2  # a confirmation
 MAX_OBSERVATIONS = 64
+MAX_CANDIDATES = 4
 _MAX_BODY_BYTES = 1024
 _ASK_TIMEOUT_S = 8.0
 _DIAL_TIMEOUT_S = 5.0
@@ -75,8 +75,9 @@ class Reachability:
         self._host = host
         self._call = call
         self._changed = changed
-        # By the address of the peers that say so, which have one voice together: where they see this node.
-        self._seen: OrderedDict[IPAddress, Address] = OrderedDict()
+        # By the address of the peers that say so, which have one voice together: where they see this node, and from
+        # which of this machine's addresses it went to them.
+        self._seen: OrderedDict[IPAddress, tuple[Address, IPAddress | None]] = OrderedDict()
         self._probe_wanted = trio.Event()
         self._dialling: list[_DialBack] = []
         self._rate: KeyedRateLimit[IPAddress] = KeyedRateLimit(_BURST_PER_ADDRESS, _BURST_PER_ADDRESS / _BURST_S)
@@ -84,14 +85,19 @@ class Reachability:
         self.verified: list[Address] = []
         self.mapped: list[Address] = []  # addresses whose port a router says it forwards to this node
 
-    def observed(self, ip: IPAddress | None, address: Address | None) -> None:
-        """Record that a peer at `ip` sees this node at `address`; addresses that are not public are ignored."""
+    def observed(self, ip: IPAddress | None, address: Address | None, local_ip: IPAddress | None = None) -> None:
+        """Record that a peer at `ip` sees this node, dialling from `local_ip`, at `address`; only public ones count."""
         if ip is None or address is None or address.scope is not Scope.PUBLIC or address.ip is None:
             return
-        self._seen[source_of(ip)] = address
+        self._seen[source_of(ip)] = address, local_ip
         self._seen.move_to_end(source_of(ip))
         if len(self._seen) > MAX_OBSERVATIONS:
             self._seen.popitem(last=False)
+
+    def lost(self, local_ips: Container[IPAddress]) -> None:
+        """Forget where peers saw this node while it dialled from addresses that this machine has no more."""
+        for source in [source for source, (_, local_ip) in self._seen.items() if local_ip in local_ips]:
+            del self._seen[source]
 
     def met(self, peer: str) -> None:
         """Probe soon if `peer`, newly connected, is on the internet and this node is not verified yet."""
@@ -107,10 +113,11 @@ class Reachability:
 
         Each reported IP address also counts with the listening port, since many NATs keep the port.
         """
-        exact = Counter(self._seen.values())
+        seen = [address for address, _ in self._seen.values()]
+        exact = Counter(seen)
         kept_port = Counter(
             Address(address.kind, address.host, own.port)
-            for address in self._seen.values()
+            for address in seen
             for own in self._host.listening
             if own.kind == address.kind
         )
@@ -140,9 +147,18 @@ class Reachability:
         return state
 
     def _candidates(self) -> list[Address]:
-        own = [address for address in self._host.addresses if address.scope is Scope.PUBLIC]
+        """Return the addresses to try; the kinds of them, and IPv4 and IPv6, take turns.
+
+        A machine has a new IPv6 address every day and keeps each for a week: these must not crowd out the others.
+        """
+        own = [address for address in self._host.own_addresses if address.scope is Scope.PUBLIC]
         guessed = [address for address in self.seen_at() if any(address.port == o.port for o in self._host.listening)]
-        return list(dict.fromkeys(address.of(None) for address in (*self.mapped, *own, *guessed)))[:4]
+        queues = [
+            [address.of(None) for address in kind if (address.kind == "ip6") is is_ip6]
+            for kind in (self.verified, self.mapped, guessed, own)
+            for is_ip6 in (False, True)
+        ]
+        return list(dict.fromkeys(in_turns(queues)))[:MAX_CANDIDATES]
 
     def _helpers(self) -> list[str]:
         """Return the directly connected peers on the internet, the latest first."""
@@ -154,7 +170,7 @@ class Reachability:
 
         An address that was confirmed stays so until peers of two networks say no, or of the only one that can be asked.
         """
-        is_own = address in self.mapped or any(address.host == own.host for own in self._host.addresses)
+        is_own = address in self.mapped or any(address.host == own.host for own in self._host.own_addresses)
         votes: dict[bool, set[str]] = {True: set(), False: set()}
         to_ask = self._peers_to_ask()
         peers = iter(to_ask)
@@ -181,8 +197,8 @@ class Reachability:
             connection = self._host.connection(peer)
             if connection is not None and connection.ip is not None:
                 found.setdefault(network_of(connection.ip), []).append(peer)
-        rounds = itertools.zip_longest(*([(peer, network) for peer in peers] for network, peers in found.items()))
-        return [pair for row in rounds for pair in row if pair is not None][:MAX_PEERS_TRIED]
+        queues = [[(peer, network) for peer in peers] for network, peers in found.items()]
+        return in_turns(queues)[:MAX_PEERS_TRIED]
 
     async def _ask(self, peer: str, address: Address) -> bool | None:
         """Return what `peer` says after it dialled `address`; None if it does not say."""

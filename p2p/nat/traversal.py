@@ -36,7 +36,16 @@ Start = Callable[..., None]  # start a task: (function, *arguments)
 class Traversal:
     """Owns the NAT modules of one host and passes their results on to the host and to each other."""
 
-    def __init__(self, host: Host, call: Call, start: Start, *, relay: bool | None, map_port: bool = False) -> None:
+    def __init__(
+        self,
+        host: Host,
+        call: Call,
+        start: Start,
+        *,
+        relay: bool | None,
+        map_port: bool = False,
+        mapping_key: bytes = b"",
+    ) -> None:
         self._host = host
         self._start = start
         self._relay_setting = relay  # None: relay if verified as reachable
@@ -49,6 +58,7 @@ class Traversal:
         self.mapper: PortMapper | None = None  # of the first uplink, while `run` runs, if a port is to be mapped
         self._mapped: dict[int, Address] = {}  # by uplink
         self._map_port = map_port
+        self._mapping_key = mapping_key  # with which the node proves to routers that a mapping is its own
         self._puncher = HolePuncher(host, self.reachability.seen_at)
         host.accompany(self._puncher.accompany)
         host.accompany(self._leave_relay)
@@ -64,7 +74,7 @@ class Traversal:
         """Process the hello of a connection's peer: the address it observed, and its relay offer."""
         dialled = connection.initiated and not connection.relayed
         if dialled:
-            self.reachability.observed(connection.ip, hello.observed)
+            self.reachability.observed(connection.ip, hello.observed, connection.local_ip)
         self.reachability.met(connection.peer)
         if hello.relay and dialled:
             self.client.heard_of(connection.peer, connection.address)
@@ -88,7 +98,8 @@ class Traversal:
         port = self._port_to_map()
         async with trio.open_nursery() as nursery:
             for uplink in range(UPLINKS if port is not None else 0):
-                mapper = PortMapper(port or 0, partial(self._on_mapped, uplink), partial(route_out, uplink))
+                on_mapped, route = partial(self._on_mapped, uplink), partial(route_out, uplink)
+                mapper = PortMapper(port or 0, self._mapping_key, on_mapped, route)
                 self.mapper = self.mapper if uplink else mapper
                 nursery.start_soon(supervise, "the port mapping", mapper.run)
             nursery.start_soon(supervise, "following the network", self._follow_network)
@@ -132,6 +143,7 @@ class Traversal:
                 connection.abort("this machine has left the network")
             for peer in dict.fromkeys(connection.peer for connection in cut if not connection.relayed):
                 self.seek_again(peer)
+            self.reachability.lost(lost)
             self.reachability.probe_soon()
             self._on_addresses_changed()
 

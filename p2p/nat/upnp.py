@@ -57,6 +57,11 @@ _REASONS = {
     725: "it forwards ports for ever only",
     728: "it forwards as many ports as it can",
 }
+_FOR_EVER_ONLY = (725, 402)  # old routers have no code of its own for it
+
+
+class ForEverOnly(MappingRefused):
+    """The router forwards ports for ever only, not for a time."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,8 @@ def read_outcome(action: str, status: int, document: bytes, host: str) -> dict[s
     if code is not None:
         number = int(code) if code.isascii() and code.isdecimal() and len(code) < 5 else 0
         reason = _REASONS.get(number, "it does not say why")
-        raise MappingRefused(f"the device at {host} refuses: {reason} (UPnP error {number})")
+        kind = ForEverOnly if number in _FOR_EVER_ONLY else MappingRefused
+        raise kind(f"the device at {host} refuses: {reason} (UPnP error {number})")
     if status != 200 or f"{action}Response" not in said:
         raise MappingRefused(f"the answer of the device at {host} makes no sense")
     return said
@@ -256,7 +262,7 @@ class UpnpRouter:
             }
             await self._request("AddPortMapping", values)
         except MappingRefused as error:
-            raise MappingRefused(f"port {external_port} is not forwarded: {error}") from None
+            raise type(error)(f"port {external_port} is not forwarded: {error}") from None
         return Mapping("UPnP", ip, external_port, lifetime_s)
 
     async def external_ip(self) -> str:

@@ -21,7 +21,8 @@ from p2p.host.connection import Connection
 from p2p.host.heartbeat import Hello
 from p2p.host.host import Host
 from p2p.nat.reachability import PEERS_ASKED, Reach, Reachability
-from tests.p2p.nodes import make_network
+from tests.p2p.nodes import make_host, make_network
+from tests.p2p.test_host import running
 
 OWN = address_of("8.8.8.8", 7464)
 
@@ -56,6 +57,7 @@ def connected(peer: str, ip: str) -> Any:
     return SimpleNamespace(
         peer=peer,
         relayed=False,
+        is_open=True,
         ip=ipaddress.ip_address(ip),
         address=address,
         opened_at=0.0,
@@ -128,7 +130,7 @@ def node(helpers: dict[str, bool | None]) -> tuple[Reachability, list[str]]:
         return json.dumps({"version": 1, "reached": helpers[ip]}).encode()
 
     host = SimpleNamespace(
-        addresses=[OWN],
+        own_addresses=[OWN],
         listening=[OWN],
         connection=lambda ip: connected(ip, ip),
         connections=lambda: [connected(ip, ip) for ip in helpers],
@@ -186,6 +188,23 @@ async def test_a_peer_that_fails_is_no_answer_either() -> None:
     assert await probe.check() is Reach.VERIFIED
 
 
+async def test_a_relay_does_not_pass_its_own_address_off_as_that_of_the_node() -> None:
+    """It is one that the node tells, for which one voice was enough: the node gave up its relays for it."""
+
+    async def call(peer: str, body: bytes, timeout_s: float) -> bytes:
+        return json.dumps({"version": 1, "reached": True}).encode()
+
+    host = make_host()
+    async with running(host):
+        probe, relay = Reachability(host, call), connected("relay", "6.6.6.6")
+        host._connections["relay"] = [relay]
+        host.extra_addresses = [relay.address.of("relay").through(host.peer_id)]
+        probe.observed(relay.ip, address_of("6.6.6.6", host.listening[0].port))
+        for _ in range(2):
+            assert await probe.check() is Reach.UNVERIFIED
+        host._connections.clear()
+
+
 async def test_identities_of_one_machine_have_one_voice_about_where_a_node_is_seen() -> None:
     """32 of them told four false addresses, and the true one, which seven peers told, was not tried any more."""
     network = make_network()
@@ -197,6 +216,7 @@ async def test_identities_of_one_machine_have_one_voice_about_where_a_node_is_se
                 initiated=True,
                 relayed=False,
                 ip=ipaddress.ip_address(ip),
+                local_ip=None,
                 peer=str(next(names)),
                 address=address_of(ip, 7464),
             )

@@ -10,13 +10,13 @@ import trio
 
 from p2p.dht.directory import Directory
 from p2p.dht.store import MAX_VALUE_RECORDS, ValueStore
-from p2p.dht.wire import MAX_PEERS, MAX_PROVIDERS, Contact, Message, Op, decode
+from p2p.dht.wire import MAX_PEERS, MAX_PROVIDERS, Contact, Message, Op, decode, provider_key
 from p2p.host import messages
 from p2p.host.messages import address_bytes
 from p2p.host.peer_record import open_record
 from p2p.identity import peer_id_bytes, peer_id_from_bytes
 from p2p.protobuf import encode, varint
-from tests.p2p.test_dht import PLACE, Surroundings, World, peer_named
+from tests.p2p.test_dht import KEY, PLACE, Surroundings, World, peer_named, providing
 
 _IDS = random.Random(7)
 
@@ -136,6 +136,42 @@ def test_few_peer_ids_of_a_contact_are_written_as_text(monkeypatch: pytest.Monke
         (contact,) = decode(encode((1, Op.FIND_NODE), (8, [entry]))).closer
         assert len(contact.addresses) <= 8
         assert len(written) <= 2 * 16
+
+
+class Networked(Surroundings):
+    """A host to which the honest are connected from networks of their own, and all others from one."""
+
+    honest = frozenset(peer_named(number) for number in range(2, 12))
+
+    def network_of(self, peer: str) -> str | None:
+        return peer if peer in self.honest else "theirs"
+
+    def is_server(self, peer: str) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("of_one_key", [True, False])
+async def test_identities_of_one_network_drive_out_their_own_provider_records(
+    of_one_key: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 of them stored 256 made-up keys each, or all of them the key that others look for: no provider was left."""
+    monkeypatch.setattr("p2p.dht.store.MAX_RECORDS", 200)
+
+    async def ask(*_: object) -> None:
+        return None
+
+    directory = Directory(peer_named(1), ask, Networked(World(), peer_named(1)))
+    for member in Networked.honest:
+        await directory.handle(member, providing(KEY, member))
+    for number in range(300):
+        liar, key = peer_named(1000 + number % 100), KEY if of_one_key else number.to_bytes(32)
+        await directory.handle(liar, providing(key, liar))
+    found = directory.providers.get(provider_key(KEY), trio.current_time(), Networked.honest.__contains__)
+    assert {contact.peer for contact in found} >= Networked.honest
+    newcomer = peer_named(20)
+    await directory.handle(newcomer, providing(KEY, newcomer))
+    found = directory.providers.get(provider_key(KEY), trio.current_time(), lambda peer: peer == newcomer)
+    assert found[0].peer == newcomer
 
 
 @pytest.mark.parametrize("networks", [1, 2])

@@ -38,7 +38,7 @@ from app.routing.cost import BELIEVED_TIMES, ENOUGH_HOMES
 from app.routing.estimates import AGAIN_S, BELIEVED_S, FAR_SLOWER
 from app.routing.planner import HIDDEN_EVERY, WITHOUT_ADAPTER_S
 from app.routing.reroute import SLOW_STEP_S, SLOW_STEPS
-from app.serving import batching, block_server, handover, orders, shares
+from app.serving import batching, block_server, handover, orders
 from app.serving.adapters import AdapterLimits
 from app.serving.admission import IDLE_S, MAX_HELD_BACK, TURN_S, AdmissionLimits
 from app.serving.block_server import IDLE_STREAM_S, LOOK_BYTES, ServerSettings
@@ -54,7 +54,7 @@ from app.training import wire as training_wire
 from app.weights import chunk_client, chunk_schedule, chunk_server, download
 from app.weights import wire as weights_wire
 from engine.text import chat_template, constraint, grammar_trial, tokenizer_growth, tool_calls
-from p2p import rate_limit
+from p2p import rate_limit, shares
 from p2p.addresses import MAX_ADDRESSES_PER_PEER
 from p2p.channel import yamux_flow, yamux_table
 from p2p.dht import lookup, public_directory, store
@@ -437,6 +437,8 @@ ROWS: dict[str, tuple[float, ...]] = {
     "requests to the API under way": (places.MAX_REQUESTS, places.OWN_REQUESTS),
     "peers from the local network (mDNS)": (
         seeker.MAX_NEIGHBOURS,
+        seeker.NEIGHBOUR_DIALS,
+        seeker.DIALS_AT_ONCE,
         mdns.KNOWN_PEERS,
         mdns.PEERS_AT_ONCE,
         1 / mdns.PEERS_PER_S,

@@ -100,7 +100,9 @@ async def test_an_hour_after_its_only_reply_no_link_of_a_route_is_busy(autojump_
         await ask(await swarm.asker(), PROMPT[:4], 2)
         await trio.sleep(HOUR_S)
         links = [
-            (node.peer_id, link.use(peer)) for node in swarm.fabric.nodes.values() for peer, link in node.linked.items()
+            (node.peer_id, link.use(peer, ""))
+            for node in swarm.fabric.nodes.values()
+            for peer, link in node.linked.items()
         ]
         assert [(name, use.peer) for name, use in links if use.busy] == []
 

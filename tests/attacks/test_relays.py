@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import itertools
 import time
 from types import SimpleNamespace
 from typing import cast
@@ -12,7 +14,7 @@ from trio.testing import MockClock
 
 from p2p import sockets
 from p2p.addresses import parse_address
-from p2p.errors import PeerUnreachable
+from p2p.errors import PeerUnreachable, StreamReset
 from p2p.host.admission import ConnectionLimits
 from p2p.host.connection import Connection
 from p2p.host.host import Host
@@ -55,9 +57,10 @@ async def test_silent_relays_nearby_do_not_keep_a_node_from_one_that_answers(
     assert client.places == [honest]
 
 
-def through_a_relay(peer: str) -> Connection:
-    """A connection that a peer opened to this node through a relay."""
-    return cast(Connection, SimpleNamespace(peer=peer, relayed=True, initiated=False, is_open=True))
+def through_a_relay(peer: str, relay: str = "9.9.9.9") -> Connection:
+    """A connection that a peer opened to this node through a relay at this address."""
+    ip = ipaddress.ip_address(relay)
+    return cast(Connection, SimpleNamespace(peer=peer, relayed=True, initiated=False, is_open=True, ip=ip))
 
 
 @pytest.mark.parametrize("identities", [1, 4, 100])
@@ -86,11 +89,47 @@ async def test_peers_that_come_through_relays_again_and_again_have_a_third_party
     assert tries <= min(COMERS_AT_ONCE + minutes * 60 / COMERS_AGAIN_S, identities * (3 + minutes * 2)) + 1
 
 
+@pytest.mark.parametrize(("relay", "circuits", "lasting_s"), [("9.9.9.9", 4, 2.0), ("6.6.6.6", 64, 30.0)])
+async def test_new_identities_at_one_address_do_not_use_up_hole_punching(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, relay: str, circuits: int, lasting_s: float
+) -> None:
+    """Each attempt that another could make went to the one who came at that moment; honest peers stayed at relays.
+
+    A relay lets one address have four circuits to a node; one that means harm itself brings as many as it likes.
+    """
+    puncher, tried = HolePuncher(make_host(), list), set[str]()
+
+    async def punch(connection: Connection) -> bool:
+        tried.add(connection.peer)
+        if connection.peer.startswith("honest"):
+            return True
+        raise StreamReset("reset")
+
+    async def come_again(circuit: int) -> None:
+        for number in itertools.count():
+            with trio.move_on_after(lasting_s):
+                await puncher.accompany(through_a_relay(f"liar {circuit} {number}", relay))
+
+    monkeypatch.setattr(puncher, "_initiate", punch)
+    async with trio.open_nursery() as nursery:
+        for circuit in range(circuits):
+            nursery.start_soon(come_again, circuit)
+        await trio.sleep(120)
+        for number in range(5):
+            nursery.start_soon(puncher.accompany, through_a_relay(f"honest {number}"))
+            await trio.sleep(45)
+            assert f"honest {number}" in tried
+        nursery.cancel_scope.cancel()
+
+
 @pytest.mark.parametrize("comes", [True, False])
 async def test_a_punched_connection_of_a_peer_that_came_counts_as_one_that_was_accepted(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, comes: bool
 ) -> None:
-    """With 64 connections of its address a peer gets no further one by way of hole punching; a dial of our own does."""
+    """With 64 connections of its address a peer gets no further one by way of hole punching.
+
+    What this node dials is counted by the host, once it is open.
+    """
     host, adopted = make_host(ConnectionLimits()), 0
     assert THIRD_PARTY.ip is not None
     for _ in range(ConnectionLimits().connections_per_ip):

@@ -17,7 +17,7 @@ from p2p.addresses import Address
 from p2p.nat import port_mapping, upnp
 from p2p.nat.port_control import Mapping, MappingRefused, PortControl
 from p2p.nat.upnp import Page
-from tests.p2p.routers import Answer, Lan, Router, description, found_at, http, say
+from tests.p2p.routers import REFUSAL, Answer, Lan, Router, description, found_at, http, say
 
 GATEWAY, OTHER, OWN = "192.168.1.1", "192.168.1.66", "192.168.1.2"
 PAGE = Page(GATEWAY, 80, "/")
@@ -271,7 +271,7 @@ def mapper_of(told: list[Address | None], changed: trio.Event) -> port_mapping.P
         told.append(address)
         changed.set()
 
-    return port_mapping.PortMapper(4001, on_change, lambda: ROUTE)
+    return port_mapping.PortMapper(4001, b"key", on_change, lambda: ROUTE)
 
 
 async def test_a_device_that_never_ends_its_answer_does_not_keep_the_node_from_stopping(
@@ -330,7 +330,44 @@ async def test_whatever_a_router_answers_it_is_asked_again_and_no_port_0_is_told
 
     monkeypatch.setattr(PortControl, "map", said)
     told: list[Address | None] = []
-    mapper = port_mapping.PortMapper(4001, told.append, lambda: None)
+    mapper = port_mapping.PortMapper(4001, b"key", told.append, lambda: None)
     pause_s = await mapper._map_along(ROUTE)
     assert pause_s == pytest.approx(again_s, rel=0.5)
     assert [address.port for address in told if address is not None] == [port] * bool(port)
+
+
+class Hesitant(Router):
+    """Fails the first time that it is asked to forward a port."""
+
+    failures = 1
+
+    def said(self, request: str) -> bytes:
+        if "#AddPortMapping" in request and self.failures:
+            self.failures -= 1
+            return http(REFUSAL.format(code=501).encode(), "500 Internal Server Error")
+        return super().said(request)
+
+
+async def test_a_router_that_failed_is_not_asked_to_forward_a_port_for_ever(lan: Lan) -> None:
+    router = Hesitant()
+    lan.devices[GATEWAY, 80] = router.answer
+    assert await mapper_of([], trio.Event())._map_along(ROUTE) == 1800
+    assert [lifetime_s for _, _, lifetime_s in router.forwarded.values()] == ["3600"]
+
+
+class SecondNat(Router):
+    """Has no public address outside: its provider shares one among customers."""
+
+    def said(self, request: str) -> bytes:
+        return super().said(request).replace(b"5.5.5.5", b"10.5.5.5").replace(b"Content-Length", b"X")
+
+
+async def test_a_mapping_behind_a_second_nat_is_removed_although_it_is_of_no_use(lan: Lan) -> None:
+    router, told = SecondNat(), list[Address | None]()
+    lan.devices[GATEWAY, 80] = router.answer
+    mapper = mapper_of(told, trio.Event())
+    await mapper._map_along(ROUTE)
+    assert "behind a NAT itself" in mapper.problem
+    assert router.forwarded
+    await mapper._remove()
+    assert (router.forwarded, told) == ({}, [])

@@ -48,7 +48,7 @@ class Card:
         """Let the node receive a packet."""
         self._in.send_nowait((source, packet))
 
-    def send(self, packet: bytes) -> None:
+    def send(self, packet: bytes, over: ipaddress.IPv4Interface | None = None) -> None:
         """Send a packet to all."""
         self._lan.sent.append((trio.current_time(), self._ip, packet))
         self._lan.say(self._ip, packet)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2p import sockets
 from p2p.addresses import (
     MAX_ADDRESSES_PER_PEER,
     Address,
@@ -22,7 +25,7 @@ from p2p.addresses import (
 )
 from p2p.discovery.known_peers import MAX_REMEMBERED, KnownPeer, load_peers, merge, save_peers
 from p2p.host.address_book import AddressBook
-from p2p.identity import peer_id_of
+from p2p.identity import peer_id_from_bytes, peer_id_of
 
 PEER, OTHER = peer_id_of(bytes(32)), peer_id_of(bytes(31) + b"\1")
 
@@ -85,6 +88,8 @@ def test_arbitrary_text_raises_nothing_else(text: str) -> None:
         ("169.254.1.1", Scope.LAN),
         ("fd00::2", Scope.LAN),
         ("fe80::1", Scope.LAN),
+        ("2002:c0a8:0101::1", Scope.LAN),  # 6to4 and NAT64 lead to an IPv4 address, whichever it is
+        ("64:ff9b::192.168.1.1", Scope.UNUSABLE),
         ("8.8.8.8", Scope.PUBLIC),
         ("2606:4700::1111", Scope.PUBLIC),
         ("0.0.0.0", Scope.UNUSABLE),
@@ -95,6 +100,16 @@ def test_arbitrary_text_raises_nothing_else(text: str) -> None:
 )
 def test_scopes(ip: str, scope: Scope) -> None:
     assert scope_of(ipaddress.ip_address(ip)) is scope
+
+
+@pytest.mark.parametrize(("netmask", "prefix"), [("ffff:ffff:ffff::", 48), (None, 64)])
+def test_the_network_of_an_ipv6_address_is_a_64_where_the_system_names_none(
+    netmask: str | None, prefix: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows names none, and a /32 is a whole provider, all of whose customers counted as this LAN."""
+    card = SimpleNamespace(family=socket.AF_INET6, address="2600:1:1:1::2", netmask=netmask)
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"Ethernet": [card]})
+    assert [own.network.prefixlen for own in sockets.own_interfaces()] == [prefix]
 
 
 def test_a_wildcard_is_never_advertised() -> None:
@@ -174,6 +189,18 @@ def test_remembered_peers_come_back(tmp_path: Path) -> None:
     crowd = [KnownPeer(peer_id_of(n.to_bytes(32)), (), float(n)) for n in range(1000)]
     save_peers(path, crowd)
     assert [e.seen_at for e in load_peers(path)] == [float(n) for n in range(999, 999 - MAX_REMEMBERED, -1)]
+
+
+def test_remembered_peers_come_back_however_long_their_addresses_are(tmp_path: Path) -> None:
+    """Peers choose the addresses. The file was longer than what is read of it, and all peers were forgotten."""
+    path, name, longest_id = tmp_path / "peers.json", ("x" * 49 + ".") * 5, peer_id_from_bytes(b"\0\x2a" + b"\xff" * 42)
+    entries = []
+    for number in range(MAX_REMEMBERED):
+        peer = peer_id_of(number.to_bytes(32))
+        places = (Address("dns4", f"{name}{n:03}", 65535, peer, longest_id) for n in range(MAX_ADDRESSES_PER_PEER))
+        entries.append(KnownPeer(peer, tuple(places), 2e9))
+    save_peers(path, entries)
+    assert load_peers(path) == entries
 
 
 @pytest.mark.parametrize(

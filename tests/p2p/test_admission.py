@@ -53,8 +53,9 @@ def test_open_connections_are_bounded() -> None:
     assert admission.opened(IP)
     assert admission.opened(IP)
     assert "from its address" in (admission.begin_handshake(IP, 0) or "")
+    assert not admission.opened(IP)  # a dial of this node's own
     assert admission.opened(ipaddress.ip_address("203.0.113.8"))
-    assert not admission.opened(IP)
+    assert not admission.opened(ipaddress.ip_address("203.0.113.9"))
     admission.closed(IP)
     assert admission.opened(IP)
     assert admission.connections_open == 3
@@ -65,6 +66,9 @@ def test_the_deny_list_knows_peers_and_networks_in_both_families() -> None:
     assert deny.denies_ip(IP)
     assert deny.denies_ip(ipaddress.ip_address("::ffff:203.0.113.7"))
     assert deny.denies_ip(ipaddress.ip_address("2001:db8::1"))
+    for leads_there in ("64:ff9b::203.0.113.7", "2002:cb00:7107::1"):  # by NAT64 and 6to4
+        assert deny.denies_ip(ipaddress.ip_address(leads_there))
+    assert not deny.denies_ip(ipaddress.ip_address("64:ff9b::203.0.114.7"))
     assert not deny.denies_ip(ipaddress.ip_address("203.0.114.7"))
     admission = Admission(deny=deny)
     assert "deny list" in (admission.begin_handshake(IP, 0) or "")

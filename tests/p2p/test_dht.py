@@ -456,12 +456,14 @@ def test_a_peers_network_is_where_it_is_connected_from_and_not_what_it_claims() 
         peer_named(2): Address("ip4", "8.8.4.5", 1001),
         peer_named(3): Address("ip4", "8.8.4.6", 7464, peer_named(3), relay=peer_named(9)),
         peer_named(4): Address("ip4", "10.0.0.4", 1002),
+        peer_named(7): Address("ip6", "2002:808:404::1", 1003),
     }
     for number, name in enumerate(places):
         book.add(name, [Address("ip4", f"{number + 1}.2.3.4", 7464)], 0.0)
     connections = {name: SimpleNamespace(ip=place.ip) for name, place in places.items()}
     view = LiveHostView(cast(Host, SimpleNamespace(book=book, connection=connections.get)), bytes, lambda peer: True)
     assert [view.network_of(peer_named(number)) for number in range(1, 5)] == ["080804", "080804", "080804", None]
+    assert view.network_of(peer_named(7)) == "080804"
     assert view.network_of(peer_named(5)) == view.network_of(peer_named(6)) == NOT_CONNECTED
 
 

@@ -6,10 +6,12 @@ import ipaddress
 import random
 import socket
 import struct
+import sys
 
 import dns.message
 import dns.name
 import dns.rdatatype
+import pytest
 import trio
 
 from p2p.addresses import Address
@@ -206,10 +208,39 @@ async def test_a_network_that_is_gone_does_not_keep_others_from_being_used() -> 
         assert len(sockets._senders) == 1
         closed = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         closed.close()
-        sockets._senders.insert(0, closed)  # sending raises an error, as it does when a cable is pulled
+        gone = ipaddress.IPv4Interface("203.0.113.78/24")
+        sockets._senders = {gone: closed, **sockets._senders}  # sending raises an error, as when a cable is pulled
         sockets.send(OLD_ANNOUNCEMENT)
         with trio.fail_after(10):
             while OLD_ANNOUNCEMENT not in [packet for _, packet in await sockets.receive()]:
                 pass
     finally:
         sockets.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS has one address on loopback")
+async def test_a_node_speaks_over_each_address_of_a_card() -> None:
+    """Only the first one joined the group, and neighbours drop what comes from a network that they are not in."""
+    sockets = MulticastSockets([ipaddress.IPv4Interface(f"127.0.0.{number}/8") for number in (1, 2)])
+    try:
+        sockets.send(OLD_ANNOUNCEMENT)
+        heard: set[str] = set()
+        with trio.fail_after(10):
+            while not heard >= {"127.0.0.1", "127.0.0.2"}:
+                heard.update(source for source, packet in await sockets.receive() if packet == OLD_ANNOUNCEMENT)
+    finally:
+        sockets.close()
+
+
+async def test_of_many_addresses_that_of_the_network_is_announced_there(autojump_clock: trio.abc.Clock) -> None:
+    """A machine with nine networks of containers announced eight of these, at none of which others reach it."""
+    lan, (here, there) = Lan(), peer_ids(2)
+    own = [Address("ip4", f"172.{17 + number}.0.1", 4001, there) for number in range(9)]
+    own.append(Address("ip4", "192.168.0.2", 4001, there))
+    found: dict[str, list[Address]] = {}
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lan.node("192.168.0.1", here, found.__setitem__).run)
+        nursery.start_soon(lan.node("192.168.0.2", there, addresses=lambda: own).run)
+        await trio.sleep(5)
+        nursery.cancel_scope.cancel()
+    assert found[there][0] == own[-1]

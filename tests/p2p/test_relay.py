@@ -9,14 +9,18 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from p2p import sockets
 from p2p.addresses import Address, parse_address
 from p2p.errors import P2PError, PeerUnreachable, ProtocolError, Refused
 from p2p.host.connection import Connection, Stream
+from p2p.host.heartbeat import Hello
 from p2p.host.host import Host
 from p2p.host.messages import address_bytes, address_from_bytes, receive_message, send_message
 from p2p.nat import relay_client, relay_server
@@ -359,6 +363,17 @@ async def test_what_the_votes_say(own: str, votes: dict[str, bool], state: Reach
         host._connections.clear()
 
 
+async def test_the_address_at_which_others_see_a_node_is_tried_however_many_ipv6_addresses_it_has() -> None:
+    """A machine gets a new one every day, and four of them took all places: a port forwarded by hand was not found."""
+    host = make_host(advertise=[f"/ip6/2600:1:1:1::{number:x}/tcp/7464" for number in range(1, 9)])
+    async with running(host):
+        probe = Reachability(host, _never)
+        seen = Address("ip4", "8.8.8.8", host.listening[0].port)
+        probe.observed(ipaddress.ip_address("9.1.1.1"), seen)
+        assert seen in probe._candidates()
+        assert len(probe._candidates()) == 4
+
+
 async def test_a_long_answer_to_the_question_of_reachability_is_not_read() -> None:
     """Whoever is asked may answer 64 MiB of JSON, over which a node would think for 8 s and take 2 GB."""
     host = make_host(listen=("/ip4/127.0.0.1/tcp/0",), advertise=("/ip4/8.8.8.8/tcp/7464",))
@@ -370,6 +385,34 @@ async def test_a_long_answer_to_the_question_of_reachability_is_not_read() -> No
         host._connections["a"] = [_Open("a")]  # type: ignore[list-item]
         assert await Reachability(host, call).check() is Reach.UNVERIFIED
         host._connections.clear()
+
+
+async def test_where_others_saw_a_node_in_a_network_that_it_left_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """Of the addresses that hole punching names at most six, the old network's came first."""
+    networks = {"192.168.1.2": "8.8.8.8", "10.0.0.7": "9.9.9.9"}  # this machine's address there: where others see it
+    host = make_host()
+    traversal = Traversal(host, _never, lambda task, *arguments: None, relay=None)
+    for number, (own, seen) in enumerate(networks.items()):
+        link = SimpleNamespace(
+            peer="a",
+            address=Address("ip4", f"7.7.7.{number}", 1),
+            initiated=True,
+            relayed=False,
+            ip=ipaddress.ip_address(f"7.7.7.{number}"),
+            local_ip=ipaddress.ip_address(own),
+        )
+        traversal.heard(cast(Connection, link), Hello((), Address("ip4", seen, 1)))
+    own_ips = [ipaddress.ip_address(own) for own in networks]
+    monkeypatch.setattr(sockets, "own_ips", lambda: list(own_ips))
+    with trio.move_on_after(10):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(traversal._follow_network)
+            await trio.sleep(3)
+            assert [address.host for address in traversal.reachability.seen_at()] == ["8.8.8.8", "9.9.9.9"]
+            del own_ips[0]
+    assert [address.host for address in traversal.reachability.seen_at()] == ["9.9.9.9"]
 
 
 class _Open:

@@ -77,6 +77,12 @@ def test_a_refusal_is_told_in_words(code: str, words: str) -> None:
         upnp.read_outcome("AddPortMapping", 500, said, HOST)
 
 
+@pytest.mark.parametrize("code", [725, 402])
+def test_a_router_that_refuses_a_time_may_be_asked_without_one(code: int) -> None:
+    with pytest.raises(upnp.ForEverOnly):
+        upnp.read_outcome("AddPortMapping", 500, f"<e><errorCode>{code}</errorCode></e>".encode(), HOST)
+
+
 @asynccontextmanager
 async def on_loopback(router: Router, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     """A router on sockets of loopback, where a search reaches it."""
@@ -120,7 +126,7 @@ async def test_a_port_is_mapped_renewed_and_removed(
         changed.set()
 
     route = port_mapping.Route("127.0.0.1", "127.0.0.1")
-    mapper = port_mapping.PortMapper(7464, on_change, lambda: route)
+    mapper = port_mapping.PortMapper(7464, b"key", on_change, lambda: route)
     with trio.fail_after(20):
         async with on_loopback(router, monkeypatch), trio.open_nursery() as nursery:
             nursery.start_soon(mapper.run)

@@ -181,3 +181,10 @@ def test_a_command_that_is_not_there_is_an_answer() -> None:
     assert service.run_command(["no-such-program-of-shoal"]) == ServiceResult(
         127, "no-such-program-of-shoal is not installed"
     )
+
+
+@pytest.mark.skipif(os.name == "nt", reason="it has no printf")
+def test_a_command_may_write_in_any_encoding() -> None:
+    result = service.run_command(["printf", r"\215 done"])
+    assert result.status == 0
+    assert result.text.endswith("done")
