@@ -205,6 +205,10 @@ class PeerLink:
         """True if one more message of this priority may be queued."""
         return self.ended or self._outbox.has_room(priority)
 
+    def is_nearly_sent(self, id: int, priority: int) -> bool:
+        """True if next to nothing waits of what was queued with this id and priority."""
+        return self.ended or self._outbox.is_nearly_sent(id, priority)
+
     async def written(self) -> None:
         """Wait for the writer's next write."""
         await self._written.wait()

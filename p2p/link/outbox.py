@@ -8,7 +8,7 @@ A queue below its bound of `QUEUE_BYTES` accepts one more message of any size.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from p2p.link.frames import CHUNK_BYTES, FIRST, LAST, MAX_TEXT_BYTES, SMALLEST_CHUNK_BYTES, Kind, encode_header
@@ -87,12 +87,17 @@ class Outbox:
         self._turns = PriorityTurns(PRIORITIES)
         # Indexed by id: a peer decides how often messages are dropped, and each search would cost this node time.
         self._by_id: dict[int, dict[Outgoing, None]] = {}
+        self._of_id: Counter[tuple[int, int]] = Counter()  # bytes queued, by id and priority
         self._chunk_bytes = CHUNK_BYTES
         self._fits_chunks = False
 
     def has_room(self, priority: int) -> bool:
         """True if the queue of this priority accepts one more message of any size."""
         return self._queued[priority] < QUEUE_BYTES
+
+    def is_nearly_sent(self, id: int, priority: int) -> bool:
+        """True if less than a chunk waits of what was queued with this id and priority."""
+        return self._of_id[id, priority] < self._chunk_bytes
 
     def overrun(self) -> bool:
         """True if so many control messages that answer the peer wait that it cannot be reading."""
@@ -101,7 +106,7 @@ class Outbox:
     def put(self, message: Outgoing) -> None:
         """Queue a message. Callers that can be refused must check `has_room` first; this never refuses."""
         self._queues[message.priority].append(message)
-        self._queued[message.priority] += message.size + MESSAGE_COST_BYTES
+        self._count(message, message.size + MESSAGE_COST_BYTES)
         self._answers += message.kind in _URGENT_ANSWERS
         self._by_id.setdefault(message.id, {})[message] = None
 
@@ -171,11 +176,18 @@ class Outbox:
         for message in self._by_id.pop(id, ()):
             message.dropped = True
             message.parts = ()  # frees the buffers now; the message itself leaves when the queue reaches it
-            self._queued[message.priority] -= message.size
+            self._count(message, -message.size)
             message.size = 0
 
+    def _count(self, message: Outgoing, size: int) -> None:
+        key = message.id, message.priority
+        self._queued[message.priority] += size
+        self._of_id[key] += size
+        if not self._of_id[key]:
+            del self._of_id[key]
+
     def _forget(self, message: Outgoing) -> None:
-        self._queued[message.priority] -= message.size + MESSAGE_COST_BYTES
+        self._count(message, -message.size - MESSAGE_COST_BYTES)
         self._answers -= message.kind in _URGENT_ANSWERS
         of_id = self._by_id.get(message.id)
         if of_id is not None:

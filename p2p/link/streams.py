@@ -24,6 +24,7 @@ class StreamCarrier(Protocol):
     def peer(self) -> str: ...
     def post(self, message: Outgoing) -> None: ...
     def has_room(self, priority: int) -> bool: ...
+    def is_nearly_sent(self, id: int, priority: int) -> bool: ...
     async def written(self) -> None: ...
     def consumed(self, size: int) -> None: ...
     def stream_done(self, stream: MessageStream, *, broken: bool) -> None: ...
@@ -82,12 +83,19 @@ class MessageStream:
         self._lowest_priority = max(self._lowest_priority, priority)
         self._carrier.post(Outgoing(Kind.MESSAGE, self.id, priority, parts, size))
 
+    def is_clear(self, priority: int = DECODE) -> bool:
+        """True if next to nothing of this priority that was sent on this stream still waits for the link."""
+        return self._carrier.is_nearly_sent(self.id, priority)
+
     async def wait_room(self, priority: int = DECODE) -> None:
-        """Wait until `send` would accept a message of this priority; raises `StreamClosed` or `StreamReset`."""
+        """Wait until `send` would accept a message of this priority, and the stream is clear.
+
+        Raises `StreamClosed` or `StreamReset`.
+        """
         await trio.lowlevel.checkpoint()
         while not self._ends and self._outstanding >= WINDOW_BYTES // 2:
             await self._writable.wait()
-        while not self._ends and not self._carrier.has_room(priority):
+        while not self._ends and not (self._carrier.has_room(priority) and self.is_clear(priority)):
             await self._carrier.written()
         self._check_sendable()
 

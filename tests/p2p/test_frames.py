@@ -235,6 +235,23 @@ def test_chunks_are_so_large_that_a_link_takes_a_moment_for_one() -> None:
         assert taken[-2] == wanted
 
 
+def test_a_stream_is_nearly_sent_once_less_than_a_chunk_of_it_waits() -> None:
+    outbox, large, small = Outbox(), 3 * CHUNK_BYTES, 1000
+    outbox.put(Outgoing(Kind.MESSAGE, 1, 2, (bytes(small),), small))
+    assert outbox.is_nearly_sent(1, 2)
+    outbox.put(Outgoing(Kind.MESSAGE, 1, 2, (bytes(large),), large))
+    outbox.put(Outgoing(Kind.MESSAGE, 3, 2, (bytes(large),), large))
+    for id, priority, nearly in ((1, 2, False), (1, 1, True), (3, 2, False), (5, 2, True)):
+        assert outbox.is_nearly_sent(id, priority) == nearly
+    outbox.drop(3)
+    assert outbox.is_nearly_sent(3, 2)
+    while outbox.urgency() is not None:
+        assert not outbox.is_nearly_sent(1, 2)
+        outbox.take()
+    assert outbox.is_nearly_sent(1, 2)
+    assert not outbox._of_id
+
+
 def test_a_peer_of_an_older_version_gets_full_chunks() -> None:
     outbox = Outbox()
     outbox.put(Outgoing(Kind.ANSWER, 1, 3, (bytes(3 * CHUNK_BYTES),), 3 * CHUNK_BYTES))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,6 +39,14 @@ async def test_a_founder_alone_goes_on_alone(tmp_path: Path, patient_clock: Mock
         assert island.standing.tokens == 25 * 2 * 15
         losses = [loss for _, loss in island.figures.validation]
         assert losses[-1] < losses[0]
+
+
+async def test_a_loss_that_is_no_number_is_not_kept(tmp_path: Path, patient_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0) as swarm:
+        island = swarm.nodes[0].island
+        for loss in (2.5, math.nan, math.inf):
+            island.validated(loss)
+        assert [loss for _, loss in island.figures.validation] == [2.5]
 
 
 @pytest.mark.parametrize("codec", ["f32", "int8", "int4"])
