@@ -50,7 +50,8 @@ async def test_a_holder_that_lies_in_some_of_its_blocks_is_found(source: ModelSo
         swarm.nodes["n1"].changes.append(lie)
         owner = swarm.owner(replicas=Replicas(swarm.holders, lambda: frozenset({"n0"})), patience=UNHURRIED)
         await owner.run(12, alike, Losses(), JobHooks(lambda: bool(owner.figures.lost)))
-        assert set(owner.figures.left_out) == {"n1"}
+        # If "n2" was on all ways on which it lied, either may be the cause, and one rests.
+        assert any("n1" in why and "not what others compute" in why for why in owner.figures.lost)
 
 
 def spoil_audits(swarm: JobSwarm, name: str, to: str, kind: Kind) -> None:
