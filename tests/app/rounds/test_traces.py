@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,15 +20,22 @@ from trio.testing import MockClock
 from app.core.errors import RecordError
 from app.core.pieces import at_once
 from app.rounds import testers, wire
+from app.rounds.decisions import UNMEASURED_BYTES_PER_S
+from app.rounds.exchange import Exchange, hashes_of
 from app.rounds.island import LeftOut
 from app.rounds.log import follow, make_entry, replay
 from app.rounds.record import read_training, sign_training
 from app.rounds.statements import ARRIVAL, MAX_ARRIVAL_BYTES, read_arrival, signed
 from app.rounds.testers import MOST_RATIO, TESTERS, WRONG_STEP, DrawnTest, drawn_trace, miscomputed, step_error
+from app.rounds.testing import TEST_S
 from app.rounds.traces import MOST_TRACES, TRACE_BYTES, Trace, pack_trace, trace_seed, traced_steps, unpack_trace
+from engine.island import LEAF
+from engine.training.codecs import encoded_bytes
 from engine.training.parameters import drawn_model
 from p2p.envelope import parse
 from p2p.errors import RemoteError
+from p2p.memory.fabric import LinkProfile, open_fabric
+from tests.app.hash_model import InlineDevice
 from tests.app.rounds.island_swarm import (
     CONFIG,
     UNHURRIED,
@@ -35,6 +43,7 @@ from tests.app.rounds.island_swarm import (
     Lesson,
     Node,
     Text,
+    in_place,
     open_islands,
 )
 from tests.app.rounds.statements import BY_PEER, NOW_MS, PEOPLE, RECORD, arrival, history, members, result, round_of
@@ -355,6 +364,30 @@ async def test_who_does_not_show_its_step_is_not_doubted(
         number = island.standing.round
         await swarm.until(lambda: island.standing.round >= number + 2)
         assert not any(entry.doubted for entry in island.log)
+
+
+async def test_a_link_slower_than_it_was_measured_still_carries_the_weights_of_a_step(patient_clock: MockClock) -> None:
+    """They take four times the bytes of the same leaves of a change in int4, which slow links have."""
+    leaves = [bytes(2 * LEAF)] * 50
+    model: Any = SimpleNamespace(
+        leaves=len(leaves), leaf_bytes=encoded_bytes(LEAF, "int4"), most_leaf_bytes=4 * LEAF, traced_leaf_bytes=2 * LEAF
+    )
+    standing = replay(RECORD, history(2))
+    async with open_fabric(1, LinkProfile(delay_s=0.03, bytes_per_s=UNMEASURED_BYTES_PER_S / 6)) as fabric:
+        giver, taker = fabric.node(PEOPLE[0].peer_id), fabric.node(PEOPLE[1].peer_id)
+
+        async def answer(peer: str, body: bytes) -> bytes:
+            fields = wire.fields_of(wire.read_request(body)[1], wire.TRACE)
+            first, count = fields.integer("first", 0, len(leaves)), fields.integer("count", 1, len(leaves))
+            return wire.pack(leaves[first : first + count])
+
+        giver.serve(wire.TRACE, answer)
+        exchange = Exchange(
+            taker, PEOPLE[1], InlineDevice(), model, RECORD.id, wall_ms=lambda: NOW_MS, in_thread=in_place
+        )
+        deadline = trio.current_time() + TEST_S
+        root = hashes_of(leaves)[1]
+        assert await exchange.traced_weights(members(standing, PEOPLE[:3]), giver.peer_id, root, deadline) == leaves
 
 
 async def found_out(swarm: IslandSwarm, liar: Node) -> None:
