@@ -116,7 +116,7 @@ from p2p.identity import PEER_ID_CHARS, Identity
 log = logging.getLogger("shoal.rounds")
 T = TypeVar("T")
 
-OUTSIDE_LONG = 3  # rounds of the others, after which an island without moments takes theirs over
+OUTSIDE_LONG = 3  # rounds made without it, after which an island that has no moments takes over those of another
 KEPT_ATTEMPTS = 4  # whose merged leaves are kept for members that are late, at most
 KNOWN_ROUNDS = 16  # the last ones, of which nobody waits for a merged change that was dropped
 MAX_PEERS = 256
@@ -460,6 +460,9 @@ class Island:
                 with trio.move_on_after(self.timing.hello_s):
                     await self._news.wait()
             elif standing.round - max(self._asked_in, self._outside_from) >= OUTSIDE_LONG and self._moments.are_lacking:
+                if len(standing.members) > 1 and not self._knows_others:  # it has just begun
+                    await self._pause(self.timing.hello_s)
+                    continue
                 alive = self.alive()
                 self._asked_in, question = standing.round, Question([one for one in standing.members if one in alive])
                 self._nursery.start_soon(self._moments.ask, question)
