@@ -1623,6 +1623,8 @@ class Island:
             if _signer_of_entry(raw) in self.standing.members:
                 self._note_entry(await self._verified(peer, read_entry, raw))
             return b""
+        if domain == LIST and peer not in self.recent.union(self.standing.members):
+            return b""  # nor a list, which has up to 65; who took part lately may learn that its round is over
         reader: Any = {ARRIVAL: read_arrival, LIST: read_list, RESULT: read_result}.get(domain)
         if reader is None:
             raise RecordError(f"the statement {domain!r} is not understood; update Shoal")
