@@ -11,7 +11,8 @@ a row have a second byte, and the scale fits the next one. A row of `row_bytes(w
 
 Each number is off by half a scale at most. Rows do not depend on each other, and equal rows give equal bytes. Rows that
 were decoded are encoded to the same bytes again, unless the largest number is 256 times the first of the narrow ones. A
-row with NaN, infinity or numbers next to it has NaN as its scale, and is refused where it arrives.
+row with NaN or infinity has NaN as its scale, and is refused where it arrives. Numbers above `_LARGEST` are sent as it,
+so that nobody is blamed for passing on what it was sent.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _WIDE = 127 * 257  # and in two
 _SCALE_BYTES, _INDEX_BYTES, _HIGH_BYTES = 4, 2, 1
 _NUMBERS_PER_WIDE = 44  # at that, a row takes 0.27 of float32's bytes
 _SMALLEST_SCALE = 2.0**-100
+_LARGEST = 2.0**127  # all multiples of the scale that it needs are finite
 _DROPPED_BITS = np.uint32(0x7FFF)  # of a float32: sign, exponent and 8 bits after the leading one remain
 
 
@@ -44,11 +46,12 @@ def encode(rows: Floats) -> bytes:
     """Encode rows (N, width)."""
     count, width = rows.shape
     wide = wide_count(width)
-    with np.errstate(invalid="ignore", over="ignore"):
-        size = np.abs(rows)
-        scale = _scales(size, wide)
+    is_finite = np.isfinite(rows).all(axis=1)
+    rows = np.clip(rows, -_LARGEST, _LARGEST)
+    with np.errstate(invalid="ignore"):
+        scale = _scales(np.abs(rows), wide)
         multiples = np.rint(rows / scale[:, None])
-        scale[~np.isfinite(multiples * scale[:, None]).all(axis=1)] = np.nan
+    scale[~is_finite] = np.nan
     whole = np.where(np.isnan(scale)[:, None], 0, multiples).astype(np.int32)
     low = ((whole + 128) & 255) - 128
     high = (whole - low) >> 8

@@ -37,7 +37,8 @@ a header of 20 bytes, a name, and a chunk of a message's body:
 | 128 switch | token | | | the last frame on this byte stream: the next one comes on another, see below |
 
 A receiver skips kinds 128 to 255 that it does not know; any other unknown kind, and any breach of these rules, ends the
-link. A frame for an unknown call or stream is ignored, since it may have crossed a cancel or a reset on the way.
+link. A frame for an unknown call or stream is ignored, since it may have crossed a cancel or a reset on the way. A peer
+that sends too many frames that are skipped or ignored loses the link.
 Pings, credits, opens and errors have control priority.
 
 A link moves to a better connection, such as the direct one that hole punching made beside a relayed one, with all its

@@ -47,6 +47,7 @@ from p2p.nat import reachability
 from p2p.nat.reachability import Reachability
 from p2p.nat.relay_server import RelayServer
 from p2p.nat.traversal import Traversal
+from p2p.shares import Holder, alone, home_of
 from p2p.sockets import recent_interfaces
 from p2p.supervise import guarded, supervise
 from p2p.values import BULK, CONTROL, LinkInfo, LinkKind, Payload
@@ -99,6 +100,7 @@ class Libp2pNetwork:
         self.bandwidth = Bandwidth()
         self._board = Switchboard(self._open_lane, limits=config.limits, bandwidth=self.bandwidth)
         self._board.is_lan = self._is_lan
+        self._board.holder_of = self._holder
         self._board.on_misbehaved = self._on_misbehaved
         self._heartbeat = Heartbeat(self._hello, self._on_hello, self._on_other, config.heartbeat_s)
         self._directory: Directory | None = None
@@ -392,6 +394,12 @@ class Libp2pNetwork:
     def _board_peers(self) -> set[str]:
         return {connection.peer for connection in self.host.connections()}
 
+    def _holder(self, peer: str) -> Holder:
+        connection = self.host.connection(peer)
+        if connection is None or connection.ip is None:
+            return alone(peer)
+        return Holder(home_of(connection.ip) or (str(connection.ip) if connection.relayed else peer), peer)
+
     def _is_lan(self, peer: str) -> bool:
         connection = self.host.connection(peer)
         return connection is not None and _kind(connection) == "lan"
@@ -444,7 +452,7 @@ class Libp2pNetwork:
         opened_at = max((c.opened_at for c in self.host.connections_to(peer)), default=0.0)
         is_fresh = trio.current_time() - opened_at < FRESH_S
         busy = is_fresh or self._seeker.is_sticky(peer) or any(lane.busy for lane in lanes)
-        return LinkUse(peer, max([opened_at, *(lane.used_at for lane in lanes)]), busy)
+        return LinkUse(peer, self.source(peer), max([opened_at, *(lane.used_at for lane in lanes)]), busy)
 
 
 def _prioritised(lane: str, stream: Stream) -> Stream:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +16,9 @@ WINDOW_BYTES = 4 * 2**20  # that one side of a stream may have sent and that the
 
 CONTROL, DECODE, PREFILL, BULK = range(4)  # a lower number overtakes a higher one at every chunk
 PRIORITIES = 4
+
+_SMALL_PIECE_BYTES = 2048
+_JOINED_BYTES = 64 * 1024  # about the most that small pieces are joined to
 
 LinkKind = Literal["direct", "lan", "relayed"]
 
@@ -51,6 +54,16 @@ def joined(payload: Payload) -> bytes:
     if isinstance(payload, bytes) and len(payload) <= MAX_BODY_BYTES:
         return payload
     return b"".join(buffers_of(payload)[0])
+
+
+def append_piece(pieces: MutableSequence[Buffer], piece: Buffer) -> None:
+    """Append what was read; small pieces are joined, so that many cost little more memory than their bytes."""
+    if not pieces or len(piece) > _SMALL_PIECE_BYTES:
+        pieces.append(piece)
+    elif type(tail := pieces[-1]) is bytearray and len(tail) < _JOINED_BYTES:
+        tail += piece
+    else:
+        pieces.append(bytearray(piece))
 
 
 def fits_window(outstanding: int, cost: int, priority: int = DECODE) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from app.asker.asker import PromptTooLong, ReplyTooLong
+from app.asker.asker import CutOff, PromptTooLong, ReplyTooLong
 from app.core.errors import AppError, NoAdapter, RecordError, UsageError, reason_of
 from app.core.reasons import Reason, because
 from app.routing.route import NoRoute
@@ -24,6 +24,7 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (  # the first match counts
     (RecordError, 400),
     (EngineError, 400),
     (NoAdapter, 404),
+    (CutOff, 429),
     (AppError, 503),
     (P2PError, 503),
 )

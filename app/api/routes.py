@@ -16,7 +16,7 @@ from app.api import anthropic, failures, ollama, openai, responses, tokens
 from app.api.bodies import BodyRoute, BodyTurns
 from app.api.control import Control
 from app.api.error_forms import ANTHROPIC_PATH
-from app.api.events import stream
+from app.api.events import EventFeed
 from app.api.guard import Application, Guard
 from app.api.keys import KeyRing
 from app.api.metrics import MEDIA_TYPE, exposition
@@ -287,6 +287,7 @@ def build_application(
 
 def _read_routes(control: Control) -> APIRouter:
     router = APIRouter(route_class=BodyRoute)
+    feed = EventFeed(control)
 
     @router.get("/snapshot")
     async def snapshot() -> dict[str, Any]:
@@ -296,7 +297,7 @@ def _read_routes(control: Control) -> APIRouter:
     @router.get("/events", response_class=Response)
     async def events(last_event_id: Annotated[int, Header(ge=0, le=_MAX_NOTE)] = 0) -> Response:
         """Server-sent events: snapshots as they change, and log entries."""
-        return EventStream(stream(control, last_event_id), "text/event-stream", failures.response_to)
+        return EventStream(feed.stream(last_event_id), "text/event-stream", failures.response_to)
 
     @router.get("/status")
     async def status() -> dict[str, Any]:

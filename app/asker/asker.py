@@ -12,6 +12,7 @@ that begins with the same tokens has only the others read.
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from app.asker.kept_sessions import (
     KeptSessions,
     SharedPrefix,
     best_prefix,
+    packed,
     shared_tokens,
 )
 from app.asker.reply import AuditSample, AuditSampler, HiddenState, Reply, ReplyAdapter, hidden_states
@@ -60,7 +62,7 @@ from app.routing.planner import (
     RoutePlanner,
     SessionRoutes,
 )
-from app.routing.route import Privacy, Route, RouteRequest
+from app.routing.route import Privacy, Route, RouteRequest, RouteTimes
 from app.routing.trust import TrustBook
 from app.session.adapter_index import AdapterRef
 from app.session.frame import DTYPES, row_bytes
@@ -85,6 +87,12 @@ class ReplyTooLong(AppError):
     """Prompt and reply together are larger than the caches of the members."""
 
     code = CACHE_EXCEEDED
+
+
+class CutOff(AppError):
+    """The reply reserved far more room at hops than others, and one of them found none."""
+
+    code = "busy"
 
 
 @dataclass(frozen=True)
@@ -188,7 +196,8 @@ class Asker:
     ) -> AsyncIterator[Reply]:
         """Begin a reply of at most `max_tokens` once it is the owner's turn; `settings` go to head and sampler.
 
-        With an adapter, its hops compute every token with it. Raises `PromptTooLong` or `ReplyTooLong`.
+        With an adapter, its hops compute every token with it. Raises `PromptTooLong` or `ReplyTooLong`, and `CutOff`
+        while it is read.
         """
         begin, prompt = trio.current_time(), len(prompt_ids)
         most = await self._largest_session(prompt, private_blocks)
@@ -200,9 +209,11 @@ class Asker:
                 f"what the caches of the members hold; lower max_tokens to {most - prompt}, or shorten the conversation"
             )
         request = self._route_request(tokens, prompt, private_blocks)
-        unread = partial(self._unread, prompt_ids, request.privacy, None if adapter is None else adapter.ref, owner)
+        unread = partial(
+            self._unread, packed(prompt_ids), request.privacy, None if adapter is None else adapter.ref, owner
+        )
         async with (
-            self._queue.turn(owner, unread) as turn,
+            self._queue.turn(owner, unread, tokens) as turn,
             self._reply(prompt_ids, settings, request, adapter, turn, begin) as reply,
         ):
             yield reply
@@ -219,12 +230,14 @@ class Asker:
     ) -> AsyncIterator[Reply]:
         """Begin a reply that was asked for at `begin` and whose turn it is."""
         text, ref = self._ends.begin(prompt_ids, settings), None if adapter is None else adapter.ref
-        prefix = await self._shared_prefix(prompt_ids, request.privacy, ref, turn.owner)
+        packed_ids = packed(prompt_ids)
+        prefix = await self._shared_prefix(packed_ids, request.privacy, ref, turn.owner)
         routes = self._routes(request, prefix, ref)
         own_node, taken = OwnNode(self._loading, turn.needs_room), self._taken(prefix)
         async with self._counted(routes, request.tokens, taken, ref, own_node) as session:
             assert self._nursery is not None, "the asker is not running"
             self._nursery.start_soon(_note_reading, session, turn)
+            turn.cut_off = partial(self._nursery.start_soon, self._cut_off, session, request.tokens)
             sampler = AuditSampler(self._rng)
             if prefix is not None:
                 begun = prefix.source
@@ -244,7 +257,7 @@ class Asker:
                 request.tokens,
                 adapter,
             )
-            running = RunningReply(reply, session, routes, tuple(prompt_ids), request.privacy, ref, turn.owner)
+            running = RunningReply(reply, session, routes, packed_ids, request.privacy, ref, turn.owner)
             self._replies[session.id] = running
             self._begun += 1
             is_sound = True
@@ -264,10 +277,16 @@ class Asker:
                     with trio.CancelScope(shield=True):  # messages are queued, and nothing is waited for
                         await self._keep(running)
 
+    async def _cut_off(self, session: RouteSession, tokens: int) -> None:
+        """End the session of a reply that reserves so many tokens, though its client may not be reading it."""
+        text = f"the room of {tokens} tokens that this reply reserved is needed by others: ask for fewer, or ask again"
+        await session.end(CutOff(text))
+        self.planner.full_hops.ended([hop.peer for hop in session.route], trio.current_time())
+
     # --- caches that outlive a reply ----------------------------------------------------------------------------------
 
     async def _shared_prefix(
-        self, prompt_ids: Sequence[int], privacy: Privacy, adapter: AdapterRef | None, owner: str
+        self, prompt_ids: array[int], privacy: Privacy, adapter: AdapterRef | None, owner: str
     ) -> SharedPrefix | None:
         """Return what is cached of an owner's prompt; waits for its reply under way that reads mostly the same tokens.
 
@@ -287,7 +306,7 @@ class Asker:
         return self._best_prefix(prompt_ids, privacy, adapter, owner)
 
     def _best_prefix(
-        self, prompt_ids: Sequence[int], privacy: Privacy, adapter: AdapterRef | None, owner: str
+        self, prompt_ids: array[int], privacy: Privacy, adapter: AdapterRef | None, owner: str
     ) -> SharedPrefix | None:
         running = [one.cached() for one in self._replies.values() if one.owner == owner]
         sessions = [one for one in (*self._kept, *running) if self._is_trusted(one.routes)]
@@ -314,7 +333,7 @@ class Asker:
         unread = request.prompt_tokens - prefix.tokens
         return PrefixRoutes(self.planner, request, prefix.source.route, unread, adapter)
 
-    def _unread(self, prompt_ids: Sequence[int], privacy: Privacy, adapter: AdapterRef | None, owner: str) -> int:
+    def _unread(self, prompt_ids: array[int], privacy: Privacy, adapter: AdapterRef | None, owner: str) -> int:
         """Return how many tokens of an owner's prompt are not cached for it at any hop now."""
         known = self._best_prefix(prompt_ids, privacy, adapter, owner) if self._keep_sessions() else None
         return len(prompt_ids) - (0 if known is None else known.tokens)
@@ -354,19 +373,28 @@ class Asker:
     async def hidden_states(self, token_ids: Sequence[int], owner: str = "") -> list[HiddenState]:
         """Return the last block's output for each token of a text, once it is the owner's turn. Raises `PromptTooLong`.
 
-        Hops send outputs of the latest tokens only, so a few tokens go at a time, the later ones as guesses.
+        Hops send outputs of the latest tokens only, so a few tokens go at a time, the later ones as guesses. Audits
+        take it for a reply to the first token.
         """
-        await self._largest_session(len(token_ids))
-        states: list[HiddenState] = []
+        tokens = len(token_ids)
+        await self._largest_session(tokens)
+        request, states, rounds = self._route_request(tokens, tokens), list[HiddenState](), list[tuple[int, ...]]()
+        guide, sampler = SessionRoutes(self.planner, request), AuditSampler(self._rng)
         async with (
-            self._queue.turn(owner, lambda: len(token_ids)),
-            self.session(len(token_ids), len(token_ids)) as session,
+            self._queue.turn(owner, lambda: tokens, tokens),
+            self._counted(guide, tokens) as session,
         ):
-            while len(states) < len(token_ids):
+            while len(states) < tokens:
                 first = len(states)
-                guesses = token_ids[first + 1 : first + 1 + MAX_GUESSES]
+                guesses = tuple(token_ids[first + 1 : first + 1 + MAX_GUESSES])
                 frame = await session.advance(token_ids[first : first + 1], guesses=guesses)
-                states += hidden_states(frame)[: len(guesses) + 1]
+                answers = hidden_states(frame)[: len(guesses) + 1]
+                for state in answers:
+                    sampler.note(state, session.routes, rounded=bool(session.wires))
+                states += answers
+                rounds.append(guesses[: len(answers) - 1])
+        as_reply = replace(request, prompt_tokens=1)
+        self._auditor.ended(_audit_sample(sampler, guide.formats, as_reply, token_ids, rounds), tokens)
         return states
 
     async def fitting_tokens(self, prompt: int, wanted: int, private_blocks: int | None = None) -> int:
@@ -424,31 +452,18 @@ class Asker:
     def _ended(self, running: RunningReply, request: RouteRequest, settings: Any, adapter: ReplyAdapter | None) -> None:
         """Count a reply, learn the speed of its hops from it, and keep a sample for an audit."""
         reply, stats = running.reply, running.reply.stats
-        self._latest = seen = reply.seen(self.planner.link_s(), trio.current_time())
+        self._latest = reply.seen(self.planner.link_s(), trio.current_time())
         self._asked_tokens += len(stats.token_ids)
         if stats.was_read:
             self._prompt_tokens += stats.prompt_tokens
             self._cached_tokens += stats.cached_tokens
         self._guessed_tokens += stats.guessed_tokens
         self._accepted_tokens += stats.accepted_tokens
-        if seen.route_s is not None and not stats.recoveries and adapter is None:  # adapters take time of their own
-            self.planner.record_token_time(stats.route, seen.route_s, request)
-        sample, sampler = None, reply.sampler
-        if sampler.answers:
-            sample = AuditSample(
-                tokens=reply.tokens,
-                prompt_tokens=stats.prompt_tokens,
-                first=stats.prompt_tokens + sampler.first,
-                answers=tuple(sampler.answers),
-                peers=frozenset(hop.peer for route in sampler.routes for hop in route),
-                precisions=precisions(sampler.routes, running.formats, rounded=sampler.rounded),
-                room=request.tokens,
-                privacy=request.privacy,
-                settings=settings,
-                rounds=tuple(reply.rounds),
-                adapter=adapter,
-                routes=tuple(sampler.routes),
-            )
+        if adapter is None:  # adapters take time of their own
+            self.planner.record_times(running.session.times(), request)
+        sample = _audit_sample(reply.sampler, running.formats, request, reply.tokens, reply.rounds)
+        if sample is not None:
+            sample = replace(sample, settings=settings, adapter=adapter)
         self._auditor.ended(sample, len(reply.tokens))
 
     @asynccontextmanager
@@ -503,7 +518,7 @@ class RunningReply:
     reply: Reply
     session: RouteSession
     guide: SessionRoutes
-    prompt: tuple[int, ...]
+    prompt: array[int]
     privacy: Privacy
     adapter: AdapterRef | None = None
     owner: str = ""
@@ -521,12 +536,12 @@ class RunningReply:
         """What its hops may keep once it is over: the tokens that they are known to have cached."""
         return replace(self._record(*self.session.cached()), at=now)
 
-    def _record(self, route: Route, tokens: Sequence[int]) -> CachedSession:
+    def _record(self, route: Route, tokens: array[int]) -> CachedSession:
         session = self.session
         return CachedSession(
             session.id,
             session.epoch,
-            tuple(tokens),
+            tokens,
             self.privacy,
             route,
             tuple(dict.fromkeys((*self.reply.sampler.routes, *session.routes))),
@@ -536,12 +551,39 @@ class RunningReply:
             formats=self.formats,
         )
 
-    def reads(self, prompt: Sequence[int], privacy: Privacy, more_than: int) -> bool:
+    def reads(self, prompt: array[int], privacy: Privacy, more_than: int) -> bool:
         """True if it reads a prompt of which this one shares more than so many tokens, and at least half."""
         if self.session.answered or self.session.first_answer.is_set() or self.privacy != privacy:
             return False
         shared = shared_tokens(prompt, self.prompt)
         return shared > more_than and 2 * shared >= len(self.prompt)
+
+
+def _audit_sample(
+    sampler: AuditSampler,
+    formats: frozenset[tuple[str, str]],
+    request: RouteRequest,
+    tokens: Sequence[int],
+    rounds: Sequence[tuple[int, ...]],
+) -> AuditSample | None:
+    """Return what an audit needs of tokens that went through the swarm, but for what a reply has besides.
+
+    None if there was no answer.
+    """
+    windows = sampler.windows(request.prompt_tokens)
+    if not windows:
+        return None
+    return AuditSample(
+        tokens=tuple(tokens),
+        prompt_tokens=request.prompt_tokens,
+        windows=windows,
+        peers=frozenset(hop.peer for route in sampler.routes for hop in route),
+        precisions=precisions(sampler.routes, formats, rounded=sampler.rounded),
+        room=request.tokens,
+        privacy=request.privacy,
+        rounds=tuple(rounds),
+        routes=tuple(sampler.routes),
+    )
 
 
 async def _note_reading(session: RouteSession, turn: Turn) -> None:
@@ -573,6 +615,9 @@ class _AuditContext:
     def full(self, tokens: int) -> frozenset[str]:
         return frozenset(self._asker.planner.full_hops.full(tokens, trio.current_time()))
 
+    async def times(self, prompt_tokens: int, room: int) -> Callable[[Route], RouteTimes]:
+        return await self._asker.planner.times(self._asker._route_request(room, prompt_tokens))
+
     @asynccontextmanager
     async def pinned(self, route: Route, room: int, adapter: ReplyAdapter | None) -> AsyncIterator[RouteSession]:
         if adapter is not None and adapter.withdrawn:
@@ -592,6 +637,8 @@ class _AuditContext:
     async def sample_and_discard(
         self, answers: Sequence[HiddenState], tokens: Sequence[int], guesses: Sequence[int], settings: Any
     ) -> None:
+        if settings is None:
+            return
         text = self._asker._ends.begin(tokens, settings)
         hidden = memoryview(b"".join(answer.data for answer in answers))
         await self._asker._head_batcher.choose(TokenChoice(text, hidden, answers[0].dtype, guesses))

@@ -9,11 +9,10 @@ cached tells whoever asked for it what was asked before.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import compress
-from operator import ne
 
 from app.routing.route import Privacy, Route
 from app.routing.wire_choice import Wires
@@ -29,7 +28,7 @@ class CachedSession:
 
     id: bytes
     epoch: int
-    tokens: tuple[int, ...]
+    tokens: array[int]
     privacy: Privacy
     route: Route
     routes: tuple[Route, ...]  # all that its cache was computed on, the last one included
@@ -58,14 +57,25 @@ class SharedPrefix:
         return 2 * self.tokens >= len(self.source.tokens)
 
 
-def shared_tokens(prompt: Sequence[int], tokens: Sequence[int]) -> int:
+def packed(tokens: Iterable[int]) -> array[int]:
+    """Return tokens in a form that is compared as fast as memory is read: prompts are compared with many sessions."""
+    return array("I", tokens)
+
+
+def shared_tokens(prompt: array[int], tokens: array[int]) -> int:
     """Number of tokens that a prompt may take from a cache of `tokens`: never all, as the last one must be answered."""
-    most = min(len(prompt) - 1, len(tokens))
-    return next(compress(range(most), map(ne, prompt, tokens)), max(most, 0))
+    shared, most = 0, max(min(len(prompt) - 1, len(tokens)), 0)
+    while shared < most:  # the first `shared` are the same, and at most `most` are
+        stop = (shared + most + 1) // 2
+        if prompt[shared:stop] == tokens[shared:stop]:
+            shared = stop
+        else:
+            most = stop - 1
+    return shared
 
 
 def best_prefix(
-    prompt: Sequence[int],
+    prompt: array[int],
     privacy: Privacy,
     sessions: Iterable[CachedSession],
     adapter: AdapterRef | None = None,

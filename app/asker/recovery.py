@@ -248,6 +248,60 @@ def _lost_tokens(sender: str, receiver: str, stop: int) -> HopLoss:
     return HopLoss(HopFailed(receiver, why, blameless=True), sender, stop)
 
 
+class LostSeconds:
+    """Seconds that a session takes beside its tokens, put down to the hops that may have cost them.
+
+    A token that needs a repair loses all but its usual time, of which those that may have caused the failure have an
+    equal part each. What hops take to begin an epoch is put down to those that were not ready, second by second.
+    """
+
+    def __init__(self) -> None:
+        self._lost: dict[str, float] = {}  # by peer; of the tokens that were answered
+        self._opening: dict[str, float] = {}  # the same of the present ones
+        self.causers: set[str] = set()  # hops that may be why the present tokens need a repair
+        self._begun_at = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """What the tokens that were answered have lost."""
+        return sum(self._lost.values())
+
+    def begin(self, now: float) -> None:
+        """Note that the next tokens are on their way."""
+        self._opening, self.causers, self._begun_at = {}, set(), now
+
+    def failed(self, peers: Collection[str]) -> None:
+        """Note that one of these hops caused a failure."""
+        self.causers.update(peers)
+
+    def opened(self, opening_s: Mapping[str, float]) -> None:
+        """Note how long each hop took to begin an epoch; they did so at the same time."""
+        order, before_s = sorted(opening_s, key=opening_s.__getitem__), 0.0
+        for index, peer in enumerate(order):
+            part_s = (opening_s[peer] - before_s) / (len(order) - index)
+            _add(self._opening, dict.fromkeys(order[index:], part_s))
+            before_s = opening_s[peer]
+
+    def answered(self, until: float, usual_s: float) -> None:
+        """Note that the tokens were answered; until then they had lost all but their usual time, if one failed."""
+        self._lost = self.so_far(until, usual_s)
+        self.begin(until)
+
+    def so_far(self, until: float, usual_s: float, unready: Collection[str] = ()) -> dict[str, float]:
+        """Return the lost seconds by peer; hops that are `unready` may be why the present tokens wait."""
+        lost, causers = dict(self._lost), self.causers | {*unready}
+        _add(lost, self._opening)
+        rest_s = until - self._begun_at - usual_s - sum(self._opening.values())
+        if causers and rest_s > 0:
+            _add(lost, dict.fromkeys(causers, rest_s / len(causers)))
+        return lost
+
+
+def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:
+    for peer, seconds in more.items():
+        sums[peer] = sums.get(peer, 0.0) + seconds
+
+
 class HopState(NamedTuple):
     """What a hop holds of a session: cached tokens, and kept outputs of positions [kept_from, length)."""
 

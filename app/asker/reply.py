@@ -341,19 +341,31 @@ class HiddenState(NamedTuple):
     dtype: str
 
 
+class Window(NamedTuple):
+    """Answers to consecutive tokens of a reply."""
+
+    first: int  # number of tokens before the first answer
+    answers: tuple[HiddenState, ...]
+
+    @property
+    def stop(self) -> int:
+        """Number of tokens before the last answer."""
+        return self.first + len(self.answers) - 1
+
+
 @dataclass(frozen=True)
 class AuditSample:
-    """What an audit needs of a reply: its tokens, the peers that took part, and `WINDOW` answers in a row."""
+    """What an audit needs of a reply: its tokens, the peers that took part, and some of its answers."""
 
     tokens: tuple[int, ...]
     prompt_tokens: int
-    first: int  # number of tokens before the first kept answer
-    answers: tuple[HiddenState, ...]  # of consecutive tokens
+    # In order: each one was any window up to its end with equal probability, so the last one any of the reply.
+    windows: tuple[Window, ...]
     peers: frozenset[str]
     precisions: tuple[str, ...]  # for each block, of all peers that computed it
     room: int  # tokens that the session could hold
     privacy: Privacy
-    settings: Any  # of the reply, for head and sampler
+    settings: Any = None  # of the reply, for head and sampler; None for embeddings, which need neither
     rounds: tuple[tuple[int, ...], ...] = ()  # guesses that the reply sent with the prompt, then with each token fed
     adapter: ReplyAdapter | None = None
     routes: tuple[Route, ...] = ()
@@ -361,7 +373,7 @@ class AuditSample:
     @property
     def stop(self) -> int:
         """Tokens that an audit repeats: all but the last, which the reply did not feed either."""
-        return max(len(self.tokens) - 1, self.first + len(self.answers) - 1)
+        return max(len(self.tokens) - 1, self.windows[-1].stop)
 
     @property
     def cost(self) -> int:
@@ -370,7 +382,11 @@ class AuditSample:
 
 
 class AuditSampler:
-    """Reservoir sampling: keeps one window of `WINDOW` consecutive answers, every window with equal probability."""
+    """Reservoir sampling: keeps one window of `WINDOW` consecutive answers, every window with equal probability.
+
+    Those that it kept before stay too, for audits that cannot repeat a whole reply. They are few: of 1000 windows about
+    seven were kept at some time.
+    """
 
     def __init__(
         self,
@@ -382,8 +398,7 @@ class AuditSampler:
     ) -> None:
         self._rng = rng
         self._count = 0
-        self.first = 0  # number of the first kept answer
-        self.answers: list[HiddenState] = []
+        self._windows: list[tuple[int, list[HiddenState]]] = []  # number of the first answer, and the answers
         # In order. Answers depend on every route before them: an earlier hop's results are in the caches of later ones,
         # and those of `routes` in the cache that the session began with.
         self.routes: list[Route] = list(routes)
@@ -396,10 +411,15 @@ class AuditSampler:
         self.routes += [route for route in routes if route not in self.routes]
         stretch, at = divmod(self._count, WINDOW)
         if at == 0 and self._rng.random() < 1 / (stretch + 1):
-            self.first, self.answers = self._count, []
-        if self._count < self.first + WINDOW:
-            self.answers.append(answer)
+            self._windows.append((self._count, []))
+        first, answers = self._windows[-1]
+        if self._count < first + WINDOW:
+            answers.append(answer)
         self._count += 1
+
+    def windows(self, prompt_tokens: int) -> tuple[Window, ...]:
+        """Return the windows of a reply to so many tokens."""
+        return tuple(Window(prompt_tokens + first, tuple(answers)) for first, answers in self._windows)
 
 
 def hidden_states(frame: Frame) -> list[HiddenState]:

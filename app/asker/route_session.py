@@ -14,6 +14,7 @@ answer means, and which hop must send what again, are pure decisions in `app.ask
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,12 +22,14 @@ from typing import Protocol
 
 import trio
 
+from app.asker.kept_sessions import packed
 from app.asker.recovery import (
     OVERDUE_TIMES,
     HopFailed,
     HopLoss,
     HopProgress,
     HopState,
+    LostSeconds,
     ResumePlan,
     cache_sources,
     longest_quiet_s,
@@ -38,6 +41,7 @@ from app.core.network import FrameStream, Network, Priority
 from app.core.reasons import Reason, because
 from app.core.signal import Signal
 from app.core.smoothing import Ewma
+from app.core.turns import Who
 from app.routing.reroute import RerouteTimer, RunningRoute
 from app.routing.route import Hop, NoRoute, ReadingPace, Route
 from app.routing.wire_choice import Wires
@@ -108,7 +112,7 @@ class HopLink:
         self.outbox = PeerOutbox(stream, nursery)
         self.listeners: dict[bytes, Listener] = {}
 
-    async def send(self, *parts: bytes, priority: Priority = Priority.CONTROL, owner: str = "") -> None:
+    async def send(self, *parts: bytes, priority: Priority = Priority.CONTROL, owner: Who = ("",)) -> None:
         """Send one frame; if it cannot be sent, the hop will be reported as lost. Owners take turns."""
         await self.outbox.push(OutboundFrame(parts, priority, owner))
 
@@ -357,12 +361,16 @@ class RouteHops:
         prefix: CachedPrefix | None = None,
     ) -> None:
         self.id = new_session_id(links.peer_id)
-        self._owner = self.id.hex()  # of rows in outboxes, where sessions take turns
+        self._owner = (self.id.hex(),)  # of rows in outboxes, where sessions take turns
         self.prefix = prefix
         self._links, self._guide, self._settings, self._shape = links, guide, settings, shape
         self._dtype = DTYPES[shape.dtype]
+        self._row_bytes = row_bytes(self._dtype, shape.width)
         self._open: dict[str, HopLink] = {}
         self._ready: dict[str, HopState] = {}
+        self._turned_at = 0.0  # when the present epoch was ordered
+        self._ready_at: dict[str, float] = {}
+        self._fetching: Collection[str] = ()  # hops that fetch a cache before they begin it
         self._relayed: set[tuple[str, str]] = set()  # links that go through this asker, from the next epoch on
         # Those of the present epoch: the first hop was told to relay, the second accepts data from this asker alone.
         self._ordered: frozenset[tuple[str, str]] = frozenset()
@@ -428,7 +436,9 @@ class RouteHops:
             self.paces[peer] = decode_pace(frame)
             return
         elif frame.kind == Kind.READY:
-            self._ready[peer] = HopState(frame.position, frame.rows)
+            if peer in self._ready:
+                return  # it says so once an epoch, and cannot take back then what it said
+            self._ready[peer], self._ready_at[peer] = HopState(frame.position, frame.rows), trio.current_time()
             self.cached[peer] = frame.position
             for flag, peers in ((KNOWS_REVISIONS, self._revisers), (GIVES_CACHE, self._givers)):
                 (peers.add if frame.width & flag else peers.discard)(peer)
@@ -645,25 +655,21 @@ class RouteHops:
                 self._took_at[peer] = self._open[peer].outbox.took_at
         return {peer: self._took_at[peer] for peer in fed if peer in self._took_at}
 
-    async def make_room(self) -> None:
-        """Wait until the first hop has taken most of what was sent to it; one that takes nothing becomes `trouble`.
+    def has_room(self) -> bool:
+        """True if the first hop has taken most of what was sent to it.
 
         The stream is shared by all sessions, and would be closed if a long prompt waited in it as a whole. What others
         sent may fill it again and again: a session of which nothing waits has more room, and so its turn.
         """
-        outbox, since = self._open[self.route[0].peer].outbox, trio.current_time()
-        quiet_s = longest_quiet_s(row_bytes(self._dtype, self._shape.width), self._settings.stuck_s)
+        outbox = self._open[self.route[0].peer].outbox
+        most = FEED_AHEAD_BYTES if outbox.waiting_for(self._owner) else FEED_TOGETHER_BYTES
+        return outbox.waiting_bytes <= most or outbox.broken
 
-        def is_full() -> bool:
-            most = FEED_AHEAD_BYTES if outbox.waiting_for(self._owner) else FEED_TOGETHER_BYTES
-            return outbox.waiting_bytes > most
-
-        while is_full() and not outbox.broken and self.trouble is None:
-            with trio.move_on_after(_LOOK_FOR_ROOM_S):
-                await self._heard.wait()
-            if trio.current_time() - max(since, outbox.took_at) > quiet_s:
-                peer = self.route[0].peer
-                self.trouble = HopFailed(peer, because("hop_stuck", "it does not read what is sent to it", peer))
+    def check_room(self, since: float) -> None:
+        """Let a first hop without room be `trouble` if it has taken nothing for long, and not since then."""
+        hop, quiet_s = self.route[0].peer, longest_quiet_s(self._row_bytes, self._settings.stuck_s)
+        if not self.has_room() and trio.current_time() - max(since, self._open[hop].outbox.took_at) > quiet_s:
+            self.trouble = HopFailed(hop, because("hop_stuck", "it does not read what is sent to it", hop))
 
     async def feed(self, position: int, rows: int, data: bytes) -> None:
         """Send embedded tokens to the first hop, in the format `feed_wire`."""
@@ -767,6 +773,8 @@ class RouteHops:
         self._epoch_route, self._ordered = self.route, frozenset(self._relayed)
         self.wires = self._guide.wires(self.route, self.wires)
         self._ready.clear()
+        self._ready_at.clear()
+        self._turned_at, self._fetching = trio.current_time(), set(caches)
         self._forwarded = self._first_outputs(known)
         self.trouble = None
         for hop in self.route:  # one may have been lost while another was dialled
@@ -796,7 +804,7 @@ class RouteHops:
             turn = replace(turn, cache=caches.get(hop.peer))
             self.cached[hop.peer] = min(self.cached.get(hop.peer, 0), cuts[index])
             await self._open[hop.peer].send(encode_turn(self.id, self.epoch, cuts[index], turn))
-        silent = await self._wait_ready(set(caches))
+        silent = await self._wait_ready(self._fetching)
         if self.trouble is not None:
             raise self.trouble
         if self._shape.adapter is not None:
@@ -805,6 +813,23 @@ class RouteHops:
         late = "it did not open the session in time"
         self._raise_first([HopFailed(peer, because("hop_unopened", late, peer)) for peer in silent])
         return [self._ready[hop.peer] for hop in self.route]
+
+    @property
+    def unready(self) -> Collection[str]:
+        """The hops that have not begun the present epoch."""
+        return {hop.peer for hop in self._epoch_route} - self._ready.keys()
+
+    def opening_s(self, now: float) -> dict[str, float]:
+        """Return how long each hop took to begin the present epoch, beside the round trip to it, or takes up to now.
+
+        Not of hops that had to fetch something before.
+        """
+        hops = () if self._shape.adapter is not None else self._epoch_route
+        return {
+            hop.peer: max(self._ready_at.get(hop.peer, now) - self._turned_at - self._links.round_trip_s((hop,)), 0.0)
+            for hop in hops
+            if hop.peer not in self._fetching
+        }
 
     async def _wait_ready(self, fetching: Collection[str]) -> Sequence[str]:
         """Wait until all hops are ready or one has failed, and return those that took too long.
@@ -890,7 +915,7 @@ class RouteHops:
 
     def _drop_waiting(self, link: HopLink) -> None:
         """Forget rows that wait for a hop's stream: the hop would drop them, and others wait behind them."""
-        link.outbox.drop(lambda frame: frame.owner == self._owner)
+        link.outbox.drop(self._owner)
 
 
 _SMOOTHING = 0.2
@@ -906,7 +931,8 @@ UNCOMPUTED_BYTES = 2**26  # of a prompt's rows that are sent before all hops hav
 LOOK_AT_HOPS_S = 0.1  # between two questions whether they have
 _ROUNDS = 3  # epochs until hops and plan agree
 _EXCUSES = 3  # failures that are not held against a hop; they are forgotten
-_FORGOTTEN_AFTER = 16  # after so many answers in a row without any, or
+_FORGOTTEN_AFTER = 16  # after so many answers in a row without any, which take as long as all failures did, or
+_LEAST_TOKENS = 16  # among which lost seconds are divided, at least
 _OWN_PAUSE_S = 30.0  # if this asker had no token for so long: hops close what is not used
 _PAUSE_S = 0.1  # after the second, doubled each time, up to
 _LONGEST_PAUSE_S = 0.8
@@ -942,7 +968,7 @@ class RouteSession:
         self._own_node = own_node or OwnNode()
         self._loading_seen, self._loading_at = self._own_node.loading(), 0.0  # when it grew while this session waited
         self._row_bytes = row_bytes(DTYPES[shape.dtype], shape.width)
-        self._history: list[int] = []
+        self._history = packed(())
         self._settled: Route = ()  # the last one that worked
         # All that were set up, each once: what hops of earlier ones computed may be in the caches of later ones.
         self.routes: list[Route] = []
@@ -951,14 +977,18 @@ class RouteSession:
         self._reported: tuple[int, bool] | None = None  # what `missing_block` returned last: block, loading here
         self._flowing = False  # the route is set up and has been fed all tokens
         self._step_s = Ewma(_SMOOTHING)  # a single token through all hops
+        self._steps, self._steps_s = 0, 0.0  # single tokens over the settled route, and their seconds
+        self._lost = LostSeconds()
+        self._opened_at = 0.0  # when all hops had begun the present epoch
+        self._hop_of: dict[str, Hop] = {}  # all that this session has asked
         self._excuses: dict[str, int] = {}  # failures of each hop that are not forgotten yet
-        self._smooth_answers = 0  # in a row
+        self._smooth_answers, self._smooth_s = 0, 0.0  # in a row, and their seconds
         self._unsound: set[str] = set()  # hops that failed: no other goes on with their cache
         self._failed: set[str] = set()  # those of them that failed since the last answer
         self._cut_to = KEEP  # hops may still cache other tokens from this position on
         self._believed: Mapping[str, ReadingPace] = {}  # of the route's hops, when it was proposed
         self._progress: HopProgress | None = None  # while an answer is late
-        self._look_for_others_at = 0.0
+        self._look_at_hops_at = self._look_for_others_at = 0.0
         self._look_again_at = 0.0  # for hops that could replace those that are leaving
         self._links = links
         self._recheck = RerouteTimer(trio.current_time())
@@ -967,6 +997,9 @@ class RouteSession:
         self.own_s = 0.0  # of the last token's time: sending it, and coming back to the answer
         self.recoveries = 0
         self.moves = 0  # to better routes while nothing was wrong
+        self._advancing: trio.CancelScope | None = None  # while tokens are under way
+        self._ended: AppError | None = None
+        self._prompt_tokens = 0  # answered first
         self.answered = 0  # tokens that all hops of the route have cached: an answer came back for them
         self.first_answer = trio.Event()  # also set when the session is closed
         self.first_is_late = trio.Event()  # also set by the first answer
@@ -987,7 +1020,7 @@ class RouteSession:
         return self._hops.epoch
 
     @property
-    def tokens(self) -> Sequence[int]:
+    def tokens(self) -> array[int]:
         """The tokens that were fed and not dropped."""
         return self._history
 
@@ -1020,6 +1053,11 @@ class RouteSession:
         if self.route[0].peer != self._links.peer_id or hops.feed_wire:
             return None
         return NextStep(self.id, len(self._history), len(self.route) == 1 and not self.wires)
+
+    @property
+    def blamed(self) -> frozenset[str]:
+        """The hops that may have caused the failure of the present tokens, if there was any."""
+        return frozenset(self._lost.causers)
 
     async def missing_block(self) -> NoRoute | None:
         """Wait for the first route, and return early with a block that nobody serves, so that the user can be told.
@@ -1067,16 +1105,36 @@ class RouteSession:
         Guesses go with them, at the positions that follow; the frame then has their outputs too, one row each, unless
         the route had to be repaired, which drops them. Guesses that turn out wrong are to be cut.
 
-        Repairs the route as often as needed. Raises `NoRoute` or `SessionLost` if the swarm cannot carry the session.
+        Repairs the route as often as needed. Raises `NoRoute` or `SessionLost` if the swarm cannot carry the session,
+        and what it was ended with.
         """
+        if self._ended is None:
+            with trio.CancelScope() as self._advancing:
+                frame = await self._advance(token_ids, embedded, guesses)
+            self._advancing = None
+            if self._ended is None:
+                return frame
+        await self.close()
+        raise self._ended
+
+    async def end(self, why: AppError) -> None:
+        """Close the session at all hops, before its user does; `advance` raises `why` from now on."""
+        self._ended = why
+        if self._advancing is None:
+            await self.close()
+        else:
+            self._advancing.cancel()
+
+    async def _advance(self, token_ids: Sequence[int], embedded: bytes | None, guesses: Sequence[int]) -> Frame:
         first, hops = len(self._history), self._hops
         known = first + len(token_ids)
-        self._history += token_ids
+        self._history.extend(token_ids)
         self.reached = self._progress = None
         hops.want(known - 1, known)
         if self._cut_to != KEEP and not hops.can_revise:
             self._flowing = False
         begin = trio.current_time()
+        self._lost.begin(begin)
         if begin > hops.answered_at + _OWN_PAUSE_S:
             self._excuses.clear()
         if hops.leaving and await self._can_leave():
@@ -1091,7 +1149,7 @@ class RouteSession:
             if self._cut_to != KEEP:
                 hops.revise(first)
             if guesses and hops.know_revisions:
-                self._history += guesses
+                self._history.extend(guesses)
                 hops.want(known - 1, len(self._history))
                 embedded = None
             await self._feed(first, embedded)
@@ -1112,20 +1170,51 @@ class RouteSession:
                     self._failed.clear()
                     for hop in self.route:
                         self._guide.worked(hop.peer)
-                if smooth and len(self._history) == first + 1:
-                    now = trio.current_time()
-                    self._step_s.add(now - begin)
-                    self._recheck.took(now - begin, now)
-                    self.own_s = fed_at - begin + now - hops.answered_at
-                self._smooth_answers = self._smooth_answers + 1 if smooth else 0
-                if self._smooth_answers >= _FORGOTTEN_AFTER:
-                    self._excuses.clear()
+                self._note_times(begin, len(self._history) - first, smooth=smooth)
+                if smooth:
+                    self.own_s = fed_at - begin + trio.current_time() - hops.answered_at
                 self.answered = first + len(token_ids)  # guesses may be wrong
                 hops.cached = {hop.peer: self.answered for hop in self.route}
                 self._progress = None
                 self._note_first_answer()
                 return answer
         raise SessionLost("the route failed again and again without a single token; try again later")
+
+    def _note_times(self, begin: float, rows: int, *, smooth: bool) -> None:
+        """Learn from an answer to what was sent at `begin`: so many rows, of which all but the first are guesses."""
+        now = trio.current_time()
+        took_s = now - begin
+        if self.first_answer.is_set() and rows == 1:
+            self._recheck.took(took_s, now)
+        if smooth and rows == 1:
+            self._step_s.add(took_s)
+            self._steps, self._steps_s = self._steps + 1, self._steps_s + took_s
+        elif smooth and self._steps:  # rows take no longer together than one by one
+            self._steps_s += max(took_s - rows * self._step_s.value, 0.0)
+        self._lost.answered(*self._until(now))
+        self._smooth_answers = self._smooth_answers + 1 if smooth else 0
+        self._smooth_s = self._smooth_s + took_s if smooth else 0.0
+        if self._smooth_answers >= _FORGOTTEN_AFTER and self._smooth_s >= self._lost.total_s:
+            self._excuses.clear()
+
+    def _until(self, now: float) -> tuple[float, float]:
+        """Return the end of the time that the present tokens may have lost, and what they usually take of it.
+
+        Nobody knows how long a prompt usually takes, but all time before its last epoch was of no use.
+        """
+        if self._hops.unready:
+            return now, MIN_OVERDUE_S
+        return (now, self._step_s.value) if self.first_answer.is_set() else (self._opened_at, MIN_OVERDUE_S)
+
+    def times(self) -> RunningRoute:
+        """Return what a token took over the route in use, and what each hop may have cost besides."""
+        token_s = self._steps_s / self._steps if self._steps else None
+        return RunningRoute(self._settled, token_s, len(self._history), self._lost_per_token())
+
+    def _lost_per_token(self) -> dict[Hop, float]:
+        tokens = max(self.answered - self._prompt_tokens, _LEAST_TOKENS)
+        lost = self._lost.so_far(*self._until(trio.current_time()), self._hops.unready)
+        return {self._hop_of[peer]: seconds / tokens for peer, seconds in lost.items() if seconds > 0}
 
     def cut(self, length: int) -> None:
         """Drop the tokens from position `length` on; the hops learn it with the next tokens."""
@@ -1134,7 +1223,7 @@ class RouteSession:
         self.answered = min(self.answered, length)
         self._cut_to = min(self._cut_to, length)
 
-    def cached(self) -> tuple[Route, Sequence[int]]:
+    def cached(self) -> tuple[Route, array[int]]:
         """The route that worked last, and the tokens that its hops are known to have cached by now.
 
         Until one has worked, that is the one of the prefix. Hops that failed or were let go do not count: another hop
@@ -1142,7 +1231,7 @@ class RouteSession:
         """
         route, hops = self._latest_route(), self._hops
         known = [hops.cached[hop.peer] for hop in self._sound(route) if hop.peer in hops.cached]
-        return route, self._history[: min(*known, self._cut_to)] if known else ()
+        return route, self._history[: min(*known, self._cut_to) if known else 0]
 
     def _latest_route(self) -> Route:
         prefix = self._hops.prefix
@@ -1169,30 +1258,43 @@ class RouteSession:
 
     async def _feed(self, first: int, embedded: bytes | None = None) -> None:
         """Send tokens from position `first` on to the first hop, in chunks; what waits at a hop takes its memory."""
-        hops, epoch = self._hops, self._hops.epoch
+        hops, epoch, begin = self._hops, self._hops.epoch, trio.current_time()
         ahead = max(self._settings.chunk_rows, UNCOMPUTED_BYTES // self._row_bytes)
+        self._look_at_hops_at = begin + MIN_OVERDUE_S
         for start in range(first, len(self._history), self._settings.chunk_rows):
-            if start - first >= ahead:
-                await self._computed(start - ahead, start)
+            await self._wait_to_feed(begin, start, start - ahead if start - first >= ahead else 0)
             chunk = self._history[start : start + self._settings.chunk_rows]
             is_given = embedded is not None and len(chunk) == len(self._history) - first and not hops.feed_wire
             data = embedded if is_given else None
             if data is None:
-                data = await self._embed(chunk, hops.feed_wire)
-            await hops.make_room()
+                data = await self._embed(chunk.tolist(), hops.feed_wire)
             if hops.trouble is not None or epoch != hops.epoch:
                 return
             await hops.feed(start, len(chunk), data)
 
-    async def _computed(self, length: int, fed: int) -> None:
-        """Wait until all hops have cached so many of the `fed` tokens, or one of them is in trouble."""
-        hops, progress = self._hops, self._follow_hops()
-        while hops.trouble is None:
-            await self._ask_hops()
-            if all(state.position >= length for state in hops.states.values()):
-                return
-            await self._find_loss(progress, fed)
-            await hops.settle(LOOK_AT_HOPS_S)
+    async def _wait_to_feed(self, begin: float, fed: int, computed: int) -> None:
+        """Wait until the first hop has room and all hops have cached so many of the `fed` tokens, or one is in trouble.
+
+        The hops are followed meanwhile, since `begin`, as they are while an answer is late: a client may give up before
+        all of a prompt was sent.
+        """
+        hops, full_since = self._hops, trio.current_time()
+        while hops.trouble is None and (computed or not hops.has_room()):
+            now = trio.current_time()
+            if hops.has_room():
+                full_since = now
+            hops.check_room(full_since)
+            if computed or now >= self._look_at_hops_at:
+                progress = self._progress
+                if progress is None or progress.epoch != hops.epoch:
+                    progress = self._follow_hops(begin)
+                await self._ask_hops()
+                if not all(state.position >= fed for state in hops.states.values()):
+                    await self._find_loss(progress, fed)
+                if all(state.position >= computed for state in hops.states.values()):
+                    computed = 0
+                self._look_at_hops_at = trio.current_time() + MIN_OVERDUE_S
+            await hops.settle(LOOK_AT_HOPS_S if computed else _LOOK_FOR_ROOM_S)
 
     async def _wait_answer(self) -> Frame | None:
         """Wait for the answer; None if the route needs repair."""
@@ -1224,6 +1326,7 @@ class RouteSession:
             if hop.peer not in hops.states:
                 why = because("hop_silent", f"it has not answered for {patience_s:.0f} s", hop.peer)
                 self._guide.failed(hop.peer, why, busy=False)
+                self._lost.failed((hop.peer,))
                 hops.trouble = HopFailed(hop.peer, why, blameless=True)  # reported above, as others may be
 
     def _follow_hops(self, begin: float | None = None) -> HopProgress:
@@ -1279,6 +1382,7 @@ class RouteSession:
             self._guide.waited(late.hop, late.unread, late.waited_s, given_up=True)
 
     def _note_first_answer(self) -> None:
+        self._prompt_tokens = self._prompt_tokens or self.answered
         self.first_answer.set()
         self.first_is_late.set()
 
@@ -1374,7 +1478,7 @@ class RouteSession:
             if now >= self._better_until:
                 self._better = ()
         elif self._step_s and self._recheck.is_due(now):
-            running = RunningRoute(self.route, self._step_s.value, len(self._history))
+            running = replace(self.times(), token_s=self._step_s.value)
             self._links.in_background("looking for a better route", partial(self._look_for_better, running))
         return False
 
@@ -1411,6 +1515,7 @@ class RouteSession:
         failure, self._hops.trouble = self._hops.trouble, None
         if failure is None:
             return 0.0
+        self._lost.failed(failure.link or (failure.peer,))
         if failure.link is not None:
             log.info("session %s: the link from %s to %s: %s", self.id.hex()[:8], *failure.link, failure.why.text)
             self._guide.link_broke(*failure.link)
@@ -1426,6 +1531,13 @@ class RouteSession:
         self._guide.failed(failure.peer, failure.why, busy=failure.busy)
         return 0.0
 
+    def _note_opening(self) -> None:
+        """Count what hops took to begin an epoch; to begin a session, they may first end the step that they are in."""
+        self._opened_at = trio.current_time()
+        free_s = 0.0 if self._settled else MIN_OVERDUE_S
+        opening_s = self._hops.opening_s(self._opened_at)
+        self._lost.opened({peer: max(seconds - free_s, 0.0) for peer, seconds in opening_s.items()})
+
     async def _set_up(self, route: Route, givers: Collection[str]) -> None:
         """Begin an epoch on this route and get all tokens under way; raises `HopFailed`.
 
@@ -1434,6 +1546,7 @@ class RouteSession:
         """
         hops, fed = self._hops, len(self._history)
         self._flowing = False
+        self._hop_of |= {hop.peer: hop for hop in route}
         hops.urgent_from = 0 if self._settings.urgent else fed
         await hops.reach(route)
         # If every hop is new, it is known beforehand from which position each must send.
@@ -1445,6 +1558,7 @@ class RouteSession:
         caches = await hops.order_handovers(sources, cached)
         for number in range(_ROUNDS):
             states = await hops.turn(cuts, known, caches)
+            self._note_opening()
             caches = {}
             plan = plan_resume(states, fed)
             held = list(zip(route, states, plan.lengths, cuts, strict=True))
@@ -1462,6 +1576,8 @@ class RouteSession:
             await hops.go(plan)
         if not self._settled:
             self.reused, self.prompt_fed_at = min(plan.lengths), trio.current_time()
+        if route != self._settled:
+            self._steps, self._steps_s = 0, 0.0
         self._flowing, self._cut_to, self._settled = True, KEEP, route
         self._believed = self._guide.paces(route)
         if route not in self.routes:

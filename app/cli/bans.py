@@ -12,7 +12,7 @@ from typing import Any
 from app.cli.command import Command, print_json
 from app.cli.config import change_setting, settings_facts
 from app.core.errors import UsageError
-from app.core.terminal_text import one_line
+from app.core.terminal_text import one_line, quoted
 
 _SHORTEST = 6  # characters of a peer id's end, as the dashboard shows them
 _OF_NETWORKS = "./:"  # one of these is in every address of a network
@@ -58,7 +58,8 @@ def run_trust(arguments: argparse.Namespace) -> int:
         for peer in members:
             mark = "*" if peer["peer"] in trusted else " "
             why = f"  {one_line(peer['why'])}" if peer["why"] else ""
-            print(f"{mark} {peer['peer']}  {one_line(peer['name']) or '-'}  {peer['score']:.2f}{why}")
+            name = quoted(peer["name"]) if peer["name"] else "-"
+            print(f"{mark} {peer['peer']}  {name}  {peer['score']:.2f}{why}")
         for peer_id in [one for one in trusted if one not in {peer["peer"] for peer in members}]:
             print(f"* {peer_id}")
         if not members and not trusted:

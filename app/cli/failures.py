@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 
 from app.core.errors import AppError, first_error
+from app.core.terminal_text import one_line
 from engine.errors import EngineError, is_disk_full
 from p2p.errors import P2PError
 
@@ -13,7 +14,7 @@ _OUR_ERRORS = (AppError, EngineError, P2PError)
 
 
 def explain(error: BaseException) -> str:
-    """Return the text to print after `shoal: `, without line breaks."""
+    """Return the text to print after `shoal: `, on one line and without control characters."""
     error = first_error(error, _OUR_ERRORS)
     if isinstance(error, _OUR_ERRORS):
         text = str(error) or (type(error).__doc__ or type(error).__name__)
@@ -25,7 +26,7 @@ def explain(error: BaseException) -> str:
         text = "out of memory: close other programs, or choose a smaller model or fewer blocks"
     else:
         text = f"internal error: {type(error).__name__}: {error}; run it again with {DEBUG_VARIABLE}=1 and report this"
-    return " ".join(text.split())
+    return " ".join(one_line(text).split())
 
 
 def exit_status(error: BaseException) -> int:

@@ -193,7 +193,7 @@ def _follow(client: Client, facts: dict[str, Any], arguments: argparse.Namespace
         print(f"The adapter {facts['out']} is finished after {facts['step']} steps{loss}.")
         print(f'Use it with `shoal chat --adapter {facts["out"]} "…"`.')
     elif facts["status"] == "failed":
-        print(f"Job {job_id} failed after step {facts['step']} of {facts['steps']}: {facts['why']}")
+        print(one_line(f"Job {job_id} failed after step {facts['step']} of {facts['steps']}: {facts['why']}"))
         print(f"`shoal jobs resume {job_id}` goes on from there.")
     elif facts["status"] == "stopped":
         print(f"Job {job_id} was stopped after step {facts['step']} of {facts['steps']}{_REMOVED}.")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from app.cli.bans import peer_id_of_member
 from app.cli.command import Command, print_json
 from app.core.errors import UsageError
-from app.core.terminal_text import one_line
+from app.core.terminal_text import quoted
 
 if TYPE_CHECKING:
     from app.swarm.saved import SavedSwarm
@@ -98,8 +98,7 @@ def _print_invites(invites: list[dict[str, Any]], arguments: argparse.Namespace)
 
 
 def _who(guest: dict[str, Any]) -> str:
-    name = one_line(guest["name"])
-    return f"{guest['peer']}  {name}" if name else str(guest["peer"])
+    return f"{guest['peer']}  {quoted(guest['name'])}" if guest["name"] else str(guest["peer"])
 
 
 def _invites(home: Path) -> list[dict[str, Any]]:

@@ -114,28 +114,28 @@ def _show_training(facts: dict[str, Any], *, as_json: bool) -> int:
     if as_json:
         print_json(facts)
         return 0
-    print(f"job         {facts['name']} ({facts['hash']})")
-    print(f"status      {facts['status']}{_because(facts['why'])}")
+    _say(f"job         {facts['name']} ({facts['hash']})")
+    _say(f"status      {facts['status']}{_because(facts['why'])}")
     if facts["swarm"]:
-        print(f"swarm       {facts['swarm']}")
+        _say(f"swarm       {facts['swarm']}")
     alone = ", alone" if facts["status"] == "running" and len(facts["islands"]) < 2 else ""
-    print(f"round       {facts['round']}, step {facts['step']} of {facts['steps']}{alone}")
+    _say(f"round       {facts['round']}, step {facts['step']} of {facts['steps']}{alone}")
     for name in ("loss", "validation_loss", "tokens", "tokens_per_s", "bytes_per_round", "utilisation"):
         if facts[name] is not None:
-            print(f"{name:<16}{facts[name]:.4g}" if isinstance(facts[name], float) else f"{name:<16}{facts[name]}")
+            _say(f"{name:<16}{facts[name]:.4g}" if isinstance(facts[name], float) else f"{name:<16}{facts[name]}")
     for island in facts["islands"]:
         data = island.get("data")
         text = (
             "" if data is None else f", {data['tokens']} tokens of {data['source']} ({data['licence'] or 'no licence'})"
         )
-        print(one_line(f"island      {island['peer']}: {island['steps']} steps in the last round{text}"))
+        _say(f"island      {island['peer']}: {island['steps']} steps in the last round{text}")
     for peer, start, stop in facts["machines"]:
-        print(f"machine     {peer}: blocks {start}:{stop} of the island here")
+        _say(f"machine     {peer}: blocks {start}:{stop} of the island here")
     for label, name in (("left out", "left_out"), ("resting", "resting"), ("doubted", "doubted")):
         for peer, why in facts[name].items():
-            print(f"{label:<12}{peer}: {why}")
+            _say(f"{label:<12}{peer}: {why}")
     if facts["waiting"]:
-        print(one_line(f"waiting     {facts['waiting']}"))
+        _say(f"waiting     {facts['waiting']}")
     return 0
 
 
@@ -177,17 +177,17 @@ def _list(jobs: JobStore, trainings: list[dict[str, Any]], joinable: Sequence[Jo
     for facts in trainings:
         words = f"{facts['status']}, round {facts['round']}, step {facts['step']}"
         why = facts["waiting"] if facts["status"] == "paused" else facts["why"]
-        print(one_line(f"{facts['job']}  {facts['name']}: {words}{_because(why)}"))
+        _say(f"{facts['job']}  {facts['name']}: {words}{_because(why)}")
     for job in found:
         loss = f", loss {job.progress.losses[-1]:.3f}" if job.progress.losses else ""
         record, progress = job.record, job.progress
         words = f"{progress.status}, step {progress.step} of {record.steps}{loss}"
-        print(one_line(f"{record.id}  {record.out}: {words}{_because(progress.why or progress.waiting)}"))
+        _say(f"{record.id}  {record.out}: {words}{_because(progress.why or progress.waiting)}")
     for other in joinable:
         words = f"a training job of other members, {other.steps} steps; {other.join_command} takes part"
-        print(one_line(f"{other.name}: {words}"))
+        _say(f"{other.name}: {words}")
     if not found and not trainings and not joinable:
-        print("There are no jobs. `shoal finetune` and `shoal train` start one.")
+        _say("There are no jobs. `shoal finetune` and `shoal train` start one.")
     return 0
 
 
@@ -197,24 +197,29 @@ def _show(job: Job, *, as_json: bool) -> int:
         print_json(facts)
         return 0
     record, progress = job.record, job.progress
-    print(f"job         {record.id}")
-    print(f"adapter     {record.out}: rank {record.rank}, alpha {record.alpha:g}, {','.join(record.targets)}")
+    _say(f"job         {record.id}")
+    _say(f"adapter     {record.out}: rank {record.rank}, alpha {record.alpha:g}, {','.join(record.targets)}")
     where = "over the swarm" if job.source.swarm else "in one process"
-    print(f"model       {job.source.model} ({record.model[:8]}), trained {where}")
-    print(f"data        {job.source.data}")
-    print(f"status      {progress.status}{_because(progress.why)}")
-    print(f"steps       {progress.step} of {record.steps}, {progress.tokens} tokens in {progress.seconds:.0f} s")
+    _say(f"model       {job.source.model} ({record.model[:8]}), trained {where}")
+    _say(f"data        {job.source.data}")
+    _say(f"status      {progress.status}{_because(progress.why)}")
+    _say(f"steps       {progress.step} of {record.steps}, {progress.tokens} tokens in {progress.seconds:.0f} s")
     if progress.losses:
-        print(f"loss        {progress.losses[0]:.3f} at first, {progress.losses[-1]:.3f} now")
+        _say(f"loss        {progress.losses[0]:.3f} at first, {progress.losses[-1]:.3f} now")
     for sender, receiver, size in progress.links:
-        print(f"link        {format_size(size)} from {sender} to {receiver}")
+        _say(f"link        {format_size(size)} from {sender} to {receiver}")
     for step, loss in progress.validation:
-        print(f"validation  {loss:.3f} after step {step}")
+        _say(f"validation  {loss:.3f} after step {step}")
     for peer, why in progress.left_out:
-        print(f"left out    {peer}: {why}")
+        _say(f"left out    {peer}: {why}")
     if progress.waiting:
-        print(one_line(f"waiting     {progress.waiting}"))
+        _say(f"waiting     {progress.waiting}")
     return 0
+
+
+def _say(line: str) -> None:
+    """Print one line, without the control characters of those who wrote parts of it."""
+    print(one_line(line))
 
 
 def _because(why: str) -> str:

@@ -17,6 +17,7 @@ from app.core.terminal_text import without_controls
 from app.system.console import without_echo
 
 if TYPE_CHECKING:
+    from markdown_it.token import Token
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
@@ -129,8 +130,12 @@ class _LastRows:
 
 
 def rendered(text: str) -> RenderableType:
-    """Return Markdown as rich renders it, but with headings at the left and with the addresses of links."""
-    from rich.markdown import Heading, Markdown
+    """Return Markdown as rich renders it, but with headings at the left and with the addresses of links.
+
+    Code has one colour: highlighters search it with patterns that a few well-chosen characters keep busy for hours, and
+    a reply, which a hop can write, names the language.
+    """
+    from rich.markdown import CodeBlock, Heading, Markdown
     from rich.text import Text
 
     class LeftHeading(Heading):
@@ -138,8 +143,18 @@ def rendered(text: str) -> RenderableType:
             self.text.justify = "left"
             yield Text.assemble("", self.text, style="bold")
 
+    class PlainCode(CodeBlock):
+        @classmethod
+        def create(cls, markdown: Markdown, token: Token) -> PlainCode:
+            return cls("text", markdown.code_theme)
+
     class ChatMarkdown(Markdown):
-        elements: ClassVar = {**Markdown.elements, "heading_open": LeftHeading}
+        elements: ClassVar = {
+            **Markdown.elements,
+            "heading_open": LeftHeading,
+            "fence": PlainCode,
+            "code_block": PlainCode,
+        }
 
     return ChatMarkdown(text, hyperlinks=False)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from app.cli.command import Command, print_json
-from app.core.terminal_text import without_controls
+from app.core.terminal_text import quoted, without_controls
 
 _DAYS, _PEERS = 7, 10  # number of days and peers in `status --json`
 NO_MEMBERS = "No other members are here now. `shoal invite` prints an invite for others."
@@ -124,7 +124,7 @@ def describe_session(session: dict[str, Any]) -> str:
 
 def describe_peer(peer: dict[str, Any]) -> str:
     """Return a member as one line."""
-    who = f"{peer['peer']} {peer['name']}".strip()
+    who = f"{peer['peer']} {quoted(peer['name'])}" if peer["name"] else peer["peer"]
     span = f"blocks {peer['start']}:{peer['stop']}" if peer["start"] is not None else "no blocks"
     link = peer["link"] or "no link"
     rtt = f" {peer['rtt_s'] * 1000:.1f} ms" if peer["rtt_s"] is not None else ""

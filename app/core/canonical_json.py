@@ -136,6 +136,13 @@ class Fields:
             self.refuse(name, f"a text of at most {max_chars} characters")
         return value
 
+    def printable(self, name: str, max_chars: int, default: str = _ABSENT) -> str:
+        """Read a text that a terminal may show: no escape sequences, line breaks or invisible marks of direction."""
+        text = self.text(name, max_chars, default)
+        if not text.isprintable():
+            self.refuse(name, "printable text")
+        return text
+
     def optional_text(self, name: str, max_chars: int) -> str | None:
         """Read a string like `text`; None if it is null or missing."""
         return None if self._take(name, None) is None else self.text(name, max_chars)

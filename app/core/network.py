@@ -54,8 +54,11 @@ class FrameStream(Protocol):
     async def send(self, message: Payload, priority: Priority = Priority.DECODE) -> None:
         """Queue one message; raises `QueueFull` at once if there is no room, `StreamClosed` after the end."""
 
+    def is_clear(self, priority: Priority = Priority.DECODE) -> bool:
+        """True if next to nothing of this priority waits in the send queue: what is sent next leaves soon."""
+
     async def wait_room(self, priority: Priority = Priority.DECODE) -> None:
-        """Wait until the send queue has room for a message of this priority again."""
+        """Wait until the send queue has room for a message of this priority again, and is clear."""
 
     async def receive(self) -> bytes:
         """Return the next message; raises `StreamClosed` at the end, `StreamReset` if the link or the peer failed."""

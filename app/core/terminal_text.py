@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
 _SPACES = dict.fromkeys(map(ord, "\n\r\t\v\f"), " ")
+_QUOTES = dict.fromkeys(map(ord, '"“”„‟\u2033\u275d\u275e\u301d\u301e\uff02'), "'")
 
 
 @lru_cache(maxsize=4096)
@@ -27,6 +28,21 @@ def one_line(text: str) -> str:
 def short_peer(peer: str) -> str:
     """Return the last six characters of a peer id, which tell peers apart in a table; all ids begin alike."""
     return one_line(peer)[-6:]
+
+
+def quoted(name: str) -> str:
+    """Return a name that somebody else chose, in quotes that it cannot end: it passes for no words but a name."""
+    return f"“{one_line(name).translate(_QUOTES)}”"
+
+
+def peer_words(peer: str, name: str) -> str:
+    """Return the name that another peer gave itself, in quotes, or the last characters of its id if it has none."""
+    return quoted(name) if name else short_peer(peer)
+
+
+def peer_words_with_id(peer: str, name: str) -> str:
+    """Return the same with the last characters of the id after the name, for decisions: anybody can take a name."""
+    return f"{quoted(name)} ({short_peer(peer)})" if name else short_peer(peer)
 
 
 def with_names(text: str, name_of: Callable[[str], str] = short_peer) -> str:

@@ -17,7 +17,7 @@ import trio
 from app.config.home import Home
 from app.core.errors import AppError, HomeError, UsageError
 from app.core.network import Network
-from app.core.terminal_text import short_peer
+from app.core.terminal_text import peer_words, peer_words_with_id, short_peer
 from app.core.wall_clock import wall_ms
 from app.membership import GuardedNetwork, wire
 from app.snapshot.views import GuestView, InviteView
@@ -362,7 +362,7 @@ class AdmissionDesk:
             raise RemoteError(f"not admitted: {verdict.value}", code=verdict.value)
         guest = next(one for one in invitation.admitted if one.peer == peer)
         if guest.at_ms == now_ms:
-            self._note("swarm", f"{name or short_peer(peer)} joined with the invite {invitation.id}")
+            self._note("swarm", f"{peer_words(peer, name)} joined with the invite {invitation.id}")
         signer = Signer(self._identity, guard.authority, guard.certificate, guard.book)
         return signer.certify(peer, guest.at_ms, delegate=invitation.delegate)
 
@@ -391,7 +391,7 @@ class AdmissionDesk:
     def _report(self, peer: str, name: str, verdict: Verdict) -> None:
         if verdict is Verdict.PENDING and peer not in self._reported and len(self._reported) < _MAX_REPORTED:
             self._reported.add(peer)
-            who = f"{name} ({short_peer(peer)})" if name else short_peer(peer)
+            who = peer_words_with_id(peer, name)
             self._note("request", f"{who} asks to join: `shoal invites approve {short_peer(peer)}` lets it in")
 
 

@@ -59,7 +59,7 @@ class _Entry:
 
     def member(self) -> Member:
         rtt_s = self.rtt.value if self.rtt else None
-        return Member(self.announcement.peer, self.announcement, self.state, self.seen_at, rtt_s)
+        return Member(self.announcement.peer, self.announcement, self.state, self.seen_at, rtt_s, self.source)
 
     def record_rtt(self, rtt_s: float) -> None:
         """Take in a round-trip time; falls count at once and rises slowly: the lowest is the link's, the rest load."""

@@ -71,11 +71,15 @@ from app.weights.manifest_store import model_name
 from app.weights.model_weights import ENDS, ModelWeights
 from p2p.errors import P2PError, WrongSecret
 from p2p.network import Libp2pNetwork
+from p2p.rate_limit import KeyedRateLimit
 
 LOOK_AGAIN_S = 0.5  # between two searches for the swarm
 ADMIT_AGAIN_S = 3.0  # between two requests to be admitted
 ADMIT_PATIENCE_S = 5.0  # for the issuer of a second invite
 JOIN_AGAIN_S = 10.0  # after a file of this node could not be written
+# Events of members at one address: few enough that nobody displaces what the event log and the log file keep.
+PEER_EVENTS_AT_ONCE = 40
+PEER_EVENTS_PER_S = 0.1
 
 log = logging.getLogger("shoal.node")
 
@@ -108,6 +112,7 @@ class ActiveSwarm:
         self._clocks = PeerClocks()
         self._network: Network | None = None  # on which it runs
         self._guard: GuardedNetwork | None = None
+        self._peer_events = KeyedRateLimit[str](PEER_EVENTS_AT_ONCE, PEER_EVENTS_PER_S)
 
     # --- state for the snapshot ---------------------------------------------------------------------------------------
 
@@ -497,7 +502,7 @@ class ActiveSwarm:
         grows_on = change.kind == "moved" and before is not None and before.growing is not None
         if grows_on and change.member.announcement.growing is not None:
             self._context.changed()  # its blocks load one by one: the first and the last are events
-        elif text := describe(change):
+        elif (text := describe(change)) and self._peer_events.take(change.member.source, trio.current_time()):
             self._context.note("peer", text)
         else:
             self._context.changed()

@@ -11,7 +11,7 @@ from functools import partial
 import trio
 
 from app.config.home import Home
-from app.core.terminal_text import short_peer
+from app.core.terminal_text import peer_words, short_peer
 from app.joining import admission
 from app.joining.targets import named
 from app.node.network_owner import NetworkOwner
@@ -49,7 +49,7 @@ class Admissions:
         guest = await trio.to_thread.run_sync(change)
         await self._reload()
         done = "approved" if approve else "refused"
-        self._note("swarm", f"{guest.name or short_peer(guest.peer)} was {done}")
+        self._note("swarm", f"{peer_words(guest.peer, guest.name)} was {done}")
         return guest
 
     async def cancel(self, identifier: str) -> InviteView:

@@ -52,8 +52,8 @@ def fetched_share(announced: Announcement) -> float | None:
     wanted = announced.growing or (announced.span if announced.state == "fetching" else None)
     if wanted is None:
         return None
-    held = {block for span in announced.held for block in span.blocks() if block in wanted}
-    return len(held) / len(wanted)
+    held = [both for span in announced.held if (both := span.overlap(wanted)) is not None]
+    return sum(map(len, held)) / len(wanted)
 
 
 def by_clocks(unused: Mapping[str, Reason], here_ahead_s: Callable[[str], float | None]) -> dict[str, Reason]:

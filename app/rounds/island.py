@@ -377,8 +377,9 @@ class Island:
         }
 
     def validated(self, loss: float) -> None:
-        """Note the loss, on text that is not trained on, of the state after the last round."""
-        self.figures.validation = [*self.figures.validation[-999:], (self.standing.step, loss)]
+        """Note the loss, on text that is not trained on, of the state after the last round, unless it is not finite."""
+        if math.isfinite(loss):
+            self.figures.validation = [*self.figures.validation[-999:], (self.standing.step, loss)]
 
     def replace_entries(self, entries: Sequence[RoundEntry]) -> None:
         """Take entries of the log in another form, which needs less memory."""

@@ -9,7 +9,7 @@ is left aside for longer each time, but never where there is no other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from app.core.pieces import CHUNK, Pieces
@@ -140,27 +140,37 @@ class FullHops:
 
 
 def largest_session(
-    members: Sequence[Announcement], request: RouteRequest, room_of: Callable[[Announcement], int]
+    members: Sequence[Announcement],
+    request: RouteRequest,
+    room_of: Callable[[Announcement], int],
+    doubtful: Collection[str] = (),
 ) -> Pieces[int | None]:
     """Return the tokens of the largest session for which every wanted block has a member with enough room.
 
-    `room_of` says how many tokens fit at a member. None if a block is served by nobody.
+    `room_of` says how many tokens fit at a member; those that are `doubtful` count only where nobody else serves a
+    block. None if a block is served by nobody.
     """
     trusted = request.privacy.trusted
-    most: dict[tuple[int, int, bool], int] = {}  # a span, and if its hosts are trusted -> the most room that one has
+    # A span, and if its hosts are trusted, and doubtful -> the most room that one has
+    most: dict[tuple[int, int, bool, bool], int] = {}
     for begin in range(0, len(members), CHUNK):
         for member in members[begin : begin + CHUNK]:
             if member.span is not None and member.serves:
-                key, room = (member.span.start, member.span.stop, member.peer in trusted), room_of(member)
+                key = (member.span.start, member.span.stop, member.peer in trusted, member.peer in doubtful)
+                room = room_of(member)
                 if room > most.get(key, -1):
                     most[key] = room
         yield
     found: list[int] = []
     for block in request.wanted.blocks():
         is_private = request.privacy.is_private(block)
-        rooms = [room for (start, stop, may), room in most.items() if start <= block < stop and (may or not is_private)]
+        rooms = [
+            (not is_doubtful, room)
+            for (start, stop, may, is_doubtful), room in most.items()
+            if start <= block < stop and (may or not is_private)
+        ]
         if not rooms:
             return None
-        found.append(max(rooms))
+        found.append(max(rooms)[1])
         yield
     return min(found)

@@ -4,7 +4,8 @@ Figures of links come from announcements and from this node's own links. The tim
 tokens over known routes, because only the hop itself knows its own share and it may lie. Each token's surplus over the
 expected time is spread evenly over the hops of its route, however many blocks they have: any of them may have made it.
 Routes overlap, so a hop that is slow on every route stands out soon. One that a single reply made slower is measured
-again soon, without the others of that reply where that is possible, and later each time.
+again soon, without the others of that reply where that is possible, and later each time. Seconds that a reply lost
+beside its tokens are put down to the hops that may have cost them (`app.asker.recovery.LostSeconds`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_high
+from types import MappingProxyType
 
 from app.core.network import Link
 from app.core.pieces import CHUNK, Pieces, at_once, by_chunks
@@ -322,21 +324,28 @@ class MeasuredSpeeds:
                 del self._at_least[next(iter(self._at_least))]
 
     def note(
-        self, route: Route, token_s: float, links_s: float, expected_block_s: Mapping[str, float], now: float
+        self,
+        route: Route,
+        token_s: float,
+        links_s: float,
+        expected_block_s: Mapping[str, float],
+        now: float,
+        lost: Mapping[Hop, float] = MappingProxyType({}),
     ) -> Collection[str]:
         """Correct the estimates of a route's hops by a measured token time (normalised least mean squares).
 
-        `token_s` is a reply's typical seconds per token, `links_s` the part of it on links; `expected_block_s` is the
-        start value for peers that were not measured yet; who left meanwhile counts as the middle one of them. A hop
-        that a slow reply made count as slower counts as before it, if that explains this one better.
+        `token_s` is a reply's mean seconds per token, `links_s` the part of it on links, and `lost` what hops may have
+        cost besides; `expected_block_s` is the start value for peers that were not measured yet. A hop that a slow
+        reply made count as slower counts as before it, if that explains this one better.
 
-        Returns those that were measured for the first time, if the route was far slower than was believed.
+        Returns those that were measured for the first time, if they were far slower than was believed.
         """
-        unknown_s = median_high(expected_block_s.values()) if expected_block_s else _LEAST_S
         new = [hop.peer for hop in route if hop.peer not in self._block_s]
-        estimates = {hop.peer: self._block_s.pop(hop.peer, expected_block_s.get(hop.peer, unknown_s)) for hop in route}
+        estimates = {hop.peer: self._believed(hop.peer, expected_block_s) for hop in route}
+        lost_s = {hop.peer: seconds for hop, seconds in lost.items() if hop in route}
         overhead_s = overhead_seconds(route, links_s, dict.fromkeys(estimates, HOP_S))
-        surplus_s = max(token_s - overhead_s, 0.0) - compute_seconds(route, estimates)
+        took_s = max(token_s - overhead_s, 0.0) + sum(lost_s.values())
+        surplus_s = took_s - compute_seconds(route, estimates)
         for hop in route:
             if (slowed := self._slowed.get(hop.peer)) is not None:
                 as_before_s = surplus_s + len(hop.span) * (estimates[hop.peer] - slowed.before_s)
@@ -344,6 +353,10 @@ class MeasuredSpeeds:
                     estimates[hop.peer], surplus_s = slowed.before_s, as_before_s
                     self._clear(hop.peer, estimates)
         believed_s = compute_seconds(route, estimates)
+        # What is known to be lost is put down to those who may have caused it, and to nobody else.
+        named_s = min(sum(lost_s.values()), max(surplus_s, 0.0))
+        by_name = {peer: seconds * named_s / sum(lost_s.values()) for peer, seconds in lost_s.items() if named_s}
+        surplus_s -= named_s
         most_s = (_MOST_TIMES - 1) * believed_s
         # What a hop claims that was not measured yet says least: a delay is put down to such hops alone, and wholly.
         blamed = new if new and surplus_s > 0 else [*estimates]
@@ -352,21 +365,44 @@ class MeasuredSpeeds:
         is_slow_again = slow_route == route and now - slow_at <= AGAIN_S
         self._slow = (route, now) if _STEP * surplus_s > most_s else ((), 0.0)
         share_s = min(_STEP * surplus_s, math.inf if blamed is new or is_slow_again else most_s) / len(blamed)
+        more_s = {
+            hop.peer: (share_s if hop.peer in blamed else 0.0) + _STEP * by_name.get(hop.peer, 0.0) for hop in route
+        }
         moved = {
-            hop.peer: max(
-                estimates[hop.peer] + (share_s / len(hop.span) if hop.peer in blamed else 0.0), estimates[hop.peer] / 2
-            )
+            hop.peer: max(estimates[hop.peer] + more_s[hop.peer] / len(hop.span), estimates[hop.peer] / 2)
             for hop in route
         }
-        for peer, block_s in moved.items():
+        self._put(estimates, moved, now)
+        return [peer for peer in new if _is_far_slower(surplus_s + by_name.get(peer, 0.0), believed_s)]
+
+    def note_lost(self, hop: Hop, lost_s: float, expected_block_s: Mapping[str, float], now: float) -> bool:
+        """Correct the estimate of a hop that may have cost a reply so many seconds per token before it left the route.
+
+        True if it never was measured, and was far slower than was believed.
+        """
+        is_new, blocks = hop.peer not in self._block_s, len(hop.span)
+        before_s = self._believed(hop.peer, expected_block_s)
+        after_s = before_s + _STEP * lost_s / blocks
+        if after_s > _CLEARLY * before_s:
+            self._put({hop.peer: before_s}, {hop.peer: after_s}, now)
+        return is_new and _is_far_slower(lost_s, before_s * blocks)
+
+    def _believed(self, peer: str, expected_block_s: Mapping[str, float]) -> float:
+        """Return a peer's estimate; one that was not measured and has left counts as the middle one of the others."""
+        unknown_s = median_high(expected_block_s.values()) if expected_block_s else _LEAST_S
+        return self._block_s.get(peer, expected_block_s.get(peer, unknown_s))
+
+    def _put(self, before: Mapping[str, float], after: Mapping[str, float], now: float) -> None:
+        """Keep the new estimates of a route's hops."""
+        for peer, block_s in after.items():
+            self._block_s.pop(peer, None)
             self._block_s[peer], self._noted_at[peer] = max(block_s, _LEAST_S), now
-            if block_s > _CLEARLY * estimates[peer]:
+            if block_s > _CLEARLY * before[peer]:
                 pause_s = self._pause_s.setdefault(peer, AGAIN_S)
                 self._slowed.pop(peer, None)
-                self._slowed[peer] = _Slowed(estimates[peer], moved, now + pause_s)
+                self._slowed[peer] = _Slowed(before[peer], after, now + pause_s)
         while len(self._block_s) > _REMEMBERED:
             self._forget(next(iter(self._block_s)))
-        return new if surplus_s > (FAR_SLOWER - 1) * believed_s + SLIGHT_S else ()
 
     def _clear(self, peer: str, route: Container[str]) -> None:
         """Let a hop count as before the slow reply; likely, one of that reply that is not on this route was slow."""
@@ -385,6 +421,10 @@ class MeasuredSpeeds:
         del self._block_s[peer], self._noted_at[peer]
         self._slowed.pop(peer, None)
         self._pause_s.pop(peer, None)
+
+
+def _is_far_slower(surplus_s: float, believed_s: float) -> bool:
+    return surplus_s > (FAR_SLOWER - 1) * believed_s + SLIGHT_S
 
 
 MOST = 12  # peers that `route_neighbours` returns at most

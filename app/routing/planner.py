@@ -39,7 +39,17 @@ from app.routing.cost import (
 from app.routing.estimates import LinkEstimates, MeasuredSpeeds, RateClaims, RateEstimates, link_seconds_in_pieces
 from app.routing.prefer_here import prefer_here
 from app.routing.reroute import RouteComparison, RunningRoute, is_worth_moving
-from app.routing.route import Hop, KnownCosts, LinkSeconds, NoRoute, Privacy, ReadingPace, Route, RouteRequest
+from app.routing.route import (
+    Hop,
+    KnownCosts,
+    LinkSeconds,
+    NoRoute,
+    Privacy,
+    ReadingPace,
+    Route,
+    RouteRequest,
+    RouteTimes,
+)
 from app.routing.search import repair_route, search_in_order, search_route, why_unused
 from app.routing.strangers import Strangers
 from app.routing.trust import TrustBook, TrustScore
@@ -130,13 +140,18 @@ class RoutePlanner:
     async def largest_session(self, request: RouteRequest, *, now_free: bool = False) -> int:
         """Return the tokens of the largest session for which members have room, or have it now if `now_free`.
 
-        As far as they say; no bound if a block is served by nobody, or if somebody does not say how much fits.
+        As far as they say, but strangers that failed, and members that are distrusted, count only where nobody else
+        serves a block. No bound if a block is served by nobody, or if somebody does not say how much fits.
         """
+        members = self.members()
+        scores = await in_pieces(self._standings(members))
+        doubtful = {peer for peer, one in scores.items() if not one.trusted}
+        doubtful |= self._strangers.failed_among((member.peer for member in members), trio.current_time())
 
         def room_of(member: Announcement) -> int:
             return member.kv_free_tokens if now_free else member.kv_total_tokens or MAX_TOKENS
 
-        found = await in_pieces(largest_session(self.members(), request, room_of))
+        found = await in_pieces(largest_session(members, request, room_of, doubtful))
         return MAX_TOKENS if found is None else found
 
     def _known(
@@ -166,19 +181,26 @@ class RoutePlanner:
         at_once(self._rates.update(self.members()))
         return self._rates.estimates(self._network.peer_id, self._network.links())
 
-    def record_token_time(self, route: Route, token_s: float, request: RouteRequest) -> None:
-        """Update the per-peer estimates from a reply's typical seconds per token over this route.
+    def record_times(self, ran: RunningRoute, request: RouteRequest) -> None:
+        """Update the per-peer estimates from a reply's seconds per token, and those that hops may have cost besides.
 
         Be wary of strangers if some of its hops are measured for the first time, and it was far slower than they claim.
         """
+        if ran.token_s is None and not ran.lost_s:
+            return
         serving = [m for m in self.members() if m.serves]
         expected = believed_seconds(serving, replace(request, prompt_tokens=0), KnownCosts())
-        links_s = links_seconds(route, self.link_s())
-        # Slow members can make others seem slow, but no hop took longer than all hops together.
-        most_s = {hop.peer: max(token_s - links_s, 0.0) / len(hop.span) for hop in route if hop.peer in expected}
-        expected |= {peer: min(seconds, expected[peer]) for peer, seconds in most_s.items()}
-        now = trio.current_time()
-        self._strangers.were_far_slower(self.measured.note(route, token_s, links_s, expected, now), now)
+        now, slow = trio.current_time(), set[str]()
+        if ran.token_s is not None:
+            links_s = links_seconds(ran.route, self.link_s())
+            # Slow members can make others seem slow, but no hop took longer than all hops together.
+            most_s = max(ran.token_s - links_s, 0.0)
+            known = [hop for hop in ran.route if hop.peer in expected]
+            expected |= {hop.peer: min(most_s / len(hop.span), expected[hop.peer]) for hop in known}
+            slow |= {*self.measured.note(ran.route, ran.token_s, links_s, expected, now, ran.lost_s)}
+        left = [hop for hop in ran.lost_s if ran.token_s is None or hop not in ran.route]
+        slow |= {hop.peer for hop in left if self.measured.note_lost(hop, ran.lost_s[hop], expected, now)}
+        self._strangers.were_far_slower(slow, now)
 
     async def find(
         self,
@@ -327,6 +349,13 @@ class RoutePlanner:
 
         return seconds
 
+    async def times(self, request: RouteRequest) -> Callable[[Route], RouteTimes]:
+        """Return a function for how long a reply to a prompt takes over a route."""
+        prompt = request.prompt_tokens
+        first_s = await in_pieces(self._seconds_with((), prompt, replace(request, tokens=prompt + 1)))
+        token_s = await in_pieces(self._seconds_with((), 0, replace(request, tokens=1, prompt_tokens=0)))
+        return lambda route: RouteTimes(first_s(route), token_s(route))
+
     def _without_trials(
         self,
         search: Callable[[Collection[str]], Pieces[Route]],
@@ -457,7 +486,7 @@ class RoutePlanner:
     async def better(self, standing: RunningRoute, request: RouteRequest, refusing: Refusing = dict) -> Route | None:
         """Return a route that is worth moving a running session to, or None; without `refusing` peers."""
         async with self._searching:
-            self.record_token_time(standing.route, standing.token_s, request)
+            self.record_times(standing, request)
             return await in_pieces(self._search_better(standing, request, refusing))
 
     async def would_use(self, hop: Hop, request: RouteRequest, avoid: Collection[str]) -> bool:

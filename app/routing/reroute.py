@@ -6,8 +6,8 @@ as busy may be busy with this very session. The session is assumed to generate a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from app.core.span import Span
@@ -21,7 +21,7 @@ from app.routing.cost import (
     overhead_seconds,
     prompt_block_seconds,
 )
-from app.routing.route import KnownCosts, LinkSeconds, Route, RouteRequest
+from app.routing.route import Hop, KnownCosts, LinkSeconds, Route, RouteRequest
 from app.swarm.records import Announcement
 from p2p.rate_limit import backoff_s
 
@@ -35,11 +35,12 @@ _SET_UP_TRIPS = 4  # round trips until a new hop is set up
 
 @dataclass(frozen=True)
 class RunningRoute:
-    """Route of a running session, its measured seconds per token, and the tokens fed so far."""
+    """Route of a session, its measured seconds per token, the tokens fed so far, and the seconds lost besides."""
 
     route: Route
-    token_s: float
+    token_s: float | None  # None: not measured
     fed: int
+    lost_s: Mapping[Hop, float] = field(default_factory=dict)  # per token, that each hop may have cost; left ones too
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ def is_worth_moving(running: RunningRoute, new: Route, comparison: RouteComparis
         return False
     if comparison.last_resort_blocks(new) > comparison.last_resort_blocks(running.route):
         then_s *= LAST_RESORT_TIMES
-    now_s = min(running.token_s, expected_s)
+    lost_s = sum(seconds for hop, seconds in running.lost_s.items() if hop in running.route)
+    now_s = min((running.token_s or 0.0) + lost_s, expected_s)
     generated = running.fed - comparison.request.prompt_tokens
     ahead = min(comparison.request.tokens - running.fed, generated)
     pays = (now_s - then_s) * ahead >= PAYS_TIMES * comparison.move_s(running.route, new, running.fed)

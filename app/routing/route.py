@@ -42,6 +42,13 @@ class ReadingPace(NamedTuple):
         return self.times * self.claimed_s(tokens)
 
 
+class RouteTimes(NamedTuple):
+    """How long a reply takes over a route, as is believed; without end if a hop has left."""
+
+    first_token_s: float
+    token_s: float  # each one after it
+
+
 class NoRoute(AppError):
     """Some block has no usable peer that serves it; `who` and `why` say which peers were considered."""
 

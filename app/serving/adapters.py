@@ -2,7 +2,7 @@
 
 Sessions of one asker share an adapter; another asker's sessions never do. Adapters that no session uses stay loaded
 until others need their room. Orders that wait, places of adapters on their way, and room for adapters are shared among
-homes (`app.serving.shares`): what a home has beyond its fair share makes way for others. An adapter that comes more
+homes (`p2p.shares`): what a home has beyond its fair share makes way for others. An adapter that comes more
 slowly than it has to makes way for a home that has none on its way. How an adapter gets here is left to an
 `AdapterSource`.
 """
@@ -23,11 +23,11 @@ from app.core.signal import Signal
 from app.core.span import Span
 from app.core.units import format_size
 from app.serving.homes import Homes
-from app.serving.shares import Holder, Shares
 from app.session.adapter_index import AdapterIndex, AdapterRef
 from app.session.frame import HopError
 from engine.errors import DeviceFull, EngineError
 from p2p.errors import P2PError
+from p2p.shares import Holder, Shares
 
 log = logging.getLogger("shoal.sessions")
 

@@ -3,7 +3,7 @@
 A hop is shared among homes (`app.serving.homes`), and what a home has among its askers: whoever has several identities
 at one address gets no more than with one. This node's own replies make way for nobody.
 
-Also the cost of session frames: a peer whose frames cost more than it earns is read more slowly (`AdmissionLimits`).
+Also the cost of session frames: a peer whose frames cost more than it earns is read more slowly (`FrameBudget`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from app.core.compute import BlockRunner
+from app.serving.homes import REMEMBERED
 from app.serving.hop_session import FrameAction, HopSession
 from app.session.frame import HopError
 from app.session.wire import CACHE_EXCEEDED, EpochOrder, Kind
+from p2p.rate_limit import PeerRateLimit
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,11 @@ class AdmissionLimits:
     peer_sessions: int = 64
     reserve: float = 0.25  # of the cache and of the places, kept for homes below their fair share
     own_share: float = 1 / 32  # of the places, kept for this node's own replies
-    # What the frames of one peer may cost (`frame_cost`). If all 64 sessions of an asker lose a hop at once, their
+    # What the frames of one home may cost (`frame_cost`). If all 64 sessions of an asker lose a hop at once, their
     # recoveries cost a few hundred.
     frames_burst: float = 4000.0
     frames_per_s: float = 1000.0
-    copied_bytes: int = 128 * 1024  # of kept outputs: to send so many again costs as much as a control frame
+    again_bytes: int = 128 * 1024  # of kept outputs: to send so many again costs as much as a control frame
     order_s: float = 0.0001  # of work on the cache: costs as much as a control frame too
 
 
@@ -68,6 +70,35 @@ def frame_cost(kind: int, action: FrameAction | None) -> float:
     if kind == Kind.DATA:
         return _DROPPED_COST if action is FrameAction.DROP else 0.0
     return 1.0
+
+
+class FrameBudget:
+    """What frames may cost: all askers of a home together have as much as one that is alone there.
+
+    What one of them spends counts as many times as there are askers of its home that spend something. So each has an
+    equal part, and who sends little waits for nobody.
+    """
+
+    def __init__(self, limits: AdmissionLimits, home_of: Callable[[str], str]) -> None:
+        self._per_s, self._home_of = limits.frames_per_s, home_of
+        self._limit = PeerRateLimit(limits.frames_burst, limits.frames_per_s)
+        self._spending: dict[str, dict[str, float]] = {}  # home -> asker -> when it has earned what it spent
+
+    def delay_s(self, asker: str, now: float, cost: float) -> float:
+        """Spend so much for an asker, on credit if need be; returns the seconds after which it is paid for."""
+        if cost:
+            cost *= self._share(asker, now, cost)
+        return self._limit.delay_s(asker, now, cost)
+
+    def _share(self, asker: str, now: float, cost: float) -> int:
+        """Note that an asker spends something; returns how many of its home do."""
+        home = self._home_of(asker)
+        others = {other: until for other, until in self._spending.get(home, {}).items() if until > now}
+        share = len(others.keys() | {asker})
+        self._spending[home] = others | {asker: max(others.get(asker, now), now) + share * cost / self._per_s}
+        if len(self._spending) > REMEMBERED:
+            self._spending = {home: own for home, own in self._spending.items() if max(own.values()) > now}
+        return share
 
 
 def why_busy(load: HopLoad, tokens: int, limits: AdmissionLimits) -> HopError | None:

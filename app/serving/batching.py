@@ -2,10 +2,10 @@
 
 The policy:
 
-1. Every step takes all the sessions that wait, within `BatchLimits`. Homes take turns (`app.serving.homes`), so that
+1. Every step takes all the sessions that wait, within `BatchLimits`. Homes take turns (`app.core.turns`), so that
    none with many peers or sessions can starve the rest; so do the peers of a home, and the sessions of a peer, so that
    a short prompt waits for no long one. Sessions over other blocks or with other adapters are computed apart: a step
-   takes one such group of each home.
+   takes one such group of each home, that of the peer whose turn it is.
 2. Tokens that a reply waits for (urgent) go before tokens that fill a cache (bulk); bulk runs in chunks and gets every
    second step at least, so neither waits for more than one step of the other. While replies are written, a chunk has
    as many rows as run in `BULK_STRETCH` urgent steps (`_bulk_rows`).
@@ -20,7 +20,7 @@ The policy:
 7. On a card, a chunk waits a moment for this node's own replies to choose their next tokens (`_until_chosen`): the
    head's pass would stand behind it, and they would wait for this chunk and, coming too late for a step, the next one.
 
-8. Prompts wait while their outputs pile up before a slow link (`is_behind`).
+8. Prompts wait while their outputs pile up before a slow link, and so do tokens (`is_behind`).
 
 A session that is alone never waits but for the last.
 """
@@ -30,9 +30,10 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 
 from app.core.smoothing import Ewma, LinearTrend
+from app.core.turns import TurnQueue, Turns
+from p2p.shares import Holder
 
 URGENT_ROWS = 16  # more tokens than this in one frame are bulk
 GUESSES_STRETCH = 1.5  # a step of several sessions takes at most so many times as long with guesses as without
@@ -97,8 +98,7 @@ class BatchQueue:
         self._limits = limits or BatchLimits()
         self._queues: dict[bytes, deque[QueuedTokens]] = {}  # of each session, in order
         self._bulk_next = False
-        self._served: dict[tuple[str, ...], int] = {}  # home, or home and peer -> the step that last served it
-        self._steps = 0
+        self._turns = Turns()
         self._done_at = float("-inf")  # when the last step's outputs were sent
         self._step_s = Ewma(_SMOOTHING)  # an urgent step
         self._step_trend = LinearTrend(_TREND_MEMORY)  # its seconds by its rows
@@ -202,15 +202,16 @@ class BatchQueue:
     ) -> list[QueuedTokens] | float | None:
         """Return the next step's work, or the time to ask again, or None if nothing waits.
 
-        Bulk whose link `is_behind` waits: it takes long to send what was computed before. So do tokens of the sessions
-        `held`.
+        What comes before a link that `is_behind` waits: it takes long to send what was computed before. So do tokens of
+        the sessions `held`.
         """
         heads = [queue[0] for session, queue in self._queues.items() if session not in held]
         if not heads:
             return None
-        urgent = [work for work in heads if work.urgent]
-        bulk = [work for work in heads if not work.urgent and not is_behind(work)]
-        if not urgent and not bulk:
+        ready = [work for work in heads if not is_behind(work)]
+        urgent = [work for work in ready if work.urgent]
+        bulk = [work for work in ready if not work.urgent]
+        if not ready:
             return now + BEHIND_S
         some_bulk = bool(bulk)
         if urgent and not (self._bulk_next and some_bulk):
@@ -324,33 +325,31 @@ class BatchQueue:
         return min(max(arrivals) + min(BURST_GAP_S, step_s / 8), min(arrivals) + step_s / 2)
 
     def _pick(self, heads: list[QueuedTokens], max_rows: int, *, in_shares: bool = False) -> list[QueuedTokens]:
-        """Take tokens of one group of sessions of each home, of those that waited longest first, up to `max_rows`.
+        """Take tokens of one group of sessions of each home, up to `max_rows`, in turns.
 
         With `in_shares` no session takes rows that another one with fewer could have.
         """
-        homes: dict[str, dict[str, list[QueuedTokens]]] = {}  # by home and peer
-        groups: dict[str, object] = {}
+        homes: dict[str, list[QueuedTokens]] = {}
         for work in heads:
-            if groups.setdefault(work.home, work.group) == work.group:
-                homes.setdefault(work.home, {}).setdefault(work.peer, []).append(work)
-        taken = [work for peers in homes.values() for works in peers.values() for work in works]
-        share = fair_share([work.rows for work in taken], max_rows) if in_shares else max_rows
+            homes.setdefault(work.home, []).append(work)
+        groups = {home: self._in_turns(works).first()[1].group for home, works in homes.items()}
+        heads = [work for work in heads if work.group == groups[work.home]]
+        share = fair_share([work.rows for work in heads], max_rows) if in_shares else max_rows
+        waiting = self._in_turns(heads)
         picked: list[QueuedTokens] = []
         room = max_rows
-        self._steps += 1
-        ordered = in_turns(
-            in_turns(peers[peer] for peer in sorted(peers, key=lambda peer: self._served.get((home, peer), -1)))
-            for home, peers in sorted(homes.items(), key=lambda item: self._served.get((item[0],), -1))
-        )
-        for work in ordered:
-            if room <= 0:
-                break
+        while waiting and room > 0:
+            work = waiting.pop(waiting.first()[0])
             picked.append(self._take_rows(work, min(room, share)))
             room -= picked[-1].rows
-            self._served[work.home,] = self._served[work.home, work.peer] = self._steps
-        if len(self._served) > 256:
-            self._served = {name: at for name, at in self._served.items() if at > self._steps - 256}
         return picked
+
+    def _in_turns(self, heads: Iterable[QueuedTokens]) -> TurnQueue[QueuedTokens]:
+        """Return these tokens, to be taken in turns; of one peer those of the session that waited longest first."""
+        waiting = TurnQueue[QueuedTokens](self._turns)
+        for work in heads:
+            waiting.put(Holder(work.home, work.peer), work)
+        return waiting
 
     def _take_rows(self, work: QueuedTokens, room: int) -> QueuedTokens:
         queue = self._queues[work.session] = self._queues.pop(work.session)  # behind the others of its peer
@@ -365,11 +364,6 @@ class BatchQueue:
         if not queue:
             del self._queues[work.session]
         return work
-
-
-def in_turns(queues: Iterable[Sequence[QueuedTokens]]) -> list[QueuedTokens]:
-    """Return the first of each queue, then the second of each that has more, and so on."""
-    return [work for turn in zip_longest(*queues) for work in turn if work is not None]
 
 
 def even_part(rows: int, most: int) -> int:

@@ -33,6 +33,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import outcome
 import trio
@@ -44,8 +45,17 @@ from app.core.network import FrameStream, Network, Priority
 from app.core.signal import Signal
 from app.core.smoothing import Ewma
 from app.core.span import Span
+from app.core.turns import Who
 from app.serving.adapters import MADE_WAY, AdapterKey, AdapterLimits, AdapterSource, HopAdapters, LoadedAdapter
-from app.serving.admission import AdmissionLimits, CacheTurns, HopRoom, frame_cost, sessions_in_the_way, why_not
+from app.serving.admission import (
+    AdmissionLimits,
+    CacheTurns,
+    FrameBudget,
+    HopRoom,
+    frame_cost,
+    sessions_in_the_way,
+    why_not,
+)
 from app.serving.batching import URGENT_ROWS, BatchLimits, BatchQueue, QueuedTokens
 from app.serving.handover import UNMEASURED_TOKENS_PER_S, CacheForm, CacheGiver, CacheTaker
 from app.serving.homes import Homes
@@ -68,7 +78,6 @@ from app.session.frame import (
     DTYPE_NAMES,
     DTYPES,
     HEADER_BYTES,
-    SESSION_BYTES,
     Frame,
     HopError,
     belongs_to,
@@ -76,7 +85,7 @@ from app.session.frame import (
     plain,
 )
 from app.session.loop_stream import each_message
-from app.session.outbound import OutboundFrame, PeerOutbox, PeerOutboxes, Sendable, WaitingBytes
+from app.session.outbound import OutboundFrame, PeerOutbox, PeerOutboxes, WaitingBytes
 from app.session.wire import (
     GIVES_CACHE,
     KNOWS_ADAPTERS,
@@ -95,36 +104,56 @@ from app.session.wire import (
 )
 from engine.errors import CacheFull, DeviceFull, EngineError, NotFinite, SessionError
 from p2p.errors import P2PError
-from p2p.rate_limit import PeerRateLimit
+from p2p.shares import Holder
 from p2p.supervise import guarded
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 
-LOOK_BYTES = 256  # to look at a waiting frame takes as long as to copy so many bytes
-REPLAY_BYTES = 64 * 2**20  # of kept outputs that are sent again at once; more are computed again
 AHEAD_BYTES = 16 * 2**20  # of one asker's outputs that wait for a link, beyond which its prompts are read no further
+URGENT_AHEAD_BYTES = 256 * 2**10  # of outputs that replies wait for, beyond which its tokens wait too
+PART_BYTES = 2 * 2**20  # of kept outputs that are sent again at once
 
 
 class HopFrame(NamedTuple):
     """A DATA or RELAY frame, with what is needed to send its body another way."""
 
     session: bytes  # `HopSession.key`
-    parts: tuple[bytes, ...]  # header, body
+    parts: tuple[bytes | memoryview, ...]  # header, then the body
     priority: Priority
     epoch: int
     revision: int
     position: int
+    owner: Who  # home, asker and session
+    left: trio.Event | None = None
+
+
+@dataclass(eq=False)
+class _Way:
+    """Where a session's outputs go in its present epoch."""
+
+    session: HopSession
+    answers: PeerOutbox  # the stream on which its asker gave the last order
+    successor: str  # to which they are sent; empty: to the asker
+    owner: tuple[str, str, bytes]  # of what is sent, the same throughout the epoch so that it stays in order
+    again: range = range(0)  # positions of kept outputs that are still to be sent again
+    must: bool = False  # the asker is told if they are no longer kept
+    sends_again: bool = False  # a task does
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # of that task
 
     @property
-    def owner(self) -> str:
+    def holder(self) -> Holder:
         """The session's asker."""
-        return self.session[SESSION_BYTES:].decode()
+        return Holder(*self.owner[:2])
 
 
 class HopSender:
-    """Sends outputs to successors, or through the asker where one cannot be reached, and errors to askers."""
+    """Sends outputs to successors, or through the asker where one cannot be reached, and errors to askers.
+
+    What is sent again, because an asker orders it, costs it next to nothing. So it is bulk, unless it is the one row
+    that a reply waits for, and of each asker one part at a time waits for a link.
+    """
 
     def __init__(
         self,
@@ -132,154 +161,194 @@ class HopSender:
         nursery: trio.Nursery,
         chunk_rows: int,
         waiting: WaitingBytes,
-        copied: Callable[[str, int], None],
+        sent_again: Callable[[str, int], None],
     ) -> None:
-        """`copied` is called with an asker and a number of bytes whenever kept outputs are copied for it.
-
-        Waiting frames that an order has looked at count as `LOOK_BYTES` each.
-        """
-        self._nursery, self._chunk_rows, self._copied = nursery, chunk_rows, copied
+        """`sent_again` is called with an asker and a number of bytes whenever kept outputs are sent again for it."""
+        self._nursery, self._chunk_rows, self._sent_again = nursery, chunk_rows, sent_again
         self._outboxes: PeerOutboxes[HopFrame] = PeerOutboxes(
             network, PROTOCOL, nursery, lost=self._link_lost, undeliverable=self._undeliverable, waiting=waiting
         )
-        self._sessions: dict[bytes, HopSession] = {}  # by `HopSession.key`, as below
-        self._answers: dict[bytes, PeerOutbox] = {}  # the stream on which a session's asker gave its last order
-        self._successors: dict[bytes, str] = {}  # that the last order named
+        self._ways: dict[bytes, _Way] = {}  # by `HopSession.key`
+        self._repeating: WeakValueDictionary[tuple[str, str], trio.Lock] = WeakValueDictionary()  # by peer and asker
         self.width = 0
 
     def begin(self, session: HopSession, answers: PeerOutbox) -> None:
-        """A session, or a new epoch of one, was ordered on this stream."""
-        before = self._answers.get(session.key)
-        if before is not None and before is not answers:
-            self._looked_at(session, before.drop(_of_session(session)))  # an asker that moves must leave no copies
-        if self._successors.get(session.key, "") != session.turn.successor:
-            self._drop_for_successor(session)  # nor one that names another successor
-        self._sessions[session.key], self._answers[session.key] = session, answers
-        self._successors[session.key] = session.turn.successor
-        if session.turn.successor and not session.turn.relay:
-            self._outboxes.prepare(session.turn.successor, session.asker)
+        """A session, or a new epoch of one, was ordered on this stream; what waits of an earlier one is dropped."""
+        self.end(session)
+        turn, owner = session.turn, (session.home, session.asker, session.key)
+        way = _Way(session, answers, "" if turn.relay else turn.successor, owner)
+        self._ways[session.key] = way
+        if way.successor:
+            self._outboxes.prepare(way.successor, way.holder)
 
     def end(self, session: HopSession) -> None:
         """Send nothing more for a session."""
-        self._drop_for_successor(session)
-        self._sessions.pop(session.key, None)
-        self._answers.pop(session.key, None)
-        self._successors.pop(session.key, None)
+        way = self._ways.pop(session.key, None)
+        if way is not None:
+            way.again = range(0)  # its task may go on until it waits again
+            way.scope.cancel()
+            way.answers.drop(way.owner)
+            self._outboxes.drop(way.successor, way.owner)
 
-    def ordered_on(self, answers: PeerOutbox) -> list[bytes]:
-        """Keys of the sessions whose asker uses this stream."""
-        return [key for key, outbox in self._answers.items() if outbox is answers]
+    def ordered_on(self, answers: PeerOutbox) -> list[HopSession]:
+        """The sessions whose asker uses this stream."""
+        return [way.session for way in self._ways.values() if way.answers is answers]
 
-    async def resend(
-        self, session: HopSession, start: int, stop: int, *, must: bool = True, again: bool = False
-    ) -> None:
-        """Send kept outputs of [start, stop), as far as the successor needs them.
+    def send_again(self, session: HopSession, start: int, stop: int, *, must: bool = True) -> None:
+        """Begin to send kept outputs of [start, stop), as far as the successor needs them.
 
-        With `must`, outputs that are no longer kept are reported to the asker. With `again`, what still waits of an
-        earlier replay is dropped first: an asker that repeats its order must not make this hop hold another copy.
+        With `must`, outputs that are no longer kept are reported to the asker.
         """
-        if session.send_from is None:
+        way = self._ways.get(session.key)
+        if way is None or session.send_from is None:
             return
-        if again:
-            self._drop_waiting(session)
-        epoch, start = session.epoch, max(start, session.send_from)
-        for first in range(start, stop, self._chunk_rows):
-            if session.epoch != epoch or first >= session.length:
-                return  # it was cut while rows were sent
-            data = session.kept_rows(first, min(first + self._chunk_rows, stop, session.length))
-            if data is None:
-                if must:
-                    await self.report_error(session, "missing", f"outputs at {first} are no longer kept")
-                return
-            self._copied(session.asker, len(data))
-            await self.send(session, first, data)
+        start = max(start, session.send_from)
+        if start < stop:
+            also = way.again or range(start, stop)
+            way.again, way.must = range(min(start, also.start), max(stop, also.stop)), must
+            if not way.sends_again:
+                way.sends_again = True
+                self._nursery.start_soon(guarded, "sending outputs again", self._send_again, way)
 
-    async def send(self, session: HopSession, position: int, data: bytes) -> None:
-        """Send outputs to the successor; to the asker at the end of the route, or if the successor is unreachable."""
-        turn = session.turn
-        is_token = position >= turn.urgent_from and len(data) <= URGENT_ROWS * session.row_bytes
-        urgent = is_token or not turn.successor
-        priority = Priority.DECODE if urgent else Priority.PREFILL
-        if session.key not in self._answers:
+    async def _send_again(self, way: _Way) -> None:
+        """Send kept outputs part by part: each when the last one of the asker has left for the link."""
+        asker = way.session.asker
+        lock = self._repeating.setdefault((way.successor or asker, asker), trio.Lock())
+        is_token = len(way.again) == 1
+        try:
+            with way.scope:
+                while way.again:
+                    async with lock:
+                        await self._send_part(way, is_token=is_token)
+                    is_token = False
+        finally:
+            way.again, way.sends_again = range(0), False
+
+    async def _send_part(self, way: _Way, *, is_token: bool) -> None:
+        """Send the next of the outputs that are to be sent again, and wait until they have left."""
+        session, first = way.session, way.again.start
+        rows = 1 if is_token else max(min(self._chunk_rows, PART_BYTES // max(session.kept.row_bytes, 1)), 1)
+        stop = min(first + rows, way.again.stop, session.length)
+        way.again = range(stop, way.again.stop) if first < stop else range(0)  # it may have been cut
+        if not way.again and first >= stop:
+            return
+        body = session.kept.parts(first, stop)
+        if body is None:
+            way.again = range(0)
+            if way.must:
+                await self.report_error(session, "missing", f"outputs at {first} are no longer kept")
+            return
+        left = trio.Event()
+        self._sent_again(session.asker, sum(map(len, body)))
+        await self._send(way, first, body, Priority.DECODE if is_token else Priority.PREFILL, left)
+        await left.wait()
+
+    async def send(self, session: HopSession, position: int, data: bytes | memoryview) -> None:
+        """Send new outputs to the successor; to the asker at the end of the route, or if it is unreachable."""
+        way = self._ways.get(session.key)
+        if way is None:
             return  # it ended while earlier frames were sent
-        frame = self._data_frame(session, Kind.DATA, position, data, priority)
-        if not turn.successor:
-            await self._answers[session.key].push(frame)
-        elif turn.relay or not await self._outboxes.push(turn.successor, frame, session.asker):
-            await self._relay(session, frame)
+        turn, rows = session.turn, len(data) // session.kept.row_bytes
+        if way.again.start < position <= way.again.stop:  # they come after those
+            way.again = range(way.again.start, position + rows)
+            return
+        is_token = rows <= URGENT_ROWS and position >= turn.urgent_from
+        priority = Priority.DECODE if is_token or not turn.successor else Priority.PREFILL
+        await self._send(way, position, (data,), priority)
 
-    def is_behind(self, session: HopSession) -> bool:
-        """True if so many outputs wait for the link to a session's successor that more would only be dropped."""
-        turn, answers = session.turn, self._answers.get(session.key)
-        relayed = 0 if answers is None else answers.waiting_bytes
-        return max(relayed, self._outboxes.waiting_for(turn.successor, session.asker)) > AHEAD_BYTES
+    async def _send(
+        self,
+        way: _Way,
+        position: int,
+        body: tuple[bytes | memoryview, ...],
+        priority: Priority,
+        left: trio.Event | None = None,
+    ) -> None:
+        kind = Kind.RELAY if way.session.turn.successor and not way.successor else Kind.DATA
+        frame = self._frame(way, kind, position, body, priority, left)
+        if not way.successor:
+            await way.answers.push(frame)
+        elif not await self._outboxes.push(way.successor, frame, way.holder):
+            await self._relay(way, frame)
+
+    def is_behind(self, session: HopSession, *, urgent: bool) -> bool:
+        """True if so many outputs of a session's asker wait for a link that more should not be computed.
+
+        Its tokens wait as soon as a few of them do. Its prompts wait while what comes before them is sent again, and
+        once those of its home have as much of what may wait for the successor as is left for others.
+        """
+        way = self._ways.get(session.key)
+        if way is None:
+            return False
+        asker, home, outboxes = way.owner[:2], way.owner[:1], self._outboxes
+        most, priority = (URGENT_AHEAD_BYTES, Priority.DECODE) if urgent else (AHEAD_BYTES, None)
+        if max(way.answers.waiting_for(asker, priority), outboxes.waiting_for(way.successor, asker, priority)) > most:
+            return True
+        if urgent:
+            return False
+        return bool(way.again) or outboxes.waiting_for(way.successor, home) > outboxes.room_for(way.successor)
 
     async def close_idle(self) -> None:
         """Close streams to successors that no session has, and over which nothing went for `IDLE_STREAM_S`."""
-        needed = {session.turn.successor for session in self._sessions.values()}
+        needed = {way.session.turn.successor for way in self._ways.values()}
         await self._outboxes.close_idle(needed, trio.current_time() - IDLE_STREAM_S)
 
     async def report_error(self, session: HopSession, code: str, text: str, why: str = "") -> None:
         """Report an error to a session's asker."""
-        answers = self._answers.get(session.key)
-        if answers is not None:
-            error = encode_hop_error(session.id, session.epoch, session.kept_from, HopError(code, text, why))
-            await answers.push(control_frame(error))
+        way = self._ways.get(session.key)
+        if way is not None:
+            error = encode_hop_error(session.id, session.epoch, session.kept.start, HopError(code, text, why))
+            await way.answers.push(control_frame(error))
 
-    def _data_frame(self, session: HopSession, kind: Kind, position: int, data: bytes, priority: Priority) -> HopFrame:
-        rows, dtype = len(data) // session.row_bytes, DTYPES[session.dtype]
+    def _frame(
+        self,
+        way: _Way,
+        kind: Kind,
+        position: int,
+        body: tuple[bytes | memoryview, ...],
+        priority: Priority,
+        left: trio.Event | None,
+    ) -> HopFrame:
+        session, length = way.session, sum(map(len, body))
         head = header(
             kind,
             session.id,
             session.epoch,
             position,
-            dtype=dtype,
-            rows=rows,
+            dtype=DTYPES[session.kept.dtype],
+            rows=length // session.kept.row_bytes,
             width=self.width,
-            length=len(data),
+            length=length,
             revision=session.revision,
         )
-        session.counters.bytes_out += len(head) + len(data)
-        return HopFrame(session.key, (head, data), priority, session.epoch, session.revision, position)
+        session.counters.bytes_out += len(head) + length
+        place = session.epoch, session.revision, position
+        return HopFrame(session.key, (head, *body), priority, *place, way.owner, left)
 
-    def _drop_waiting(self, session: HopSession) -> None:
-        self._looked_at(session, self._answers[session.key].drop(_of_session(session)))
-        self._drop_for_successor(session)
-
-    def _drop_for_successor(self, session: HopSession) -> None:
-        successor = self._successors.get(session.key, "")
-        self._looked_at(session, self._outboxes.drop(successor, _of_session(session)))
-
-    def _looked_at(self, session: HopSession, frames: int) -> None:
-        self._copied(session.asker, frames * LOOK_BYTES)
-
-    async def _relay(self, session: HopSession, frame: HopFrame) -> None:
+    async def _relay(self, way: _Way, frame: HopFrame) -> None:
         """Send a successor's frame through the asker, unless the session is in another epoch or revision by now."""
-        if (frame.epoch, frame.revision) == (session.epoch, session.revision):
-            relayed = self._data_frame(session, Kind.RELAY, frame.position, frame.parts[1], frame.priority)
-            await self._answers[session.key].push(relayed)
+        if (frame.epoch, frame.revision) == (way.session.epoch, way.session.revision):
+            body = frame.parts[1:]
+            await way.answers.push(self._frame(way, Kind.RELAY, frame.position, body, frame.priority, frame.left))
+        elif frame.left is not None:
+            frame.left.set()
 
     def _undeliverable(self, peer: str, frames: list[HopFrame]) -> None:
         self._nursery.start_soon(guarded, "relaying outputs", self._relay_all, frames)
 
     async def _relay_all(self, frames: list[HopFrame]) -> None:
         for frame in frames:
-            session = self._sessions.get(frame.session)
-            if session is not None:
-                await self._relay(session, frame)
+            way = self._ways.get(frame.session)
+            if way is not None:
+                await self._relay(way, frame)
 
     def _link_lost(self, peer: str) -> None:
         self._nursery.start_soon(guarded, "reporting a lost link", self._report_lost_link, peer)
 
     async def _report_lost_link(self, peer: str) -> None:
-        for session in list(self._sessions.values()):
-            if session.turn.successor == peer and not session.turn.relay:  # else nothing of it went over the link
-                await self.report_error(session, "link", f"the link to the next hop {peer} broke")
-
-
-def _of_session(session: HopSession) -> Callable[[Sendable], bool]:
-    """Return a test for the frames of one session."""
-    return lambda frame: isinstance(frame, HopFrame) and frame.session == session.key
+        for way in list(self._ways.values()):
+            if way.successor == peer:  # else nothing of it went over the link
+                await self.report_error(way.session, "link", f"the link to the next hop {peer} broke")
 
 
 def control_frame(message: bytes) -> OutboundFrame:
@@ -293,7 +362,7 @@ DRAIN_S = 30.0
 SHRINK_S = 2.0  # other programs wait for the memory
 PREPARE_AFTER_S = 0.5  # without work for so long, the device prepares steps that are likely to come
 AWAKE_S = 0.02  # after a launched step: over fast links the next token comes sooner, over others it can wait
-IDLE_STREAM_S = 60.0  # a stream without sessions and frames for so long is closed, so that its link can be pruned
+IDLE_STREAM_S = 60.0  # a stream that no session needs is closed after so long without frames: its link can be pruned
 _REMEMBERED_CLOSED = 4096
 _REMEMBERED_ASKERS = 4096
 _CHECK_KEPT_EVERY = 32  # steps
@@ -456,8 +525,7 @@ class BlockServer:
         self._nursery: trio.Nursery | None = None
         self._attending: set[_InboundStream] = set()
         self._waiting = WaitingBytes()  # outputs for askers and successors that these have not read yet
-        limits = self._settings.admission
-        self._frame_limit = PeerRateLimit(limits.frames_burst, limits.frames_per_s)
+        self._frame_limit = FrameBudget(self._settings.admission, self._homes.of)
         self.draining = False
         self._giver, self._taker = CacheGiver(self), CacheTaker(network, self)
         self._fetches: dict[bytes, trio.CancelScope] = {}  # by `HopSession.key`: sessions whose cache is fetched
@@ -509,7 +577,7 @@ class BlockServer:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 chunk_rows = self._settings.batch.chunk_rows
-                self._sender = HopSender(self._network, nursery, chunk_rows, self._waiting, self._copied)
+                self._sender = HopSender(self._network, nursery, chunk_rows, self._waiting, self._sent_again)
                 self._sender.width = self._runner.hidden_size if self._runner is not None else 0
                 nursery.start_soon(self._step_forever)
                 nursery.start_soon(self._close_idle)
@@ -620,17 +688,17 @@ class BlockServer:
         if delay_s and at_cost_of == peer:  # nothing is lost: what it sends meanwhile waits in the stream's window
             await trio.sleep(delay_s)
 
-    def _copied(self, asker: str, size: int) -> None:
-        """Count kept outputs that were copied for an asker as frames: a short order may have many of them sent again.
+    def _sent_again(self, asker: str, size: int) -> None:
+        """Count kept outputs that are sent again for an asker as frames: a short order may be for many of them.
 
         It is read more slowly then, as in `_take`; this node itself never is.
         """
         if asker != self._network.peer_id:
-            cost = size / self._settings.admission.copied_bytes
+            cost = size / self._settings.admission.again_bytes
             self._frame_limit.delay_s(asker, trio.current_time(), cost)
 
     def _spent(self, asker: str, seconds: float) -> None:
-        """Count the time that work on the cache took for an asker's order as frames, as `_copied` does."""
+        """Count the time that work on the cache took for an asker's order as frames, as `_sent_again` does."""
         if asker != self._network.peer_id:
             self._frame_limit.delay_s(asker, trio.current_time(), seconds / self._settings.admission.order_s)
 
@@ -696,7 +764,7 @@ class BlockServer:
                 text = "more of its rows wait here than this node has memory for"
                 await self._give_up(self._sessions[self._queue.largest], "busy", text)
         elif action is FrameAction.REPEAT:
-            await self._sender.resend(session, frame.position, frame.position + frame.rows, must=False)
+            self._sender.send_again(session, frame.position, frame.position + frame.rows, must=False)
         else:
             await self._sender.report_error(
                 session, "gap", f"tokens at {frame.position} do not follow {session.received}"
@@ -729,22 +797,34 @@ class BlockServer:
     async def _truncate(self, session: HopSession) -> None:
         """Cut a session's cache to its length; a step that was under way may have added rows to it.
 
-        The rows that replace the dropped ones cost more than that, unless there are shared pages to copy: its asker
-        pays for those.
+        The rows that replace the dropped ones cost more than that, unless there are shared pages to copy.
         """
         runner = self._runner
         if self._sessions.get(session.key) is not session or runner is None:
             return
         self._to_truncate.discard(session.key)
-        free = runner.kv_free_tokens
         try:
-            seconds, cut = timed(runner.truncate, session.key, session.length)
-            if runner.kv_free_tokens < free:
-                self._spent(session.asker, seconds)
-            cut.unwrap()
+            self._cut_cache(session, runner, is_ordered=False)
         except EngineError as error:
             await self._sender.report_error(session, "closed", str(error))
             self._end(session, session.epoch)
+
+    def _cut_cache(self, session: HopSession, runner: BlockRunner, *, is_ordered: bool) -> None:
+        """Cut a session's cache to its length; resting sessions make room where that takes a page.
+
+        Its asker pays for an order, and wherever pages were copied. Raises `EngineError`, `CacheFull` without room.
+        """
+        while True:
+            free = runner.kv_free_tokens
+            seconds, cut = timed(runner.truncate, session.key, session.length)
+            if is_ordered or runner.kv_free_tokens < free:
+                self._spent(session.asker, seconds)
+            try:
+                cut.unwrap()
+                return
+            except CacheFull:
+                if not self._end_one_resting():
+                    raise
 
     async def _on_control(self, frame: Frame, peer: str, answers: PeerOutbox) -> None:
         """Carry out what an asker orders for its own session."""
@@ -781,7 +861,7 @@ class BlockServer:
             self._giver.allowed(session, grant.peer)
         elif frame.kind == Kind.GO and frame.epoch == session.epoch and session.send_from is None:  # once an epoch
             session.send_from = frame.position
-            await self._sender.resend(session, frame.position, session.length, again=True)
+            self._sender.send_again(session, frame.position, session.length)
 
     # --- orders with an adapter ---------------------------------------------------------------------------------------
 
@@ -869,7 +949,7 @@ class BlockServer:
         is_new, session = session is None, opened
         self._sender.begin(session, answers)
         if is_new and session.kept:
-            await self._evict_kept_outputs()  # they were copied, and orders come faster than steps
+            await self._evict_kept_outputs()  # another session has them too, and orders come faster than steps
         source = self._taker.reserve(session) if is_new else None
         if source is not None:
             self._start_fetch(session, source, answers)
@@ -880,13 +960,12 @@ class BlockServer:
         """Say that an epoch has begun, and send what the successor is known to need."""
         session.heard_at = trio.current_time()
         knows = KNOWS_REVISIONS | GIVES_CACHE | (KNOWS_ADAPTERS if self._adapters.is_served else 0)
-        kept_from = session.replayed_from(REPLAY_BYTES)
-        ready = plain(Kind.READY, session.id, session.epoch, session.length, kept_from, knows)
+        ready = plain(Kind.READY, session.id, session.epoch, session.length, session.kept.start, knows)
         await answers.push(control_frame(ready))
         if self.draining:  # an asker that began this epoch at that moment has missed it
             await self._sender.report_error(session, "draining", _LEAVES)
         if session.send_from is not None:
-            await self._sender.resend(session, session.send_from, session.length, again=True)
+            self._sender.send_again(session, session.send_from, session.length)
 
     def _go_on(self, session: HopSession, frame: Frame, turn: EpochOrder) -> HopSession | HopError:
         """Begin an epoch of an open session; an error ends it."""
@@ -895,14 +974,12 @@ class BlockServer:
         self._stop_fetch(session)
         before = session.length
         session.begin_epoch(frame.epoch, frame.position, turn)
-        while session.length < before:
+        if session.length < before:
             try:
-                self._charged(session.asker, self._runner.truncate, session.key, session.length)
-                break
+                self._cut_cache(session, self._runner, is_ordered=True)
             except CacheFull as error:
-                if not self._end_one_resting():
-                    self._end(session, session.epoch)
-                    return HopError("busy", str(error), "cache_full")
+                self._end(session, session.epoch)
+                return HopError("busy", str(error), "cache_full")
         return session
 
     async def _open(
@@ -973,9 +1050,7 @@ class BlockServer:
                     raise
                 ends = True
         if source is not None:
-            asker = session.asker
-            copies = asker == self._network.peer_id or self._frame_limit.has_token(asker, trio.current_time())
-            self._copied(asker, session.begin_with(source, length, ends=ends, copies=copies))
+            session.begin_with(source, length)
             if ends:
                 self._end(source, source.epoch)
 
@@ -1031,8 +1106,7 @@ class BlockServer:
         return victim is not None
 
     async def _end_sessions_of(self, answers: PeerOutbox) -> None:
-        for key in self._sender.ordered_on(answers):
-            session = self._sessions[key]
+        for session in self._sender.ordered_on(answers):
             self._end(session, session.epoch)
 
     def _end(self, session: HopSession, epoch: int) -> None:
@@ -1078,8 +1152,10 @@ class BlockServer:
     async def _close_idle_streams(self) -> None:
         await self._sender.close_idle()
         idle_since = trio.current_time() - IDLE_STREAM_S
+        needed = {session.turn.predecessor for session in self._sessions.values() if session.rests_until is None}
         for attended in list(self._attending):
-            if attended.heard_at < idle_since and not self._sender.ordered_on(attended.answers):
+            is_needed = attended.stream.peer in needed or self._sender.ordered_on(attended.answers)
+            if attended.heard_at < idle_since and not is_needed:
                 await attended.stream.reset()
 
     async def _end_if_idle(self, session: HopSession) -> None:
@@ -1225,7 +1301,7 @@ class BlockServer:
                     await self._work.wait()
 
     def _is_behind(self, work: QueuedTokens) -> bool:
-        return self._sender.is_behind(self._sessions[work.session])
+        return self._sender.is_behind(self._sessions[work.session], urgent=work.urgent)
 
     async def _carry_out(self, order: Order) -> None:
         """Carry out one order; a failure costs nobody but the peer that caused it."""
@@ -1431,7 +1507,8 @@ class BlockServer:
         elif first <= item.position:
             await self._sender.send(session, item.position, output.data)
         else:
-            await self._sender.resend(session, first, stop)
+            needed = memoryview(output.data)[(first - item.position) * session.kept.row_bytes :]
+            await self._sender.send(session, first, needed)
 
     async def _step_failed(self, batch: list[QueuedTokens], error: Exception) -> None:
         """End the session at fault, which the error names or halving the batch finds; the others go on.

@@ -36,6 +36,7 @@ from app.session.wire import CacheGrant
 from engine.errors import EngineError
 from p2p.errors import P2PError, QueueFull
 from p2p.rate_limit import LogLimit, PeerRateLimit
+from p2p.shares import Holder, Shares
 
 log = logging.getLogger("shoal.sessions.handover")
 log.addFilter(LogLimit())  # peers can cause these lines
@@ -44,7 +45,7 @@ OPEN_S = 3.0  # to reach the old hop
 REQUEST_S = 5.0  # for the request on a new stream
 ORDER_S = 2.0  # for the asker's order, which may arrive after the request that it allows
 GIVE_S = HANDOVER_S + OPEN_S
-MAX_GIVEN = 4  # sessions at once
+MAX_GIVEN = 6  # sessions at once, shared among homes as those below
 MAX_TAKEN = 8
 MAX_TAKEN_PER_ASKER = 2
 # An asker chooses the peer that is dialled, so dials are bounded like those to successors (`app.session.outbound`).
@@ -90,7 +91,7 @@ class CacheGiver:
 
     def __init__(self, caches: SessionCaches) -> None:
         self._caches = caches
-        self._giving = 0
+        self._giving: Counter[Holder] = Counter()
         # (session, peer) -> set once the asker allows that peer to fetch it; nobody else is woken by an asker's order.
         self._awaited: dict[tuple[bytes, str], trio.Event] = {}
 
@@ -124,16 +125,17 @@ class CacheGiver:
             why = f"blocks {session.turn.span} are cached here"
         elif form.format != request.format:
             why = f"the cache here is {form.format}"
-        elif self._giving >= MAX_GIVEN:
+        elif not Shares(MAX_GIVEN, self._giving.items()).fits(_holder_of(session), 1):
             why = "too many sessions move at once"
         if why or session is None or form is None:
             await stream.send(encode_answer(0, why), Priority.CONTROL)
             return
-        self._giving += 1
+        holder = _holder_of(session)
+        self._giving[holder] += 1
         try:
             await self._give(stream, session, request, form)
         finally:
-            self._giving -= 1
+            self._giving -= Counter({holder: 1})
 
     async def _allowed_session(self, peer: str, request: CacheRequest) -> HopSession | None:
         """The session, once its asker allows this peer to fetch it; None if it does not do so in time."""
@@ -171,6 +173,10 @@ class CacheGiver:
         log.info("session %s: gave %d tokens to %s", session.id.hex()[:8], stop - request.first, stream.peer)
 
 
+def _holder_of(session: HopSession) -> Holder:
+    return Holder(session.home, session.asker)
+
+
 async def _send(stream: FrameStream, message: Payload) -> None:
     """Send one message once there is room for it; tokens of replies overtake it."""
     while True:
@@ -186,7 +192,7 @@ class CacheTaker:
 
     def __init__(self, network: Network, caches: SessionCaches) -> None:
         self._network, self._caches = network, caches
-        self._taking: Counter[str] = Counter()  # by asker
+        self._taking: dict[HopSession, Holder] = {}
         self._dial_limit = PeerRateLimit(DIALS_BURST, DIALS_PER_S)
 
     def reserve(self, session: HopSession) -> CacheGrant | None:
@@ -194,11 +200,12 @@ class CacheTaker:
         source = session.turn.cache
         if source is None or source.tokens < session.length + MIN_TOKENS or source.peer == self._network.peer_id:
             return None
-        if self._taking.total() >= MAX_TAKEN or self._taking[session.asker] >= MAX_TAKEN_PER_ASKER:
+        holder, taking = _holder_of(session), Counter(self._taking.values())
+        if taking[holder] >= MAX_TAKEN_PER_ASKER or not Shares(MAX_TAKEN, taking.items()).fits(holder, 1):
             return None
         if not self._dial_limit.take(session.asker, trio.current_time()):
             return None
-        self._taking[session.asker] += 1
+        self._taking[session] = holder
         return source
 
     async def take(self, session: HopSession, source: CacheGrant, read_tokens_per_s: float) -> bool:
@@ -220,7 +227,7 @@ class CacheTaker:
             why, sound = str(error), False
             log.warning("the cache of session %s from %s is refused: %s", session.id.hex()[:8], source.peer, error)
         finally:
-            self._taking -= Counter({session.asker: 1})
+            del self._taking[session]
         text = f"took {session.length - before} of {source.tokens - before} tokens from {source.peer}"
         log.info("session %s: %s in %.2f s %s", session.id.hex()[:8], text, trio.current_time() - begin, why)
         return sound

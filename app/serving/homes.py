@@ -1,8 +1,8 @@
 """Tells which askers may be one: whoever has one address may have any number of peer ids.
 
-A hop shares what it has among homes, and what a home gets among its askers. A home is an IPv4 address, a /48 of IPv6
-(providers give a customer a /64 to a /48), or a relay with all askers behind it. Askers on this machine are a home
-each, as their programs are its user's own; those behind a relay on this machine are not.
+A hop shares what it has among homes, and what a home gets among its askers (`p2p.shares`). A home is an IPv4 address, a
+/48 of IPv6, or a relay with all askers behind it. Askers on this machine are a home each; those behind a relay on this
+machine are not.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from app.core.network import Link
+from p2p.shares import home_of
 
 REMEMBERED = 4096  # askers
-_IPV6_BITS = 48
 
 
 class Sources(Protocol):
@@ -62,6 +62,4 @@ def _home_at(source: str) -> str:
         ip = ipaddress.ip_address(source)
     except ValueError:  # the in-memory network names machines
         return source
-    if ip.is_loopback:
-        return ""
-    return source if ip.version == 4 else str(ipaddress.ip_network((ip, _IPV6_BITS), strict=False))
+    return home_of(ip)

@@ -3,7 +3,7 @@
 Invariants, by which duplicates, late frames and frames of dead routes do no harm:
 - only the asker raises the epoch, and nothing of another epoch is accepted;
 - `received` grows without gaps, and shrinks only by an explicit cut, in a new epoch or with rows of a new revision;
-- outputs kept for [kept_from, length) are exactly what this hop computed for the tokens its cache holds.
+- outputs kept up to `length` are exactly what this hop computed for the tokens its cache holds.
 
 A session that rests (`rest`) accepts nothing: its cache waits for a new session that begins with the same tokens, and
 is the first to go when others need the room. One whose cache is on its way from another hop (`fetching`) accepts
@@ -12,6 +12,7 @@ nothing either until it is there.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from app.session.wire import KEEP, CacheGrant, EpochOrder, HopPace
 SMOOTHING = 0.1  # of times a step
 MAX_RECEIVERS = 8  # peers that may fetch one session's cache
 RESTING_PLACE_TOKENS = 64  # a session's place counts as much as these tokens of cache
+KEPT_BYTES = 64 * 2**20  # of one session's outputs; earlier ones are computed again where they are needed again
 
 
 class FrameAction(Enum):
@@ -68,6 +70,92 @@ class SessionCounters:
         return HopPace(self.step_s.value, self.queue_s.value, self.host_s.value)
 
 
+class KeptOutputs:
+    """The outputs of positions [start, stop), in the chunks in which they were computed, all of one number format.
+
+    Chunks are never changed, so that forks share them, as do frames on their way.
+    """
+
+    __slots__ = ("_at", "_bytes", "_chunks", "dtype", "row_bytes", "start", "stop")
+
+    def __init__(self, start: int = 0) -> None:
+        self.start = self.stop = start
+        self.row_bytes = 0  # of one output; known with the first
+        self.dtype = ""
+        self._at: list[int] = []  # the position at which each chunk begins
+        self._chunks: list[bytes | memoryview] = []  # a view is of a chunk whose end was cut
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        """Bytes of memory that they take, whoever else shares it."""
+        return self._bytes
+
+    def append(self, rows: int, data: bytes, dtype: str) -> None:
+        """Add the outputs of the next `rows` tokens; the first ones are forgotten beyond `KEPT_BYTES`."""
+        self.row_bytes, self.dtype = len(data) // rows, dtype
+        self._at.append(self.stop)
+        self._chunks.append(data)
+        self._bytes += len(data)
+        self.stop += rows
+        while self._bytes > KEPT_BYTES and len(self._at) > 1:
+            self.forget_before(self._at[1])
+
+    def parts(self, start: int, stop: int) -> tuple[bytes | memoryview, ...] | None:
+        """The outputs of positions [start, stop), one part after another, or None if some are not kept."""
+        if not self.start <= start < stop <= self.stop:
+            return None
+        first, last = bisect_right(self._at, start) - 1, bisect_right(self._at, stop - 1)
+        chunks = self._chunks[first:last]
+        chunks[-1] = _rows(chunks[-1], 0, (stop - self._at[last - 1]) * self.row_bytes)
+        chunks[0] = _rows(chunks[0], (start - self._at[first]) * self.row_bytes, len(chunks[0]))
+        return tuple(chunks)
+
+    def forget_before(self, position: int) -> None:
+        """Drop what comes before this position."""
+        self.start = min(max(position, self.start), self.stop)
+        whole = bisect_right(self._at, self.start) - (self.start < self.stop)
+        if whole > 0:
+            self._bytes -= sum(_memory_of(chunk) for chunk in self._chunks[:whole])
+            del self._at[:whole], self._chunks[:whole]
+
+    def cut(self, stop: int) -> None:
+        """Drop what comes from this position on."""
+        self._end_at(stop)
+        if self._chunks and 2 * len(last := self._chunks[-1]) < (held := _memory_of(last)):
+            self._chunks[-1] = bytes(last)  # else a few outputs could hold the memory of many
+            self._bytes -= held - len(last)
+
+    def fork(self, stop: int) -> KeptOutputs:
+        """Those of them that come before this position, for another session."""
+        fork = KeptOutputs(self.start)
+        fork.row_bytes, fork.dtype, fork.stop = self.row_bytes, self.dtype, self.stop
+        fork._at, fork._chunks, fork._bytes = self._at.copy(), self._chunks.copy(), self._bytes
+        fork._end_at(stop)
+        return fork
+
+    def _end_at(self, stop: int) -> None:
+        if stop <= self.start:
+            self.start, self._bytes = stop, 0
+            self._at.clear()
+            self._chunks.clear()
+        while self._at and self._at[-1] >= stop:
+            self._at.pop()
+            self._bytes -= _memory_of(self._chunks.pop())
+        if self._at:
+            self._chunks[-1] = _rows(self._chunks[-1], 0, (stop - self._at[-1]) * self.row_bytes)
+        self.stop = stop
+
+
+def _rows(chunk: bytes | memoryview, first: int, stop: int) -> bytes | memoryview:
+    """Return a part of a chunk, without a copy."""
+    return chunk if (first, stop) == (0, len(chunk)) else memoryview(chunk)[first:stop]
+
+
+def _memory_of(chunk: bytes | memoryview) -> int:
+    """Return the bytes that a chunk holds, with those that were cut off."""
+    return len(chunk) if isinstance(chunk, bytes) else memoryview(chunk.obj).nbytes
+
+
 def session_key(asker: str, id: bytes) -> bytes:
     """The key of a session at this hop."""
     return id + asker.encode()
@@ -77,9 +165,8 @@ class HopSession:
     """The state of one session at one hop."""
 
     __slots__ = (
-        "adapter", "asker", "counters", "dtype", "epoch", "fetching", "gap_told", "given_to", "heard_at", "home", "id",
-        "is_over", "kept", "kept_from", "key", "length", "received", "rests_until", "revision", "row_bytes",
-        "send_from", "turn",
+        "adapter", "asker", "counters", "epoch", "fetching", "gap_told", "given_to", "heard_at", "home", "id",
+        "is_over", "kept", "key", "length", "received", "rests_until", "revision", "send_from", "turn",
     )  # fmt: skip
 
     def __init__(
@@ -92,10 +179,7 @@ class HopSession:
         self.received = 0  # tokens accepted; those from `length` on wait for the device
         self.length = 0  # tokens in the cache
         self.send_from = turn.send_from  # the successor needs outputs from here on; None: not told yet
-        self.kept = bytearray()  # outputs of [kept_from, length), one after another
-        self.kept_from = 0
-        self.row_bytes = 0  # of one kept output; known with the first
-        self.dtype = ""
+        self.kept = KeptOutputs()  # up to `length`
         self.heard_at = heard_at
         self.rests_until: float | None = None  # None: it is in use
         self.adapter: LoadedAdapter | None = None  # that `turn` names
@@ -121,31 +205,21 @@ class HopSession:
             return 0
         return min(turn.prefix.tokens, self.length, turn.tokens)
 
-    def begin_with(self, source: HopSession, length: int, *, ends: bool, copies: bool) -> int:
-        """Begin with the first `length` tokens of another session, as the cache does; returns how many bytes it copied.
+    def begin_with(self, source: HopSession, length: int) -> None:
+        """Begin with the first `length` tokens of another session, as the cache does, and with what it keeps of them.
 
-        Outputs kept there are taken over if the other session `ends`, or else copied if this one `copies` them; none if
-        it was cut to fewer tokens while the device was at work.
+        That is nothing if it was cut to fewer tokens while the device was at work.
         """
         assert not self.received, "a session begins once"
         self.received = self.length = length
-        self.kept_from, self.row_bytes, self.dtype = length, source.row_bytes, source.dtype
-        if not source.kept_from < length <= source.length or not (ends or copies):
-            return 0
-        self.kept_from = source.kept_from
-        if ends:
-            self.kept, source.kept = source.kept, bytearray()
-            self._drop_from(length)
-            return 0
-        self.kept += source.kept_rows(source.kept_from, length) or b""
-        return len(self.kept)
+        self.kept = source.kept.fork(length) if length <= source.length else KeptOutputs(length)
 
     def took(self, rows: int) -> None:
         """Count `rows` more tokens, whose cache came from another hop; their outputs are not kept here."""
         assert self.received == self.length, "nothing is computed before the cache has come"
         self.length += rows
-        self.received = self.kept_from = self.length
-        self.kept.clear()
+        self.received = self.length
+        self.kept = KeptOutputs(self.length)
 
     def give_to(self, grant: CacheGrant) -> None:
         """Let a peer fetch the cache, as the asker orders; a few may, if they share the blocks among them."""
@@ -184,11 +258,7 @@ class HopSession:
 
     def _drop_from(self, position: int) -> None:
         self.length = position
-        if position < self.kept_from:
-            self.kept_from = position
-            self.kept.clear()
-        else:
-            del self.kept[(position - self.kept_from) * self.row_bytes :]
+        self.kept.cut(position)
 
     def hears(self, sender: str, epoch: int) -> bool:
         """True if this peer may send hidden states in this epoch, and the session is not over."""
@@ -230,27 +300,11 @@ class HopSession:
     def computed(self, rows: int, output: bytes, dtype: str) -> None:
         """The device is done with the next tokens: keep what came out."""
         self.length += rows
-        self.row_bytes = len(output) // rows
-        self.dtype = dtype
-        self.kept += output
-
-    def kept_rows(self, start: int, stop: int) -> bytes | None:
-        """The outputs of positions [start, stop), or None if some are not kept."""
-        if not self.kept_from <= start <= stop <= self.length:
-            return None
-        first = (start - self.kept_from) * self.row_bytes
-        return bytes(memoryview(self.kept)[first : first + (stop - start) * self.row_bytes])
-
-    def replayed_from(self, most_bytes: int) -> int:
-        """The position from which on all outputs are kept, and are no more than so many bytes."""
-        return max(self.kept_from, self.length - most_bytes // max(self.row_bytes, 1))
+        self.kept.append(rows, output, dtype)
 
     def forget_before(self, position: int) -> None:
         """Drop kept outputs before this position: they will not be asked for."""
-        position = min(position, self.length)
-        if position > self.kept_from:
-            del self.kept[: (position - self.kept_from) * self.row_bytes]
-            self.kept_from = position
+        self.kept.forget_before(position)
 
     def idle_s(self, now: float) -> float:
         """Seconds for which nothing was computed, and nothing of it waits for the device."""
@@ -277,8 +331,7 @@ class HopSession:
     def evict(self) -> int:
         """Drop all kept outputs; returns the number of bytes that this frees."""
         freed = len(self.kept)
-        self.kept = bytearray()
-        self.kept_from = self.length
+        self.kept = KeptOutputs(self.length)
         return freed
 
 

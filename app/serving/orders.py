@@ -7,7 +7,6 @@ the askers of a home take its turns in turn.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -15,6 +14,8 @@ from typing import Any, TypeVar
 import outcome
 
 from app.core.signal import Signal
+from app.core.turns import TurnQueue
+from p2p.shares import Holder
 
 MAX_ORDERS = 64  # of one asker that wait, beyond which it is read no further
 ORDERS_S = 0.01  # for which orders are carried out while a step waits, unless the last step was shorter
@@ -27,7 +28,8 @@ T = TypeVar("T")
 class _Waiting:
     """The orders of one asker."""
 
-    orders: deque[Order] = field(default_factory=deque)
+    who: Holder  # as when the first of them came, so that they stay in order
+    count: int = 0
     taken: Signal = field(default_factory=Signal)
 
 
@@ -36,40 +38,32 @@ class OrderQueue:
 
     def __init__(self) -> None:
         self._waiting: dict[str, _Waiting] = {}  # by asker, none without orders
-        self._turns: dict[str, deque[str]] = {}  # by home its askers with orders; whose turn it is comes first
+        self._orders = TurnQueue[tuple[_Waiting, Order]]()
 
     def __len__(self) -> int:
-        return sum(len(own.orders) for own in self._waiting.values())
+        return sum(own.count for own in self._waiting.values())
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     def put(self, asker: str, home: str, order: Order) -> None:
         """Add an order behind those of the same asker."""
-        if asker not in self._waiting:
-            self._waiting[asker] = _Waiting()
-            self._turns.setdefault(home, deque()).append(asker)
-        self._waiting[asker].orders.append(order)
+        own = self._waiting.setdefault(asker, _Waiting(Holder(home, asker)))
+        own.count += 1
+        self._orders.put(own.who, (own, order))
 
     def take(self) -> Order:
         """Remove and return the next order; its home's others come after one of every other home."""
-        home = next(iter(self._turns))
-        askers = self._turns.pop(home)
-        asker = askers.popleft()
-        own = self._waiting[asker]
-        order = own.orders.popleft()
-        if own.orders:
-            askers.append(asker)
-        else:
-            del self._waiting[asker]
-        if askers:
-            self._turns[home] = askers
+        own, order = self._orders.pop(self._orders.first()[0])
+        own.count -= 1
+        if not own.count:
+            del self._waiting[own.who.asker]
         own.taken.notify()
         return order
 
     async def wait_for_room(self, asker: str) -> None:
         """Return once fewer than `MAX_ORDERS` of an asker wait."""
-        while (own := self._waiting.get(asker)) is not None and len(own.orders) >= MAX_ORDERS:
+        while (own := self._waiting.get(asker)) is not None and own.count >= MAX_ORDERS:
             await own.taken.wait()
 
 

@@ -193,7 +193,7 @@ def encode_error(kind: int, session: bytes, epoch: int, position: int, trouble: 
 
 
 def decode_hop_error(frame: Frame) -> HopError:
-    """Decode a hop's error, with unprintable characters blanked; raises `RecordError`."""
+    """Decode a hop's error, with unprintable characters of its text blanked; raises `RecordError`."""
     fields = decode_object(bytes(frame.body), "trouble", max_bytes=MAX_JSON_BYTES)
     text = "".join(c if c.isprintable() else " " for c in fields.text("text", 400, ""))
-    return HopError(fields.text("code", 16), text, fields.text("why", 64, ""))
+    return HopError(fields.printable("code", 16), text, fields.printable("why", 64, ""))

@@ -1,7 +1,8 @@
 """Bounded outgoing queues: messages to a peer are sent at once if there is room, else as soon as there is.
 
-More urgent messages go first, as on the link, and among equally urgent ones their owners take turns: one stream leads
-from a hop to the next for all askers, and a long prompt of one of them must not hold up the tokens of another.
+More urgent messages overtake others on the link (`p2p.link.outbox`). Among equally urgent ones those for whom they are
+take turns, by bytes (`app.core.turns`): one stream leads from a hop to the next for all askers, and a long prompt of
+one of them must not hold up the tokens of another. So no more is given to a stream than leaves soon.
 
 Knows streams and peers, not what the messages mean. A stream that breaks takes its unsent messages with it: the
 protocol above repeats what matters.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -19,8 +20,10 @@ import trio
 
 from app.core.network import FrameStream, Network, Priority
 from app.core.signal import Signal
+from app.core.turns import TurnQueue, Who
 from p2p.errors import P2PError, QueueFull
 from p2p.rate_limit import LogLimit, PeerRateLimit
+from p2p.shares import Holder, Shares
 
 log = logging.getLogger("shoal.sessions")
 log.addFilter(LogLimit())  # peers can cause these lines
@@ -44,12 +47,16 @@ class Sendable(Protocol):
     """One outgoing message; its sender may keep more beside what is sent."""
 
     @property
-    def parts(self) -> tuple[bytes, ...]: ...
+    def parts(self) -> tuple[bytes | memoryview, ...]: ...
     @property
     def priority(self) -> Priority: ...
     @property
-    def owner(self) -> str:
-        """The peer for whom it is sent, with which others share the stream; empty if all of it is for one."""
+    def owner(self) -> Who:
+        """For whom it is sent, as `app.core.turns.TurnQueue` knows them."""
+
+    @property
+    def left(self) -> trio.Event | None:
+        """Set once the stream has taken it, or it was dropped."""
 
 
 class OutboundFrame(NamedTuple):
@@ -57,7 +64,8 @@ class OutboundFrame(NamedTuple):
 
     parts: tuple[bytes, ...]
     priority: Priority
-    owner: str = ""
+    owner: Who = ("",)
+    left: trio.Event | None = None
 
 
 SendableT = TypeVar("SendableT", bound=Sendable)
@@ -94,6 +102,10 @@ class WaitingBytes:
         if not self._by_peer[peer]:
             del self._by_peer[peer]
 
+    def room_for(self, peer: str) -> int:
+        """Return how many bytes more may wait for a peer."""
+        return max(MAX_WAITING_BYTES - self._by_peer[peer], 0)
+
     def is_too_much(self, peer: str) -> bool:
         """True if too many bytes wait for this peer, or in all, and for this peer no fewer than for most."""
         own = self._by_peer[peer]
@@ -106,99 +118,90 @@ class _Backlog(Generic[SendableT]):
 
     def __init__(self, peer: str, waiting: WaitingBytes) -> None:
         self._peer, self._waiting = peer, waiting
-        # Priority -> owner -> its messages; the owner whose turn it is comes first.
-        self._queues: dict[Priority, dict[str, deque[SendableT]]] = {priority: {} for priority in sorted(Priority)}
+        self._queues: dict[Priority, TurnQueue[SendableT]] = {priority: TurnQueue() for priority in sorted(Priority)}
         self._frames = 0
-        self._bytes: Counter[str] = Counter()  # by owner
+        self._bytes: Counter[tuple[Priority, Who]] = Counter()  # of an owner, and of all that it belongs to
 
     @property
     def bytes(self) -> int:
         """Bytes of all that waits."""
-        return self._bytes.total()
+        return self.bytes_of(())
 
     @property
     def is_full(self) -> bool:
         """True if too many messages wait here, or too many bytes for this peer."""
         return self._frames > MAX_WAITING_FRAMES or self._waiting.is_too_much(self._peer)
 
-    def bytes_of(self, owner: str) -> int:
-        """Bytes of what waits for one owner."""
-        return self._bytes[owner]
+    def bytes_of(self, owner: Who, priority: Priority | None = None) -> int:
+        """Bytes of what waits for one owner and what belongs to it, of one priority or of all."""
+        priorities = self._queues if priority is None else (priority,)
+        return sum(self._bytes[one, owner] for one in priorities)
 
     @property
-    def most(self) -> str:
-        """The owner with the most bytes."""
-        return max(self._bytes, key=self._bytes.__getitem__, default="")
+    def most(self) -> Who:
+        """The owner with the most bytes: of the home with the most, of its asker with the most, and so on."""
+        sizes: Counter[Who] = Counter()
+        for (_, who), size in self._bytes.items():
+            sizes[who] += size
+        owner: Who = ()
+        while inner := [who for who in sizes if who and who[:-1] == owner]:
+            owner = max(inner, key=sizes.__getitem__)
+        return owner
 
     def __iter__(self) -> Iterator[SendableT]:
-        for owners in self._queues.values():
-            for queue in owners.values():
-                yield from queue
+        for queue in self._queues.values():
+            yield from queue
+
+    def has(self, priority: Priority) -> bool:
+        """True if messages of this priority wait."""
+        return bool(self._queues[priority])
 
     def append(self, frame: SendableT) -> None:
         """Add a message behind those of its owner."""
-        self._queues[frame.priority].setdefault(frame.owner, deque()).append(frame)
-        self._frames += 1
-        self._bytes[frame.owner] += _size_of(frame)
-        self._waiting.add(self._peer, _size_of(frame))
+        self._queues[frame.priority].put(frame.owner, frame)
+        self._count(frame, 1)
 
-    def first(self) -> SendableT | None:
-        """Return the message that is to be sent next; None if none waits."""
-        for owners in self._queues.values():
-            if owners:
-                return next(iter(owners.values()))[0]
-        return None
-
-    def overtakes(self, frame: Sendable) -> bool:
-        """True if nothing waits that is as urgent as this message."""
-        first = self.first()
-        return first is None or frame.priority < first.priority
+    def first(self, priority: Priority) -> SendableT | None:
+        """Return the message of this priority that is to be sent next; None if none waits."""
+        queue = self._queues[priority]
+        return queue.first()[1] if queue else None
 
     def sent(self, frame: SendableT) -> None:
-        """Remove a message, if it is still the next of its owner, whose turn comes after that of all others then."""
-        owners = self._queues[frame.priority]
-        queue = owners.get(frame.owner)
-        if queue is None or queue[0] is not frame:
-            return  # it was dropped meanwhile
-        del owners[frame.owner]
-        queue.popleft()
-        if queue:
-            owners[frame.owner] = queue
-        self._forget(frame)
+        """Remove a message, unless it was dropped meanwhile."""
+        queue = self._queues[frame.priority]
+        if queue.is_first(frame.owner, frame):
+            queue.pop(frame.owner, _size_of(frame))
+            self._count(frame, -1)
+            _has_left(frame)
 
-    def drop(self, unwanted: Callable[[Sendable], bool]) -> int:
-        """Forget the messages that are not wanted any more; returns how many were looked at."""
-        looked_at = self._frames
-        for owners in self._queues.values():
-            for owner, queue in list(owners.items()):
-                dropped = [frame for frame in queue if unwanted(frame)]
-                for frame in dropped:
-                    self._forget(frame)
-                if len(dropped) == len(queue):
-                    del owners[owner]
-                elif dropped:
-                    owners[owner] = deque(frame for frame in queue if not unwanted(frame))
-        return looked_at
+    def drop(self, owner: Who) -> None:
+        """Forget the messages of an owner and of all that belongs to it."""
+        for frame in self.take_all(owner):
+            _has_left(frame)
 
-    def take_all(self) -> list[SendableT]:
-        """Remove all messages and return them, the most urgent first."""
-        taken = list(self)
-        self.drop(lambda frame: True)
+    def take_all(self, owner: Who = ()) -> list[SendableT]:
+        """Remove the messages of an owner, or all, and return them, the most urgent first."""
+        taken = [frame for queue in self._queues.values() for frame in queue.drop(owner)]
+        for frame in taken:
+            self._count(frame, -1)
         return taken
 
-    def _forget(self, frame: SendableT) -> None:
-        self._frames -= 1
-        self._bytes[frame.owner] -= _size_of(frame)
-        self._waiting.add(self._peer, -_size_of(frame))
-        if not self._bytes[frame.owner]:
-            del self._bytes[frame.owner]
+    def _count(self, frame: SendableT, times: int) -> None:
+        size = times * _size_of(frame)
+        self._frames += times
+        self._waiting.add(self._peer, size)
+        for depth in range(len(frame.owner) + 1):
+            key = frame.priority, frame.owner[:depth]
+            self._bytes[key] += size
+            if not self._bytes[key]:
+                del self._bytes[key]
 
 
 class PeerOutbox:
     """Messages to one peer over one stream; a peer that does not read loses the stream.
 
-    If owners share it (`is_shared`), the one for whom most waits loses that instead. `waiting` counts for this and
-    other streams together.
+    If homes share it (`is_shared`), what waits for the owner with most is dropped instead. `waiting` counts for this
+    and other streams together.
     """
 
     def __init__(
@@ -216,7 +219,7 @@ class PeerOutbox:
         self._waiting = waiting or WaitingBytes()
         self._waiting.count(self)
         self._backlog: _Backlog[Sendable] = _Backlog(stream.peer, self._waiting)
-        self._flushing = False
+        self._flushing: set[Priority] = set()
         self.used_at = trio.current_time()
         self.took_at = float("-inf")  # when the stream last had room for a message that had waited
 
@@ -235,18 +238,15 @@ class PeerOutbox:
         """Bytes of messages for which the stream has no room yet."""
         return self._backlog.bytes
 
-    def waiting_for(self, owner: str) -> int:
-        """Bytes of those that are sent for one owner."""
-        return self._backlog.bytes_of(owner)
+    def waiting_for(self, owner: Who, priority: Priority | None = None) -> int:
+        """Bytes of those that are sent for one owner, of one priority or of all."""
+        return self._backlog.bytes_of(owner, priority)
 
     async def push(self, frame: Sendable) -> None:
         """Send a message or queue it; never waits, and never raises what the network did."""
-        if self.broken:
-            return
         self.used_at = trio.current_time()
-        if self._backlog.overtakes(frame) and await self._send(frame):
-            return
-        if self.broken:
+        if self.broken or (not self._backlog.has(frame.priority) and await self._send(frame)):
+            _has_left(frame)
             return
         self._backlog.append(frame)
         fullest = self._waiting.to_relieve()
@@ -254,9 +254,11 @@ class PeerOutbox:
             await fullest._make_room()
         if self._backlog.is_full and not self.broken:
             await self._make_room()
-        if not self._flushing and not self.broken:
-            self._flushing = True
-            self._nursery.start_soon(self._flush)
+        if self.broken:
+            self._backlog.drop(())
+        elif frame.priority not in self._flushing:
+            self._flushing.add(frame.priority)
+            self._nursery.start_soon(self._flush, frame.priority)
 
     async def push_all(self, frames: Iterable[Sendable]) -> None:
         """Send messages as fast as the stream takes them, until it breaks: not more than `AHEAD_BYTES` wait."""
@@ -265,7 +267,9 @@ class PeerOutbox:
             await self.push(frame)
 
     async def _send(self, frame: Sendable) -> bool:
-        """Send a message now; False if there is no room or the stream is broken."""
+        """Send a message now; False if it would wait in the stream, or that is broken."""
+        if not self.stream.is_clear(frame.priority):
+            return False
         try:
             await self.stream.send(frame.parts, frame.priority)
             return True
@@ -278,44 +282,44 @@ class PeerOutbox:
     async def _make_room(self) -> None:
         owner, waiting = self._backlog.most, f"{self._backlog.bytes} bytes wait for it"
         if self._is_shared:
-            log.warning("%s does not read: %s, what is for %s is dropped", self.stream.peer, waiting, owner)
-            self._backlog.drop(lambda frame: frame.owner == owner)
+            log.warning("%s does not read: %s, what is for %s is dropped", self.stream.peer, waiting, owner[1])
+            self._backlog.drop(owner)
         else:
             log.warning("%s does not read: %s, its stream is closed", self.stream.peer, waiting)
             await self.close()
 
-    def drop(self, unwanted: Callable[[Sendable], bool]) -> int:
-        """Forget the queued messages that are not wanted any more; returns how many were looked at."""
-        return self._backlog.drop(unwanted)
+    def drop(self, owner: Who) -> None:
+        """Forget the queued messages of an owner and of all that belongs to it."""
+        self._backlog.drop(owner)
 
     async def close(self) -> None:
         """Reset the stream and forget what waits; later messages are dropped."""
         self.broken = True
-        self._backlog.take_all()
+        self._backlog.drop(())
         await self.stream.reset()
 
-    async def _flush(self) -> None:
-        """Send what waits until nothing is left or the stream breaks; one task at a time."""
+    async def _flush(self, priority: Priority) -> None:
+        """Send what waits of one priority until nothing is left or the stream breaks; one task at a time."""
         try:
-            while not self.broken and (frame := self._backlog.first()) is not None:
+            while not self.broken and (frame := self._backlog.first(priority)) is not None:
                 if await self._send(frame):
                     self._backlog.sent(frame)
                     self._taken.notify()
                     self.took_at = trio.current_time()
                 elif not self.broken:
-                    await self.stream.wait_room(frame.priority)
+                    await self.stream.wait_room(priority)
         except P2PError:
             self.broken = True
-        self._flushing = False
+        self._flushing.discard(priority)
         if self.broken:
-            self._backlog.take_all()
+            self._backlog.drop(())
 
 
 class PeerOutboxes(Generic[SendableT]):
     """One stream to each successor, opened when it is first needed and kept.
 
     `lost` is called when a stream breaks, `undeliverable` with the messages for a peer that could not be reached. An
-    asker chooses successors, so dials are bounded, in all and for each asker.
+    asker chooses successors, so dials are bounded, in all and for each asker, and shared among homes.
     """
 
     def __init__(
@@ -333,28 +337,44 @@ class PeerOutboxes(Generic[SendableT]):
         self._waiting = waiting or WaitingBytes()
         self._open: dict[str, PeerOutbox] = {}
         self._opening: dict[str, _Backlog[SendableT]] = {}
-        self._dials: Counter[str] = Counter()  # under way, by asker
+        self._dials: dict[str, tuple[Holder, trio.CancelScope]] = {}  # by peer
         self._dial_limit = PeerRateLimit(DIALS_BURST, DIALS_PER_S)
         self._unreachable: dict[str, float] = {}  # peer -> until when
 
-    def prepare(self, peer: str, asker: str) -> None:
+    def prepare(self, peer: str, who: Holder) -> None:
         """Start to open the stream to a peer that will be needed, if it may be dialled now."""
-        if peer in self._open or peer in self._opening or self._is_unreachable(peer):
+        if peer in self._open or peer in self._opening or self._is_unreachable(peer) or not self._may_dial(who):
             return
-        if len(self._opening) >= MAX_DIALS or self._dials[asker] >= MAX_DIALS_PER_ASKER:
-            return
-        if self._dial_limit.take(asker, trio.current_time()):
-            self._opening[peer] = _Backlog(peer, self._waiting)
-            self._dials[asker] += 1
-            self._nursery.start_soon(self._connect, peer, asker)
+        self._opening[peer] = _Backlog(peer, self._waiting)
+        scope = trio.CancelScope()
+        self._dials[peer] = who, scope
+        self._nursery.start_soon(self._connect, peer, scope)
 
-    async def push(self, peer: str, frame: SendableT, asker: str) -> bool:
+    def _may_dial(self, who: Holder) -> bool:
+        """True if one more peer may be dialled for an asker; the newest dial of those who have too many makes way."""
+        dialling = [holder for holder, _ in self._dials.values()]
+        if dialling.count(who) >= MAX_DIALS_PER_ASKER:
+            return False
+        shares = Shares(MAX_DIALS, ((holder, 1) for holder in dialling))
+        making_way = None
+        if not shares.fits(who, 1):
+            crowding = shares.in_the_way(who, 1)
+            making_way = next((peer for peer, (holder, _) in reversed(self._dials.items()) if holder in crowding), None)
+            if making_way is None:
+                return False
+        if not self._dial_limit.take(who.asker, trio.current_time()):
+            return False
+        if making_way is not None:
+            self._dials.pop(making_way)[1].cancel()
+        return True
+
+    async def push(self, peer: str, frame: SendableT, who: Holder) -> bool:
         """Send a message, now or once the stream is open; False if the peer cannot be reached for the time being."""
         outbox = self._open.get(peer)
         if outbox is not None and not outbox.broken:
             await outbox.push(frame)
             return True
-        self.prepare(peer, asker)
+        self.prepare(peer, who)
         waiting = self._opening.get(peer)
         if waiting is None or waiting.is_full:
             return False
@@ -365,17 +385,21 @@ class PeerOutboxes(Generic[SendableT]):
         """True if messages wait for the stream to a peer, or for room on it."""
         return peer in self._opening or (peer in self._open and self._open[peer].waiting_bytes > 0)
 
-    def waiting_for(self, peer: str, owner: str) -> int:
-        """Bytes that wait to be sent to a peer for one owner."""
+    def waiting_for(self, peer: str, owner: Who, priority: Priority | None = None) -> int:
+        """Bytes that wait to be sent to a peer for one owner, of one priority or of all."""
         if peer in self._open:
-            return self._open[peer].waiting_for(owner)
-        return self._opening[peer].bytes_of(owner) if peer in self._opening else 0
+            return self._open[peer].waiting_for(owner, priority)
+        return self._opening[peer].bytes_of(owner, priority) if peer in self._opening else 0
 
-    def drop(self, peer: str, unwanted: Callable[[Sendable], bool]) -> int:
-        """Forget queued messages to a peer that are not wanted any more; returns how many were looked at."""
-        if peer in self._open:
-            return self._open[peer].drop(unwanted)
-        return self._opening[peer].drop(unwanted) if peer in self._opening else 0
+    def room_for(self, peer: str) -> int:
+        """Return how many bytes more may wait for a peer."""
+        return self._waiting.room_for(peer)
+
+    def drop(self, peer: str, owner: Who) -> None:
+        """Forget the queued messages to a peer of one owner and of all that belongs to it."""
+        for queued in (self._open.get(peer), self._opening.get(peer)):
+            if queued is not None:
+                queued.drop(owner)
 
     async def close_idle(self, needed: Collection[str], used_before: float) -> None:
         """Close the streams to peers that are not needed and were last used before this time."""
@@ -388,18 +412,19 @@ class PeerOutboxes(Generic[SendableT]):
             self._unreachable.clear()
         return trio.current_time() < self._unreachable.get(peer, float("-inf"))
 
-    async def _connect(self, peer: str, asker: str) -> None:
+    async def _connect(self, peer: str, scope: trio.CancelScope) -> None:
+        stream = None
         try:
-            stream = await self._network.open(peer, self._protocol, timeout_s=OPEN_TIMEOUT_S)
+            with scope:
+                stream = await self._network.open(peer, self._protocol, timeout_s=OPEN_TIMEOUT_S)
         except P2PError as error:
             log.warning("the next hop %s cannot be reached: %s", peer, error)
             self._unreachable[peer] = trio.current_time() + UNREACHABLE_S
+        finally:
+            self._dials.pop(peer, None)
+        if stream is None:
             self._undeliverable(peer, self._opening.pop(peer).take_all())
             return
-        finally:
-            self._dials[asker] -= 1
-            if not self._dials[asker]:
-                del self._dials[asker]
         outbox = self._open[peer] = PeerOutbox(stream, self._nursery, waiting=self._waiting, is_shared=True)
         for frame in self._opening.pop(peer).take_all():
             await outbox.push(frame)
@@ -411,6 +436,11 @@ class PeerOutboxes(Generic[SendableT]):
             if self._open.get(peer) is outbox:  # else it was closed as idle
                 del self._open[peer]
                 self._lost(peer)
+
+
+def _has_left(frame: Sendable) -> None:
+    if frame.left is not None:
+        frame.left.set()
 
 
 def _size_of(frame: Sendable) -> int:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -340,8 +339,8 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
         if choice is type(None) and value is None:
             return value
         if check is not None and check(value):
-            low, high = _bounds(name)
-            if isinstance(value, int) and not low <= value <= high:
+            low, high = _bounds(name, choice)
+            if isinstance(value, int | float) and not low <= value <= high:
                 raise ValueError(f"{name} is out of bounds")
             return value
         if get_origin(choice) is Literal and value in get_args(choice):
@@ -383,18 +382,18 @@ def _bounded(value: Any) -> None:
 _CHECKS: dict[Any, Callable[[Any], bool]] = {
     bool: lambda value: isinstance(value, bool),
     int: lambda value: isinstance(value, int) and not isinstance(value, bool),
-    float: lambda value: (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and abs(value) <= MAX_NUMBER
-        and math.isfinite(value)
-    ),
+    float: lambda value: isinstance(value, int | float) and not isinstance(value, bool),
     str: lambda value: isinstance(value, str) and len(value) <= MAX_CHARACTERS,
 }
 
 
-def _bounds(name: str) -> tuple[int, int]:
-    """Return the least and the highest value of a whole number's field."""
+def _bounds(name: str, kind: Any) -> tuple[int, int]:
+    """Return the least and the highest value of a number's field.
+
+    Seconds, bytes and speeds are not negative: parts of a whole that cancel out have no width on any screen.
+    """
     if name.endswith("_ms"):
         return 0, LATEST_MS
+    if kind is float and name != "temperature_c":
+        return 0, MAX_NUMBER
     return (0, MAX_BLOCKS) if name in ("blocks_total", "start", "stop") else (-MAX_NUMBER, MAX_NUMBER)

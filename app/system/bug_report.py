@@ -101,4 +101,7 @@ def without_secrets(text: str, hidden: Iterable[str]) -> str:
         text = re.sub(re.escape(secret), _REMOVED, text, flags=re.IGNORECASE)
     text = _INVITE.sub(_REMOVED, text)
     own = str(Path.home())
-    return text.replace(own, "~") if len(own) > 1 else text
+    if len(own) > 1:
+        for form in (own, json.dumps(own)[1:-1], json.dumps(own, ensure_ascii=False)[1:-1]):
+            text = text.replace(form, "~")  # JSON doubles the backslashes of Windows, and may escape other letters
+    return text

@@ -71,6 +71,7 @@ from app.training.wire import (
 from engine.budget import FULL_WEIGHT_BYTES
 from engine.errors import EngineError, NotFinite, TrainingError, TrainingFull
 from p2p.errors import P2PError
+from p2p.shares import Holder
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -148,7 +149,8 @@ class HopFrame(NamedTuple):
     parts: tuple[bytes, ...]
     priority: Priority
     epoch: int
-    owner: str  # of the job
+    owner: Holder  # of the job
+    left: None = None
 
 
 @dataclass
@@ -951,8 +953,9 @@ class TrainingServer:
             kind, job.run, frame.epoch, one, dtype=dtype, rows=length_of(frame), width=frame.width, length=len(data)
         )
         job.sent[neighbour] += len(head) + len(data)
-        sent = HopFrame(job.run, (head, data), Priority.BULK, frame.epoch, job.ledger.owner)
-        if not neighbour or not await self._outboxes.push(neighbour, sent, job.ledger.owner):
+        owner = Holder(job.ledger.owner, job.ledger.owner)  # the node decides whose jobs it takes
+        sent = HopFrame(job.run, (head, data), Priority.BULK, frame.epoch, owner)
+        if not neighbour or not await self._outboxes.push(neighbour, sent, owner):
             await job.answers.push(sent)
 
     def _undeliverable(self, peer: str, frames: list[HopFrame]) -> None:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -33,9 +35,11 @@ log = logging.getLogger("shoal.engine.graphs")
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MAX_RUN = 16  # rows of one session, a token and its guesses: each of them reads the session's past again
-MAX_CAPTURED = 64  # each graph holds some memory for its intermediate results
+MAX_CAPTURED = 64  # besides single blocks; each graph holds some memory for its intermediate results
 MAX_PENDING = 16  # steps that wait to be captured
-CAPTURE_AT = 4  # a step that runs so often is captured at once: that takes as long as a few steps without a graph
+# A step that runs so often is captured at once. That takes ten times as long as the step does block by block, and all
+# sessions wait meanwhile: an asker can use another part of a span for each of its replies.
+CAPTURE_AT = 64
 MAX_AHEAD = 2  # steps that may be launched before the first of them has ended
 SMALLEST_PAGES = 16  # 1024 tokens: `plain_step` reads every page it is given, so longer contexts use separate graphs
 
@@ -113,16 +117,21 @@ Replay = Callable[[], None]  # runs a captured step from `StepBuffers.x` to `out
 class DecodeGraphs:
     """Captured decode steps of one span, by batch size, page count and part of the span.
 
-    A step that was not captured yet runs the same kernels one by one, and waits in a list until `capture_pending` is
-    called in a quiet moment. Under constant load there is none, so its `CAPTURE_AT`th run captures it. Routes use parts
-    of a span as often as all of it, because the spans of neighbours overlap.
+    A step through a part that was not captured yet runs block by block: single blocks are captured for a batch size
+    when that is first needed, once for all parts. It waits in a list until `capture_pending` is called in a quiet
+    moment. Under constant load there is none, so its `CAPTURE_AT`th run captures it. Routes use parts of a span as
+    often as all of it, because the spans of neighbours overlap. Those used longest ago are given up for others.
+
+    Without fused kernels, whose graphs serve contexts of every length, the kernels of such a step are launched one by
+    one, which takes ten times as long.
     """
 
     def __init__(self, parts: SpanParts) -> None:
         self._parts = parts
         self._buffers: dict[int, StepBuffers] = {}
-        self._captured: dict[ShapeKey, Replay] = {}
-        self._pending: dict[ShapeKey, int] = {}  # and how often each ran
+        self._captured: OrderedDict[ShapeKey, Replay] = OrderedDict()  # the one used longest ago first
+        self._blocks: dict[ShapeKey, Replay] = {}  # single ones, which run on `StepBuffers.x` in place
+        self._pending: OrderedDict[ShapeKey, int] = OrderedDict()  # likewise; and how often each ran
         self._memory: Any = None  # memory pool shared by all graphs
         self._max_pages = max(1, min(-(-parts.config.context_length // PAGE_TOKENS), parts.pool.scratch_page))
         grids = [linear.grid for block in parts.blocks for linear in block.linears if isinstance(linear, GridLinear)]
@@ -130,6 +139,7 @@ class DecodeGraphs:
         if parts.pool.cache == "int8":
             works = works and triton_int8_cache_works()
         self.fused = works and _kernels_support(parts.config) and all(isinstance(grid, TiledGrid) for grid in grids)
+        self.by_blocks = self.fused
         parts.pool.clears_slots = not self.fused  # `plain_step` reads whole pages, `fused_step` only written slots
 
     def covers(self, segments: Sequence[Segment]) -> bool:
@@ -142,28 +152,46 @@ class DecodeGraphs:
         places = row_places(segments)
         key = self._key(places, part)
         with on_device(self._parts.pool.device):
-            self._count(key)
+            replay = self._replay_of(key)  # what is captured for it overwrites the buffers
             buffers, host = self._staged(key, hidden, places)
-            replay = self._captured.get(key)
-            if replay is not None:
-                replay()
-            else:
-                self._run(buffers, key)
+            replay()
             host.out.copy_(buffers.out, non_blocking=True)
         self._wait()
         return host.out[: len(places)].clone()
 
-    def _count(self, key: ShapeKey) -> None:
-        """Count a run of a step that is not captured, and capture it if it ran often."""
-        if key in self._captured or (key not in self._pending and len(self._pending) >= MAX_PENDING):
-            return
-        self._pending[key] = self._pending.get(key, 0) + 1
-        if self._pending[key] == CAPTURE_AT:
-            try:
-                self._capture_once(key)
+    def _replay_of(self, key: ShapeKey) -> Replay:
+        """Return how a step is run; count its runs while it is not captured, and capture it if there are many."""
+        if key not in self._captured:
+            self._pending[key] = self._pending.pop(key, 0) + 1
+            if len(self._pending) > MAX_PENDING:
+                self._pending.popitem(last=False)
+            if self._pending[key] >= CAPTURE_AT:
                 del self._pending[key]
-            except Exception:  # torch raises errors of every kind; the step runs without a graph
-                log.exception("a step of %d rows could not be captured", key.rows)
+                self._try(lambda: self._capture_once(key))
+        if key in self._captured:
+            self._captured.move_to_end(key)
+            return self._captured[key]
+        if self.by_blocks:
+            self.by_blocks = self._try(lambda: self._capture_blocks(key))
+        return partial(self._run_blocks if self.by_blocks else self._run, self._buffers_of(key.rows), key)
+
+    def _try(self, capture: Callable[[], None]) -> bool:
+        try:
+            capture()
+        except Exception:  # torch raises errors of every kind; steps run without a graph
+            log.exception("a step could not be captured")
+            return False
+        return True
+
+    def _capture_blocks(self, key: ShapeKey) -> None:
+        for block in _blocks_of(key):
+            if block not in self._blocks:
+                self._blocks[block] = self._capture(block, in_place=True)
+
+    def _run_blocks(self, buffers: StepBuffers, key: ShapeKey) -> None:
+        for block in _blocks_of(key):
+            self._blocks[block]()
+        buffers.out.copy_(buffers.x)
 
     def launch(self, hidden: Tensor, segments: Sequence[Segment], part: slice) -> StepUnderWay[Tensor] | None:
         """Start a captured step without waiting; None if it is not captured.
@@ -172,9 +200,9 @@ class DecodeGraphs:
         """
         places = row_places(segments)
         key = self._key(places, part)
-        replay = self._captured.get(key)
-        if replay is None:
+        if key not in self._captured:
             return None
+        replay = self._replay_of(key)
         with on_device(self._parts.pool.device):
             buffers, host = self._staged(key, hidden, places)
             replay()
@@ -215,8 +243,7 @@ class DecodeGraphs:
         """Capture one step that ran uncaptured before; False if there is none."""
         if not self._pending:
             return False
-        key = next(iter(self._pending))
-        del self._pending[key]
+        key, _ = self._pending.popitem()  # the latest: the others may be of replies that are over
         self._capture_once(key)
         return True
 
@@ -268,12 +295,12 @@ class DecodeGraphs:
                 table[row, used:] = self._parts.pool.scratch_page
                 host.staged_pages[row] = pages
 
-    def _run(self, buffers: StepBuffers, key: ShapeKey) -> None:
-        """The step itself, from `StepBuffers.x` to `out`: what a graph captures."""
+    def _run(self, buffers: StepBuffers, key: ShapeKey, *, in_place: bool = False) -> None:
+        """The step itself, from `StepBuffers.x` to `out`, or back to `x`: what a graph captures."""
         with on_device(self._parts.pool.device):
             step = fused_step if self.fused else plain_step
             out = step(self._parts, slice(key.start, key.stop), buffers.x, buffers.where[:, : 1 + key.pages])
-            buffers.out.copy_(out)
+            (buffers.x if in_place else buffers.out).copy_(out)
 
     def _wait(self) -> None:
         """Wait until the device has written a step's output."""
@@ -282,18 +309,22 @@ class DecodeGraphs:
     def _capture_once(self, key: ShapeKey) -> None:
         if key in self._captured:
             return
-        if len(self._captured) >= MAX_CAPTURED:  # the oldest capture goes, but none of the whole span
+        if len(self._captured) >= MAX_CAPTURED:  # the one used longest ago goes, but none of the whole span
             parts = (old for old in self._captured if old.stop - old.start < len(self._parts.blocks))
             del self._captured[next(parts, next(iter(self._captured)))]
         self._captured[key] = self._capture(key)
 
-    def _capture(self, key: ShapeKey) -> Replay:
+    def _capture(self, key: ShapeKey, *, in_place: bool = False) -> Replay:
         """Run the step once to warm up, then capture it as a graph."""
         device, buffers = self._parts.pool.device, self._buffers_of(key.rows)
         buffers.where.copy_(page_table(key.rows, self._max_pages, [], self._parts.pool.scratch_page))
-        graph = captured(lambda: self._run(buffers, key), device, self._memory)
+        graph = captured(lambda: self._run(buffers, key, in_place=in_place), device, self._memory)
         self._memory = self._memory or graph.pool()
         return graph.replay
+
+
+def _blocks_of(key: ShapeKey) -> list[ShapeKey]:
+    return [key._replace(start=block, stop=block + 1) for block in range(key.start, key.stop)]
 
 
 _capturing = Lock()  # torch ends the process if two threads capture at once, as blocks and the head would

@@ -174,11 +174,12 @@ class HostedSpan:
         return lease
 
     def tokens_freed_by(self, leases: Sequence[SessionLease]) -> int:
-        """Cache slots that closing these sessions would free on every device."""
-        return min(
-            part.pool.tokens_freed_by([lease.parts[part.pool] for lease in leases if part.pool in lease.parts])
-            for part in self.parts
-        )
+        """Cache slots that closing these sessions would free on every device; `keep` may run in another thread."""
+        freed = []
+        for part in self.parts:
+            held = (lease.parts.get(part.pool) for lease in leases)
+            freed.append(part.pool.tokens_freed_by([lease for lease in held if lease is not None]))
+        return min(freed)
 
     def read_cache(self, lease: SessionLease, blocks: tuple[int, int], start: int, stop: int) -> Tensor:
         """Copy the cache of positions [start, stop) to the CPU as it is kept: (blocks, 2, kv_heads, tokens, width).

@@ -55,7 +55,7 @@ class Sealer:
 class Opener:
     """Decrypts what the peer sends; keeps less than one record between calls."""
 
-    __slots__ = ("_aead", "_big_endian", "_number", "_partial", "_plain")
+    __slots__ = ("_aead", "_big_endian", "_number", "_partial", "_plain", "empty")
 
     def __init__(self, aead: Aead, number: int = 0) -> None:
         self._aead = aead
@@ -63,6 +63,7 @@ class Opener:
         self._number = number
         self._partial = bytearray()
         self._plain = bytearray(MAX_RECORD_BYTES)
+        self.empty = 0  # records without content so far
 
     def feed(self, data: bytes) -> memoryview:
         """Return the plaintext of all records that `data` completes; it is valid until the next call.
@@ -122,6 +123,7 @@ class Opener:
             except InvalidTag as error:
                 raise ProtocolError("sent a Noise record that is forged or damaged") from error
             self._number += 1
+            self.empty += length == TAG_BYTES
             at, size = stop, plain_end
         return at, size
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import trio
+
 from p2p.channel.noise_records import Buffer, Opener, Sealer
 from p2p.channel.pipe import SocketPipe
 from p2p.channel.raw import ConnectionClosed
@@ -36,6 +38,7 @@ class NoiseSession:
         self.peer = secured.peer
         self.is_initiator = secured.is_initiator
         self.pipe = pipe
+        self.heard_at = trio.current_time()  # when bytes of the peer last came
         self._sealer = secured.sealer
         self._opener = secured.opener
         self._early = secured.early
@@ -45,7 +48,10 @@ class NoiseSession:
         self._broken = False
 
     async def receive(self) -> memoryview | bytes:
-        """Return the next plaintext, valid until the next call; raises `ConnectionClosed` or `ProtocolError`."""
+        """Return the next plaintext, valid until the next call; raises `ConnectionClosed` or `ProtocolError`.
+
+        It is empty if only records without content came: see `empty_records`.
+        """
         if self._plain:
             plain, self._plain = self._plain, b""
             return plain
@@ -54,13 +60,15 @@ class NoiseSession:
                 sealed, self._early = self._early, b""
             else:
                 sealed = await self.pipe.receive(self._read_bytes)
+                self.heard_at = trio.current_time()
                 # Small reads are fast for small messages; large reads save system calls in bulk transfers.
                 if len(sealed) == self._read_bytes:
                     self._read_bytes = min(2 * self._read_bytes, _MAX_READ_BYTES)
                 elif len(sealed) < self._read_bytes // 4:
                     self._read_bytes = max(self._read_bytes // 2, _MIN_READ_BYTES)
+            before = self._opener.empty
             plaintext = self._opener.feed(sealed)
-            if plaintext:
+            if plaintext or self._opener.empty > before:
                 return plaintext
 
     async def read(self, n: int | None = None) -> bytes:
@@ -86,6 +94,11 @@ class NoiseSession:
         """Encrypt and send `data`; if this is cancelled half-way, all further writes raise an error."""
         self.send_now([data])
         await self.flush()
+
+    @property
+    def empty_records(self) -> int:
+        """Number of records without content that have come."""
+        return self._opener.empty
 
     @property
     def has_unsent(self) -> bool:

@@ -29,7 +29,7 @@ class UnsentBound:
     """
 
     def __init__(self) -> None:
-        self.size = MOST_UNSENT_BYTES
+        self.size = LEAST_UNSENT_BYTES
         self._given = 0  # bytes that the kernel took since
         self._room_at: float | None = None  # when it had room again after it was full
 
@@ -148,6 +148,5 @@ class SocketPipe:
             await self.raw.close()
 
     def abort(self) -> None:
-        """Close the socket at once, from any task; tasks that wait on it get `ConnectionClosed`."""
-        if self.socket is not None:
-            self.socket.close()
+        """Close the connection at once, from any task; tasks that wait on it get `ConnectionClosed`."""
+        self.raw.abort()

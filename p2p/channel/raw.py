@@ -40,7 +40,7 @@ class RawConnection(Protocol):
         """Close both directions."""
 
     def abort(self) -> None:
-        """Close the connection at once; tasks that wait on it get an error."""
+        """Close the connection at once and drop what was not sent; tasks that wait on it get an error."""
 
 
 class SocketConnection:
@@ -73,5 +73,5 @@ class SocketConnection:
         await self._stream.aclose()
 
     def abort(self) -> None:
-        """Close the socket at once; tasks that wait on it get an error."""
+        """Close the socket at once and drop what was not sent; tasks that wait on it get an error."""
         sockopts.abort(self.socket)

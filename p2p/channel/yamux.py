@@ -191,10 +191,14 @@ class YamuxConnection:
     # Frames from the peer.
 
     async def _read_loop(self) -> None:
-        parser, handled = FrameParser(), 0
+        parser, handled, empty = FrameParser(), 0, 0
         try:
             while self._ending is None:
-                for frame in parser.feed(await self.session.receive()):
+                data = await self.session.receive()
+                if self.session.empty_records > empty:
+                    self._flood.count(self.now(), self.session.empty_records - empty)
+                    empty = self.session.empty_records
+                for frame in parser.feed(data):
                     if self._ending is not None:  # another task closed the connection while these bytes arrived
                         return
                     self._on_frame(frame)

@@ -15,7 +15,7 @@ import trio
 from p2p.channel.yamux_wire import ACK, BASE_WINDOW_BYTES, DATA, HEADER_BYTES, PING, pack_header
 from p2p.errors import ProtocolError
 from p2p.priority_turns import PriorityTurns
-from p2p.values import PRIORITIES
+from p2p.values import PRIORITIES, Buffer, append_piece
 
 FIRST_WINDOW_BYTES: Final = 1 << 20  # lets 4 MiB cross a long link in three round trips
 MAX_WINDOW_BYTES: Final = 16 << 20
@@ -24,7 +24,6 @@ FRAME_BYTES: Final = 64 << 10  # largest frame body while other streams of the s
 BATCH_BYTES: Final = (256 << 10) + 1024
 MAX_CONTROL_BYTES: Final = 48 << 10
 MAX_PONGS: Final = 16
-_SMALL_PIECE_BYTES: Final = 2048
 _LARGE_PIECE_BYTES: Final = 16 << 10
 _MIN_EPOCH_S: Final = 0.005
 
@@ -38,7 +37,7 @@ class ReceiveHalf:
         self.budget = budget
         self.window = self.credit = BASE_WINDOW_BYTES
         self.buffered = 0
-        self._chunks: deque[bytes | bytearray] = deque()
+        self._chunks: deque[Buffer] = deque()
         self._head = 0  # bytes of the first chunk that were read
         self._consumed = 0  # bytes read and not yet credited
         self._epoch_at = 0.0
@@ -62,18 +61,10 @@ class ReceiveHalf:
         self.credit -= length
 
     def push(self, piece: bytes, now: float) -> None:
-        """Buffer a piece for the reader; small ones are joined, so that many cost no more memory than their bytes."""
-        chunks = self._chunks
+        """Buffer a piece for the reader."""
         if self._consumed + self.buffered < self.window // 8:
             self._epoch_at = now  # the first few bytes say nothing about the speed of a transfer
-        if not chunks or len(piece) > _SMALL_PIECE_BYTES:
-            chunks.append(piece)
-        else:
-            tail = chunks[-1]
-            if type(tail) is bytearray and len(tail) < FRAME_BYTES:
-                tail += piece
-            else:
-                chunks.append(bytearray(piece))
+        append_piece(self._chunks, piece)
         self.buffered += len(piece)
         self.budget.hold(len(piece))
 

@@ -18,12 +18,15 @@ from p2p.host.peer_record import open_record
 
 
 def learn(book: AddressBook, contact: Contact, is_usable: Callable[[Address], bool] = lambda address: True) -> None:
-    """Add those of a contact's addresses that are usable to `book`: reported ones, and those in a genuine record."""
+    """Add those of a contact's addresses that are usable to `book`: reported ones, and those in a genuine record.
+
+    One from the future is passed over, or it would come before all that its peer signs until then.
+    """
     now = trio.current_time()
     book.add(contact.peer, filter(is_usable, contact.addresses), now)
     if contact.record and contact.record != book.record(contact.peer):
         record = open_record(contact.record, contact.peer)
-        if record is not None:
+        if record is not None and not record.is_from_the_future:
             usable = tuple(address for address in record.addresses if is_usable(address))
             book.certify(replace(record, addresses=usable), contact.record, now)
 

@@ -34,7 +34,7 @@ class ConnectionLimits:
     streams_per_ip_burst: int = 400
     loop_share_per_ip: float = 0.1  # of the time of this node's loop, for what peers send: see `p2p.host.turns`
     loop_burst_per_ip_s: float = 0.05
-    handshake_timeout_s: float = 5.0
+    handshake_timeout_s: float = 10.0
     first_holdoff_s: float = 10.0
     longest_holdoff_s: float = 3600.0
 
@@ -106,6 +106,10 @@ class Admission:
         begun = self._connections.total() + self._handshakes.total()
         return begun < self.limits.connections * self.limits.inbound_share
 
+    def has_room_at(self, ip: IPAddress) -> bool:
+        """True if one more connection from or to `ip` may be open, whoever dialled the others."""
+        return self._connections[source_of(ip)] < self.limits.connections_per_ip
+
     def begin_handshake(self, ip: IPAddress, now: float) -> str | None:
         """Count one inbound handshake from `ip`, or return why it is refused; pair it with `end_handshake`."""
         if self.deny.denies_ip(ip):
@@ -117,7 +121,7 @@ class Admission:
             return "too many handshakes from its address are in progress"
         if not self.has_room_inbound:
             return "too many connections are open"
-        if self._connections[ip] >= self.limits.connections_per_ip:
+        if not self.has_room_at(ip):
             return "too many connections from its address are open"
         if not self._accepts.take(ip, now):
             return "it connects too often"
@@ -138,8 +142,8 @@ class Admission:
         return None
 
     def opened(self, ip: IPAddress) -> bool:
-        """Count one open connection from or to `ip`; False if `limits.connections` is reached."""
-        if self._connections.total() >= self.limits.connections:
+        """Count one open connection from or to `ip`; False if there are as many as may be, in all or of its address."""
+        if self._connections.total() >= self.limits.connections or not self.has_room_at(ip):
             return False
         self._connections[source_of(ip)] += 1
         return True

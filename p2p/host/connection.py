@@ -131,6 +131,11 @@ class Connection:
         """True if streams can still be opened."""
         return not self.closed.is_set() and not self.muxed.is_ending
 
+    @property
+    def heard_at(self) -> float:
+        """Time at which bytes of the peer last came, of whatever stream."""
+        return self.muxed.session.heard_at
+
     async def run(
         self,
         handlers: dict[str, StreamHandler],
@@ -219,7 +224,6 @@ class Connection:
         if reason is not None and not self.closed.is_set():
             self.reason = reason
         self.muxed.abort()
-        self.raw.abort()
 
     async def _abort_when_cancelled(self) -> None:
         # Writers shield themselves so that no record is cut short; with a frozen peer only a closed socket ends them.

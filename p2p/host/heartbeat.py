@@ -4,9 +4,9 @@ The dialling side opens the stream. Each frame is a kind (1 byte), a length (2 b
 body. Both sides send `HELLO` (JSON: `version`, `addresses`, `observed`, `relay`) first and again when it changes. The
 dialling side sends `PING` (a number and its last round trip in microseconds, 4 bytes each) every 5 s, and the other
 side answers `PONG` with the same body. That round trip is only a claim, so the accepting side ignores it and measures
-its own with the multiplexer's ping, which every version and every libp2p node answers. A side that receives nothing for
-15 s closes the raw socket, which also ends writes that are blocked on it. What the hello leads to is up to the caller
-(`p2p.network`, `p2p.nat.traversal`).
+its own with the multiplexer's ping, which every version and every libp2p node answers. A side that receives nothing on
+the whole connection for 15 s closes the raw socket, which also ends writes that are blocked on it. What the hello leads
+to is up to the caller (`p2p.network`, `p2p.nat.traversal`).
 """
 
 from __future__ import annotations
@@ -135,12 +135,16 @@ class Heartbeat:
 
     async def say_hello(self) -> None:
         """Send a new HELLO to every peer, because this node's addresses or its relay offer changed."""
-        for connection, stream in list(self._linked.items()):
-            with trio.move_on_after(_HELLO_TIMEOUT_S):
-                try:
-                    await _send(stream, _KIND_HELLO, self._hello(connection).encode())
-                except StreamClosed as error:
-                    log.debug("%s", error)
+        async with trio.open_nursery() as nursery:
+            for connection, stream in self._linked.items():
+                nursery.start_soon(self._say_hello, connection, stream)
+
+    async def _say_hello(self, connection: Connection, stream: Stream) -> None:
+        with trio.move_on_after(_HELLO_TIMEOUT_S):
+            try:
+                await _send(stream, _KIND_HELLO, self._hello(connection).encode())
+            except StreamClosed as error:
+                log.debug("%s", error)
 
     async def _wait_for_link(self, connection: Connection) -> None:
         while True:
@@ -186,23 +190,22 @@ class Heartbeat:
         self._on_hello(connection, Hello.decode(body, connection.peer))
 
     async def _next_frame(self, stream: Stream, received: bytearray) -> tuple[int, bytes]:
-        silent_for_s = 0.0
-        while True:
-            frame = _take_frame(received, stream.peer)
-            if frame is not None:
-                return frame
-            # If this process itself was suspended, the bytes are already here: the last second's wait then finds them.
-            patience_s = _LAST_WAIT_S if silent_for_s else self._silence_s - _LAST_WAIT_S
-            with trio.move_on_after(patience_s) as scope:
+        connection, is_last_wait = stream.connection, False
+        while (frame := _take_frame(received, stream.peer)) is None:
+            # Any byte counts: on a slow link those of this stream wait behind many others.
+            heard_at = connection.heard_at
+            until = trio.current_time() + _LAST_WAIT_S if is_last_wait else heard_at + self._silence_s - _LAST_WAIT_S
+            with trio.move_on_at(until) as scope:
                 chunk = await read_some(stream, _HEADER.size + MAX_BODY_BYTES)
                 if not chunk:
                     raise StreamClosed(f"{stream.peer} ended its link stream")
                 received += chunk
-                silent_for_s = 0.0
-            if scope.cancelled_caught:
-                if silent_for_s:
-                    raise StreamClosed(f"{stream.peer} was silent for {self._silence_s:.0f} s")
-                silent_for_s = patience_s
+            is_silent = scope.cancelled_caught and connection.heard_at == heard_at
+            if is_silent and is_last_wait:
+                raise StreamClosed(f"{stream.peer} was silent for {self._silence_s:.0f} s")
+            # If this process itself was suspended, the bytes are already here: the last second's wait then finds them.
+            is_last_wait = is_silent
+        return frame
 
     async def _ping(self, stream: Stream) -> None:
         number = 0

@@ -271,6 +271,8 @@ class Host:
             if self.relay_dial is None:
                 raise PeerUnreachable(f"{peer} is behind a relay, and this node uses no relays")
             return await self.relay_dial(address.of(peer))
+        if address.ip is not None and not self.admission.has_room_at(address.ip):
+            raise Refused(f"too many connections with {address.host} are open")
         if source_port is None and address.scope is Scope.PUBLIC:
             # Dial from the listening port, so that the NAT mapping that the peer observes is the one others can dial.
             source_port = next((own.port for own in self._listening if own.kind == address.kind), None)

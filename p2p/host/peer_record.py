@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from p2p.addresses import MAX_ADDRESSES_PER_PEER, Address
+from p2p.envelope import CLOCK_TOLERANCE_MS
+from p2p.envelope import Sequence as Numbers
 from p2p.errors import IdentityError, ProtocolError
 from p2p.host.messages import address_bytes, addresses_from_bytes
 from p2p.identity import Identity, is_signed, key_in_message, key_message, peer_id_bytes, peer_id_from_bytes, peer_id_of
@@ -23,15 +25,21 @@ MAX_RECORD_BYTES = 1024  # of an envelope
 _DOMAIN = b"libp2p-peer-record"
 _TYPE = b"\x03\x01"
 _ENVELOPE_BYTES = 160  # at most, beside the addresses
+_NS_PER_MS = 10**6
 
 
 @dataclass(frozen=True)
 class PeerRecord:
-    """The addresses that a peer signed, and the number of the record."""
+    """The addresses that a peer signed, and the number of the record: the signer's clock in nanoseconds."""
 
     peer: str
     sequence: int
     addresses: tuple[Address, ...]
+
+    @property
+    def is_from_the_future(self) -> bool:
+        """True if the signer's clock was ahead of this one by more than two nodes' clocks may differ."""
+        return self.sequence > (_clock_ms() + CLOCK_TOLERANCE_MS) * _NS_PER_MS
 
 
 def seal(identity: Identity, addresses: Sequence[Address], sequence: int) -> bytes:
@@ -52,20 +60,24 @@ def open_record(raw: bytes, peer: str) -> PeerRecord | None:
 
 
 class RecordSigner:
-    """Signs records of this node's addresses; the same addresses give the same record, others a higher sequence."""
+    """Signs records of this node's addresses; the same addresses give the same record, others a higher sequence.
+
+    After the clock was far ahead, it begins anew: nobody has kept a record of that time.
+    """
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self._addresses: tuple[Address, ...] = ()
-        self._sequence = 0
+        self._numbers = Numbers()
         self._record = b""
 
     def record(self, addresses: Sequence[Address]) -> bytes:
         """Return the envelope of a record of `addresses`; empty if there are none."""
-        if tuple(addresses) != self._addresses:
+        now_ms = _clock_ms()
+        if tuple(addresses) != self._addresses or self._numbers.last > now_ms + CLOCK_TOLERANCE_MS:
             self._addresses = tuple(addresses)
-            self._sequence = max(time.time_ns(), self._sequence + 1)
-            self._record = seal(self._identity, self._addresses, self._sequence) if addresses else b""
+            sequence = self._numbers.next(now_ms) * _NS_PER_MS
+            self._record = seal(self._identity, self._addresses, sequence) if addresses else b""
         return self._record
 
 
@@ -89,3 +101,7 @@ def _opened(raw: bytes, peer: str) -> PeerRecord | None:
 
 def _signed_bytes(payload: bytes) -> bytes:
     return b"".join(varint(len(part)) + part for part in (_DOMAIN, _TYPE, payload))
+
+
+def _clock_ms() -> int:
+    return time.time_ns() // _NS_PER_MS

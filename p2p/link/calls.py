@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import trio
 
 from p2p.errors import DeadlineExceeded, P2PError, QueueFull, Refused
 from p2p.link.frames import WHOLE, Assembler, Frame, Kind, body_bytes, failure_of
 from p2p.link.handlers import LinkPort
+from p2p.link.quota import Held
 
 MAX_PENDING_CALLS = 1024
 
@@ -67,6 +71,12 @@ class Calls:
             raise pending.failure
         return pending.answer
 
+    def held(self) -> Iterator[Held]:
+        """Yield the bytes that have come of each unfinished answer, and how to refuse the rest."""
+        for id, pending in self._pending.items():
+            if pending.held and not pending.done.is_set():
+                yield Held(pending.held, partial(self._refuse, id, pending))
+
     def on_answer(self, frame: Frame, assembler: Assembler) -> bool:
         """Process an answer, a chunk of one, an error or a pong; False if no call waits for it."""
         pending = self._pending.get(frame.id)
@@ -75,8 +85,7 @@ class Calls:
         if frame.kind == Kind.ERROR:
             pending.fail(failure_of(frame))
         elif frame.flags & WHOLE != WHOLE and not self._hold(pending, body_bytes(frame)):
-            pending.fail(Refused(f"{self._link.peer} answers with {frame.total} bytes, too many to buffer now"))
-            self._link.give_up(frame.id)
+            self._refuse(frame.id, pending)
         elif (whole := assembler.add(frame)) is not None:
             pending.answer = whole.body
             pending.done.set()
@@ -87,6 +96,13 @@ class Calls:
             return False
         pending.held += size
         return True
+
+    def _refuse(self, id: int, pending: Pending) -> None:
+        pending.fail(Refused(f"{self._link.peer} answers with more bytes than can be buffered now"))
+        self._link.drop_chunks(id)
+        self._link.consumed(pending.held)
+        pending.held = 0
+        self._link.give_up(id)
 
     def end(self, failure: P2PError) -> None:
         """End every waiting call with `failure`: the link has ended."""

@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from p2p.errors import P2PError, ProtocolError, Refused, RemoteError
-from p2p.values import MAX_BODY_BYTES, MAX_NAME_BYTES, Buffer
+from p2p.values import MAX_BODY_BYTES, MAX_NAME_BYTES, Buffer, append_piece
 
 MAJOR, MINOR = 1, 1
 SMALL_CHUNKS = 1  # the minor version from which a peer accepts chunks of less than `CHUNK_BYTES`
@@ -25,7 +25,7 @@ WHOLE = FIRST | LAST
 PRIORITY_MASK = 0x03
 MAX_PARTIAL_MESSAGES = 256
 MAX_TEXT_BYTES = 1024
-OPTIONAL_KINDS = 128  # unknown kinds from this number on are skipped
+OPTIONAL_KINDS = 128  # unknown kinds from this number on mean nothing, and break nothing
 
 
 class Kind(IntEnum):
@@ -90,7 +90,7 @@ def encode(frame: Frame) -> bytes:
 
 
 class FrameDecoder:
-    """Cuts a byte stream into frames; keeps at most one incomplete frame, in the pieces in which it arrived."""
+    """Cuts a byte stream into frames; keeps at most one incomplete frame, in large pieces as they arrived."""
 
     def __init__(self) -> None:
         self._parts: list[Buffer] = []
@@ -121,8 +121,7 @@ class FrameDecoder:
             end = _end_of_frame(data, start, size)
             if end > size:
                 break
-            if (frame := _parse(data, start, end)) is not None:
-                frames.append(frame)
+            frames.append(_parse(data, start, end))
             start = end
         self._parts = [_piece(data, start, size)] if start < size else []
         self._held, self._needed = size - start, end - start
@@ -131,7 +130,7 @@ class FrameDecoder:
     def _resume(self, data: bytes, start: int, frames: list[Frame]) -> int:
         """Add the bytes of `data` from `start` to the incomplete frame; returns where its part of `data` ends."""
         stop = min(start + self._needed - self._held, len(data))
-        self._parts.append(_piece(data, start, stop))
+        append_piece(self._parts, _piece(data, start, stop))
         self._held += stop - start
         if self._held < self._needed:
             return stop
@@ -140,8 +139,7 @@ class FrameDecoder:
             self._needed = _end_of_frame(self._parts[0], 0, HEADER.size)
             if self._needed > HEADER.size:
                 return stop
-        if (frame := _assemble(self._parts)) is not None:
-            frames.append(frame)
+        frames.append(_assemble(self._parts))
         self._parts, self._held = [], 0
         return stop
 
@@ -192,7 +190,7 @@ def _piece(data: bytes, start: int, stop: int) -> Buffer:
     return memoryview(data)[start:stop] if 2 * (stop - start) >= len(data) else data[start:stop]
 
 
-def _assemble(parts: list[Buffer]) -> Frame | None:
+def _assemble(parts: list[Buffer]) -> Frame:
     """Build a frame from its pieces; a chunk of a longer message stays in pieces and is joined with the others."""
     head = parts[0]
     _, flags, name_length, *_ = HEADER.unpack_from(head)
@@ -201,13 +199,11 @@ def _assemble(parts: list[Buffer]) -> Frame | None:
         data = b"".join(parts)
         return _parse(data, 0, len(data))
     frame = _parse(bytes(head[:body_at]), 0, body_at)
-    return frame and frame._replace(pieces=(memoryview(head)[body_at:], *parts[1:]))
+    return frame._replace(pieces=(memoryview(head)[body_at:], *parts[1:]))
 
 
-def _parse(data: bytes, start: int, end: int) -> Frame | None:
+def _parse(data: bytes, start: int, end: int) -> Frame:
     kind, flags, name_length, id, _, total, arg = HEADER.unpack_from(data, start)
-    if kind not in _KINDS:
-        return None
     body_at = start + HEADER.size + name_length
     name = ""
     if name_length:

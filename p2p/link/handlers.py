@@ -9,7 +9,7 @@ read the answers soon reaches its limit of calls.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -55,6 +55,7 @@ class LinkPort(Protocol):
 class _Call:
     size: int  # bytes of its body that have arrived
     scope: trio.CancelScope
+    complete: bool = False  # all of its body has arrived
     running: bool = False  # its handler has started and not ended
     answer_size: int = 0
 
@@ -72,27 +73,36 @@ class Handlers:
         """True if a call of the peer is in progress."""
         return bool(self._calls)
 
-    def on_request(self, frame: Frame, assembler: Assembler) -> Frame | None:
-        """Process a chunk of a request; returns the whole request once it is complete and admitted."""
+    def held(self) -> Iterator[tuple[int, int]]:
+        """Yield the id of each call of the peer that was not cancelled, and the bytes that are held for it."""
+        for id, call in self._calls.items():
+            if not call.scope.cancel_called:
+                yield id, call.size + call.answer_size
+
+    def on_request(self, frame: Frame, assembler: Assembler) -> bool:
+        """Process a chunk of a request, whose handler starts with the last one; False if no request waits for it."""
         if frame.flags & FIRST:
             if not self._admit(frame):
-                return None
-        elif frame.id in self._calls and not self._hold(frame):
+                return True
+        elif (call := self._calls.get(frame.id)) is None or call.complete:
+            return False
+        elif not self._hold(frame, call):
             assembler.drop(frame.id)
-            return None
-        return assembler.add(frame) if frame.id in self._calls else None
+            return True
+        if (whole := assembler.add(frame)) is not None:
+            self._start(whole)
+        return True
 
     def give_up(self, id: int, why: str) -> None:
         """Refuse a call whose request is still incomplete."""
         call = self._calls.get(id)
-        if call is not None and not call.running:
+        if call is not None and not call.complete:
             self._link.refuse(Kind.ERROR, id, why)
             self._finished(id, call)
 
-    def start(self, request: Frame) -> None:
-        """Start the handler of a complete request."""
+    def _start(self, request: Frame) -> None:
         call = self._calls[request.id]
-        call.running = True
+        call.complete = call.running = True
         assert self.nursery is not None
         self.nursery.start_soon(self._answer, request, call)
 
@@ -170,11 +180,11 @@ class Handlers:
             return False
         return True
 
-    def _hold(self, frame: Frame) -> bool:
+    def _hold(self, frame: Frame, call: _Call) -> bool:
         """Count one more chunk of a request; False, and the call refused, if that exceeds a limit."""
-        call, size = self._calls[frame.id], body_bytes(frame)
-        if call.running or self._link.services.quota.hold(self._link.peer, size):
-            call.size += 0 if call.running else size
+        size = body_bytes(frame)
+        if self._link.services.quota.hold(self._link.peer, size):
+            call.size += size
             return True
         self.give_up(frame.id, "too many bytes in flight")
         return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import trio
 
@@ -18,6 +19,7 @@ from p2p.link.calls import Calls
 from p2p.link.frames import (
     BUSY,
     FIRST,
+    OPTIONAL_KINDS,
     PREFACE,
     SMALL_CHUNKS,
     Assembler,
@@ -29,6 +31,7 @@ from p2p.link.frames import (
 )
 from p2p.link.handlers import Handlers, Services
 from p2p.link.outbox import Outbox, Outgoing, spoken
+from p2p.link.quota import Held, Resource
 from p2p.link.receive_rate import ReceiveRate
 from p2p.link.streams import MessageStream
 from p2p.rate_limit import FloodGuard, LogLimit
@@ -39,10 +42,11 @@ FRAMES_A_TURN = 256
 MAX_TIMEOUT_MS = 2**32 - 1
 UNFINISHED_S = 120.0  # a partly received request or message is dropped after this long without a byte
 STALLED_S = 60.0  # for the peer to accept one chunk: a live peer that does not read must not hold memory here for ever
-# Frames for unknown calls and streams that are tolerated. Many are: a window of tiny messages may cross a reset on the
-# way. A peer that sends little else only keeps this node busy.
+# Frames of unknown kinds, calls and streams that are tolerated. Many are: a window of tiny messages may cross a reset
+# on the way. A peer that sends little else only keeps this node busy.
 IDLE_FRAMES = 32_768
 IDLE_FRAMES_PER_S = 2000
+MADE_WAY = "it makes way for peers that have less here"
 
 log = logging.getLogger("shoal.p2p.link")
 log.addFilter(LogLimit())  # peers can cause these lines
@@ -174,6 +178,18 @@ class PeerLink:
             raise stream.failure
         return stream
 
+    def held(self, resource: Resource) -> list[Held]:
+        """Return the calls and streams for which the peer has some of a resource over this link."""
+        calls = [Held(size, partial(self._end_call, id)) for id, size in self._serving.held()]
+        streams = {id: Held(stream.held, partial(stream.abort, BUSY, MADE_WAY)) for id, stream in self._streams.items()}
+        match resource:
+            case Resource.CALLS:
+                return calls
+            case Resource.STREAMS:
+                return [stream for id, stream in streams.items() if id % 2 != self.own_parity]
+            case Resource.BYTES:
+                return [one for one in (*calls, *self._asking.held(), *streams.values()) if one.size]
+
     # --- used by streams, calls and handlers ---
 
     def post(self, message: Outgoing) -> None:
@@ -188,6 +204,10 @@ class PeerLink:
     def has_room(self, priority: int) -> bool:
         """True if one more message of this priority may be queued."""
         return self.ended or self._outbox.has_room(priority)
+
+    def is_nearly_sent(self, id: int, priority: int) -> bool:
+        """True if next to nothing waits of what was queued with this id and priority."""
+        return self.ended or self._outbox.is_nearly_sent(id, priority)
 
     async def written(self) -> None:
         """Wait for the writer's next write."""
@@ -381,12 +401,10 @@ class PeerLink:
             if not self._asking.on_answer(frame, self._assembler):
                 self._flood.count(trio.current_time())
         elif kind == Kind.REQUEST:
-            if (whole := self._serving.on_request(frame, self._assembler)) is not None:
-                self._serving.start(whole)
+            if not self._serving.on_request(frame, self._assembler):
+                self._flood.count(trio.current_time())
         elif kind == Kind.CANCEL:
-            self._assembler.drop(frame.id)
-            self._outbox.drop(frame.id)
-            if not self._serving.on_cancel(frame.id):
+            if not self._cancel(frame.id):
                 self._flood.count(trio.current_time())
         elif kind == Kind.PING:
             self._serving.on_ping(frame.id)
@@ -394,8 +412,20 @@ class PeerLink:
             self._on_open(frame)
         elif kind == Kind.SWITCH:
             self._on_switch(frame.name)
-        else:
+        elif kind < OPTIONAL_KINDS:
             self._on_stream_event(frame)
+        else:
+            self._flood.count(trio.current_time())
+
+    def _cancel(self, id: int) -> bool:
+        """Stop a call of the peer and drop its answer; False if it is unknown."""
+        self._assembler.drop(id)
+        self._outbox.drop(id)
+        return self._serving.on_cancel(id)
+
+    def _end_call(self, id: int) -> None:
+        self._cancel(id)
+        self.post(spoken(Kind.ERROR, id, BUSY, MADE_WAY))
 
     def _on_message(self, frame: Frame) -> None:
         stream = self._streams.get(frame.id)

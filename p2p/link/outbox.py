@@ -8,16 +8,17 @@ A queue below its bound of `QUEUE_BYTES` accepts one more message of any size.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from p2p.link.frames import CHUNK_BYTES, FIRST, LAST, MAX_TEXT_BYTES, SMALLEST_CHUNK_BYTES, encode_header
+from p2p.link.frames import CHUNK_BYTES, FIRST, LAST, MAX_TEXT_BYTES, SMALLEST_CHUNK_BYTES, Kind, encode_header
 from p2p.priority_turns import PriorityTurns
 from p2p.values import MESSAGE_COST_BYTES, PRIORITIES, Buffer
 
 QUEUE_BYTES = 8 * 2**20
 COALESCE_BYTES = 16 * 1024  # small messages in a queue are written together, up to this size
-MAX_URGENT_FRAMES = 8192
+MAX_URGENT_ANSWERS = 2048  # an honest peer waits for half as many at most; each takes half a KiB
+_URGENT_ANSWERS = frozenset((Kind.PONG, Kind.ERROR, Kind.OPENED, Kind.RESET))
 CHUNK_S = 0.05  # that a chunk may take, unless it is of the smallest size
 _FIRST_CHUNK_BYTES = 32 * 1024  # of a link whose speed is not known yet
 
@@ -82,9 +83,11 @@ class Outbox:
     def __init__(self) -> None:
         self._queues: tuple[deque[Outgoing], ...] = tuple(deque() for _ in range(PRIORITIES))
         self._queued = [0] * PRIORITIES
+        self._answers = 0  # urgent ones
         self._turns = PriorityTurns(PRIORITIES)
         # Indexed by id: a peer decides how often messages are dropped, and each search would cost this node time.
         self._by_id: dict[int, dict[Outgoing, None]] = {}
+        self._of_id: Counter[tuple[int, int]] = Counter()  # bytes queued, by id and priority
         self._chunk_bytes = CHUNK_BYTES
         self._fits_chunks = False
 
@@ -92,14 +95,19 @@ class Outbox:
         """True if the queue of this priority accepts one more message of any size."""
         return self._queued[priority] < QUEUE_BYTES
 
+    def is_nearly_sent(self, id: int, priority: int) -> bool:
+        """True if less than a chunk waits of what was queued with this id and priority."""
+        return self._of_id[id, priority] < self._chunk_bytes
+
     def overrun(self) -> bool:
-        """True if so many control messages wait that the peer cannot be reading."""
-        return len(self._queues[0]) > MAX_URGENT_FRAMES
+        """True if so many control messages that answer the peer wait that it cannot be reading."""
+        return self._answers > MAX_URGENT_ANSWERS
 
     def put(self, message: Outgoing) -> None:
         """Queue a message. Callers that can be refused must check `has_room` first; this never refuses."""
         self._queues[message.priority].append(message)
-        self._queued[message.priority] += message.size + MESSAGE_COST_BYTES
+        self._count(message, message.size + MESSAGE_COST_BYTES)
+        self._answers += message.kind in _URGENT_ANSWERS
         self._by_id.setdefault(message.id, {})[message] = None
 
     def allow_small_chunks(self) -> None:
@@ -168,11 +176,19 @@ class Outbox:
         for message in self._by_id.pop(id, ()):
             message.dropped = True
             message.parts = ()  # frees the buffers now; the message itself leaves when the queue reaches it
-            self._queued[message.priority] -= message.size
+            self._count(message, -message.size)
             message.size = 0
 
+    def _count(self, message: Outgoing, size: int) -> None:
+        key = message.id, message.priority
+        self._queued[message.priority] += size
+        self._of_id[key] += size
+        if not self._of_id[key]:
+            del self._of_id[key]
+
     def _forget(self, message: Outgoing) -> None:
-        self._queued[message.priority] -= message.size + MESSAGE_COST_BYTES
+        self._count(message, -message.size - MESSAGE_COST_BYTES)
+        self._answers -= message.kind in _URGENT_ANSWERS
         of_id = self._by_id.get(message.id)
         if of_id is not None:
             of_id.pop(message, None)

@@ -1,8 +1,9 @@
 """Bounds on the calls, streams and buffered bytes that peers may have at this node. Pure; the clock is passed in.
 
 Each of the three is a `SharedLimit`: every peer has a small floor that no other peer can use up, and above it draws
-from a pool that all share fairly. So peers that use all they can get leave room for others, however many they are.
-Only bytes that arrived count, never the length that a message declares.
+from a pool that is shared among homes first, then among the peers of a home (`p2p.shares`). Who holds too much makes
+way for those who find no room: calls and streams of it are ended. Only bytes that arrived count, never the length that
+a message declares.
 
 A call over a limit is answered `busy` and its handler does not run. A peer that ignores too many refusals is reported
 as misbehaving; `p2p.host.admission` decides how long it is then held off, and which peers may connect at all.
@@ -11,9 +12,13 @@ as misbehaving; `p2p.host.admission` decides how long it is then held off, and w
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
 
 from p2p.rate_limit import TokenBucket
+from p2p.shares import Holder, Shares, alone
 
 
 @dataclass(frozen=True)
@@ -42,49 +47,75 @@ class Limits:
     refusals_forgiven_per_s: float = 10.0
 
 
+class Resource(IntEnum):
+    """What peers have of this node over their links."""
+
+    CALLS = 0
+    STREAMS = 1
+    BYTES = 2
+
+
+class Held(NamedTuple):
+    """The bytes that are held for one call or stream, and how to end it so that others find room."""
+
+    size: int
+    end: Callable[[], None]
+
+
 class SharedLimit:
     """Divides one resource among peers.
 
-    A peer always gets its floor. Above the floor it draws from the pool: freely while less than half of the pool is
-    used, and up to an equal share of the pool after that.
+    A peer always gets its floor. What it has above that comes from the pool, by `p2p.shares`.
     """
 
-    def __init__(self, per_peer: int, pool: int, floor: int) -> None:
-        self._per_peer, self._pool, self._floor = per_peer, pool, floor
+    def __init__(self, per_peer: int, pool: int, floor: int, holder_of: Callable[[str], Holder] = alone) -> None:
+        self._per_peer, self._floor = per_peer, floor
+        self._pool = Shares(pool)
+        self._holder_of = holder_of
         self._used: dict[str, int] = {}
-        self._pool_used = 0
-        self._pool_peers = 0  # peers that use more than their floor
+        self._holders: dict[str, Holder] = {}  # that use the pool, by peer; a peer may change its address meanwhile
 
     def used(self, peer: str) -> int:
         """The amount that `peer` uses now."""
         return self._used.get(peer, 0)
 
     def take(self, peer: str, amount: int) -> bool:
-        """Count `amount` more for `peer`; False, and nothing counted, if that is over its limit or share."""
-        before = self._used.get(peer, 0)
-        after = before + amount
-        if after > self._per_peer:
+        """Count `amount` more for `peer`; False, and nothing counted, if that is over its limit or finds no room."""
+        after = self.used(peer) + amount
+        more = self._above_floor(after) - self._above_floor(self.used(peer))
+        if after > self._per_peer or (more and not self._pool.fits(self._holder(peer), more)):
             return False
-        above_before, above_after = max(before - self._floor, 0), max(after - self._floor, 0)
-        pool_used = self._pool_used + above_after - above_before
-        if above_after:
-            peers = self._pool_peers + (not above_before)
-            if pool_used > self._pool or (2 * pool_used > self._pool and above_after * (peers + 1) > self._pool):
-                return False
         self._set(peer, after)
         return True
 
+    def first_to_go(self, peer: str, amount: int) -> str | None:
+        """Return the peer that is most in the way of `peer` taking so much more, None if no other one is."""
+        after = self.used(peer) + amount
+        if after > self._per_peer:
+            return None
+        more = self._above_floor(after) - self._above_floor(self.used(peer))
+        holder = self._pool.first_to_go(self._holder(peer), more)
+        return None if holder is None else holder.asker
+
     def give_back(self, peer: str, amount: int) -> None:
         """Count `amount` less for `peer`."""
-        left = self._used.get(peer, 0) - amount
+        left = self.used(peer) - amount
         assert left >= 0, "more was given back than was taken"
         self._set(peer, left)
 
+    def _above_floor(self, amount: int) -> int:
+        return max(amount - self._floor, 0)
+
+    def _holder(self, peer: str) -> Holder:
+        return self._holders.get(peer) or self._holder_of(peer)
+
     def _set(self, peer: str, amount: int) -> None:
-        above_before = max(self._used.get(peer, 0) - self._floor, 0)
-        above = max(amount - self._floor, 0)
-        self._pool_used += above - above_before
-        self._pool_peers += bool(above) - bool(above_before)
+        above = self._above_floor(amount)
+        if more := above - self._above_floor(self.used(peer)):
+            holder = self._holders[peer] = self._holder(peer)
+            self._pool.add(holder, more)
+            if not above:
+                del self._holders[peer]
         if amount:
             self._used[peer] = amount
         else:
@@ -107,11 +138,19 @@ class Quota:
     Every `begin_call` or `begin_stream` that returned None must be followed by one `end_call` or `end_stream`.
     """
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
-        self._calls = SharedLimit(self.limits.calls_per_peer, self.limits.calls, self.limits.calls_floor)
-        self._streams = SharedLimit(self.limits.streams_per_peer, self.limits.streams, self.limits.streams_floor)
-        self._bytes = SharedLimit(self.limits.bytes_per_peer, self.limits.bytes, self.limits.bytes_floor)
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        holder_of: Callable[[str], Holder] = alone,
+        make_way: Callable[[str, Resource], None] = lambda peer, resource: None,
+    ) -> None:
+        """`make_way` ends a call or stream of a peer that has too much of a resource."""
+        self.limits = limits = limits or Limits()
+        calls = SharedLimit(limits.calls_per_peer, limits.calls, limits.calls_floor, holder_of)
+        streams = SharedLimit(limits.streams_per_peer, limits.streams, limits.streams_floor, holder_of)
+        held_bytes = SharedLimit(limits.bytes_per_peer, limits.bytes, limits.bytes_floor, holder_of)
+        self._shared = {Resource.CALLS: calls, Resource.STREAMS: streams, Resource.BYTES: held_bytes}
+        self._make_way = make_way
         self._peers: dict[str, _Peer] = {}
         self._leaving: set[str] = set()  # whose link has ended while something was in progress
         self._gone: OrderedDict[str, _Peer] = OrderedDict()
@@ -125,10 +164,10 @@ class Quota:
         refusal = self.request(peer, now)
         if refusal is not None:
             return refusal
-        if not self._calls.take(peer, 1):
+        if not self._take(Resource.CALLS, peer, 1):
             return "too many calls at once"
-        if not self._bytes.take(peer, size):
-            self._calls.give_back(peer, 1)
+        if not self._take(Resource.BYTES, peer, size):
+            self._shared[Resource.CALLS].give_back(peer, 1)
             return "too many bytes in flight"
         return None
 
@@ -137,7 +176,7 @@ class Quota:
         use = self._peer(peer, now)
         if use.answer_bytes and use.answer_bytes + size > self.limits.answer_bytes_per_peer:
             return False
-        if not self._bytes.take(peer, size):
+        if not self._take(Resource.BYTES, peer, size):
             return False
         use.answer_bytes += size
         return True
@@ -145,26 +184,26 @@ class Quota:
     def end_call(self, peer: str, size: int, answer_size: int = 0) -> None:
         """Stop counting a call, the `size` bytes of its body and the `answer_size` bytes of its answer."""
         self._peers[peer].answer_bytes -= answer_size
-        self._calls.give_back(peer, 1)
-        self._bytes.give_back(peer, size + answer_size)
+        self._shared[Resource.CALLS].give_back(peer, 1)
+        self._shared[Resource.BYTES].give_back(peer, size + answer_size)
         self._less(peer)
 
     def begin_stream(self, peer: str) -> str | None:
         """Count a stream; returns the reason if it is refused, else None."""
-        return None if self._streams.take(peer, 1) else "too many streams at once"
+        return None if self._take(Resource.STREAMS, peer, 1) else "too many streams at once"
 
     def end_stream(self, peer: str) -> None:
         """Stop counting one stream of `peer`."""
-        self._streams.give_back(peer, 1)
+        self._shared[Resource.STREAMS].give_back(peer, 1)
         self._less(peer)
 
     def hold(self, peer: str, size: int) -> bool:
         """Count bytes buffered for a peer; False, and nothing counted, if that is over a limit."""
-        return self._bytes.take(peer, size)
+        return self._take(Resource.BYTES, peer, size)
 
     def release(self, peer: str, size: int) -> None:
         """Stop counting bytes that were buffered for a peer."""
-        self._bytes.give_back(peer, size)
+        self._shared[Resource.BYTES].give_back(peer, size)
         self._less(peer)
 
     def refused(self, peer: str, now: float) -> bool:
@@ -185,6 +224,19 @@ class Quota:
             self._leaving.add(peer)
             self._less(peer)
 
+    def _take(self, resource: Resource, peer: str, amount: int) -> bool:
+        """Count so much more for a peer, for which others make way as far as they can at once."""
+        limit = self._shared[resource]
+        while not limit.take(peer, amount):
+            other = limit.first_to_go(peer, amount)
+            if other is None:
+                return False
+            before = limit.used(other)
+            self._make_way(other, resource)
+            if limit.used(other) >= before:  # a handler takes a moment to end
+                return False
+        return True
+
     def _less(self, peer: str) -> None:
         if peer in self._leaving and self.under_way(peer) == (0, 0, 0):
             self._leaving.discard(peer)
@@ -194,7 +246,8 @@ class Quota:
 
     def under_way(self, peer: str) -> tuple[int, int, int]:
         """The calls, streams and buffered bytes of one peer."""
-        return self._calls.used(peer), self._streams.used(peer), self._bytes.used(peer)
+        calls, streams, held_bytes = (self._shared[resource].used(peer) for resource in Resource)
+        return calls, streams, held_bytes
 
     def _peer(self, peer: str, now: float) -> _Peer:
         self._leaving.discard(peer)

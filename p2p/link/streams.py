@@ -24,6 +24,7 @@ class StreamCarrier(Protocol):
     def peer(self) -> str: ...
     def post(self, message: Outgoing) -> None: ...
     def has_room(self, priority: int) -> bool: ...
+    def is_nearly_sent(self, id: int, priority: int) -> bool: ...
     async def written(self) -> None: ...
     def consumed(self, size: int) -> None: ...
     def stream_done(self, stream: MessageStream, *, broken: bool) -> None: ...
@@ -41,7 +42,7 @@ class MessageStream:
         self._outstanding = 0  # bytes sent that the peer has not credited
         self._arrived = 0  # bytes arrived that this side has not credited
         self._uncredited = 0  # bytes consumed that this side has not credited
-        self._held = 0  # bytes that the node's quota counts for this stream
+        self.held = 0  # bytes that the node's quota counts for this stream
         self._lowest_priority = 0
         self._sent_close = self._got_close = False
         self._failure: P2PError | None = None
@@ -82,12 +83,19 @@ class MessageStream:
         self._lowest_priority = max(self._lowest_priority, priority)
         self._carrier.post(Outgoing(Kind.MESSAGE, self.id, priority, parts, size))
 
+    def is_clear(self, priority: int = DECODE) -> bool:
+        """True if next to nothing of this priority that was sent on this stream still waits for the link."""
+        return self._carrier.is_nearly_sent(self.id, priority)
+
     async def wait_room(self, priority: int = DECODE) -> None:
-        """Wait until `send` would accept a message of this priority; raises `StreamClosed` or `StreamReset`."""
+        """Wait until `send` would accept a message of this priority, and the stream is clear.
+
+        Raises `StreamClosed` or `StreamReset`.
+        """
         await trio.lowlevel.checkpoint()
         while not self._ends and self._outstanding >= WINDOW_BYTES // 2:
             await self._writable.wait()
-        while not self._ends and not self._carrier.has_room(priority):
+        while not self._ends and not (self._carrier.has_room(priority) and self.is_clear(priority)):
             await self._carrier.written()
         self._check_sendable()
 
@@ -140,7 +148,7 @@ class MessageStream:
 
     def hold(self, size: int) -> None:
         """Note `size` arrived bytes that the node's quota counts until they are consumed."""
-        self._held += size
+        self.held += size
 
     def deliver(self, message: bytes) -> None:
         """Give a complete message to the reader."""
@@ -184,7 +192,7 @@ class MessageStream:
 
     def _consume(self, cost: int) -> None:
         self._uncredited += cost
-        self._held -= cost
+        self.held -= cost
         self._carrier.consumed(cost)
         if self._uncredited >= WINDOW_BYTES // 2 and not self._got_close:
             self._arrived -= self._uncredited
@@ -196,8 +204,8 @@ class MessageStream:
             self._end(broken=False)
 
     def _end(self, *, broken: bool) -> None:
-        self._carrier.consumed(self._held)  # of a message too whose rest does not come
-        self._held = 0
+        self._carrier.consumed(self.held)  # of a message too whose rest does not come
+        self.held = 0
         self._carrier.stream_done(self, broken=broken)
 
     def _check_sendable(self) -> None:

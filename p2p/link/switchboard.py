@@ -21,9 +21,10 @@ from p2p.link.bandwidth import Bandwidth
 from p2p.link.byte_stream import ByteStream
 from p2p.link.handlers import RequestHandler, Services, StreamHandler
 from p2p.link.link import PeerLink
-from p2p.link.quota import Limits, Quota
+from p2p.link.quota import Limits, Quota, Resource
 from p2p.link.streams import MessageStream
 from p2p.rate_limit import LogLimit
+from p2p.shares import Holder, alone
 from p2p.values import BULK, CONTROL, Payload, check_name
 
 if TYPE_CHECKING:
@@ -66,8 +67,12 @@ class Switchboard:
 
     def __init__(self, dial: Dial, *, limits: Limits | None = None, bandwidth: Bandwidth | None = None) -> None:
         self.services = Services(
-            Quota(limits), bandwidth or Bandwidth(), misbehaved=self._report, take_offer=self._take_offer
+            Quota(limits, lambda peer: self.holder_of(peer), self._make_way),
+            bandwidth or Bandwidth(),
+            misbehaved=self._report,
+            take_offer=self._take_offer,
         )
+        self.holder_of: Callable[[str], Holder] = alone
         self.is_lan: Callable[[str], bool] = lambda peer: False
         self.on_misbehaved: Callable[[str, str], None] = lambda peer, why: None
         self._dial = dial
@@ -173,6 +178,12 @@ class Switchboard:
     def _report(self, peer: str, why: str) -> None:
         self.hang_up(peer)
         self.on_misbehaved(peer, why)
+
+    def _make_way(self, peer: str, resource: Resource) -> None:
+        """End the call or stream for which a peer holds most, so that others find room."""
+        held = [one for link in self.links_to(peer) for one in link.held(resource)]
+        if held:
+            max(held, key=lambda one: one.size).end()
 
     def _take_offer(self, peer: str, token: str) -> ByteStream | None:
         offer = self._offers.get((peer, token))

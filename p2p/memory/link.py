@@ -15,6 +15,7 @@ import trio
 
 from p2p.errors import QueueFull, StreamClosed, StreamReset
 from p2p.host.pruning import LinkUse
+from p2p.link.outbox import CHUNK_S
 from p2p.link.receive_rate import ENOUGH_BYTES, SKIPPED_BYTES, ReceiveRate
 from p2p.memory.timer import Timer
 from p2p.values import DECODE, MESSAGE_COST_BYTES, PREFILL, WINDOW_BYTES, LinkKind, Payload, fits_window, joined
@@ -43,12 +44,13 @@ class Traffic:
 
 @dataclass
 class Lane:
-    """One direction of a link: the time until which it is busy, and counts of its traffic."""
+    """One direction of a link: the times until which it is busy, and counts of its traffic."""
 
     seed: str
     traffic_from: Traffic
     traffic_to: Traffic
     busy_until: float = 0.0
+    urgent_until: float = 0.0  # with what overtakes the rest
     sent_bytes: int = 0
     sent_messages: int = 0
     receive_rate: ReceiveRate = field(default_factory=ReceiveRate)
@@ -67,11 +69,15 @@ class Lane:
             delay_s += profile.jitter_s * self._random("jitter")
         if profile.bytes_per_s != math.inf:
             wire_s = size / profile.bytes_per_s
-            free_at = max(now, self.busy_until)
-            self.busy_until = free_at + wire_s
-            # Control and decode messages overtake queued ones, so only their own bytes delay them.
-            delay_s += wire_s if priority < PREFILL else self.busy_until - now
+            self.busy_until = max(now, self.busy_until) + wire_s
+            if priority < PREFILL:  # control and decode messages overtake the others
+                self.urgent_until = max(now, self.urgent_until) + wire_s
+            delay_s += self.free_at(priority) - now
         return delay_s
+
+    def free_at(self, priority: int) -> float:
+        """Return when the last message that this priority does not overtake has left."""
+        return self.urgent_until if priority < PREFILL else self.busy_until
 
     def waiting_bytes(self, profile: LinkProfile) -> int:
         """Return how many of the bytes that were sent have not crossed a slow link yet."""
@@ -105,9 +111,9 @@ class MemoryLink:
     used_at: float = field(default_factory=trio.current_time)
     _unsilenced: trio.Event = field(default_factory=trio.Event)
 
-    def use(self, peer: str) -> LinkUse:
-        """Return the last use of this link to `peer`, for choosing links to close."""
-        return LinkUse(peer, self.used_at, bool(self.calls or self.pipes))
+    def use(self, peer: str, source: str) -> LinkUse:
+        """Return the last use of this link to `peer` at an address, for choosing links to close."""
+        return LinkUse(peer, source, self.used_at, bool(self.calls or self.pipes))
 
     async def cross(self, source: str, size: int, priority: int) -> None:
         """Carry one message of a call from `source`: sleep until it arrives, or forever if it is lost."""
@@ -150,7 +156,8 @@ class MemoryPipe:
         self.waiting: list[tuple[float, int, bytes | None]] = []  # heap of (arrives_at, number, message or end)
         self.outstanding_bytes = 0
         self.ended = self.broken = False
-        self._last_at = [0.0] * 4
+        self._last_at = [0.0] * 4  # by priority: when the last message arrives
+        self._clear_at = [0.0] * 4  # and from when on next to nothing waits for the link
         self._changed = trio.Event()
         link.pipes[self] = None
 
@@ -163,9 +170,14 @@ class MemoryPipe:
         """True if a message of `cost` bytes fits the window now."""
         return fits_window(self.outstanding_bytes, cost, priority)
 
-    async def changed(self) -> None:
-        """Wait for the next change of this pipe."""
-        await self._changed.wait()
+    def is_clear(self, priority: int) -> bool:
+        """True if next to nothing of this priority still waits for the link."""
+        return self._clear_at[priority] <= trio.current_time()
+
+    async def changed(self, priority: int) -> None:
+        """Wait for the next change of this pipe, or until it is clear."""
+        with trio.move_on_at(math.inf if self.is_clear(priority) else self._clear_at[priority]):
+            await self._changed.wait()
 
     def put(self, message: bytes, priority: int) -> None:
         """Send one message; reset this direction if the link loses it."""
@@ -176,6 +188,7 @@ class MemoryPipe:
         self.outstanding_bytes += len(message) + MESSAGE_COST_BYTES
         arrives_at = max(trio.current_time() + crossing_s, self._last_at[priority])
         self._last_at[priority] = arrives_at
+        self._clear_at[priority] = self.lane.free_at(priority) - CHUNK_S
         heapq.heappush(self.waiting, (arrives_at, self.lane.sent_messages, message))
         self.wake()
 
@@ -237,11 +250,19 @@ class MemoryStream:
         if self._out.broken:
             await self.reset()
 
+    def is_clear(self, priority: int = DECODE) -> bool:
+        """True if next to nothing of this priority that was sent on this stream still waits for the link."""
+        return self._out.is_clear(priority)
+
     async def wait_room(self, priority: int = DECODE) -> None:
-        """Wait until the window has room for a message of any size; raises `StreamReset` or `StreamClosed`."""
+        """Wait until the window has room for a message of any size, and the stream is clear.
+
+        Raises `StreamReset` or `StreamClosed`.
+        """
         await trio.lowlevel.checkpoint()
-        while not (self._out.broken or self._out.ended or self._out.has_room(priority=priority)):
-            await self._out.changed()
+        pipe = self._out
+        while not (pipe.broken or pipe.ended or (pipe.has_room(priority=priority) and pipe.is_clear(priority))):
+            await pipe.changed(priority)
         self._check_open()
 
     async def receive(self) -> bytes:

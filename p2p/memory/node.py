@@ -143,9 +143,9 @@ class MemoryNode:
         self._kept = frozenset(peers)
 
     def close_surplus(self, newest: str) -> None:
-        """Close the least recently used links beyond `ENOUGH_LINKS`, but not the one to `newest`."""
+        """Close idle links beyond `ENOUGH_LINKS`, but not the one to `newest`."""
         if len(self.linked) > ENOUGH_LINKS:
-            uses = [link.use(peer) for peer, link in self.linked.items()]
+            uses = [link.use(peer, self.source(peer)) for peer, link in self.linked.items()]
             for peer in surplus(uses, self._kept | {newest}):
                 self.fabric.unlink(self._name, peer, tell=(peer,))
 

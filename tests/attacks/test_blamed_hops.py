@@ -15,6 +15,7 @@ from app.core.span import Span
 from app.routing.cost import HOP_S, compute_seconds, links_seconds, overhead_seconds
 from app.routing.estimates import AGAIN_S, MeasuredSpeeds
 from app.routing.planner import RoutePlanner
+from app.routing.reroute import RunningRoute
 from app.routing.route import Hop, Route, RouteRequest
 from app.swarm.records import Announcement
 from tests.app.routing.test_search import member
@@ -38,7 +39,7 @@ async def replies(members: Sequence[Announcement], delay_s: Delay, count: int) -
         token_s = usual_s + compute_seconds(route, block_s) + delay_s(peers, before)
         for peer in peers:
             planner.worked(peer)
-        planner.record_token_time(route, token_s, WHOLE)
+        planner.record_times(RunningRoute(route, token_s, 0), WHOLE)
         used.append((trio.current_time(), "+".join(peers)))
         await trio.sleep(EVERY_S)
     return used
@@ -111,6 +112,32 @@ def test_a_delay_is_put_down_to_the_hops_that_were_never_measured() -> None:
     after = speeds.block_s(1.0)
     assert after["new"] > 1.0
     assert after["known"] == pytest.approx(0.01, rel=0.01)
+
+
+def test_seconds_that_one_hop_cost_are_put_down_to_it_alone_each_time() -> None:
+    speeds, believed = MeasuredSpeeds(), {"fine": 0.01, "late": 0.01}
+    route, fine_s = route_of(("fine", 0, 4), ("late", 4, 8)), 2 * HOP_S + 0.08
+    speeds.note(route, fine_s, 0.0, believed, 0.0)
+    at, pause_s = 1.0, AGAIN_S
+    for _ in range(4):
+        speeds.note(route, fine_s, 0.0, believed, at, {route[1]: 1.0})
+        assert speeds.block_s(at)["late"] > 0.1
+        assert speeds.block_s(at)["fine"] == pytest.approx(0.01)
+        assert speeds.to_measure_again(at + pause_s - 1) == "", "its fast tokens excuse nothing"
+        assert speeds.to_measure_again(at + pause_s) == "late"
+        at += pause_s
+        speeds.searched("late", route, at)
+        pause_s *= 2
+
+
+def test_a_hop_that_was_left_counts_as_slower_by_what_it_cost() -> None:
+    speeds, hop = MeasuredSpeeds(), Hop("left", Span(0, 4))
+    assert speeds.note_lost(hop, 2.0, {"left": 0.01}, 0.0), "it is new"
+    assert speeds.block_s(0.0)["left"] == pytest.approx(0.01 + 1.0 / 4)
+    assert not speeds.note_lost(hop, 2.0, {"left": 0.01}, 0.0)
+    assert speeds.to_measure_again(AGAIN_S) == "left"
+    assert not speeds.note_lost(Hop("other", Span(0, 4)), 0.001, {"other": 0.01}, 0.0)
+    assert "other" not in speeds.block_s(0.0), "who cost nearly nothing was not measured by it"
 
 
 def test_a_route_that_is_as_slow_when_it_is_looked_at_again_counts_as_that_slow() -> None:

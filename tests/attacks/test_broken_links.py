@@ -10,8 +10,10 @@ from trio.testing import MockClock
 
 from app.asker.asker import Asker
 from app.core.network import FrameStream
+from app.serving.block_server import IDLE_STREAM_S
 from app.serving.hop_session import HopSession
 from app.session.wire import PROTOCOL as SESSIONS
+from p2p.shares import Holder
 from tests.app.hash_model import HashRunner, greedy
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, open_swarm
 
@@ -31,7 +33,7 @@ async def break_link(swarm: SessionSwarm, sender: str, receiver: str) -> None:
 
 async def open_link(swarm: SessionSwarm, sender: str, receiver: str) -> None:
     """Somebody has a hop open a stream to another one again."""
-    swarm.servers[sender]._sender._outboxes.prepare(receiver, "attacker")
+    swarm.servers[sender]._sender._outboxes.prepare(receiver, Holder("attacker", "attacker"))
     await trio.sleep(0.1)
 
 
@@ -54,12 +56,26 @@ async def test_a_link_that_breaks_again_and_again_is_no_hops_fault(pause_s: floa
         assert stands_well(asker, "n1")
 
 
+async def test_the_link_of_a_reply_stays_open_while_nothing_crosses_it(autojump_clock: MockClock) -> None:
+    """A prompt that waits its turn for minutes had its next hop close the link, the second time for good."""
+    async with open_swarm((0, 4), (4, 8), delay_s=0.001) as swarm:
+        asker = await swarm.asker()
+        async with asker.reply(PROMPT, 60, max_tokens=60) as reply:
+            await anext(reply)
+            await trio.sleep(1.5 * IDLE_STREAM_S)
+            async for _ in reply:
+                pass
+        assert reply.stats.token_ids == greedy(PROMPT, 60)
+        assert not reply.stats.recoveries
+
+
 class BreakingStream:
     """A stream that its receiver resets after some messages."""
 
     def __init__(self, stream: FrameStream, messages: int, broke: Callable[[], None]) -> None:
         self.peer = stream.peer
-        self.reset, self.send, self.wait_room = stream.reset, stream.send, stream.wait_room
+        self.reset, self.send = stream.reset, stream.send
+        self.wait_room, self.is_clear = stream.wait_room, stream.is_clear
         self._stream, self._left, self._broke = stream, messages, broke
 
     async def receive(self) -> bytes:
@@ -113,7 +129,7 @@ async def test_a_hop_that_says_that_its_link_broke_harms_no_other(autojump_clock
         server = await swarm.serve("liar", HashRunner(0, 4), speed=500.0)
         sender, usual = server._sender, server._sender.send
 
-        async def send_and_lie(session: HopSession, position: int, data: bytes) -> None:
+        async def send_and_lie(session: HopSession, position: int, data: bytes | memoryview) -> None:
             await usual(session, position, data)
             await sender.report_error(session, "link", "the link to the next hop broke")
 

@@ -6,20 +6,24 @@ The hostile hop announces five times the speed of the others, which can all read
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import trio
 from trio.testing import MockClock
 
-from app.asker import recovery
+from app.asker import recovery, route_session
 from app.asker.asker import Asker
-from app.session.frame import HopError, plain
+from app.session.frame import Frame, HopError, plain
 from app.session.wire import PROTOCOL, Kind, decode, encode_hop_error
+from p2p.errors import P2PError
 from p2p.memory import link
 from p2p.memory.fabric import MemoryStream
+from p2p.values import MESSAGE_COST_BYTES
 from tests.app.hash_model import HashRunner, greedy
 from tests.app.session_swarm import SessionSwarm, ask, open_swarm
 
@@ -289,3 +293,178 @@ async def test_the_hops_beside_one_that_crawls_stay_as_fast_as_they_were_believe
         asker = await swarm.asker()
         await replies_with_patience(asker, 500, 20.0, 1)
         assert set(asker.planner.measured.block_s(trio.current_time())) == {"liar"}
+
+
+# --- rows that a first hop does not take ------------------------------------------------------------------------------
+
+
+class DeafStream:
+    """The stream of an honest server that grants no window for long prompts' rows, and gets all else."""
+
+    def __init__(self, stream: MemoryStream) -> None:
+        self._stream, self.peer = stream, stream.peer
+        self._held = Counter[bytes]()  # bytes of each session
+        self._usual = stream._in._consumed
+        stream._in._consumed = self._consumed  # type: ignore[method-assign]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _consumed(self, message: bytes) -> bytes:
+        frame, pipe = decode(message), self._stream._in
+        if is_long(frame):
+            self._held[frame.session] += len(message) + MESSAGE_COST_BYTES
+            return message
+        if frame.kind in (Kind.CLOSE, Kind.TURN):
+            pipe.outstanding_bytes -= self._held.pop(frame.session, 0)
+        return self._usual(message)
+
+    async def receive(self) -> bytes:
+        while is_long(decode(message := await self._stream.receive())):
+            pass
+        return message
+
+
+def is_long(frame: Frame) -> bool:
+    return frame.kind == Kind.DATA and frame.rows > 30
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("patience_s", [60.0, 1000.0])
+async def test_a_first_hop_that_takes_no_rows_of_a_prompt_is_met_once(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, patience_s: float, is_known: bool
+) -> None:
+    """The prompt is longer than what may wait for a stream, so that the asker never gets to wait for the answer."""
+    monkeypatch.setattr(link, "fits_window", lambda outstanding, cost, priority=0: outstanding < 2048 or priority < 2)
+    monkeypatch.setattr(recovery, "SLOW_LINK_BYTES_PER_S", 100)  # rows of 16 bytes stand for those of 8 KiB
+    monkeypatch.setattr(route_session, "FEED_AHEAD_BYTES", 8 * 1024)
+    monkeypatch.setattr(route_session, "FEED_TOGETHER_BYTES", 32 * 1024)
+    async with open_swarm((0, 4), (0, 4), (4, 8)) as swarm:
+        server = await swarm.serve("liar", HashRunner(0, 4), speed=FAST)
+        swarm.devices["liar"].seconds = 0.001
+
+        async def attend(stream: MemoryStream) -> None:
+            await server.attend(DeafStream(stream))
+
+        swarm.fabric.nodes["liar"].accept(PROTOCOL, attend)
+        asker = await swarm.asker()
+        for number in range(4 if is_known else 0):
+            assert (await ask(asker, numbered(30, number), 4)).route[0].peer == "liar"
+        begin = trio.current_time()
+        assert await replies_with_patience(asker, 1000, patience_s, 5) >= 4
+        assert trio.current_time() - begin < 100 + 5 * 5, "one of them waited"
+        assert "liar" in asker.planner.measured.block_s(trio.current_time())
+
+
+# --- seconds that pass beside the tokens ------------------------------------------------------------------------------
+
+
+class Delays(NamedTuple):
+    """How a hop that computes fast makes replies long all the same."""
+
+    ready_s: float = 0.0  # until it says that it has begun an epoch
+    excuses: int = 0  # in each 18 tokens: fewer than count as a failure
+    second_s: float = 0.0  # for which it keeps the second token of each session back
+    takes_back: bool = False  # after each output, that it knows revisions
+
+
+class DelayingStream:
+    """The stream of an honest server whose frames go out with these delays."""
+
+    def __init__(self, stream: MemoryStream, nursery: trio.Nursery, delays: Delays) -> None:
+        self._stream, self._nursery, self._delays, self.peer = stream, nursery, delays, stream.peer
+        self._smooth = Counter[bytes]()  # session -> outputs since the last excuse, and
+        self._excuses = Counter[bytes]()  # excuses since the last smooth stretch
+        self._sent = Counter[bytes]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def send(self, message: Any, priority: int = 0) -> None:
+        body = b"".join(message) if isinstance(message, tuple) else bytes(message)
+        frame = decode(body)
+        wait_s = 0.0
+        if frame.kind == Kind.READY:
+            wait_s = self._delays.ready_s
+        elif frame.kind == Kind.DATA:
+            if self._has_excuse(frame.session):
+                body = encode_hop_error(frame.session, frame.epoch, 0, HopError("closed", "not now"))
+            self._sent[frame.session] += 1
+            wait_s = self._delays.second_s if self._sent[frame.session] == 2 else 0.0
+        if wait_s:
+            self._nursery.start_soon(self._send_later, body, priority, wait_s)
+        else:
+            await self._stream.send(body, priority)
+        if frame.kind == Kind.DATA and self._delays.takes_back:
+            end = frame.position + frame.rows
+            await self._stream.send(plain(Kind.READY, frame.session, frame.epoch, end, end - 1))
+
+    def _has_excuse(self, session: bytes) -> bool:
+        self._smooth[session] += 1
+        if self._smooth[session] == 18:
+            self._smooth[session] = self._excuses[session] = 0
+        if self._smooth[session] < 2 or self._excuses[session] == self._delays.excuses:
+            return False
+        self._smooth[session] = 0
+        self._excuses[session] += 1
+        return True
+
+    async def _send_later(self, body: bytes, priority: int, wait_s: float) -> None:
+        await trio.sleep(wait_s)
+        with suppress(P2PError):
+            await self._stream.send(body, priority)
+
+
+async def serve_delaying(swarm: SessionSwarm, delays: Delays) -> Asker:
+    """Let a hop that claims to be the fastest join, with these delays; returns an asker that knows the others."""
+    asker = await swarm.asker(guesser=lambda *_: None)
+    await ask(asker, numbered(40), 4)
+    server = await swarm.serve("liar", HashRunner(4, 8), speed=FAST)
+
+    async def attend(stream: MemoryStream) -> None:
+        await server.attend(DelayingStream(stream, swarm.nursery, delays))
+
+    swarm.fabric.nodes["liar"].accept(PROTOCOL, attend)
+    await swarm.fabric.dial(swarm.fabric.nodes["asker"], "liar")  # it shows that it is near
+    return asker
+
+
+@pytest.mark.parametrize(
+    ("delays", "most_s"), [(Delays(4.8), 12), (Delays(4.8, excuses=3), 28), (Delays(second_s=9.0), 16)]
+)
+async def test_a_hop_that_makes_replies_long_beside_their_tokens_has_few_of_them(
+    autojump_clock: MockClock, delays: Delays, most_s: float
+) -> None:
+    """Each reply took so much longer, and no measured token did: the next one came to the same hop."""
+    async with open_swarm((0, 4), (4, 8), (4, 8)) as swarm:
+        asker = await serve_delaying(swarm, delays)
+        begin = trio.current_time()
+        for number in range(4):
+            stats = await ask(asker, numbered(40, number), 30)
+            assert stats.token_ids == greedy(numbered(40, number), 30)
+        assert trio.current_time() - begin < most_s, "one of them alone was long"
+        await trio.sleep(70)  # it is tried again now and then
+        begin = trio.current_time()
+        for number in range(4):
+            await ask(asker, numbered(40, number), 30)
+        assert trio.current_time() - begin < 12
+        assert not {"n0", "n1", "n2"} & asker.bans.active(begin).keys()
+
+
+async def test_clients_that_give_up_while_a_hop_begins_do_not_meet_it_each_time(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 4), (4, 8), (4, 8)) as swarm:
+        asker = await serve_delaying(swarm, Delays(4.8))
+        assert await replies_with_patience(asker, 40, 3.0, 8) >= 7
+
+
+async def test_a_hop_that_takes_back_that_it_knows_revisions_begins_no_epochs(autojump_clock: MockClock) -> None:
+    """Each wrong guess would begin one."""
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        asker = await serve_delaying(swarm, Delays(takes_back=True))
+        async with asker.session(100) as session:
+            await session.advance(numbered(40))
+            assert session.route[-1].peer == "liar"
+            for number in range(8):
+                await session.advance([number], guesses=(1, 2, 3))
+                session.cut(41 + number)
+            assert session.epoch == 1

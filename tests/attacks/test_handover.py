@@ -183,9 +183,30 @@ async def test_requests_that_never_come_and_readers_that_never_read_hold_nothing
         with pytest.raises(P2PError), trio.fail_after(handover.REQUEST_S + 1):
             await mute.receive()
         await trio.sleep(handover.GIVE_S)
-        assert server._giver._giving == 0
+        assert not server._giver._giving
         assert await fetched(fabric, "next") == TOKENS
         nursery.cancel_scope.cancel()
+
+
+async def test_identities_at_one_address_leave_others_room_to_have_caches_moved(autojump_clock: MockClock) -> None:
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        server, _, _ = await served(fabric, nursery)
+        fabric.node("decoy").accept(CACHE_PROTOCOL, sleep_on)
+        names = [*(f"identity {number}" for number in range(handover.MAX_TAKEN)), "another"]
+        fabric.machine_of.update(dict.fromkeys(names[:-1], "the attacker's"))
+        for name in names:
+            stream = await fabric.node(name).open("victim", PROTOCOL)
+            order = EpochOrder(Span(0, 4), "", "", 100, 0, None, cache=CacheGrant("decoy", 100))
+            await stream.send(encode_turn(new_session_id(name), 1, KEEP, order))
+            await trio.sleep(0.1)
+        askers = [holder.asker for holder in server._taker._taking.values()]
+        assert 1 < len(askers) < len(names)
+        assert askers[-1] == "another"
+        nursery.cancel_scope.cancel()
+
+
+async def sleep_on(stream: FrameStream) -> None:
+    await trio.sleep_forever()
 
 
 async def test_an_asker_makes_a_hop_fetch_a_few_caches_at_once(autojump_clock: MockClock) -> None:
@@ -197,7 +218,7 @@ async def test_an_asker_makes_a_hop_fetch_a_few_caches_at_once(autojump_clock: M
         async def mute(stream: FrameStream) -> None:
             nonlocal dialled
             dialled += 1
-            await trio.sleep_forever()
+            await sleep_on(stream)
 
         fabric.node("decoy").accept(CACHE_PROTOCOL, mute)
         attacker = await fabric.node("attacker").open("victim", PROTOCOL)

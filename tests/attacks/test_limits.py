@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from app.api import bodies, places, response_store, server
+from app.api import bodies, event_log, places, response_store, server
 from app.api import guard as api_guard
 from app.asker import recovery, reply_service, route_session, text_places
 from app.config.settings import Settings
@@ -17,6 +17,7 @@ from app.manifest.manifest import MAX_MANIFEST_BYTES, MAX_TOKENIZER_BYTES
 from app.membership import exchange, guard
 from app.membership import wire as membership_wire
 from app.membership.table import TableLimits
+from app.node import active_swarm
 from app.rounds import (
     checkpoint,
     decisions,
@@ -38,10 +39,10 @@ from app.routing.cost import BELIEVED_TIMES, ENOUGH_HOMES
 from app.routing.estimates import AGAIN_S, BELIEVED_S, FAR_SLOWER
 from app.routing.planner import HIDDEN_EVERY, WITHOUT_ADAPTER_S
 from app.routing.reroute import SLOW_STEP_S, SLOW_STEPS
-from app.serving import batching, block_server, handover, orders, shares
+from app.serving import batching, block_server, handover, hop_session, orders
 from app.serving.adapters import AdapterLimits
 from app.serving.admission import IDLE_S, MAX_HELD_BACK, TURN_S, AdmissionLimits
-from app.serving.block_server import IDLE_STREAM_S, LOOK_BYTES, ServerSettings
+from app.serving.block_server import IDLE_STREAM_S, ServerSettings
 from app.serving.hop_session import MAX_RECEIVERS
 from app.session import cache_wire, outbound
 from app.swarm import certificates, invitations
@@ -53,7 +54,7 @@ from app.training import hop as training_hop
 from app.weights import chunk_client, chunk_schedule, chunk_server, download
 from app.weights import wire as weights_wire
 from engine.text import chat_template, constraint, grammar_trial, tokenizer_growth, tool_calls
-from p2p import rate_limit
+from p2p import rate_limit, shares
 from p2p.addresses import MAX_ADDRESSES_PER_PEER
 from p2p.channel import yamux_flow, yamux_table
 from p2p.dht import lookup, public_directory, store
@@ -67,7 +68,7 @@ from p2p.host.address_book import MAX_PEERS
 from p2p.host.admission import ConnectionLimits
 from p2p.host.host import ADDRESSES_OF_A_RELAY, LOOKUPS, UNAWAITED_DIALS
 from p2p.host.pruning import ENOUGH_LINKS
-from p2p.link import link
+from p2p.link import link, outbox
 from p2p.link.quota import Limits
 from p2p.nat import hole_punching, reachability, relay_client, upnp
 from p2p.nat.relay_server import RelayLimits
@@ -112,10 +113,16 @@ ROWS: dict[str, tuple[float, ...]] = {
         outbound.MAX_WAITING_IN_ALL / 2**30,
         outbound.FRAME_COST_BYTES,
     ),
-    "prompts before a slow link": (
+    "rows before a slow link": (
         route_session.FEED_AHEAD_BYTES / MIB,
         block_server.AHEAD_BYTES / MIB,
-        block_server.REPLAY_BYTES / MIB,
+        block_server.URGENT_AHEAD_BYTES / KIB,
+        outbox.CHUNK_S * 1000,
+    ),
+    "outputs that a hop keeps": (
+        hop_session.KEPT_BYTES / MIB,
+        ServerSettings().kept_bytes / 2**30,
+        block_server.PART_BYTES / MIB,
     ),
     "waits of a step": (batching.MAX_WAIT_STEPS,),
     "sessions at a hop": (
@@ -153,11 +160,10 @@ ROWS: dict[str, tuple[float, ...]] = {
         ADAPTERS.late_s,
         ADAPTERS.bytes_per_s * 8 / 10**6,
     ),
-    "session frames of one peer that have nothing computed": (
+    "session frames of one address that have nothing computed": (
         PLACES.frames_burst,
         PLACES.frames_per_s,
-        PLACES.copied_bytes / KIB,
-        PLACES.copied_bytes / LOOK_BYTES,
+        PLACES.again_bytes / KIB,
         PLACES.order_s * 1e6,
     ),
     "dials that askers make a hop try": (
@@ -176,7 +182,12 @@ ROWS: dict[str, tuple[float, ...]] = {
         SESSION.adapter_s,
         WITHOUT_ADAPTER_S,
     ),
-    "replies that take longer than was believed": (AGAIN_S, BELIEVED_S),
+    "replies that take longer than was believed": (
+        AGAIN_S,
+        BELIEVED_S,
+        route_session.MIN_OVERDUE_S,
+        route_session._FORGOTTEN_AFTER,
+    ),
     "members that never worked for an asker": (
         strangers.TRIAL_S,
         strangers.WARY_S,
@@ -348,7 +359,15 @@ ROWS: dict[str, tuple[float, ...]] = {
         nearby.MAX_MEMBERS,
         nearby.MAX_ASKED,
     ),
-    "log": (logs._FILES + 1, logs._FILE_BYTES / 10**6, rate_limit.BURST, 1 / rate_limit.PER_S),
+    "log": (
+        logs._FILES + 1,
+        logs._FILE_BYTES / 10**6,
+        rate_limit.BURST,
+        1 / rate_limit.PER_S,
+        active_swarm.PEER_EVENTS_AT_ONCE,
+        1 / active_swarm.PEER_EVENTS_PER_S,
+        event_log.KEPT_NOTES,
+    ),
     "idle links": (ENOUGH_LINKS,),
     "training in rounds": (
         statements.MAX_MEMBERS,

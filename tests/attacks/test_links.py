@@ -17,6 +17,8 @@ from app.session import outbound
 from app.session.frame import SESSION_BYTES, new_session_id
 from app.session.outbound import (
     FRAME_COST_BYTES,
+    MAX_DIALS,
+    MAX_DIALS_PER_ASKER,
     MAX_WAITING_BYTES,
     MAX_WAITING_IN_ALL,
     OutboundFrame,
@@ -32,6 +34,7 @@ from p2p.link.outbox import QUEUE_BYTES
 from p2p.link.streams import MessageStream
 from p2p.link.switchboard import LIVE_LANE
 from p2p.memory.fabric import LinkProfile, MemoryNode, open_fabric
+from p2p.shares import Holder
 from tests.app.session_swarm import PROMPT, ask, open_swarm
 from tests.p2p.network_contract import PROTOCOL
 from tests.p2p.networks import TrioByteStream, WiredNode, wired_world
@@ -100,7 +103,9 @@ async def test_an_hour_after_its_only_reply_no_link_of_a_route_is_busy(autojump_
         await ask(await swarm.asker(), PROMPT[:4], 2)
         await trio.sleep(HOUR_S)
         links = [
-            (node.peer_id, link.use(peer)) for node in swarm.fabric.nodes.values() for peer, link in node.linked.items()
+            (node.peer_id, link.use(peer, ""))
+            for node in swarm.fabric.nodes.values()
+            for peer, link in node.linked.items()
         ]
         assert [(name, use.peer) for name, use in links if use.busy] == []
 
@@ -121,8 +126,9 @@ MIB = 2**20
 SLOW = LinkProfile(bytes_per_s=MIB)
 
 
-def row_of(asker: str, name: str, size: int, priority: Priority) -> HopFrame:
-    return HopFrame(bytes(SESSION_BYTES) + asker.encode(), (name.encode(), bytes(size)), priority, 1, 0, 0)
+def row_of(asker: str, name: str, size: int, priority: Priority, home: str = "") -> HopFrame:
+    key = bytes(SESSION_BYTES) + asker.encode()
+    return HopFrame(key, (name.encode(), bytes(size)), priority, 1, 0, 0, (home or asker, asker, key))
 
 
 @asynccontextmanager
@@ -152,12 +158,12 @@ async def test_the_prompts_of_one_asker_do_not_hold_up_the_tokens_of_another(
 ) -> None:
     """100 MiB of one asker's prompts wait for a link of 1 MiB/s, as urgent as it says, when another's token comes."""
     async with hop_to_hop() as (outboxes, arrived):
-        await outboxes.push("next", row_of("first", "first", 100, Priority.DECODE), "first")
+        await outboxes.push("next", row_of("first", "first", 100, Priority.DECODE), Holder("first", "first"))
         await trio.sleep(1)
         for _ in range(100):
-            await outboxes.push("next", row_of("flood", "prompt", MIB, claimed), "flood")
+            await outboxes.push("next", row_of("flood", "prompt", MIB, claimed), Holder("flood", "flood"))
         begin = trio.current_time()
-        await outboxes.push("next", row_of("honest", "token", 100, Priority.DECODE), "honest")
+        await outboxes.push("next", row_of("honest", "token", 100, Priority.DECODE), Holder("honest", "honest"))
         await trio.sleep(200)
         times = {name: at - begin for name, at in reversed(arrived)}
         assert times["token"] < (1.0 if claimed is Priority.PREFILL else 5.0)
@@ -166,17 +172,82 @@ async def test_the_prompts_of_one_asker_do_not_hold_up_the_tokens_of_another(
 
 async def test_an_asker_with_too_much_for_a_link_loses_that_and_not_the_link_of_all(autojump_clock: MockClock) -> None:
     async with hop_to_hop() as (outboxes, arrived):
-        await outboxes.push("next", row_of("first", "first", 100, Priority.DECODE), "first")
+        await outboxes.push("next", row_of("first", "first", 100, Priority.DECODE), Holder("first", "first"))
         await trio.sleep(1)
-        await outboxes.push("next", row_of("flood", "prompt", 4 * MIB, Priority.PREFILL), "flood")
-        await outboxes.push("next", row_of("honest", "another prompt", MIB, Priority.PREFILL), "honest")
+        await outboxes.push("next", row_of("flood", "prompt", 4 * MIB, Priority.PREFILL), Holder("flood", "flood"))
+        await outboxes.push(
+            "next", row_of("honest", "another prompt", MIB, Priority.PREFILL), Holder("honest", "honest")
+        )
         for _ in range(200):
-            await outboxes.push("next", row_of("flood", "prompt", MIB, Priority.PREFILL), "flood")
+            await outboxes.push("next", row_of("flood", "prompt", MIB, Priority.PREFILL), Holder("flood", "flood"))
         await trio.sleep(400)
         names = [name for name, _ in arrived]
         assert "another prompt" in names
         assert not any(name.startswith("lost") for name in names)
         assert names.count("prompt") < 200
+
+
+async def test_identities_at_one_address_have_one_part_of_a_link_however_large_their_rows_are(
+    autojump_clock: MockClock,
+) -> None:
+    """With eight of them a prompt had a ninth of the frames of a link, and each of theirs was four times as large."""
+    async with hop_to_hop() as (outboxes, arrived):
+        await outboxes.push("next", row_of("first", "first", 100, Priority.DECODE), Holder("first", "first"))
+        await trio.sleep(1)
+        begin = trio.current_time()
+        for number in range(8):
+            twin = Holder("one address", f"twin {number}")
+            for _ in range(4):
+                await outboxes.push("next", row_of(twin.asker, "theirs", MIB, Priority.PREFILL, twin.home), twin)
+        for _ in range(16):
+            row = row_of("honest", "honest", MIB // 4, Priority.PREFILL)
+            await outboxes.push("next", row, Holder("honest", "honest"))
+        await trio.sleep(60)
+        times = [at - begin for name, at in arrived if name == "honest"]
+        assert len(times) == 16
+        assert times[-1] < 11, "4 MiB take 4 s alone, and the others' as long"
+
+
+async def test_what_is_dropped_is_of_the_home_with_most(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many identities that each had less waiting than an honest asker made it lose its prompt."""
+    monkeypatch.setattr(outbound, "MAX_WAITING_BYTES", 16 * MIB)
+    async with hop_to_hop() as (outboxes, arrived):
+        await outboxes.push("next", row_of("first", "first", 100, Priority.DECODE), Holder("first", "first"))
+        await trio.sleep(1)
+        for _ in range(4):
+            row = row_of("honest", "honest", MIB, Priority.PREFILL)
+            await outboxes.push("next", row, Holder("honest", "honest"))
+        for number in range(20):
+            twin = Holder("one address", f"twin {number}")
+            await outboxes.push("next", row_of(twin.asker, "theirs", MIB, Priority.PREFILL, twin.home), twin)
+        await trio.sleep(60)
+        names = [name for name, _ in arrived]
+        assert names.count("honest") == 4
+        assert 0 < names.count("theirs") < 20
+
+
+@pytest.mark.parametrize("homes", [1, 3])
+async def test_an_honest_asker_finds_room_to_dial_whoever_has_hops_dial_the_dead(
+    homes: int, autojump_clock: MockClock
+) -> None:
+    """Fourteen identities took all dials of a hop: half of the others' replies had to go through their askers."""
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        fabric.node("next").accept(PROTOCOL, sleep_on)
+        outboxes = PeerOutboxes[HopFrame](
+            fabric.node("hop"), PROTOCOL, nursery, lost=lambda peer: None, undeliverable=lambda peer, frames: None
+        )
+        for number in range(2 * MAX_DIALS):
+            name, identity = f"dead {number}", f"identity {number // MAX_DIALS_PER_ASKER}"
+            fabric.node(name)
+            fabric.freeze(name)
+            outboxes.prepare(name, Holder(f"address {number % homes}", identity))
+        assert len(outboxes._dials) > MAX_DIALS / 2
+        outboxes.prepare("next", Holder("honest", "honest"))
+        await trio.sleep(1)
+        assert "next" in outboxes._open
+        nursery.cancel_scope.cancel()
 
 
 async def test_of_streams_that_the_next_hop_closes_nothing_stays(autojump_clock: MockClock) -> None:
@@ -193,7 +264,7 @@ async def test_of_streams_that_the_next_hop_closes_nothing_stays(autojump_clock:
             node, PROTOCOL, nursery, lost=lost.append, undeliverable=lambda peer, frames: None
         )
         for _ in range(5):
-            await outboxes.push(after.peer_id, row_of("asker", "row", 100, Priority.DECODE), "asker")
+            await outboxes.push(after.peer_id, row_of("asker", "row", 100, Priority.DECODE), Holder("asker", "asker"))
             await trio.sleep(3)
         [link] = node.links_to(after.peer_id)
         assert len(lost) == 5

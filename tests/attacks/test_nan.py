@@ -27,8 +27,8 @@ PROMPT_TOKENS = 5
 class EagerGraphs(DecodeGraphs):
     """Decode steps as on CUDA without Triton, but on the CPU: each replay of a captured step computes it anew."""
 
-    def _capture(self, key: ShapeKey) -> Replay:
-        return partial(self._run, self._buffers_of(key.rows), key)
+    def _capture(self, key: ShapeKey, *, in_place: bool = False) -> Replay:
+        return partial(self._run, self._buffers_of(key.rows), key, in_place=in_place)
 
     def _wait(self) -> None:
         pass

@@ -126,7 +126,10 @@ async def test_new_identities_at_one_address_do_not_use_up_hole_punching(
 async def test_a_punched_connection_of_a_peer_that_came_counts_as_one_that_was_accepted(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, comes: bool
 ) -> None:
-    """With 64 connections of its address a peer gets no further one by way of hole punching; a dial of our own does."""
+    """With 64 connections of its address a peer gets no further one by way of hole punching.
+
+    What this node dials is counted by the host, once it is open.
+    """
     host, adopted = make_host(ConnectionLimits()), 0
     assert THIRD_PARTY.ip is not None
     for _ in range(ConnectionLimits().connections_per_ip):

@@ -17,6 +17,7 @@ from app.routing.bans import Bans
 from app.routing.cost import BELIEVED_TIMES, HOP_S, believed_seconds, links_seconds
 from app.routing.estimates import link_seconds
 from app.routing.planner import HIDDEN_EVERY, RoutePlanner
+from app.routing.reroute import RunningRoute
 from app.routing.route import Hop, KnownCosts, RouteRequest
 from app.routing.search import find_route
 from app.swarm.records import Announcement, tail
@@ -93,7 +94,7 @@ class SlowSwarm:
         """Note a reply over this member alone; what is read, waited for and sent besides takes no time."""
         route = (Hop(peer, Span(0, BLOCKS)),)
         token_s = links_seconds(route, self.planner.link_s()) + HOP_S + 1 / self._truth[peer]
-        self.planner.record_token_time(route, token_s, WHOLE)
+        self.planner.record_times(RunningRoute(route, token_s, 0), WHOLE)
         self.planner.worked(peer)
 
     async def used(self, replies: int) -> list[str]:

@@ -360,7 +360,8 @@ class RubbishRelay:
     def __init__(self, stream: FrameStream) -> None:
         self._stream = stream
         self.peer = stream.peer
-        self.wait_room, self.aclose, self.reset = stream.wait_room, stream.aclose, stream.reset
+        self.wait_room, self.is_clear = stream.wait_room, stream.is_clear
+        self.aclose, self.reset = stream.aclose, stream.reset
         self.slipped_in = False
 
     async def send(self, message: Payload, priority: Priority = Priority.DECODE) -> None:
@@ -604,7 +605,7 @@ async def test_a_hop_that_is_to_send_through_the_asker_cannot_spoil_its_successo
 
         send = liar._sender.send
 
-        async def spoil_first(session: HopSession, position: int, data: bytes) -> None:
+        async def spoil_first(session: HopSession, position: int, data: bytes | memoryview) -> None:
             rows = len(data) // len(NAN_ROW)
             head = header(
                 Kind.DATA, session.id, session.epoch, position, dtype=F32, rows=rows, width=WIDTH, length=len(data)

@@ -48,7 +48,8 @@ class Reader:
 
     def __init__(self, stream: FrameStream, count: dict[str, int]) -> None:
         self._stream, self._count = stream, count
-        self.peer, self.send, self.wait_room = stream.peer, stream.send, stream.wait_room
+        self.peer, self.send = stream.peer, stream.send
+        self.wait_room, self.is_clear = stream.wait_room, stream.is_clear
         self.aclose, self.reset = stream.aclose, stream.reset
 
     async def receive(self) -> bytes:

@@ -45,6 +45,7 @@ from engine import int8_rows
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
 from p2p.errors import P2PError
+from p2p.shares import Holder
 from tests.app.training.job_swarm import PATIENCE, JobSwarm, Losses, batches_of, open_job_swarm, undisturbed
 
 ORDER = JobOrder(Span(0, 8), "", "", 4, 8.0, ("q", "v"), 0.0, 3, 0.0, 64, 2, "f32")
@@ -711,8 +712,9 @@ async def test_a_hop_whose_neighbour_makes_its_numbers_overflow_does_not_answer_
                 Kind.BACK, job.run, frame.epoch, one, dtype="f32", rows=length_of(frame), width=frame.width,
                 length=len(data),
             )  # fmt: skip
-            sent = hop.HopFrame(job.run, (head, data), Priority.BULK, frame.epoch, job.ledger.owner)
-            await server._outboxes.push(neighbour, sent, job.ledger.owner)
+            owner = Holder(job.ledger.owner, job.ledger.owner)
+            sent = hop.HopFrame(job.run, (head, data), Priority.BULK, frame.epoch, owner)
+            await server._outboxes.push(neighbour, sent, owner)
 
         server._send = send
         losses, owner = Losses(), swarm.owner(wire="f16")

@@ -49,6 +49,7 @@ from engine.training_runner import BatchLoss, OwnerEnds, sums_bytes
 from p2p.errors import Refused
 from p2p.memory import link
 from p2p.memory.fabric import LinkProfile
+from p2p.shares import Holder
 from tests.app.training.job_swarm import ALL, PLAIN, SETTINGS, UNHURRIED, JobSwarm, Losses, batches_of, open_job_swarm
 from tests.app.training.test_replicas import check_close, few, one_process
 from tests.engine.training import OPTIONS
@@ -247,8 +248,9 @@ def spoils_audits(swarm: JobSwarm, name: str) -> Counter[str]:
             Kind.BACK, job.run, frame.epoch, one, dtype="f32", rows=length_of(frame), width=frame.width,
             length=len(numbers),
         )  # fmt: skip
-        sent = HopFrame(job.run, (head, numbers), Priority.BULK, frame.epoch, job.ledger.owner)
-        await server._outboxes.push(neighbour, sent, job.ledger.owner)
+        owner = Holder(job.ledger.owner, job.ledger.owner)
+        sent = HopFrame(job.run, (head, numbers), Priority.BULK, frame.epoch, owner)
+        await server._outboxes.push(neighbour, sent, owner)
 
     server._send = send
     return spoilt
@@ -292,8 +294,8 @@ async def send_forward(
     width, epoch = swarm.source.config.hidden_size, job.ledger.epoch
     body = torch.full((width * length,), value).numpy().tobytes()
     head = pass_header(Kind.FORWARD, job.run, epoch, one, dtype="f32", rows=length, width=width, length=len(body))
-    sent = HopFrame(job.run, (head, body), Priority.BULK, epoch, job.ledger.owner)
-    await server._outboxes.push(to, sent, job.ledger.owner)
+    owner = Holder(job.ledger.owner, job.ledger.owner)
+    await server._outboxes.push(to, HopFrame(job.run, (head, body), Priority.BULK, epoch, owner), owner)
 
 
 @pytest.mark.parametrize("way", [0, 1, 60])
@@ -763,8 +765,10 @@ async def test_changes_that_build_on_nothing_do_not_make_what_others_sent_run_ag
                 head = pass_header(
                     Kind.FORWARD, job.run, frame.epoch, one, dtype=CHANGES, rows=1, width=frame.width, length=len(body)
                 )
-                frames = HopFrame(job.run, (head, body), Priority.BULK, frame.epoch, job.ledger.owner)
-                await server._outboxes.push("n2", frames, job.ledger.owner)
+                owner = Holder(job.ledger.owner, job.ledger.owner)
+                await server._outboxes.push(
+                    "n2", HopFrame(job.run, (head, body), Priority.BULK, frame.epoch, owner), owner
+                )
 
         server._forward = forward
         owner = owner_of(swarm, wire=CHANGES, patience=replace(UNHURRIED, quiet_s=0.2))

@@ -44,7 +44,8 @@ class Machine:
         self.turns = Turns(self.admission, lambda: self.worked_s)
 
     def connection(self, ip: str) -> Connection:
-        muxed, raw = SimpleNamespace(peer=ip), SimpleNamespace(remote=(ip, 7464), is_initiator=False)
+        muxed = SimpleNamespace(peer=ip, session=SimpleNamespace(heard_at=0.0))
+        raw = SimpleNamespace(remote=(ip, 7464), is_initiator=False)
         return Connection(cast(Any, muxed), cast(Any, raw), address_of(ip, 7464), self.turns, max_streams=1)
 
     async def work(self, seconds: float) -> float:

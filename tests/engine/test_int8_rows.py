@@ -80,6 +80,19 @@ def test_a_row_with_a_number_that_is_not_finite_is_refused_where_it_arrives(bad:
     assert not is_finite(_frame(data))
 
 
+@pytest.mark.parametrize("large", [2.0**127, float(np.finfo(np.float32).max)])
+def test_no_number_is_too_large_for_whoever_passes_it_on(large: float) -> None:
+    """A hop that accepts such rows, and sends what comes out, is not blamed for numbers that are refused."""
+    rows = np.ones((3, WIDTH), np.float32)
+    rows[0, 5], rows[1] = large, -large
+    decoded = int8_rows.decode(int8_rows.encode(rows), WIDTH)
+    assert np.isfinite(decoded).all()
+    assert decoded[0, 5] == pytest.approx(2.0**127, rel=0.01)
+    assert decoded[1] == pytest.approx(-(2.0**127), rel=0.01)
+    again = to_bytes(to_tensor([memoryview(int8_rows.encode(rows))], "int8", WIDTH), "int8")
+    assert is_finite(_frame(again)), "nor for the hop after that"
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, np.inf, np.nan, 1e38])
 def test_a_scale_out_of_bounds_is_refused(scale: float) -> None:
     data = bytearray(int8_rows.encode(np.ones((1, WIDTH), np.float32)))

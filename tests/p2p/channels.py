@@ -50,6 +50,47 @@ def memory_pair() -> tuple[RawConnection, RawConnection]:
     return MemoryConnection(left, is_initiator=True), MemoryConnection(right, is_initiator=False)
 
 
+class FarConnection:
+    """One end of a raw connection on which everything arrives `delay_s` after it was sent."""
+
+    socket = None
+    remote = None
+
+    def __init__(
+        self,
+        outgoing: trio.MemorySendChannel[tuple[float, bytes]],
+        incoming: trio.MemoryReceiveChannel[tuple[float, bytes]],
+        delay_s: float,
+        *,
+        is_initiator: bool,
+    ) -> None:
+        self.is_initiator, self._delay_s = is_initiator, delay_s
+        self._outgoing, self._incoming, self._unread = outgoing, incoming, b""
+
+    async def read(self, n: int | None = None) -> bytes:
+        if not self._unread:
+            arrives_at, self._unread = await self._incoming.receive()
+            await trio.sleep_until(arrives_at)
+        data, self._unread = self._unread[:n], self._unread[n or len(self._unread) :]
+        return data
+
+    async def write(self, data: bytes) -> None:
+        await self._outgoing.send((trio.current_time() + self._delay_s, data))
+
+    async def close(self) -> None:
+        await self._outgoing.aclose()
+
+    def abort(self) -> None:
+        self._outgoing.close()
+
+
+def far_pair(delay_s: float) -> tuple[RawConnection, RawConnection]:
+    """Two raw connections joined over a long way."""
+    there, here = (trio.open_memory_channel[tuple[float, bytes]](100) for _ in range(2))
+    left = FarConnection(there[0], here[1], delay_s, is_initiator=True)
+    return left, FarConnection(here[0], there[1], delay_s, is_initiator=False)
+
+
 def socket_pair() -> tuple[RawConnection, RawConnection]:
     """Two raw connections joined by the kernel."""
     sockets = socket.socketpair()

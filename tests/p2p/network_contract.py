@@ -323,6 +323,18 @@ class StreamContract:
             await received.wait()
         assert total == sent + 20 * 2**20
 
+    async def test_a_stream_is_clear_once_what_was_sent_has_left(self, world: World) -> None:
+        a, b = await pair(world)
+        b.accept(PROTOCOL, echo_stream)
+        stream = await a.open(b.peer_id, PROTOCOL)
+        assert stream.is_clear()
+        for _ in range(20):
+            await stream.send(bytes(2**18))
+            with trio.fail_after(10):
+                await stream.wait_room()
+            assert stream.is_clear()
+            assert len(await stream.receive()) == 2**18
+
     async def test_who_waits_for_room_hears_that_its_side_was_closed(self, world: World) -> None:
         a, b = await pair(world)
         b.accept(PROTOCOL, never_reads)

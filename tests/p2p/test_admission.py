@@ -53,8 +53,9 @@ def test_open_connections_are_bounded() -> None:
     assert admission.opened(IP)
     assert admission.opened(IP)
     assert "from its address" in (admission.begin_handshake(IP, 0) or "")
+    assert not admission.opened(IP)  # a dial of this node's own
     assert admission.opened(ipaddress.ip_address("203.0.113.8"))
-    assert not admission.opened(IP)
+    assert not admission.opened(ipaddress.ip_address("203.0.113.9"))
     admission.closed(IP)
     assert admission.opened(IP)
     assert admission.connections_open == 3

@@ -13,6 +13,7 @@ import trio
 import trio.testing
 
 from p2p.channel.noise import HANDSHAKE_DEADLINE_S
+from p2p.channel.noise_records import _nonce
 from p2p.channel.raw import ConnectionClosed
 from p2p.channel.upgrade import channel_of
 from p2p.channel.yamux import ACCEPT_BACKLOG, YamuxConnection
@@ -109,6 +110,20 @@ async def test_a_flood_of_frames_that_do_nothing_costs_the_connection(frame: byt
         tracemalloc.stop()
         assert peak < 4 * MIB
         nursery.cancel_scope.cancel()
+
+
+async def test_a_flood_of_records_without_content_costs_the_connection() -> None:
+    async with attacked() as (victim, peer):
+        sealer = peer.session._sealer
+
+        async def attack() -> None:
+            while True:
+                for _ in range(200):
+                    tag = sealer._aead.encrypt(_nonce(sealer._number, sealer._big_endian), b"", None)
+                    sealer._number += 1
+                    await peer.session.pipe.send(len(tag).to_bytes(2, "big") + tag)
+
+        await _until_dropped(victim, attack)
 
 
 async def test_streams_opened_without_end_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import pairwise
 
 import pytest
@@ -125,10 +126,10 @@ def test_a_bad_header_is_refused_before_its_body_comes(header: bytes) -> None:
         decoder.feed(header[: HEADER.size])
 
 
-def test_optional_kinds_are_skipped() -> None:
-    unknown = encode_header(200, WHOLE, 1, 3, 3, 0, b"new") + b"abc"
+def test_optional_kinds_break_nothing() -> None:
+    unknown = Frame(200, WHOLE, 1, 3, 0, "new", b"abc")
     ping = Frame(Kind.PING, WHOLE, 1, 0, 0, "", b"")
-    assert decode([PREFACE + unknown + encode(ping)]) == [ping]
+    assert decode([PREFACE + encode(unknown) + encode(ping)]) == [unknown, ping]
 
 
 def test_another_major_version_is_refused_by_name() -> None:
@@ -234,6 +235,23 @@ def test_chunks_are_so_large_that_a_link_takes_a_moment_for_one() -> None:
         assert taken[-2] == wanted
 
 
+def test_a_stream_is_nearly_sent_once_less_than_a_chunk_of_it_waits() -> None:
+    outbox, large, small = Outbox(), 3 * CHUNK_BYTES, 1000
+    outbox.put(Outgoing(Kind.MESSAGE, 1, 2, (bytes(small),), small))
+    assert outbox.is_nearly_sent(1, 2)
+    outbox.put(Outgoing(Kind.MESSAGE, 1, 2, (bytes(large),), large))
+    outbox.put(Outgoing(Kind.MESSAGE, 3, 2, (bytes(large),), large))
+    for id, priority, nearly in ((1, 2, False), (1, 1, True), (3, 2, False), (5, 2, True)):
+        assert outbox.is_nearly_sent(id, priority) == nearly
+    outbox.drop(3)
+    assert outbox.is_nearly_sent(3, 2)
+    while outbox.urgency() is not None:
+        assert not outbox.is_nearly_sent(1, 2)
+        outbox.take()
+    assert outbox.is_nearly_sent(1, 2)
+    assert not outbox._of_id
+
+
 def test_a_peer_of_an_older_version_gets_full_chunks() -> None:
     outbox = Outbox()
     outbox.put(Outgoing(Kind.ANSWER, 1, 3, (bytes(3 * CHUNK_BYTES),), 3 * CHUNK_BYTES))
@@ -316,6 +334,23 @@ def test_what_is_held_of_a_message_keeps_little_else_in_memory() -> None:
     for frame in held:
         kept = sum(len(bytes(piece.obj)) if isinstance(piece, memoryview) else len(piece) for piece in frame.pieces)
         assert kept <= 2 * CHUNK_BYTES
+
+
+@pytest.mark.parametrize("read_bytes", [1, 64])
+def test_what_comes_in_tiny_reads_takes_little_more_memory_than_its_bytes(read_bytes: int) -> None:
+    """Of a frame that is not complete, and of chunks of a message that wait for the last one."""
+    decoder, assembler = FrameDecoder(), Assembler()
+    first = encode(chunk(1, FIRST, SMALLEST_CHUNK_BYTES))
+    data = PREFACE + first + encode(chunk(1, 0, SMALLEST_CHUNK_BYTES))[:-1]
+    tracemalloc.start()
+    for start in range(0, len(data), read_bytes):
+        for frame in decoder.feed(data[start : start + read_bytes]):
+            assembler.add(frame)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(assembler) == 1
+    assert decoder.is_inside
+    assert held < 2 * len(data)
 
 
 def chunk(id: int, flags: int, length: int = CHUNK_BYTES, total: int = 2 * CHUNK_BYTES) -> Frame:

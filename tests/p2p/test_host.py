@@ -11,21 +11,26 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from p2p.addresses import Address, parse_address
 from p2p.channel import multistream
-from p2p.errors import P2PError, PeerUnreachable, Refused
+from p2p.errors import P2PError, PeerUnreachable, Refused, StreamClosed
 from p2p.host import heartbeat
-from p2p.host.admission import ConnectionLimits
+from p2p.host.admission import Admission, ConnectionLimits
 from p2p.host.connection import Connection, Stream
 from p2p.host.host import Host
 from p2p.host.listening import PortTaken
+from p2p.host.turns import Turns
 from p2p.identity import Identity
+from tests.p2p.channels import connected, far_pair
 from tests.p2p.nodes import GENEROUS, make_host, make_network, until
 
 ECHO = "/test/1/echo"
@@ -231,6 +236,21 @@ async def test_denied_peers_and_networks_are_refused_both_ways() -> None:
         assert careful.connections() == []
 
 
+async def test_peers_at_one_address_get_no_more_connections_if_this_node_dials_them() -> None:
+    """One machine has any number of peer ids, and a node dials whoever is named to it."""
+    node, friend = make_host(replace(GENEROUS, connections_per_ip=2)), make_host(listen=["/ip6/::1/tcp/0"])
+    others = [make_host() for _ in range(3)]
+    async with running(node, friend, *others):
+        for other in others[:2]:
+            assert await ask_echo(node, other) == b"hello"
+        with pytest.raises(PeerUnreachable, match=r"too many connections with 127\.0\.0\.1 are open"):
+            await ask_echo(node, others[2])
+        assert await ask_echo(node, friend) == b"hello"
+        await node.disconnect(others[0].peer_id)
+        await until(lambda: node.admission.connections_open == 2)
+        assert await ask_echo(node, others[2]) == b"hello"
+
+
 async def test_a_peer_that_returns_replaces_its_old_connections() -> None:
     a, b = make_host(), make_host()
     async with running(a, b):
@@ -241,6 +261,29 @@ async def test_a_peer_that_returns_replaces_its_old_connections() -> None:
 
 
 # --- harm ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_handshake_over_a_filled_line_or_a_satellite_is_in_time(autojump_clock: MockClock) -> None:
+    """A round trip takes two seconds there, and the handshake three of them."""
+    dialling, listening, address = make_host(), make_host(), parse_address("/ip4/198.51.100.7/tcp/7464")
+    ends = far_pair(1.0)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(listening._establish, ends[1], address, None)
+        connection = await dialling._establish(ends[0], address.of(listening.peer_id), listening.peer_id)
+    assert connection.peer == listening.peer_id
+
+
+async def test_what_was_not_sent_of_an_aborted_connection_is_dropped() -> None:
+    """Else the kernel keeps it for a peer that does not read; that it is dropped shows as a reset at the other end."""
+    dialling, listening = make_host(), make_host()
+    async with running(dialling, listening):
+        connection = await dialling.dial(listening.addresses[0], listening.peer_id)
+        await until(lambda: listening.connection(dialling.peer_id) is not None)
+        accepted = listening.connections()[0]
+        connection.abort()
+        with trio.fail_after(5):
+            await accepted.closed.wait()
+        assert str(accepted.muxed._ending).startswith("the connection was lost")
 
 
 async def test_a_handler_that_raises_costs_its_stream_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -448,6 +491,29 @@ async def test_a_stranger_that_stays_silent_is_dropped(monkeypatch: pytest.Monke
         connection = await stranger.connect(network.peer_id, network.host.addresses)
         with trio.fail_after(5):
             await connection.closed.wait()
+
+
+async def test_a_peer_whose_heartbeat_waits_behind_its_other_bytes_is_not_silent(autojump_clock: MockClock) -> None:
+    """On a slow uplink a ping can wait for longer than silence is tolerated, while data arrives all the time."""
+    async with connected("memory") as ends, trio.open_nursery() as nursery:
+        raw = ends.sessions.raw[1]
+        address = parse_address("/ip4/198.51.100.7/tcp/7464")
+        connection = Connection(ends.listener, raw, address, Turns(Admission()), max_streams=1)
+
+        async def wait(n: int) -> None:
+            await trio.sleep_forever()
+
+        async def send_other_bytes() -> None:
+            for _ in range(20):
+                await trio.sleep(10)
+                await ends.dialler.ping()
+
+        nursery.start_soon(send_other_bytes)
+        starved: Any = SimpleNamespace(peer=connection.peer, connection=connection, read=wait)
+        begun = trio.current_time()
+        with pytest.raises(StreamClosed, match="silent"):
+            await heartbeat.Heartbeat(lambda connection: heartbeat.Hello(), lambda *heard: None)._listen(starved)
+        assert trio.current_time() - begun == pytest.approx(200 + heartbeat.SILENCE_S, abs=0.1)
 
 
 def test_the_hello_of_a_stranger_is_checked() -> None:

@@ -9,7 +9,7 @@ import time
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import trio
@@ -17,6 +17,7 @@ import trio.testing
 from Crypto.Util.asn1 import DerSequence
 from libp2p.crypto.pb import crypto_pb2
 from libp2p.security.noise.pb import noise_pb2
+from trio.testing import MockClock
 
 from p2p.addresses import MAX_ADDRESSES_PER_PEER, Address, parse_address
 from p2p.channel.yamux import YamuxConnection
@@ -33,10 +34,10 @@ from p2p.host.admission import Admission, ConnectionLimits
 from p2p.host.heartbeat import Heartbeat, Hello
 from p2p.host.messages import address_bytes
 from p2p.identity import Identity, peer_id_bytes, peer_id_of
-from p2p.link import frames
-from p2p.link.frames import FIRST, PREFACE, WHOLE, Frame, Kind
+from p2p.link import frames, link
+from p2p.link.frames import FIRST, LAST, PREFACE, WHOLE, Frame, Kind
 from p2p.link.link import PeerLink
-from p2p.link.outbox import Outbox, Outgoing
+from p2p.link.outbox import MAX_URGENT_ANSWERS, Outbox, Outgoing
 from p2p.link.quota import Limits, Quota
 from p2p.link.streams import MessageStream
 from p2p.link.switchboard import LIVE_LANE
@@ -91,6 +92,21 @@ def test_dropping_what_is_queued_does_not_search_the_queue() -> None:
     assert time.process_time() - began < 2
 
 
+def test_what_a_node_asks_of_a_frozen_peer_is_not_held_against_the_peer() -> None:
+    outbox = Outbox()
+    for id in range(1, 2 * MAX_URGENT_ANSWERS, 2):
+        outbox.put(Outgoing(Kind.REQUEST, id, 0, name=b"ping"))
+        outbox.drop(id)
+        outbox.put(Outgoing(Kind.CANCEL, id, 0))
+        outbox.put(Outgoing(Kind.PONG, id + 1, 0))
+        assert not outbox.overrun()
+    outbox.put(Outgoing(Kind.PONG, 0, 0))
+    assert outbox.overrun()
+    while outbox.urgency() is not None:
+        outbox.take()
+    assert not outbox.overrun()
+
+
 def test_a_new_link_is_no_new_start() -> None:
     quota = Quota(Limits(requests_per_s=1, request_burst=3, refusals=4, refusals_forgiven_per_s=0))
     assert [quota.request("a", 0.0) is None for _ in range(4)] == [True, True, True, False]
@@ -119,6 +135,10 @@ async def test_malformed_calls_fill_no_log(caplog: pytest.LogCaptureFixture) -> 
         assert await a.call(b.peer_id, "echo", b"on", timeout_s=5) == b"on"
 
 
+async def give_nothing(peer: str, body: bytes) -> bytes:
+    return b""
+
+
 async def test_a_call_counts_until_its_answer_has_left() -> None:
     async with wired_world() as world:
         world.limits = Limits(calls_per_peer=4, bytes_per_peer=2**20)
@@ -128,6 +148,96 @@ async def test_a_call_counts_until_its_answer_has_left() -> None:
             assert len(await a.call(b.peer_id, "echo", bytes(100_000), timeout_s=5)) == 100_000
         await trio.testing.wait_all_tasks_blocked()
         assert b.services.quota.under_way(a.peer_id) == (0, 0, 0)
+
+
+async def test_an_answer_that_waits_to_be_read_counts_whatever_else_comes_for_its_call() -> None:
+    """A peer that reads nothing sends more of a request that was answered, beyond what it may have here."""
+    async with wired_world() as world:
+        world.limits = Limits(bytes_per_peer=2**20)
+        node = await world.node()
+
+        async def give(peer: str, body: bytes) -> bytes:
+            return bytes(2**19)
+
+        node.serve("give", give)
+        here, there = trio.testing.lockstep_stream_pair()
+        world.connect(node, "liar", LIVE_LANE, TrioByteStream(there))
+        asked = Frame(Kind.REQUEST, WHOLE, 1, 0, 60_000, "give", b"")
+        await here.send_all(PREFACE + frames.encode(asked))
+        await trio.testing.wait_all_tasks_blocked()
+        assert node.services.quota.under_way("liar") == (1, 0, 2**19)
+        for _ in range(5):
+            await here.send_all(frames.encode(Frame(Kind.REQUEST, 0, 1, 2**25, 0, "", bytes(2**18))))
+        await trio.testing.wait_all_tasks_blocked()
+        assert node.services.quota.under_way("liar") == (1, 0, 2**19)
+
+
+@pytest.mark.parametrize("what", ["requests that are not finished", "messages that are not finished", "answers"])
+async def test_what_one_address_holds_makes_way_for_a_peer_at_another(what: str) -> None:
+    """A peer keeps what its address may have at most: requests and messages without end, or answers that it leaves."""
+    async with wired_world() as world:
+        world.limits = Limits(bytes=2**20, bytes_floor=0)
+        node, friend = await world.node(), await world.node()
+        size = 250_000
+
+        async def give(peer: str, body: bytes) -> bytes:
+            return bytes(size)
+
+        async def read(stream: MessageStream) -> None:
+            await stream.receive()
+
+        node.serve("give", give)
+        node.serve("take", give_nothing)
+        node.accept("read", read)
+        here, there = trio.testing.lockstep_stream_pair()
+        world.connect(node, "liar", LIVE_LANE, TrioByteStream(there))
+        ids, begun = (1, 3, 5), bytes(size)
+        if what == "answers":
+            sent = [Frame(Kind.REQUEST, WHOLE, id, 0, 60_000, "give", b"") for id in ids]
+        elif what == "requests that are not finished":
+            sent = [Frame(Kind.REQUEST, FIRST, id, 2**20, 60_000, "take", begun) for id in ids]
+        else:
+            sent = [Frame(Kind.OPEN, WHOLE, id, 0, 0, "read", b"") for id in ids]
+            sent += [Frame(Kind.MESSAGE, FIRST, id, 2**20, 0, "", begun) for id in ids]
+        await here.send_all(PREFACE + b"".join(frames.encode(frame) for frame in sent))
+        await trio.testing.wait_all_tasks_blocked()
+        assert node.services.quota.under_way("liar")[2] >= 3 * size
+        await friend.call(node.peer_id, "take", bytes(320 * 1024), timeout_s=5)
+        assert 2 * size <= node.services.quota.under_way("liar")[2] < 3 * size
+        await here.aclose()
+        await trio.testing.wait_all_tasks_blocked()
+        assert node.services.quota.under_way("liar") == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "useless",
+    [
+        Frame(Kind.REQUEST, LAST, 77, 0, 0, "", b""),
+        Frame(Kind.REQUEST, LAST, 1, 0, 0, "", b""),
+        Frame(200, WHOLE, 1, 0, 0, "", b""),
+    ],
+    ids=["of an unknown request", "of a request that is complete", "of an unknown kind"],
+)
+async def test_frames_that_achieve_nothing_cut_the_sender_off(
+    useless: Frame, monkeypatch: pytest.MonkeyPatch, mock_clock: MockClock
+) -> None:
+    monkeypatch.setattr(link, "IDLE_FRAMES", 1000)
+    async with wired_world() as world:
+        node = await world.node()
+
+        async def wait(peer: str, body: bytes) -> NoReturn:
+            await trio.sleep_forever()
+
+        node.serve("wait", wait)
+        here, there = trio.testing.memory_stream_pair()
+        world.connect(node, "liar", LIVE_LANE, TrioByteStream(there))
+        asked = Frame(Kind.REQUEST, WHOLE, 1, 0, 60_000, "wait", b"")
+        await here.send_all(PREFACE + frames.encode(asked) + frames.encode(useless) * 1000)
+        await trio.testing.wait_all_tasks_blocked()
+        assert node.reports == []
+        await here.send_all(frames.encode(useless) * 1000)
+        await trio.testing.wait_all_tasks_blocked()
+        assert node.reports == [("liar", "floods this node with frames that do nothing")]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -186,7 +296,7 @@ async def test_chunks_of_an_answer_that_ends_otherwise_are_not_kept(how: str, au
     async with wired_world() as world:
         a, b = await world.node(), await world.node()
         here, there = trio.testing.memory_stream_pair()
-        link = PeerLink(b.peer_id, TrioByteStream(there), a.services, initiator=True, paced=False, exempt=False)
+        calling = PeerLink(b.peer_id, TrioByteStream(there), a.services, initiator=True, paced=False, exempt=False)
 
         async def answer() -> None:
             await here.send_all(PREFACE)
@@ -204,11 +314,11 @@ async def test_chunks_of_an_answer_that_ends_otherwise_are_not_kept(how: str, au
                         await here.send_all(frames.encode(Frame(Kind.ANSWER, WHOLE | 1, asked.id, 0, 0, "", b"")))
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(link.run)
+            nursery.start_soon(calling.run)
             nursery.start_soon(answer)
             with contextlib.suppress(P2PError):
-                await link.call("echo", b"", timeout_s=5)
-            assert not link._assembler
+                await calling.call("echo", b"", timeout_s=5)
+            assert not calling._assembler
             assert a.services.quota.under_way(b.peer_id) == (0, 0, 0)
             nursery.cancel_scope.cancel()
 
@@ -373,10 +483,13 @@ async def test_few_hellos_of_a_peer_are_read(autojump_clock: trio.abc.Clock) -> 
 
     async def read(count: int | None = None) -> bytes:
         await trio.sleep(pause_s)
+        connection.heard_at = trio.current_time()
         return frame
 
-    link: Any = SimpleNamespace(initiated=False, peer=peer(1), in_turn=lambda work, *arguments: work(*arguments))
-    stream: Any = SimpleNamespace(peer=peer(1), connection=link, read=read)
+    connection: Any = SimpleNamespace(
+        initiated=False, peer=peer(1), heard_at=0.0, in_turn=lambda work, *arguments: work(*arguments)
+    )
+    stream: Any = SimpleNamespace(peer=peer(1), connection=connection, read=read)
     beat = Heartbeat(lambda connection: Hello(), lambda connection, hello: heard.append(hello))
     with trio.move_on_after(100):
         await beat._listen(stream)
@@ -385,6 +498,24 @@ async def test_few_hellos_of_a_peer_are_read(autojump_clock: trio.abc.Clock) -> 
     with pytest.raises(ProtocolError, match="floods"):
         await beat._listen(stream)
     assert len(heard) < 99 + 20
+
+
+async def test_peers_that_read_nothing_keep_no_other_from_hearing_of_a_new_address(autojump_clock: MockClock) -> None:
+    told: list[float] = []
+
+    async def wait(data: bytes) -> None:
+        await trio.sleep_forever()
+
+    async def hear(data: bytes) -> None:
+        await trio.lowlevel.checkpoint()
+        told.append(trio.current_time())
+
+    beat = Heartbeat(lambda connection: Hello(), lambda connection, hello: None)
+    beat._linked = {number: SimpleNamespace(write=hear if number == 64 else wait) for number in range(65)}  # type: ignore
+    begun = trio.current_time()
+    await beat.say_hello()
+    assert told == [begun]
+    assert trio.current_time() - begun < 2
 
 
 async def test_a_wanted_peer_that_is_forgotten_before_its_turn_harms_nobody() -> None:

@@ -19,7 +19,8 @@ from p2p.link.bandwidth import (
     ByteRateLimit,
     SpareUpload,
 )
-from p2p.link.quota import Limits, Quota, SharedLimit
+from p2p.link.quota import Limits, Quota, Resource, SharedLimit
+from p2p.shares import Holder
 
 TIGHT = Limits(
     calls_per_peer=2, calls=4, calls_floor=0, streams_per_peer=1, streams=2, streams_floor=0, bytes_per_peer=100,
@@ -33,8 +34,6 @@ def test_calls_are_bounded_for_one_peer_and_for_all() -> None:
     assert quota.begin_call("b", 1, 0.0) is None
     assert quota.begin_call("c", 1, 0.0) is None
     assert quota.begin_call("d", 1, 0.0) == "too many calls at once"
-    quota.end_call("a", 1)
-    assert quota.begin_call("d", 1, 0.0) == "too many calls at once"  # a fifth of four calls is none
     quota.end_call("b", 1)
     assert quota.begin_call("d", 1, 0.0) is None
 
@@ -43,20 +42,38 @@ def test_bytes_are_bounded_for_one_peer_and_for_all() -> None:
     quota = Quota(TIGHT)
     assert quota.hold("a", 100)
     assert not quota.hold("a", 1)
-    assert quota.begin_call("b", 67, 0.0) == "too many bytes in flight"  # a third of the pool is 66
-    assert quota.under_way("b") == (0, 0, 0)
-    assert quota.begin_call("b", 66, 0.0) is None
-    quota.release("a", 100)
-    assert quota.hold("a", 66)
+    assert quota.begin_call("b", 100, 0.0) is None
+    assert quota.begin_call("c", 1, 0.0) == "too many bytes in flight"
+    assert quota.under_way("c") == (0, 0, 0)
+    quota.release("a", 1)
+    assert quota.begin_call("c", 1, 0.0) is None
 
 
 def test_streams_are_bounded() -> None:
     quota = Quota(TIGHT)
     assert quota.begin_stream("a") is None
     assert quota.begin_stream("a") is not None
-    assert quota.begin_stream("b") is not None  # half of the pool is used, and a third of it is no whole stream
-    quota.end_stream("a")
     assert quota.begin_stream("b") is None
+    assert quota.begin_stream("c") is not None
+    quota.end_stream("a")
+    assert quota.begin_stream("c") is None
+
+
+def test_who_holds_too_much_makes_way_for_another_home_and_for_a_peer_of_the_same() -> None:
+    def make_way(peer: str, resource: Resource) -> None:
+        assert resource is Resource.BYTES
+        quota.release(peer, 10)
+
+    quota = Quota(TIGHT, lambda peer: Holder(peer[0], peer), make_way)
+    for _ in range(15):  # three quarters of the pool, which one home may have
+        assert quota.hold("a1", 5)
+        assert quota.hold("a2", 5)
+    assert not quota.hold("a1", 5)  # nobody has more
+    assert quota.hold("a3", 5)
+    assert sorted(quota.under_way(peer)[2] for peer in ("a1", "a2")) == [65, 75]
+    assert quota.hold("b", 80)
+    assert sum(quota.under_way(peer)[2] for peer in ("a1", "a2", "a3")) == 115
+    assert not quota.hold("b", 20)  # it would have more than its share
 
 
 def test_a_floor_is_left_for_each_peer_whatever_others_use() -> None:
@@ -167,6 +184,7 @@ def test_the_kernel_holds_as_many_unsent_bytes_as_it_sends_in_a_moment(speed: fl
         bound.has_room(now, was_full=True)
         bound.gave(3 * bound.size)
         now += 3 * bound.size / speed
+        assert bound.size <= wanted << 10
     assert bound.size == wanted << 10
     for _ in range(10):  # it became fast, and never holds anything when it is looked at
         bound.has_room(now, was_full=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,10 @@ from libp2p.peer.peer_record import PeerRecord as TheirRecord
 from multiaddr import Multiaddr
 
 from p2p.addresses import MAX_ADDRESSES_PER_PEER, Address, parse_address
+from p2p.dht.host_view import learn
 from p2p.dht.wire import MAX_PEERS, MAX_PROVIDERS, MAX_REQUEST_BYTES, Contact, Message, Op, decode
+from p2p.envelope import CLOCK_TOLERANCE_MS
+from p2p.host import peer_record
 from p2p.host.address_book import AddressBook
 from p2p.host.identify import IDENTIFY
 from p2p.host.messages import receive_bytes
@@ -164,6 +168,20 @@ def test_what_a_peer_signed_comes_before_what_others_say_of_it() -> None:
     book.failed(new)
     assert book.addresses(peer)[0] == reached  # what a dial has proven counts most
     assert book.addresses(peer)[-1] == new
+
+
+async def test_a_clock_that_was_wrong_once_silences_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody keeps a record from the future, so the right ones that follow need not be later than that."""
+    book, signer, right_ms = AddressBook(), RecordSigner(ALICE), time.time_ns() // 10**6
+    monkeypatch.setattr(peer_record, "_clock_ms", lambda: right_ms + 2 * CLOCK_TOLERANCE_MS)
+    ahead = Contact(ALICE.peer_id, (), signer.record(PLACES[:1]))
+    monkeypatch.setattr(peer_record, "_clock_ms", lambda: right_ms)
+    learn(book, ahead)
+    assert book.record(ALICE.peer_id) == b""
+    right = Contact(ALICE.peer_id, (), signer.record(PLACES[:1]))
+    learn(book, right)
+    learn(book, ahead)
+    assert book.record(ALICE.peer_id) == right.record
 
 
 async def test_identify_carries_a_record_that_py_libp2p_accepts() -> None:

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from textual import events
 from textual.pilot import Pilot
-from textual.widgets import OptionList
+from textual.widgets import Markdown, OptionList
 
 from app.api.client import Hangup
 from app.core.errors import AppError
 from app.snapshot.views import SwarmView
 from tests.ui.driving import DrivenDashboard, ScriptedNode, driven, press_at_once, until
 from tests.ui.fixed import HEALTHY, HOLE, ME, PEERS
-from tests.ui.rendering import settle, text_of_screen
+from tests.ui.rendering import look_of_screen, settle, text_of_screen
 from ui.draw.rows import text_of
+from ui.draw.theme import THEMES
 from ui.screens.chat import Chat
-from ui.state.conversations import Conversations
+from ui.state.conversations import Conversations, Message
 from ui.state.follower import START_AGAIN
 from ui.state.store import ConnectionState
+from ui.widgets import transcript
 from ui.widgets.ask_box import AskBox
 from ui.widgets.chat_side import ConversationList
 from ui.widgets.transcript import Transcript
@@ -369,6 +373,62 @@ def test_thinking_is_folded_and_not_sent_again(pieces: list[str]) -> None:
     driven(node, drive)
 
 
+def test_code_in_a_reply_is_readable_and_searched_by_no_highlighter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their patterns take hours for some texts, such as a bash string that begins with 90 backslashes."""
+
+    def search(*_: object) -> Iterator[Any]:
+        raise AssertionError("a reply's code was searched")
+
+    monkeypatch.setattr("pygments.lexer.RegexLexer.get_tokens_unprocessed", search)
+    node = ScriptedNode()
+    node.reply = [{"text": "Sure:\n\n```bash\necho $'"}, {"text": "x'\n```\n\nor\n\n    indented\n"}]
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        await say(app, pilot, node, *"why")
+        for theme in THEMES:
+            app.theme = theme.name
+            await settle(app, pilot)
+            cells = [cell for line in look_of_screen(app) for cell in line]
+            styles = {style for text, style in cells if text.strip() in ("echo $'x'", "indented")}
+            assert {style.split()[0] for style in styles} == {theme.foreground}
+
+    driven(node, drive)
+
+
+def test_a_reply_that_takes_long_to_draw_is_drawn_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, busy_s = [100.0], [5.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: now_s[0], thread_time=lambda: busy_s[0], strftime=time.strftime, localtime=time.localtime
+    )
+    monkeypatch.setattr(transcript, "time", clock)
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        said = app.screen.query_one(Transcript)
+        await said.ask(Message(1, "user", "why", 0, {}))
+
+        async def shown(piece: str, waited_s: float, drew_s: float) -> str:
+            now_s[0] += waited_s
+            busy_s[0] += drew_s
+            await said.add(piece)
+            await pilot.pause()
+            return said.query_one(Markdown).source
+
+        assert await shown("one", 0, 0) == "one"
+        assert await shown(" two", 0.1, 0.02) == "one two"
+        assert await shown(" three", 0.1, 0.09) == "one two", "to draw the last piece took most of the time since then"
+        assert await shown("", 0.2, 0) == "one two three"
+        assert await shown(" four", 9.0, 9.0) == "one two three four", (
+            "it is drawn now and then however busy the app is"
+        )
+        assert await shown(" five", 0, 0.1) == "one two three four"
+        await said.finish(Message(2, "assistant", "one two three four five", 0, {}))
+        assert said.query_one(Markdown).source == "one two three four five"
+
+    driven(ScriptedNode(), drive)
+
+
 def test_a_chat_that_others_have_read_does_not_become_private_again() -> None:
     node = ScriptedNode()
 
@@ -387,10 +447,10 @@ def test_a_chat_that_others_have_read_does_not_become_private_again() -> None:
         await until(app, pilot, lambda: "hops can read your next message." in text_of_screen(app))
         node.done = {"route": [{"peer": PEERS[0].peer, "start": 0, "stop": 80}]}
         await say(app, pilot, node, *"two")
-        await until(app, pilot, lambda: "tern can read this chat." in text_of_screen(app))
+        await until(app, pilot, lambda: "“tern” can read this chat." in text_of_screen(app))
         node.done = {"route": [{"peer": ME, "start": 0, "stop": 80}]}
         await say(app, pilot, node, *"three")
-        await until(app, pilot, lambda: "tern can read this chat." in text_of_screen(app))
+        await until(app, pilot, lambda: "“tern” can read this chat." in text_of_screen(app))
         assert "stays on this machine" not in text_of_screen(app)
 
     driven(node, drive)
@@ -404,11 +464,11 @@ def test_a_question_that_others_have_read_stays_so_in_its_other_versions() -> No
         await pilot.press("3")
         node.done = {"route": [{"peer": PEERS[0].peer, "start": 0, "stop": 80}]}
         await say(app, pilot, node, *"one")
-        await until(app, pilot, lambda: "tern can read this chat." in text_of_screen(app))
+        await until(app, pilot, lambda: "“tern” can read this chat." in text_of_screen(app))
         app.store.take(replace(HEALTHY, start=0, stop=80, peers=()))
         node.done = {"route": [{"peer": ME, "start": 0, "stop": 80}]}
         await say(app, pilot, node, "ctrl+r")
-        assert "tern can read this chat." in text_of_screen(app)
+        assert "“tern” can read this chat." in text_of_screen(app)
         assert "on this machine ─" in text_of_screen(app)  # the route of this version
         await pilot.press("ctrl+n")
         await until(app, pilot, lambda: "This chat stays on this machine." in text_of_screen(app))
@@ -426,13 +486,13 @@ def test_a_hop_that_left_the_route_has_read_the_chat() -> None:
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
         await pilot.press("3")
         await say(app, pilot, node, *"one")
-        await until(app, pilot, lambda: "tern dropped out · you took 0:80" in text_of_screen(app))
-        assert "tern can read this chat." in text_of_screen(app)
+        await until(app, pilot, lambda: "“tern” dropped out · you took 0:80" in text_of_screen(app))
+        assert "“tern” can read this chat." in text_of_screen(app)
         await pilot.press("ctrl+n")
         await until(app, pilot, lambda: "Hops can read this chat." in text_of_screen(app))
         await pilot.press("ctrl+l")
         await pilot.press("enter")
-        await until(app, pilot, lambda: "tern can read this chat." in text_of_screen(app))
+        await until(app, pilot, lambda: "“tern” can read this chat." in text_of_screen(app))
 
     driven(node, drive)
 
@@ -444,7 +504,7 @@ def test_a_hop_that_dropped_out_stays_in_the_transcript(tmp_path: Path) -> None:
     node.reply = [{"text": "So", "route": [{"peer": PEERS[0].peer, "start": 0, "stop": 80}]}]
     node.reply += [{"text": " it", "route": mine}, {"text": " is."}]
     node.done = {"route": mine}
-    line = "▼ at token 2: tern dropped out · you took 0:80 · the reply continues"
+    line = "▼ at token 2: “tern” dropped out · you took 0:80 · the reply continues"
 
     async def ask_twice(app: DrivenDashboard, pilot: Pilot[None]) -> None:
         await pilot.press("3")

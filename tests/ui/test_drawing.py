@@ -114,7 +114,7 @@ def test_the_weak_spot_is_the_stretch_with_the_fewest_holders() -> None:
     cover = coverage_of(HEALTHY)
     assert cover is not None
     assert cover.weak is not None
-    assert (cover.weak.label, cover.weak.holders, cover.weak.names) == ("55:62", 1, ("mako",))
+    assert (cover.weak.label, cover.weak.holders, cover.weak.names) == ("55:62", 1, ("“mako”",))
     assert cover.held == 80
 
 
@@ -171,6 +171,12 @@ def test_a_peer_takes_one_row_of_any_width(width: int) -> None:
     look = look_of(HEALTHY, coverage_of(HEALTHY))
     widths = {width_of(peer_row(peer, columns, look, None)[:-1]) for peer in table_peers(HEALTHY, {})}
     assert len(widths) == 1  # every column begins at the same place
+
+
+def test_a_name_that_fits_is_shown_with_both_of_its_quotes() -> None:
+    peer = replace(PEERS[0], name="whimbrel-two")
+    line = peer_row(peer, columns_for(156, [peer.name]), look_of(HEALTHY, None), None)
+    assert "“whimbrel-two” " in text_of(line)
 
 
 def test_the_route_says_where_the_time_goes() -> None:
@@ -270,13 +276,13 @@ def test_a_warning_names_a_peer_instead_of_its_id() -> None:
 
 def test_whoever_asks_to_join_is_let_in_by_a_key_of_the_dashboard() -> None:
     """The note named a command, and only the overview showed it."""
-    note = Event(1, 0, "request", f"ann (CaimSF) asks to join: `shoal invites approve {ALPHA[-6:]}` lets it in")
+    note = Event(1, 0, "request", f"“ann” (CaimSF) asks to join: `shoal invites approve {ALPHA[-6:]}` lets it in")
     assert text_of(happening_row(note, str)).endswith(
-        "ann (CaimSF) asks to join: i on the overview lets it in or refuses it"
+        "“ann” (CaimSF) asks to join: i on the overview lets it in or refuses it"
     )
     known = replace(HEALTHY, requests=(GuestView(ALPHA, "ann"),))
     line = text_of(state_row(ConnectionState("live"), known, 0.0, wide=False))
-    assert "ann (CaimSF) asks to join: i on the overview" in line
+    assert "“ann” (CaimSF) asks to join: i on the overview" in line
 
 
 def test_the_speed_of_a_node_fits_into_a_narrow_panel() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from textual.pilot import Pilot
@@ -39,8 +39,8 @@ HOSTILE = replace(
 HOSTILE_TRAINING = replace(
     TRAINING,
     name="a\x1b[2Jb",
-    losses=(math.nan, 2.0, math.inf),
-    validation=((1, math.nan), (2, 3.0)),
+    losses=cast(Any, (math.nan, 2.0, math.inf, None)),  # the API writes what is no number as null
+    validation=cast(Any, ((1, math.nan), (2, 3.0), (3, None))),
     waiting=f"waits for {STRANGER}\x1b[31m",
     left_out={STRANGER: "said\n\x1b[31m" + "nothing " * 40},
     islands=tuple(IslandView(f"{'鳥' * 20}{at}", data={"source": "\x1b[2J"}) for at in range(16)),

@@ -36,7 +36,7 @@ from tests.ui.rendering import settle, text_of_screen
 from ui.app import keeps_running
 from ui.draw.first_run import PAUSES, FirstState, first_rows
 from ui.draw.first_run_offers import choice_rows, ordered
-from ui.draw.rows import text_of
+from ui.draw.rows import Row, text_of
 from ui.screens.first_run import ELSEWHERE_S, FirstRun
 from ui.screens.frame import TABS
 from ui.screens.invite import GuestList, invite_words, nobody_new
@@ -47,6 +47,7 @@ from ui.state.store import ConnectionState
 from ui.widgets.ask_box import AskBox
 from ui.widgets.dialogs import TextDialog
 from ui.widgets.filter_field import FilterField
+from ui.widgets.following_list import EventsPanel
 from ui.widgets.footer import FooterKey, fitting
 
 NEAR = OfferView("pond#1a2b3c4d1a2b3c4d1a2b", "a llama", FitView(8, 8), 5, nearby="lan", members=2, tokens_per_s=40.0)
@@ -1098,12 +1099,12 @@ def test_guests_are_followed_from_their_knock_to_their_end() -> None:
     assert told(base) == []
     assert told(knocking) == ["◌ guest1 connecting"]
     assert told(base) == ["× guest1 failed: disconnected before it had joined"]
-    assert as_member(state="joining") == ["◐ guest is choosing blocks"]
-    assert as_member(state="fetching", start=4, stop=8, fetched=0.25) == ["◐ guest loading 4:8 25 %"]
-    assert as_member(state="serving", start=4, stop=8, tokens_per_s=40.0) == ["● guest serving 4:8 · 40 tok/s"]
+    assert as_member(state="joining") == ["◐ “guest” is choosing blocks"]
+    assert as_member(state="fetching", start=4, stop=8, fetched=0.25) == ["◐ “guest” loading 4:8 25 %"]
+    assert as_member(state="serving", start=4, stop=8, tokens_per_s=40.0) == ["● “guest” serving 4:8 · 40 tok/s"]
     silent = Reason("silent", "it does not answer any more")
-    assert as_member(state="dead", unused=silent) == ["× guest failed: it does not answer any more"]
-    assert told(base) == ["× guest failed: it does not answer any more"]
+    assert as_member(state="dead", unused=silent) == ["× “guest” failed: it does not answer any more"]
+    assert told(base) == ["× “guest” failed: it does not answer any more"]
 
 
 def test_a_guest_that_knocks_before_it_uses_its_invite_is_no_failure() -> None:
@@ -1119,7 +1120,7 @@ def test_a_guest_that_knocks_before_it_uses_its_invite_is_no_failure() -> None:
         guest = PeerView("12D3KooWguest1", "ann", state="joining")
         app.store.take(replace(HEALTHY, peers=(*HEALTHY.peers, guest)))
         await settle(app, pilot)
-        await until(app, pilot, lambda: "◐ ann is choosing blocks" in text_of_screen(app))
+        await until(app, pilot, lambda: "◐ “ann” is choosing blocks" in text_of_screen(app))
         assert "│  · turned away" not in text_of_screen(app)
 
     driven(ScriptedNode(), drive, size=(80, 24))
@@ -1137,7 +1138,7 @@ def test_a_peer_that_asks_to_join_is_let_in_by_a_key() -> None:
         await until(app, pilot, lambda: "You are asked first" in text_of_screen(app))
         app.store.take(replace(HEALTHY, requests=(GuestView("12D3KooWxyGuest", "ann\x1b[2J"),)))
         await settle(app, pilot)
-        await until(app, pilot, lambda: "ann[2J (yGuest) asks to join" in text_of_screen(app))
+        await until(app, pilot, lambda: "“ann[2J” (yGuest) asks to join" in text_of_screen(app))
         await pilot.press("a")
         await until(app, pilot, lambda: len(node.asked) == 4)
         await pilot.press("x")
@@ -1262,3 +1263,37 @@ def test_keys_that_are_needed_least_give_way_in_a_narrow_window() -> None:
     assert [key.words for key in fitting(keys, 200)] == [key.words for key in keys]
     assert [key.words for key in fitting(keys, 42)] == ["stop", "pause", "invite", "help", "leave"]
     assert [key.words for key in fitting(keys, 8)] == ["stop"]
+
+
+def test_a_peer_that_takes_other_names_does_not_have_all_events_drawn_anew_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a full log that took half of a core."""
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        peer, clock = "12D3KooW" + "a" * 44, cast(Clock, app.store.now)
+        app.store.note({"number": 99, "at_ms": 0, "kind": "peer", "text": f"{peer} joined"})
+        panel = app.screen.query_one(EventsPanel)
+        panel.show()
+        drawn: list[list[Row]] = []
+        lines = panel.lines
+
+        def counted() -> list[Row]:
+            drawn.append(lines())
+            return drawn[-1]
+
+        monkeypatch.setattr(panel, "lines", counted)
+
+        def take_name(number: int) -> str:
+            app.store.take(replace(HEALTHY, peers=(*PEERS, replace(PEERS[0], peer=peer, name=f"name {number}"))))
+            panel.show()
+            return text_of(panel._lines[-1])
+
+        assert "“name 1” joined" in take_name(1), "it was not known when it joined"
+        for number in range(2, 20):
+            take_name(number)
+        assert len(drawn) == 1
+        clock.at += 5
+        assert "“name 20” joined" in take_name(20)
+
+    driven(ScriptedNode(), drive)

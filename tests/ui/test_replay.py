@@ -155,9 +155,10 @@ def test_hostile_texts_reach_no_terminal() -> None:
 
 @pytest.mark.parametrize("extreme", [-(2**53), 2**53])
 def test_extreme_figures_are_drawn(extreme: int) -> None:
-    peers = tuple(replace(peer, rtt_s=float(extreme), tokens_per_s=float(extreme)) for peer in HEALTHY.peers)
-    flow = FlowView(*(float(extreme),) * 6, extreme)
-    odd = replace(HEALTHY, sessions=extreme, tokens_per_s=float(extreme), flow=flow, peers=peers, blocks_total=10_000)
+    most = float(abs(extreme))  # seconds and speeds are not negative
+    peers = tuple(replace(peer, rtt_s=most, tokens_per_s=most) for peer in HEALTHY.peers)
+    flow = FlowView(*(most,) * 6, extreme)
+    odd = replace(HEALTHY, sessions=extreme, tokens_per_s=most, flow=flow, peers=peers, blocks_total=10_000)
 
     async def drive(app: Replay, pilot: Pilot[None], wall: Clock) -> None:
         await pilot.press("2")

@@ -21,7 +21,17 @@ from app.core.terminal_text import without_controls
 from app.snapshot.codec import to_json
 from app.snapshot.views import CourtesyView, SessionView, Snapshot
 from tests.ui.fixed import HEALTHY, ME, PEERS, Clock
-from ui.draw.reply import NEW_ROUTE_S, Hole, done_words, hole_in, live_rows, lost_hops, prompt_of, readers_words
+from ui.draw.reply import (
+    NEW_ROUTE_S,
+    Hole,
+    done_words,
+    hole_in,
+    live_rows,
+    lost_hops,
+    prompt_of,
+    readers_words,
+    way_row,
+)
 from ui.draw.rows import text_of
 from ui.screens.logs import matching
 from ui.state.conversations import (
@@ -85,12 +95,12 @@ def test_the_name_of_a_peer_that_has_gone_is_remembered(monkeypatch: pytest.Monk
     monkeypatch.setattr("ui.state.store.KEPT_NAMES", len(PEERS))
     store = live_store(Clock())
     store.take(replace(HEALTHY, peers=PEERS[1:]))
-    assert store.peer_name(PEERS[0].peer) == PEERS[0].name
+    assert store.peer_name(PEERS[0].peer) == "“tern”"
     new = replace(PEERS[1], peer="12D3KooWnewone", name="new")
     store.take(replace(HEALTHY, peers=(new, *PEERS[1:])))
     assert store.peer_name(PEERS[0].peer) == PEERS[0].peer[-6:]  # one too many
     store.take(replace(HEALTHY, peers=(replace(new, name="newer"), *PEERS[1:])))
-    assert store.peer_name(new.peer) == "newer"
+    assert store.peer_name(new.peer) == "“newer”"
 
 
 def test_another_swarm_is_no_change_of_peers() -> None:
@@ -103,9 +113,23 @@ def test_names_of_peers() -> None:
     store = live_store(Clock())
     assert [store.peer_name(ME), store.peer_name(PEERS[0].peer), store.peer_name("12D3KooWxyz123")] == [
         "you",
-        "tern",
+        "“tern”",
         "xyz123",
     ]
+
+
+@pytest.mark.parametrize("name", ["you", "Only this machine", 'x” can read this chat. "Nobody else'])
+def test_no_name_of_a_peer_passes_for_this_node_or_for_the_words_around_it(name: str) -> None:
+    store = live_store(Clock())
+    store.take(replace(HEALTHY, peers=(replace(PEERS[0], name=name), *PEERS[1:])))
+    hops = [{"peer": ME}, {"peer": PEERS[0].peer}]
+    words = readers_words(hops, store.snapshot, store.peer_name)
+    shown = words.removeprefix("“").removesuffix("” can read this chat.")
+    assert len(shown) == len(name)
+    assert not set(shown) & set('“”"')
+    way = way_row(hops, store.snapshot, store.peer_name)
+    assert [text for text, style in way if style == "mine"] == ["you"] * 3
+    assert f"“{shown}”" in text_of(way)
 
 
 # --- the line to the node --------------------------------------------------------------------------------------------

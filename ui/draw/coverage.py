@@ -203,7 +203,7 @@ def weak_sentence(cover: Coverage, width: int) -> Row:
     elif cover.weak.holders == 1:
         who = ", ".join(cover.weak.names) or "single nodes"
         goes = "you leave" if who == "you" else "it leaves"
-        lost = f" If {goes}, replies wait until another takes them." if len(cover.weak.names) == 1 else ""
+        lost = f" If {goes}, replies wait for another." if len(cover.weak.names) == 1 else ""
         each = "one holder" if len(cover.weak.names) == 1 else "one holder each"
         words = row((f"{cover.weak.label} has {each}", "warning"), f": {who}.{lost}")
     else:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from app.core.terminal_text import one_line, short_peer, with_names
-from app.snapshot.views import GuestView
+from app.core.terminal_text import one_line, with_names
 from ui.draw.numbers import time_of_day
 from ui.draw.rows import Row, row, tidy
 from ui.state.store import Event
@@ -20,12 +19,6 @@ _SIGNS = {
     "request": ("?", "warning"),
 }
 DECIDES = "i on the overview lets it in or refuses it"
-
-
-def guest_name(guest: GuestView) -> str:
-    """A peer that waits for approval: its own word for its name, and the end of its id."""
-    name, end = one_line(guest.name), short_peer(guest.peer)
-    return f"{name} ({end})" if name else end
 
 
 def happening_row(event: Event, name_of: Callable[[str], str]) -> Row:

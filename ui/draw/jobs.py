@@ -6,7 +6,7 @@ What is known about a training job is drawn in `ui.draw.trainings`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from app.core.terminal_text import one_line, with_names
@@ -122,6 +122,11 @@ def loss_text(loss: float | None) -> str:
     return UNKNOWN if loss is None or not math.isfinite(loss) else f"{loss:.3f}"
 
 
+def plottable(losses: Iterable[float | None]) -> list[float | None]:
+    """Losses for a plot: None for those that are no number, which the API writes as null."""
+    return [None if loss is None or not math.isfinite(loss) else loss for loss in losses]
+
+
 # --- the losses ------------------------------------------------------------------------------------------------------
 
 
@@ -137,7 +142,7 @@ def loss_title(job: AnyJob) -> Row:
 
 def loss_rows(job: AnyJob, width: int, height: int) -> list[Row]:
     """Plot of the latest losses over the whole width, with the steps below it if there is room."""
-    losses = [loss if math.isfinite(loss) else None for loss in job.losses]
+    losses = plottable(job.losses)
     if not losses:
         words = "No step is done yet." if not job.step else "No step was made here since the node started."
         return [row((words, "dim"))]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.core.terminal_text import one_line, short_peer
+from app.core.terminal_text import one_line, peer_words
 from app.snapshot.views import PeerView, Snapshot
 from ui.draw.bars import bar
 from ui.draw.numbers import known_rate, milliseconds
@@ -32,7 +32,7 @@ class Columns:
 
 def columns_for(width: int, names: Sequence[str]) -> Columns:
     """Choose columns: name, span, tok/s, rtt, link and state always; map, device, bar and score if they fit."""
-    longest = max((len(name) for name in names), default=8)
+    longest = max((len(name) for name in names), default=0) + len("“”")
     room = width - 2 - 9 - 6 - 8 - 9 - 12  # sign, span, tok/s, rtt, link, state
     peer = max(8, min(longest, 10 if width < 120 else 24, room))
     room -= peer + 1
@@ -138,7 +138,7 @@ def peer_row(peer: PeerView, columns: Columns, look: TableLook, change: PeerChan
     sign, sign_style = _SIGNS.get(peer.state, ("◐", "warning"))
     if change is not None and change.kind == "gone":
         sign, sign_style = "×", "dim"
-    name = one_line(peer.name) or short_peer(peer.peer)
+    name = "you" if is_own else peer_words(peer.peer, peer.name)
     span = f"{peer.start}:{peer.stop}" if peer.start is not None else UNKNOWN
     line = row(
         (f"{sign} ", sign_style), (cell(name, columns.peer), f"b {glow or tint}"), " ", (cell(span, 9), glow or tint)

@@ -113,8 +113,14 @@ def _chain(route: RouteView, name_of: NameOf) -> list[Row]:
 
 
 def _compact(route: RouteView, name_of: NameOf, width: int) -> list[Row]:
-    """The chain on one line, names shortened to fit."""
-    room = max(3, (width - 12) // max(1, len(route.hops)) - 5)
+    """The chain on one line, its names shortened as far as it takes to fit."""
+    room = 16
+    while width_of(line := _line(route, name_of, room)) > width and room > 3:
+        room -= 1
+    return [fit(line, width)]
+
+
+def _line(route: RouteView, name_of: NameOf, room: int) -> Row:
     line = row(("you", "mine"))
     for hop in route.hops:
         mark, style = ("╍", "warning") if hop.link == "relayed" else ("─", "dim")
@@ -122,7 +128,7 @@ def _compact(route: RouteView, name_of: NameOf, width: int) -> list[Row]:
         link_ms = milliseconds(hop.link_s) if hop.link_s is not None else ""
         line += row((f"{mark}{link_ms}▸", style), (name, "mine" if name == "you" else ""))
     return_ms = milliseconds(route.return_s) if route.return_s is not None else ""
-    return [fit([*line, (f"─{return_ms}▸", "dim"), ("you", "mine")], width)]
+    return [*line, (f"─{return_ms}▸", "dim"), ("you", "mine")]
 
 
 def _name(hop: HopView, name_of: NameOf) -> str:
@@ -153,7 +159,7 @@ def waterfall(route: RouteView, name_of: NameOf, width: int) -> list[Row]:
         line.append((mark * cells, style))
         if share.kind not in ("link", "host"):
             name = {"relay": "relay", "queue": "queue", "rest": "?"}.get(share.kind, share.name)
-            text = name if len(name) <= cells and name.isascii() else ""
+            text = name if len(name) == width_of([(name, "")]) <= cells else ""
             start = at + (cells - len(text)) // 2
             labels[start : start + len(text)] = text
         at += cells

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import ceil
 
-from app.core.terminal_text import one_line, short_peer, with_names
+from app.core.terminal_text import one_line, peer_words_with_id, short_peer, with_names
 from app.snapshot.views import Snapshot, StepView
-from ui.draw.events import DECIDES, guest_name
+from ui.draw.events import DECIDES
 from ui.draw.numbers import duration, plural, progress
 from ui.draw.rows import Row, row, tidy
 from ui.state.coverage import coverage_of
@@ -148,7 +148,8 @@ def state_row(
         return line
     why = snapshot.why
     if snapshot.requests:
-        line.append((f" · ? {guest_name(snapshot.requests[0])} asks to join: {DECIDES}", "warning"))
+        guest = snapshot.requests[0]
+        line.append((f" · ? {peer_words_with_id(guest.peer, guest.name)} asks to join: {DECIDES}", "warning"))
     if lack and not warnings:
         line.append((f" · ▲ {lack}", "warning"))
     elif not warnings and why is not None and why.next_step and _needs_something(snapshot):

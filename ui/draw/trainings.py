@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import math
-
 from app.core.terminal_text import one_line, with_names
 from app.snapshot.views import IslandView, TrainingView
 from ui.draw.bars import bar, spark
-from ui.draw.jobs import LABEL, MOST_FAILED, MOST_WHY, PEER_NAME, NameOf, entry, loss_text, reason, share_done
+from ui.draw.jobs import (
+    LABEL,
+    MOST_FAILED,
+    MOST_WHY,
+    PEER_NAME,
+    NameOf,
+    entry,
+    loss_text,
+    plottable,
+    reason,
+    share_done,
+)
 from ui.draw.numbers import count, duration, known_rate, many, plural, size
 from ui.draw.rows import Row, cell, fit, row, shorten, tidy, width_of, wrap
 
@@ -112,8 +121,7 @@ def _utilisation(job: TrainingView) -> str:
 
 
 def _validation(job: TrainingView, room: int) -> Row:
-    losses = [loss if math.isfinite(loss) else None for _, loss in job.validation]
-    line = spark(losses, min(_SPARK, room - 10))
+    line = spark(plottable(loss for _, loss in job.validation), min(_SPARK, room - 10))
     return row((line, "plot3"), "  " if line else "", (loss_text(job.validation_loss), "b"))
 
 

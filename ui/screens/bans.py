@@ -13,7 +13,7 @@ from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from app.api.client import Client
-from app.core.terminal_text import one_line
+from app.core.terminal_text import one_line, peer_words_with_id, quoted
 from app.snapshot.views import PeerView
 from ui.node_app import NodeApp
 from ui.widgets.dialogs import Dialog, Question
@@ -41,7 +41,7 @@ def unban(client: Client, entry: str) -> None:
 
 def offer_ban(app: NodeApp, peer: PeerView) -> None:
     """Ban a peer after confirmation."""
-    name = one_line(peer.name) or peer.peer
+    name = peer_words_with_id(peer.peer, peer.name)
 
     def answered(sure: bool | None) -> None:
         if sure:
@@ -60,7 +60,7 @@ def offer_unban(app: NodeApp) -> None:
             app.ask(lambda client: unban(client, entry), lambda _: app.say(f"{one_line(entry)} is no longer banned"))
 
     def listed(config: Any) -> None:
-        names = {peer.peer: one_line(peer.name) for peer in app.store.snapshot.peers} if app.store.snapshot else {}
+        names = {peer.peer: peer.name for peer in app.store.snapshot.peers} if app.store.snapshot else {}
         app.push_screen(BanPicker(denied(config), names), chosen)
 
     app.ask(lambda client: client.get("/control/config"), listed)
@@ -89,7 +89,7 @@ class BanPicker(Dialog[str | None]):
 
     def _words(self, entry: str) -> str:
         name = self._names.get(entry)
-        return f"{name} · {one_line(entry)}" if name else one_line(entry)
+        return f"{quoted(name)} · {one_line(entry)}" if name else one_line(entry)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """Close with the chosen entry."""

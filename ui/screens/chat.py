@@ -440,6 +440,7 @@ class Chat(MainScreen):
         if live.progress is not None:
             live.progress.speeds.append(live.progress.speed(self.store.now()))
             live.show()
+            self.call_later(self.query_one(Transcript).draw)  # in turn with the pieces, which a timer is not
 
     # --- keys --------------------------------------------------------------------------------------------------------
 

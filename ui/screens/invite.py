@@ -12,9 +12,8 @@ from textual.content import Content
 from textual.widgets import Static
 
 from app.api.client import Client
-from app.core.terminal_text import one_line, qr_code, short_peer
+from app.core.terminal_text import one_line, peer_words, peer_words_with_id, qr_code, short_peer
 from app.snapshot.views import GuestView, PeerView, Snapshot
-from ui.draw.events import guest_name
 from ui.draw.node import now_ms
 from ui.draw.numbers import duration, plural, rate
 from ui.draw.rows import Row, row
@@ -72,7 +71,7 @@ class GuestList:
 
 def guest_row(peer: PeerView, here: bool) -> Row:
     """Progress of a member that arrived: joining, loading, serving, or failed; `here` if it is still a member."""
-    name = one_line(peer.name) or short_peer(peer.peer)
+    name = peer_words(peer.peer, peer.name)
     span = f" {peer.start}:{peer.stop}" if peer.start is not None else ""
     if not here or peer.state in ("dead", "left"):
         how = "left" if peer.state == "left" else "stopped answering"
@@ -114,7 +113,7 @@ def _limit_words(answer: Mapping[str, Any], now_ms: int) -> str:
 
 def request_row(guest: GuestView) -> Row:
     """A peer that waits for approval."""
-    return row(("?", "warning"), " ", (guest_name(guest), "b"), " asks to join")
+    return row(("?", "warning"), " ", (peer_words_with_id(guest.peer, guest.name), "b"), " asks to join")
 
 
 def nobody_new(known: Snapshot) -> str:
@@ -254,7 +253,7 @@ class InviteScreen(Dialog[None]):
         if known is None or not known.requests:
             return
         guest = known.requests[0]
-        who, path = one_line(guest.name) or short_peer(guest.peer), "approve" if approve else "refuse"
+        who, path = peer_words_with_id(guest.peer, guest.name), "approve" if approve else "refuse"
         done = f"{who} may join now" if approve else f"{who} is refused"
         dashboard.ask(
             lambda client: client.post(f"/control/invites/{path}", {"peer": guest.peer}), lambda _: dashboard.say(done)

@@ -83,8 +83,8 @@ class LogList(FollowingList):
         self._found = 0
 
     def key(self) -> object:
-        """Number of rows, level, search, width and names of peers: the list is rebuilt when one of them changes."""
-        return (self.store.logs_seen, self.level, self.wanted, self._room, self.store.names())
+        """Number of rows, level, search and width: the list is rebuilt when one of them changes."""
+        return (self.store.logs_seen, self.level, self.wanted, self._room)
 
     def lines(self) -> list[Row]:
         """The rows that match, or a line that says that none do."""

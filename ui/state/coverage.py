@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from app.core.terminal_text import one_line, short_peer
+from app.core.terminal_text import peer_words
 from app.snapshot.views import PeerView, Snapshot
 
 
@@ -66,14 +66,14 @@ def coverage_of(snapshot: Snapshot | None) -> Coverage | None:
     tokens_per_s = tuple(max(0.0, round(value, 6)) for value in accumulate(speeds[:-1]))
     own = (snapshot.start, snapshot.stop) if snapshot.start is not None and snapshot.stop is not None else None
     holes = tuple((s.start, s.stop) for s in _stretches(holders, tokens_per_s) if s.holders == 0)
-    return Coverage(holders, tokens_per_s, own, _weakest(holders, tokens_per_s, serving), holes)
+    return Coverage(holders, tokens_per_s, own, _weakest(holders, tokens_per_s, serving, snapshot.peer_id), holes)
 
 
 def holders_in(snapshot: Snapshot) -> list[PeerView]:
-    """Members that serve blocks now, including this node under the name `you`."""
+    """Members that serve blocks now, including this node."""
     known = [p for p in snapshot.peers if p.state == "serving" and p.start is not None and p.stop is not None]
     if snapshot.state == "serving" and snapshot.start is not None and snapshot.stop is not None:
-        own = PeerView(snapshot.peer_id, "you", snapshot.start, snapshot.stop, tokens_per_s=snapshot.tokens_per_s)
+        own = PeerView(snapshot.peer_id, "", snapshot.start, snapshot.stop, tokens_per_s=snapshot.tokens_per_s)
         known.append(own)
     return known
 
@@ -93,12 +93,13 @@ def _stretches(holders: tuple[int, ...], speeds: tuple[float, ...]) -> list[Stre
     return found
 
 
-def _weakest(holders: tuple[int, ...], speeds: tuple[float, ...], serving: list[PeerView]) -> Stretch | None:
+def _weakest(holders: tuple[int, ...], speeds: tuple[float, ...], serving: list[PeerView], own: str) -> Stretch | None:
     """The stretch with the fewest holders, the slowest on a tie; None if all blocks have the same number, above 1."""
     stretches = _stretches(holders, speeds)
     worst = min(stretches, key=lambda s: (s.holders, s.tokens_per_s or 0.0))
     if len(stretches) == 1 and worst.holders > 1:
         return None
     within = [p for p in serving if (p.start or 0) < worst.stop and (p.stop or 0) > worst.start]
-    names = tuple(dict.fromkeys(one_line(p.name) or short_peer(p.peer) for p in within[:4])) if len(within) <= 3 else ()
+    named = ("you" if p.peer == own else peer_words(p.peer, p.name) for p in within)
+    names = tuple(dict.fromkeys(named)) if len(within) <= 3 else ()
     return Stretch(worst.start, worst.stop, worst.holders, worst.tokens_per_s, names)

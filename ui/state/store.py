@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
+from app.core.terminal_text import peer_words
 from app.snapshot.views import JobView, JoinableView, PeerView, Snapshot, TrainingView
 from ui.state.coverage import Coverage, coverage_of
 
@@ -171,11 +172,11 @@ class Store:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def peer_name(self, peer: str) -> str:
-        """A peer's name, or the end of its id if it has none; this node is `you`."""
+        """A peer's name in quotes, or the end of its id if it has none; this node, and no other peer, is `you`."""
         known = self.snapshot
         if known is not None and peer == known.peer_id:
             return "you"
-        return self._names.get(peer) or peer[-6:]
+        return peer_words(peer, self._names.get(peer, ""))
 
     def names(self) -> frozenset[tuple[str, str]]:
         """The known peers with their names; those that have gone too, since replies and rows of the log name them."""

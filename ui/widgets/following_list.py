@@ -14,6 +14,8 @@ from ui.draw.rows import Row, row
 from ui.state.store import Store
 from ui.widgets.panel import strip_of, title_of
 
+_RENAMED_APART_S = 5.0  # a peer can take another name many times a second, and all rows are made anew
+
 
 class FollowingList(ScrollView, can_focus=True):
     """A scrolling list of rows that follows its end."""
@@ -29,13 +31,15 @@ class FollowingList(ScrollView, can_focus=True):
         self._seen = 0
         self._titles: object = None
         self._key: object = ()
+        self._names: object = ()
+        self._renamed_at = -_RENAMED_APART_S
 
     def lines(self) -> list[Row]:
         """All rows, the oldest first."""
         return []
 
     def key(self) -> object:
-        """A value that the rows depend on: the list calls `lines` again when it changes."""
+        """A value that the rows depend on, besides names of peers: the list calls `lines` again when it changes."""
         return None
 
     def title(self) -> Row:
@@ -49,9 +53,12 @@ class FollowingList(ScrollView, can_focus=True):
 
     def show(self) -> None:
         """Redraw from the store; if following, scroll to the end."""
-        key = self.key()
-        if key != self._key:
-            self._key = key
+        key, names = self.key(), self.store.names()
+        is_renamed = names != self._names and self.store.now() - self._renamed_at >= _RENAMED_APART_S
+        if key != self._key or is_renamed:
+            if key == self._key:
+                self._renamed_at = self.store.now()
+            self._key, self._names = key, names
             self._lines = self.lines()
             self.virtual_size = Size(0, len(self._lines))
             self.refresh()
@@ -102,8 +109,8 @@ class EventsPanel(FollowingList):
         return [happening_row(note, self.store.peer_name) for note in self.store.notes]
 
     def key(self) -> object:
-        """The newest event, and the names of peers, which may become known after their events."""
-        return (self.store.notes[-1] if self.store.notes else None, self.store.names())
+        """The newest event."""
+        return self.store.notes[-1] if self.store.notes else None
 
     def title(self) -> Row:
         """A fixed title."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
@@ -14,8 +15,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import trio
+from trio.testing import MockClock
 
 import app.api.client
+from app.api import events
 from app.api.client import ApiFailure, Client, Event, Hangup, NotAnswering, WrongToken
 from app.api.guard import MAX_BODY_BYTES
 from app.api.server import PortInUse, open_socket, url_of
@@ -24,8 +27,8 @@ from app.config.file import Config
 from app.config.settings import Settings
 from app.core.errors import AppError, NotRunning, UnknownSwarm, UsageError
 from app.rounds.founding import TrainWish
-from app.snapshot.codec import models_from, offer_from, prospects_from
-from app.snapshot.views import FitView
+from app.snapshot.codec import models_from, offer_from, prospects_from, to_json
+from app.snapshot.views import FitView, Snapshot
 from app.swarm.invitations import InviteLimits
 from tests.app.api.api_double import TOKEN, DoubleNode, running_api
 
@@ -366,6 +369,38 @@ async def test_events_begin_with_the_state_and_tell_changes() -> None:
             nursery.cancel_scope.cancel()
         before, after = (int(event.data["reason"].split()[-1]) for event in events[1:])
         assert after - before > 1, "changes that come quickly are told together"
+
+
+async def test_all_followers_get_the_same_snapshots_and_the_loop_writes_none(
+    monkeypatch: pytest.MonkeyPatch, patient_clock: MockClock
+) -> None:
+    """Each dashboard cost its node a tenth of the loop's time in a swarm of a thousand, in which no token was sent."""
+    node, writers = DoubleNode(), list[int]()
+
+    def write(snapshot: Snapshot) -> bytes:
+        writers.append(threading.get_ident())
+        return snapshot_event(snapshot)
+
+    snapshot_event = events._snapshot_event
+    monkeypatch.setattr(events, "_snapshot_event", write)
+    feed, seen = events.EventFeed(node), [list[bytes]() for _ in range(3)]
+
+    async def follow(chunks: list[bytes]) -> None:
+        async with aclosing(feed.stream(0)) as stream:
+            async for chunk in stream:
+                chunks.append(chunk)
+
+    async with trio.open_nursery() as nursery:
+        for chunks in seen:
+            nursery.start_soon(follow, chunks)
+        for _ in range(100):
+            node.event_log.touch()
+            await trio.sleep(0.02)
+        node.event_log.close()
+    assert seen[0] == seen[1] == seen[2]
+    assert len(seen[0]) == len(writers) <= 2 / events.APART_S + 2
+    assert threading.get_ident() not in writers
+    assert json.loads(seen[0][0].partition(b"data: ")[2]) == json.loads(json.dumps(to_json(node.snapshot())))
 
 
 async def test_a_closing_feed_ends_the_streams_and_the_server_at_once() -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from app.asker import fair_queue
-from app.asker.asker import Asker
+from app.asker.asker import Asker, CutOff
 from app.asker.fair_queue import EXTRA_PLACES, PLACES, READING_TOKENS, SHORT_AT_ONCE, SHORT_TOKENS, FairQueue, Turn
 from app.asker.reply import ReplyStats
+from app.asker.text_places import NODE_OWNER
 from app.routing.route import NoRoute
 from tests.app.hash_model import HashEnds, HashRunner, greedy
 from tests.app.session_swarm import STEP_S, SessionSwarm, no_leaks, open_swarm
@@ -125,6 +127,49 @@ async def test_room_that_becomes_free_at_a_full_hop_goes_to_the_key_that_has_non
         for number in range(2, 8):
             nursery.start_soon(note, "greedy", number, 0.5 + number / 2)
     assert ended == ["greedy", "modest"]
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_reply_that_reserves_a_whole_cache_makes_way(autojump_clock: MockClock, reads: bool) -> None:
+    """It would keep all others out for as long as its client likes, also one that takes no token any more."""
+    async with one_hop(kv_tokens=3000) as (swarm, asker), trio.open_nursery() as nursery:
+        cut_off: list[float] = []
+
+        async def reserve() -> None:
+            with suppress(CutOff):
+                async with asker.reply(SHORT, 10**6, max_tokens=2900, owner="greedy") as reply:
+                    async for _ in reply:
+                        await trio.sleep(0.1 if reads else 100.0)
+            cut_off.append(trio.current_time())
+
+        nursery.start_soon(reserve)
+        await trio.sleep(1)
+        await ask_as("modest", asker, SHORT)
+        assert fair_queue.CUT_OFF_AFTER_S < trio.current_time() < fair_queue.CUT_OFF_AFTER_S + 4
+        assert bool(cut_off) == reads
+        await trio.sleep(100)
+        assert cut_off
+        await no_leaks(swarm)
+
+
+async def test_this_nodes_owner_makes_way_for_nobody() -> None:
+    queue, cut_off = FairQueue(), list[str]()
+    async with queue.turn(NODE_OWNER, lambda: 1, 8000) as own, queue.turn("greedy", lambda: 1, 8000) as key:
+        own.cut_off, key.cut_off = partial(cut_off.append, "own"), partial(cut_off.append, "key")
+        queue.cut_off_one({"greedy", NODE_OWNER})
+        queue.cut_off_one({"greedy", NODE_OWNER})
+    assert cut_off == ["key"]
+
+
+async def test_who_has_little_room_begins_replies_though_others_need_more() -> None:
+    """Else a key whose replies do not fit would keep back everybody who has one under way."""
+    queue = FairQueue()
+    async with queue.turn("modest", lambda: 1, 50), queue.turn("greedy", lambda: 1, 8000):
+        async with queue.turn("greedy", lambda: 1, 8000) as greedy, queue.turn("modest", lambda: 1, 50) as modest:
+            assert greedy.needs_room()
+            assert not greedy.keeps_back("modest")
+            assert modest.needs_room()
+            assert modest.keeps_back("greedy")
 
 
 async def test_a_reply_that_is_cancelled_while_it_waits_leaves_nothing(autojump_clock: MockClock) -> None:

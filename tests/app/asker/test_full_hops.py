@@ -15,6 +15,8 @@ from app.asker.reply import ReplyStats
 from app.core.errors import AppError
 from app.routing.route import NoRoute
 from app.serving.block_server import BlockServer
+from app.session.frame import HopError
+from app.session.wire import PROTOCOL, Kind, decode, encode_hop_error
 from tests.app.hash_model import HashEnds, HashRunner, greedy
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, no_leaks, open_swarm
 
@@ -255,7 +257,7 @@ async def test_a_reply_that_ends_makes_room_for_the_next_at_once(autojump_clock:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(first)
             await began.wait()
-            await ask_for(asker, 300, "two")
+            await ask_for(asker, CACHE // 2, "two")  # so much that nobody has far more
         assert trio.current_time() < ended[0] + 1
 
 
@@ -351,3 +353,25 @@ async def test_the_context_bounds_what_fits(autojump_clock: MockClock) -> None:
         assert await asker.fitting_tokens(4000, 10**6) == 96
         with pytest.raises(PromptTooLong, match="context is 4096"):
             await asker.fitting_tokens(4096, 10**6)
+
+
+async def test_a_stranger_that_failed_does_not_say_how_long_replies_may_be(autojump_clock: MockClock) -> None:
+    """Replies reserved a share of what it claims, which no other member has room for, and failed each time."""
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        says_all(swarm, n0=CACHE, n1=CACHE)
+        await swarm.serve("stranger", HashRunner(0, 8), speed=100.0)
+        says_all(swarm, stranger=10**9)
+
+        async def refuse(stream: Any) -> None:
+            while True:
+                frame = decode(await stream.receive())
+                if frame.kind == Kind.TURN:
+                    error = HopError("failed", "not now")
+                    await stream.send(encode_hop_error(frame.session, frame.epoch, 0, error))
+
+        swarm.fabric.nodes["stranger"].accept(PROTOCOL, refuse)
+        asker = await swarm.asker(ends=HashEnds(context_length=10**6))
+        assert await asker.fitting_tokens(100, 10**6) > CACHE
+        await ask(asker, PROMPT, 2)
+        assert await asker.fitting_tokens(100, 10**6) < CACHE
+        assert isinstance(await ask_in_vain(asker, 10 * CACHE), ReplyTooLong)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from app.asker.guessing import (
     DRAFT_EVERY,
+    INDEXED_AT_ONCE,
     LEAST_GAIN,
     LONGEST_MATCH,
     LONGEST_PATIENCE,
@@ -77,6 +78,13 @@ def test_a_look_up_that_grows_finds_what_a_new_one_finds(text: list[int], more: 
     for token in more:
         grown.extend([token])
     assert grown.find(count) == PromptLookup(text + more).find(count)
+
+
+def test_a_long_prompt_is_looked_through_in_parts() -> None:
+    text = [*range(4 * INDEXED_AT_ONCE), 3 * INDEXED_AT_ONCE, 3 * INDEXED_AT_ONCE + 1]
+    lookup = PromptLookup(text)
+    found = [lookup.find(1) for _ in range(5)]
+    assert found == [None, None, None, *[Match(2, (3 * INDEXED_AT_ONCE + 2,))] * 2]
 
 
 @pytest.mark.parametrize(

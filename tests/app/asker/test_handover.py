@@ -256,7 +256,8 @@ class TamperedStream:
 
     def __init__(self, stream: FrameStream, change: Callable[[int, bytes], bytes | None]) -> None:
         self._stream, self._change, self._count = stream, change, 0
-        self.peer, self.receive, self.wait_room = stream.peer, stream.receive, stream.wait_room
+        self.peer, self.receive = stream.peer, stream.receive
+        self.wait_room, self.is_clear = stream.wait_room, stream.is_clear
         self.aclose, self.reset = stream.aclose, stream.reset
 
     async def send(self, message: Payload, priority: Priority = Priority.DECODE) -> None:

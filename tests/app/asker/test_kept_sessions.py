@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from app.asker.asker import WAIT_FOR_READING_S, Asker
-from app.asker.kept_sessions import KEEP_S, CachedSession, KeptSessions, best_prefix, shared_tokens
+from app.asker.kept_sessions import KEEP_S, CachedSession, KeptSessions, best_prefix, packed, shared_tokens
 from app.asker.reply import ReplyStats
 from app.core.span import Span
 from app.routing.route import Privacy
@@ -58,7 +59,7 @@ async def turn(asker: Asker, conversation: list[int], said: Sequence[int], count
 
 
 def cached(tokens: Sequence[int], *, privacy: Privacy | None = None, at: float = 0.0, owner: str = "") -> CachedSession:
-    return CachedSession(bytes(16), 1, tuple(tokens), privacy or Privacy(), (), (), at, owner=owner)
+    return CachedSession(bytes(16), 1, packed(tokens), privacy or Privacy(), (), (), at, owner=owner)
 
 
 @pytest.mark.parametrize(
@@ -74,17 +75,35 @@ def cached(tokens: Sequence[int], *, privacy: Privacy | None = None, at: float =
 def test_a_prompt_shares_the_tokens_before_the_first_difference(
     prompt: list[int], tokens: list[int], shared: int
 ) -> None:
-    assert shared_tokens(prompt, tokens) == shared
+    assert shared_tokens(packed(prompt), packed(tokens)) == shared
+
+
+@given(st.lists(st.integers(0, 1)), st.lists(st.integers(0, 1)))
+def test_all_shared_tokens_are_found(prompt: list[int], tokens: list[int]) -> None:
+    shared = shared_tokens(packed(prompt), packed(tokens))
+    assert prompt[:shared] == tokens[:shared]
+    assert shared in (max(len(prompt) - 1, 0), len(tokens)) or prompt[shared] != tokens[shared]
+
+
+def test_a_prompt_is_compared_with_many_long_sessions_at_once() -> None:
+    """Token by token in Python it takes 0.2 s, in which nothing else happens on the node."""
+    long = range(131_072)
+    sessions = [cached([*long, number]) for number in range(30)]
+    prompt, begin = packed([*long, 50, 51]), time.thread_time()
+    best = best_prefix(prompt, Privacy(), sessions)
+    assert time.thread_time() - begin < 0.1
+    assert best is not None
+    assert best.tokens == len(long)
 
 
 def test_the_longest_prefix_of_equal_privacy_is_chosen() -> None:
     short, long, strict = cached(LONG[:50]), cached(LONG[:90]), cached(LONG, privacy=Privacy(2, 8))
-    best = best_prefix(LONG, Privacy(), [short, long, strict])
+    best = best_prefix(packed(LONG), Privacy(), [short, long, strict])
     assert best is not None
     assert (best.source, best.tokens, best.replaces) == (long, 90, True)
-    assert best_prefix(LONG, Privacy(3, 8), [short, long, strict]) is None
-    assert best_prefix(PROMPT, Privacy(), [short, long]) is None
-    branch = best_prefix([*LONG[:30], 1, 2], Privacy(), [long])
+    assert best_prefix(packed(LONG), Privacy(3, 8), [short, long, strict]) is None
+    assert best_prefix(packed(PROMPT), Privacy(), [short, long]) is None
+    branch = best_prefix(packed([*LONG[:30], 1, 2]), Privacy(), [long])
     assert branch is not None
     assert not branch.replaces, "most of the other conversation would be lost"
 

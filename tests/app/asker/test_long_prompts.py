@@ -7,7 +7,7 @@ import trio
 from trio.testing import MockClock
 
 from app.asker import recovery, route_session
-from app.serving import block_server
+from app.serving import block_server, hop_session
 from app.serving.hop_session import FrameAction, HopSession
 from app.session import outbound
 from app.session.frame import Frame
@@ -27,7 +27,7 @@ def small_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbound, "MAX_WAITING_BYTES", 24 * 1024)
     monkeypatch.setattr(route_session, "FEED_AHEAD_BYTES", 8 * 1024)
     monkeypatch.setattr(block_server, "AHEAD_BYTES", 8 * 1024)
-    monkeypatch.setattr(block_server, "REPLAY_BYTES", 8 * 1024)
+    monkeypatch.setattr(hop_session, "KEPT_BYTES", 8 * 1024)
 
 
 async def ask_long_and_short(swarm: SessionSwarm) -> None:
@@ -121,7 +121,7 @@ async def test_what_others_send_does_not_excuse_a_hop_that_denies_its_rows(
             await trio.sleep(20)
             assert asker._links is not None
             outbox = (await asker._links.to("n0", timeout_s=1.0)).outbox
-            assert not outbox.waiting_for(session.id.hex())
+            assert not outbox.waiting_for((session.id.hex(),))
             before, taken_at = session._hops.took_at(), outbox.took_at
             assert before
             await trio.sleep(15)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from app.asker.recovery import SLOW_LINK_BYTES_PER_S, STEP_TOKENS, HopLoss, HopProgress
+from app.asker.recovery import SLOW_LINK_BYTES_PER_S, STEP_TOKENS, HopLoss, HopProgress, LostSeconds
 from app.asker.route_session import overdue_s
 from app.core.span import Span
 from app.routing.route import Hop, ReadingPace
@@ -161,3 +161,19 @@ def test_both_ends_of_a_link_share_a_wait_that_was_given_up(a: tuple[int, int], 
 
 def test_a_step_is_late_after_a_second_or_eight_times_its_usual_or_ten_seconds() -> None:
     assert [overdue_s(usual) for usual in (0.0, 0.01, 0.5, 30.0)] == [1.0, 1.0, 4.0, 10.0]
+
+
+def test_lost_seconds_are_put_down_to_those_that_may_have_cost_them() -> None:
+    lost = LostSeconds()
+    lost.begin(100.0)
+    lost.opened({"a": 0.5, "b": 0.5, "late": 4.5})
+    assert lost.so_far(110.0, 0.0) == pytest.approx({"a": 0.5 / 3, "b": 0.5 / 3, "late": 4.0 + 0.5 / 3})
+    lost.answered(110.0, 0.1)
+    lost.begin(120.0)
+    lost.failed(("a", "b"))  # a link broke, and
+    lost.opened({"a": 0.0, "b": 0.0, "late": 2.0})  # this one has the others wait
+    lost.answered(125.0, 1.0)
+    assert lost.so_far(130.0, 0.0) == pytest.approx({"a": 1.0 + 0.5 / 3, "b": 1.0 + 0.5 / 3, "late": 6.0 + 0.5 / 3})
+    assert lost.total_s == pytest.approx(6.5 + 2.0)
+    lost.begin(200.0)
+    assert lost.so_far(203.0, 0.0, {"gone"})["gone"] == pytest.approx(3.0), "it has not begun so far"

@@ -79,7 +79,7 @@ class MeddledStream:
         self._stream, self._meddler = stream, meddler
         self._past: list[bytes] = []
         self.peer = stream.peer
-        self.receive, self.wait_room = stream.receive, stream.wait_room
+        self.receive, self.wait_room, self.is_clear = stream.receive, stream.wait_room, stream.is_clear
         self.aclose, self.reset = stream.aclose, stream.reset
 
     async def send(self, message: Payload, priority: Priority = Priority.DECODE) -> None:

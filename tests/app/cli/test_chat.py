@@ -230,6 +230,17 @@ def test_words_are_not_broken_and_markup_is_not_shown() -> None:
     assert "[red]" in shown
 
 
+def test_code_on_a_terminal_has_one_colour() -> None:
+    """The patterns of a highlighter take hours for some texts, and the reply names the language."""
+    from rich.console import Console
+
+    console = Console(width=40, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(rendered("```python\ndef f(x): return 1\n```\n\nor\n\n    def g(x): return 2"))
+    assert isinstance(console.file, io.StringIO)
+    assert "def f(x): return 1" in console.file.getvalue()
+    assert "def g(x): return 2" in console.file.getvalue()
+
+
 def test_a_silent_reply_says_what_it_waits_for_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

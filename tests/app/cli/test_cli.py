@@ -95,6 +95,12 @@ def test_an_error_without_words_says_its_kind() -> None:
     assert explain(SourceError()) == SourceError.__doc__
 
 
+def test_an_error_has_no_control_characters_of_those_who_wrote_parts_of_it() -> None:
+    assert explain(EngineError("the last failed with\n12D3KooW: \x1b]0;owned\x07\x1b[2J")) == (
+        "the last failed with 12D3KooW: ]0;owned[2J"
+    )
+
+
 def test_of_several_errors_the_first_of_ours_is_told_however_deep_it_lies() -> None:
     ours = SourceError("no such file")
     group = BaseExceptionGroup("", [KeyError("bug"), BaseExceptionGroup("", [ExceptionGroup("", [OSError(), ours])])])

@@ -263,7 +263,7 @@ def test_adapters_that_are_not_there_or_already_are(
 def test_jobs_shows_a_training_job(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = TrainStore(Home.open(home))
     job = store.create(sign_training(PEOPLE[0], replace(RECORD, created_ms=wall_ms())), {})
-    said = {"left_out": {"a": "it lied"}, "resting": {"b": "it failed"}, "doubted": {"c": "it is unlike"}}
+    said = {"left_out": {"a": "it lied\x1b[2J"}, "resting": {"b": "it failed"}, "doubted": {"c": "it is unlike"}}
     island = {"peer": "a", "here": True, "alive": True, "steps": 5, "tokens": 9, "lag_s": 0.5, "tokens_per_s": 2.0}
     store.save_facts(job, {**store.facts(job), **said, "status": "running", "islands": [island], "loss": 2.5})
     assert main(["jobs", "show", "fish"]) == 0
@@ -271,7 +271,7 @@ def test_jobs_shows_a_training_job(home: Path, capsys: pytest.CaptureFixture[str
     assert "status      paused" in lines  # no node runs, so that it does not either
     assert "waiting     waits until this node is in its swarm again; `shoal train leave fish` gives it up" in lines
     assert "round       0, step 0 of 40" in lines
-    assert lines[-4:-1] == ["left out    a: it lied", "resting     b: it failed", "doubted     c: it is unlike"]
+    assert lines[-4:-1] == ["left out    a: it lied[2J", "resting     b: it failed", "doubted     c: it is unlike"]
     assert main(["jobs", "show", job.id, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["resting"], facts["islands"]) == ({"b": "it failed"}, [island])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.terminal_text import qr_code, without_controls
+from app.core.terminal_text import qr_code, quoted, without_controls
 
 
 def test_escapes_are_taken_out_and_text_stays() -> None:
@@ -23,3 +23,10 @@ def test_a_qr_code_holds_an_invite_in_upper_case() -> None:
 def test_only_new_lines_and_tabs_are_left_of_the_controls(text: str) -> None:
     left = [character for character in without_controls(text) if ord(character) < 32 or 127 <= ord(character) < 160]
     assert set(left) <= {"\n", "\t"}
+
+
+@given(st.text("you”“\"'\n\u202e\uff02 "))
+def test_a_name_in_quotes_ends_at_the_last_of_them(name: str) -> None:
+    shown = quoted(name)
+    assert (shown[0], shown[-1]) == ("“", "”")
+    assert not set(shown[1:-1]) & set('“”"\n\u202e\uff02')

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import trio
 
+from app.api.event_log import KEPT_NOTES
 from app.asker.reply import ReplyText
 from app.asker.reply_service import NoModelHere, ReplyRequest
 from app.cli.serve import say_ready
@@ -21,8 +22,10 @@ from app.core.reasons import Reason, because
 from app.core.span import Span
 from app.courtesy.pause import PauseControl
 from app.membership.member import Change, Member
+from app.node.active_swarm import PEER_EVENTS_AT_ONCE
 from app.node.node import Node
 from app.routing.route import NoRoute
+from app.snapshot.views import Snapshot
 from app.swarm.records import Announcement
 from app.training.material import wish_of
 from p2p.identity import Identity
@@ -85,10 +88,17 @@ async def test_a_node_that_is_paused_when_it_starts_says_that_it_is_up_and_why_i
         await PauseControl(Home(tmp_path).pause_file, lambda: None).by_hand(None)
     else:
         flags["pause_times"] = "mon-sun 00:00-24:00"
-    node = Node(Home(tmp_path), load_config(Home(tmp_path).config_file, {}).with_flags(flags), cache, say_ready)
+    is_ready = trio.Event()
+
+    def ready(snapshot: Snapshot) -> None:
+        say_ready(snapshot)
+        is_ready.set()
+
+    node = Node(Home(tmp_path), load_config(Home(tmp_path).config_file, {}).with_flags(flags), cache, ready)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(node.run)
-        await until(node, lambda: node.snapshot().state == "paused")
+        with trio.fail_after(60):
+            await is_ready.wait()
         (line,) = capsys.readouterr().out.splitlines()
         assert line.startswith("ready paused swarm=home#")
         assert line.endswith({"hand": "(paused by hand)", "rule": "(paused by timetable)"}[by])
@@ -180,11 +190,11 @@ async def test_a_changed_memory_limit_holds_at_once_and_zero_is_no_dead_end(tmp_
         assert a.snapshot().state == "serving"
 
 
-def _member(blocks: int, growing: Span | None) -> Member:
+def _member(blocks: int, growing: Span | None = None, *, peer: str = "friend", source: str = "") -> Member:
     """A member that serves its first blocks."""
     span = Span(0, blocks) if blocks else None
-    said = Announcement("friend", blocks, 2**50, "swarm", "serving", span, growing=growing)
-    return Member("friend", said, "alive", 0.0, None)
+    said = Announcement(peer, blocks, 2**50, "swarm", "serving", span, growing=growing)
+    return Member(peer, said, "alive", 0.0, None, source)
 
 
 async def test_blocks_that_load_one_by_one_are_one_event(tmp_path: Path, cache: Path) -> None:
@@ -206,6 +216,24 @@ async def test_blocks_that_load_one_by_one_are_one_event(tmp_path: Path, cache: 
             "serving: the blocks with the fewest hosts",
         ]
         assert a.snapshot().reason == "the blocks with the fewest hosts"
+
+
+async def test_members_at_one_address_do_not_fill_the_event_log(tmp_path: Path, cache: Path) -> None:
+    """Each of its identities may say 64 times a second that it serves other blocks now."""
+    found_swarm(tmp_path / "a", cache, "home")
+    async with living(tmp_path / "a", cache) as a:
+        await until(a, lambda: a.snapshot().state == "client")
+        swarm = a._network_owner.active_swarm
+        assert swarm is not None
+        for number in range(2 * KEPT_NOTES):
+            liar = _member(1 + number % 7, peer=f"liar {number % 20}", source="203.0.113.7")
+            swarm._on_change(Change("moved", liar, liar))
+        friend = _member(3, source="198.51.100.4")
+        swarm._on_change(Change("moved", friend, friend))
+        told = [note.text for note in a.event_log.notes_after(0)]
+        assert len([text for text in told if text.startswith("liar")]) <= PEER_EVENTS_AT_ONCE + 2
+        assert told[-1] == "friend serves blocks 0:3"
+        assert "state" in {note.kind for note in a.event_log.notes_after(0)}, "its own events are still kept"
 
 
 async def test_blocks_that_nobody_uses_are_unloaded_until_somebody_asks(tmp_path: Path, cache: Path) -> None:

@@ -9,12 +9,14 @@ import pytest
 from app.asker.stats import AskedSession, AskerStats, HopStats
 from app.cli.bench import explained_share, node_facts, node_lines, unexplained_s
 from app.core.reasons import because
-from app.node.peer_views import by_clocks
+from app.core.span import Span
+from app.node.peer_views import by_clocks, fetched_share
 from app.node.rates import WINDOW_S, Counters, RateMeter, RateReading
 from app.node.views import NodeViews, reading_of, route_view
 from app.serving.stats import ServerStats, SessionStats
 from app.snapshot.startup import ModelPreparation, StartupSteps
 from app.snapshot.views import HopView, RouteView, Snapshot, StepView
+from app.swarm.records import Announcement
 from app.weights.manifest_store import model_name
 
 
@@ -173,3 +175,10 @@ def test_a_peer_whose_clock_is_wrong_is_not_said_to_serve_in_a_moment() -> None:
     assert told["c"].text.startswith("its clock is about 90 min behind this machine's")
     assert (told["a"].peers, "set its clock" in told["a"].next_step) == (("a",), True)
     assert (told["b"], told["d"], "serving" in told) == (full, loading, False)
+
+
+def test_the_share_that_a_member_has_downloaded_counts_the_blocks_that_it_wants() -> None:
+    fetching = Announcement("p", 1, 2, "s", "fetching", span=Span(4, 12), held=(Span(10, 40), Span(0, 3), Span(5, 7)))
+    assert fetched_share(fetching) == 4 / 8
+    assert fetched_share(replace(fetching, growing=Span(0, 4))) == 3 / 4
+    assert fetched_share(replace(fetching, state="serving")) is None

@@ -43,6 +43,14 @@ async def test_a_founder_alone_goes_on_alone(tmp_path: Path, patient_clock: Mock
         assert losses[-1] < losses[0]
 
 
+async def test_a_loss_that_is_no_number_is_not_kept(tmp_path: Path, patient_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0) as swarm:
+        island = swarm.nodes[0].island
+        for loss in (2.5, math.nan, math.inf):
+            island.validated(loss)
+        assert [loss for _, loss in island.figures.validation] == [2.5]
+
+
 @pytest.mark.parametrize("codec", ["f32", "int8", "int4"])
 async def test_four_islands_end_every_round_alike(tmp_path: Path, codec: str, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2, 3, wire=codec) as swarm:

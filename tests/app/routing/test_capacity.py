@@ -136,9 +136,9 @@ def member(peer: str, start: int, stop: int, room: int, state: str = "serving") 
     return Announcement(peer, 1, 0, "", state, Span(start, stop), kv_free_tokens=room // 2, kv_total_tokens=room)
 
 
-def largest(members: list[Announcement], privacy: Privacy | None = None) -> int | None:
+def largest(members: list[Announcement], privacy: Privacy | None = None, doubtful: str = "") -> int | None:
     request = RouteRequest(Span(0, 4), 1, privacy=privacy or Privacy())
-    return at_once(largest_session(members, request, lambda one: one.kv_total_tokens))
+    return at_once(largest_session(members, request, lambda one: one.kv_total_tokens, doubtful))
 
 
 def test_the_largest_session_fits_at_some_member_for_every_block() -> None:
@@ -146,6 +146,13 @@ def test_the_largest_session_fits_at_some_member_for_every_block() -> None:
     assert largest([member("a", 0, 3, 500), member("b", 0, 4, 100), member("c", 3, 4, 900)]) == 500
     assert largest([member("a", 0, 3, 500)]) is None
     assert largest([member("a", 0, 4, 500, "loading")]) is None
+
+
+def test_the_word_of_a_doubtful_member_counts_where_nobody_else_serves_a_block() -> None:
+    members = [member("a", 0, 4, 100), member("d", 0, 4, 900)]
+    assert largest(members, doubtful="d") == 100
+    assert largest([*members, member("e", 0, 3, 500)], doubtful="de") == 100
+    assert largest([member("a", 0, 2, 1000), member("d", 0, 4, 900)], doubtful="d") == 900
 
 
 def test_strangers_with_room_do_not_count_for_private_blocks() -> None:

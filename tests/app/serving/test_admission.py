@@ -14,6 +14,7 @@ from app.serving.admission import (
     TURN_S,
     AdmissionLimits,
     CacheTurns,
+    FrameBudget,
     HopRoom,
     place_to_free,
     sessions_in_the_way,
@@ -308,3 +309,26 @@ def test_what_rests_is_not_held_but_what_it_shares_is() -> None:
     assert (
         HopRoom(Sharing(0, 4, kv_tokens=1024), [source, fork], AdmissionLimits()).load("hog", "hog").home_tokens == 512
     )
+
+
+@pytest.mark.parametrize("identities", [1, 10, 60])
+def test_identities_at_one_address_have_one_budget_for_frames(identities: int) -> None:
+    limits, spent = AdmissionLimits(frames_burst=100.0, frames_per_s=50.0), 0
+    budget = FrameBudget(limits, lambda asker: asker.split()[0])
+    for tenths in range(100):
+        now = tenths / 10
+        for number in range(identities):
+            while not budget.delay_s(f"crowd {number}", now, 0.0):
+                budget.delay_s(f"crowd {number}", now, 1.0)
+                spent += 1
+        assert not budget.delay_s("honest 1", now, 1.0)
+    earned = limits.frames_burst + 10 * limits.frames_per_s
+    assert earned / 2 < spent < 2 * earned + identities
+
+
+def test_an_asker_that_sends_little_waits_for_none_of_its_neighbours() -> None:
+    budget = FrameBudget(AdmissionLimits(frames_burst=100.0, frames_per_s=50.0), lambda asker: "one relay")
+    for tenths in range(100):
+        budget.delay_s("busy", tenths / 10, 50.0)
+        assert not budget.delay_s("quiet", tenths / 10, 1.0)
+    assert budget.delay_s("busy", 10.0, 0.0)

@@ -67,6 +67,17 @@ def test_a_step_takes_one_group_of_sessions_of_each_home() -> None:
     assert [take(queue) for _ in range(3)] == [[("s0", 0, 1), ("a", 0, 1)], [("s1", 0, 1)], [("s2", 0, 1)]]
 
 
+def test_sessions_of_many_groups_gain_their_asker_no_more_of_its_homes_steps() -> None:
+    """Its neighbour, behind the same relay, waited for a step for each of them."""
+    queue = BatchQueue(LIMITS)
+    for number in range(6):
+        queue.put(replace(waiting(f"s{number}", peer="squatter", home="a relay"), group=number))
+    for position in range(3):
+        work = waiting("a", peer="honest", home="a relay", position=position)
+        queue.put(replace(work, group="another"))
+        assert ("a", position, 1) in take(queue) + take(queue)
+
+
 def test_the_session_that_is_given_up_is_of_the_home_with_most_bytes() -> None:
     queue = BatchQueue(LIMITS)
     for number in range(3):

@@ -24,7 +24,7 @@ async def test_askers_take_turns_and_each_ones_orders_keep_their_order() -> None
     orders.put("d", "d", named(done, "d1"))
     while orders:
         await orders.take()()
-    assert done == ["a1", "b1", "c1", "a2", "d1", "b2", "a3"]
+    assert done == ["a1", "b1", "c1", "d1", "a2", "b2", "a3"]
 
 
 async def test_homes_take_turns_and_so_do_the_askers_of_each() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.serving.shares import RESERVE, Holder, Shares
+from p2p.shares import RESERVE, Holder, Shares
 
 TOTAL = 16
 A, B, C, TWIN = Holder("a", "1"), Holder("b", "2"), Holder("c", "3"), Holder("a", "4")

@@ -135,6 +135,13 @@ def test_trouble_comes_back_in_bounds_and_printable() -> None:
     assert len(trouble.text) == 400
 
 
+@pytest.mark.parametrize("trouble", [HopError("\x1b]0;owned\x07", ""), HopError("busy", "", "\x1b[2J")])
+def test_the_codes_of_a_trouble_are_printable_or_refused(trouble: HopError) -> None:
+    """Whoever knows no text for a code shows the code itself, to the owner of a job for example."""
+    with pytest.raises(RecordError, match="printable"):
+        decode_hop_error(decode(encode_hop_error(SESSION, 1, 5, trouble)))
+
+
 def test_a_long_trouble_in_any_script_is_understood() -> None:
     """It was longer than a frame's JSON may be, and cost the hop that was in trouble its stream."""
     trouble = decode_hop_error(decode(encode_hop_error(SESSION, 1, 5, HopError("failed", "\u65e0" * 500))))

@@ -14,7 +14,7 @@ from app.config.home import Home, api_token
 from app.core.errors import AppError
 from app.snapshot.views import RuleView
 from app.swarm.saved import load
-from app.system.bug_report import LOG_BYTES, RECORDING, log_tail, write_bundle
+from app.system.bug_report import LOG_BYTES, RECORDING, log_tail, without_secrets, write_bundle
 from app.system.doctor import check_driver, check_sensor, check_settings
 from p2p.identity import load_or_create
 
@@ -69,6 +69,14 @@ def test_no_secret_is_in_it_whoever_wrote_it_down(
     assert [name for name, text in told.items() if text.lower() in whole.lower()] == []
     assert whole.count("[removed]") == 3 * len(told)
     assert "of the environment" not in whole
+
+
+@pytest.mark.parametrize("own", [r"C:\Users\Jané Doe", "/home/jané"])
+def test_the_users_name_is_in_no_form_of_a_path(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: own)
+    said = f"weights in {own}: full"
+    for text in (said, json.dumps(said), json.dumps(said, ensure_ascii=False)):
+        assert without_secrets(text, ()).strip('"') == "weights in ~: full"
 
 
 def test_the_command_says_what_is_in_it(home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
