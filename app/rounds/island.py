@@ -295,7 +295,6 @@ class Island:
         self._offered_at: dict[str, float] = {}  # when those came; an exchange has its time from then on
         self._listed: dict[str, int] = {}  # leader -> attempt of its latest list, this island's too
         self._leads: dict[str, tuple[int, float]] = {}  # leader -> how often it led in vain, until when it leads now
-        self._followed: dict[str, float] = {}  # leader -> until when it may wait for the results of its first list
         self._first_list_at: dict[str, float] = {}  # by its leader
         self._tried: set[str] = set()  # members of exchanges of this round in which this island took part
         self._attempts: dict[bytes, ExchangeAttempt] = {}  # by the hash of the list
@@ -566,13 +565,14 @@ class Island:
     async def _round(self, standing: Standing) -> None:
         """Wait for a list, or make one, until the round has an entry that this island has taken over."""
         began = trio.current_time()
+        followed: dict[str, float] = {}  # leaders, and until when each may wait for the results of its first list
         while self.standing is standing:
             if self._is_overtaken:
                 await self._catch_up()
                 continue
             offered, now = self._best_list(), trio.current_time()
             lead_at = partial(self._lead_at, standing, began, first=not self._tried)
-            given_until = max((self._followed[peer] for peer in self._followed.keys() & self.alive()), default=0.0)
+            given_until = max((followed[peer] for peer in followed.keys() & self.alive()), default=0.0)
             next_at = max(given_until, lead_at(self.peer))
             if offered is not None:
                 # who led in vain has to wait for its place, so that it does not keep others from leading
@@ -586,9 +586,7 @@ class Island:
                     continue
                 if follow_at <= now:
                     del self._lists[offered.leader]
-                    until = await self._attend(offered, deadline)
-                    if not (self._is_overtaken or self._gives_way(offered)):
-                        self._followed.setdefault(offered.leader, until)
+                    followed.setdefault(offered.leader, await self._attend(offered, deadline))
                     began = trio.current_time() + self.timing.lead_s
                     continue
                 next_at = min(next_at, follow_at)
@@ -647,16 +645,8 @@ class Island:
             self._leads[leader] = self._times_in_vain(leader), now + 2 * (self._exchange_s() + self.timing.lead_s)
 
     def _end_leads(self, entries: Sequence[RoundEntry]) -> None:
-        """Note whose round counted, and who led in vain: an exchange of its came to nothing, or its time was over.
-
-        Who gave way to another list that came first, or to a round that was made meanwhile, did not.
-        """
-        now = trio.current_time()
-        in_vain = {peer for peer, until in self._followed.items() if until <= now}
-        self._leads = {
-            peer: (times + (until <= now or peer in in_vain), math.inf) for peer, (times, until) in self._leads.items()
-        }
-        self._followed.clear()
+        """Note whose round counted, and who led in vain."""
+        self._leads = {peer: (times + (until < math.inf), math.inf) for peer, (times, until) in self._leads.items()}
         if entries:
             self._leads.pop(entries[-1].list.leader, None)
         while len(self._leads) > MAX_PEERS:
@@ -682,6 +672,7 @@ class Island:
         """
         self._begin_lead(members.leader)
         result = await self._exchanged(members, deadline)
+        self._give_way(members)
         self._nursery.start_soon(self._say, members.leader, result.raw)
         return deadline + 2 * self.timing.lead_s if result.root else 0.0
 
@@ -709,7 +700,7 @@ class Island:
             )
             self._listed[self.peer] = attempt
             missing = await self._offer(members) - out - arrived
-            if self._is_overtaken or self._gives_way(members):
+            if self._is_overtaken or self._give_way(members):
                 break
             if missing:
                 arrived |= missing
@@ -730,7 +721,6 @@ class Island:
                 await self._count(standing, members, results, began)
                 break
             self.figures.repeated += 1
-            self._followed.setdefault(self.peer, 0.0)
             roots = {peer: result.root for peer, result in results.items()}
             grid = self._attempts[members.hash].grid
             circles = await self._in_thread(grid.circles, self._model.leaves)
@@ -861,7 +851,7 @@ class Island:
         results, expected = self._results[members.hash], {*members.members}
         results[self.peer], soon = own, trio.current_time() + self.timing.lead_s
         while (missing := expected - results.keys()) and not self._is_overtaken:
-            if self._gives_way(members):
+            if self._give_way(members):
                 return None
             may_succeed = missing <= self.alive() and all(result.root for result in results.values())
             if (left_s := (until if may_succeed else soon) - trio.current_time()) <= 0:
@@ -1684,9 +1674,12 @@ class Island:
         is_first = self._leaders((members.leader, other.leader))[0] == members.leader
         return is_trusted and is_first and self._may_be_followed(members)
 
-    def _gives_way(self, members: MemberList) -> bool:
-        """True if a list that is known here is to be followed rather than this one."""
-        return any(self._comes_before(one, members) for one in self._lists.values())
+    def _give_way(self, members: MemberList) -> bool:
+        """Return True if a known list is to be followed rather than this one, whose leader has not led in vain then."""
+        if any(self._comes_before(one, members) for one in self._lists.values()):
+            self._leads[members.leader] = self._leads[members.leader][0], math.inf
+            return True
+        return False
 
     def _left_out_of(self, members: MemberList) -> str | None:
         """Somebody who arrived in time for a list and is not in it, though no exchange with it has failed here."""

@@ -81,7 +81,7 @@ async def test_a_list_of_somebody_who_takes_no_part_is_not_verified(tmp_path: Pa
             verified.append(peer)
             raise RecordError("enough")
 
-        island._verified = noted  # type: ignore[method-assign]
+        island._verified = noted  # type: ignore[method-assign, assignment]
         stranger, job, standing = identity(5), swarm.record.id, island.standing
         made = sign_arrival(stranger, Arrival(job, standing.round, standing.prev, 1, 1, b"c" * 32), NOW_MS)
         found = sign_list(stranger, job, 0, [made], NOW_MS)

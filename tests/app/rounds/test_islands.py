@@ -191,7 +191,7 @@ async def test_of_two_honest_leaders_at_once_one_gives_way_and_is_not_blamed(
 
         second._lead_at = at_once  # type: ignore[method-assign]
         for island in islands.values():
-            island._on_statement = late(island, second.peer)  # type: ignore[method-assign]
+            island._on_statement = late(island, second.peer)  # type: ignore[method-assign, assignment]
         await swarm.until(lambda: watch.standing.round == number)
         began = trio.current_time()
         await swarm.until(lambda: watch.standing.round > number)

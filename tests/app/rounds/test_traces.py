@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from app.core.errors import RecordError
+from app.core.network import Payload
 from app.core.pieces import at_once
 from app.rounds import testers, wire
 from app.rounds.decisions import UNMEASURED_BYTES_PER_S
@@ -329,7 +330,7 @@ async def test_who_shows_another_step_is_left_out(
         async def answered(asked: str, peer: str, fields: Any) -> Any:
             return wire.pack([bytes(1000)]) if asked == method else await honest(asked, peer, fields)
 
-        liar.island._on_exchange = answered  # type: ignore[method-assign]
+        liar.island._on_exchange = answered  # type: ignore[method-assign, assignment]
         await found_out(swarm, liar)
 
 
@@ -376,7 +377,7 @@ async def test_a_link_slower_than_it_was_measured_still_carries_the_weights_of_a
     async with open_fabric(1, LinkProfile(delay_s=0.03, bytes_per_s=UNMEASURED_BYTES_PER_S / 6)) as fabric:
         giver, taker = fabric.node(PEOPLE[0].peer_id), fabric.node(PEOPLE[1].peer_id)
 
-        async def answer(peer: str, body: bytes) -> bytes:
+        async def answer(peer: str, body: bytes) -> Payload:
             fields = wire.fields_of(wire.read_request(body)[1], wire.TRACE)
             first, count = fields.integer("first", 0, len(leaves)), fields.integer("count", 1, len(leaves))
             return wire.pack(leaves[first : first + count])
