@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,6 +44,7 @@ from app.serving.block_server import DRAIN_S, BlockServer
 from app.session.frame import CHANGES, INT8
 from app.snapshot.startup import StartupSteps
 from app.snapshot.views import DeviceView, State
+from app.swarm.coverage import coverage_of
 from app.swarm.records import Announcement
 from app.weights.extents import WeightsError
 from engine.errors import DeviceFull
@@ -362,6 +362,7 @@ class BlockHost:
             is_needed=serves is not None
             and (self._disk_failed or any(block in serves for block in self._unserved_since)),
             fetched=self._fetched,
+            homes=self._swarm.homes(),
         )
 
     async def _follow_the_swarm(self, plan: HostingPlan) -> None:
@@ -632,8 +633,8 @@ class BlockHost:
         self._memory_changed.notify()
 
     async def _give_back(self, plan: HostingPlan, change: MemoryChange, span: Span) -> None:
-        others = Counter(b for a in self._others() if a.serves and a.span for b in a.span.blocks())
-        kept = kept_span(span, plan, change, others)
+        found = coverage_of(self._others(), self._swarm.n_blocks, homes=self._swarm.homes())
+        kept = kept_span(span, plan, change, found.serving)
         if kept is None:
             await self.drain(HOLE_DRAIN_S)
             await self.unload()

@@ -8,7 +8,7 @@ keeps a node from changing back and forth. Pure: `app.hosting.loader` reads the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -109,10 +109,10 @@ def fewer_blocks(plan: HostingPlan, failed_loads: int) -> HostingPlan:
     return plan.with_blocks([max(1, int(one.budget.blocks * share)) for one in plan.shares])
 
 
-def kept_span(span: Span, plan: HostingPlan, change: MemoryChange, others: Mapping[int, int]) -> Span | None:
+def kept_span(span: Span, plan: HostingPlan, change: MemoryChange, others: Sequence[int]) -> Span | None:
     """Return the blocks to keep: a run in which no device has more than the change allows, as long as possible.
 
-    `others` counts for each block how many other nodes serve it: of two runs of one length, the one stays that others
+    `others` counts for each block how many other homes serve it: of two runs of one length, the one stays that others
     can spare least. None if no block can be kept.
     """
     parts = plan.parts(span.start, span.stop)
@@ -126,7 +126,7 @@ def kept_span(span: Span, plan: HostingPlan, change: MemoryChange, others: Mappi
             if stop < last:
                 break
         if stop > start:
-            scarce = -sum(others.get(block, 0) for block in range(start, stop))
+            scarce = -sum(others[start:stop])
             candidate = (stop - start, scarce, Span(start, stop))
             best = candidate if best is None or candidate[:2] > best[:2] else best
     return None if best is None else best[2]

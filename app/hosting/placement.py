@@ -5,8 +5,12 @@ simultaneous newcomers choose in turn. A node that hosts a span moves for three 
 node serves (at once, but after minutes if others are about to); a block with a single holder while others have spare
 ones (after seconds); and blocks served much worse than its own (after minutes). Nodes that could make the same move
 wait by rank, which each of them computes alike from the announcements. No move gives up a block that no other node
-serves, and only a hole justifies leaving a block to a single holder. A move interrupts all blocks of a node, so one
+serves, and only a hole justifies leaving a block to a single home. A move interrupts all blocks of a node, so one
 that serves a block alone moves only to blocks on its disk, and downloads them before.
+
+The members of one home count as one, since one machine can claim to be many: else these could send the real hosts of a
+block away, or keep them waiting. Only a block with two members of one home is not called a lone one: where a swarm has
+few homes, nodes would go round in circles for it.
 
 `app.swarm.coverage` sums the announcements up; `app.hosting.block_host` waits and moves.
 """
@@ -14,10 +18,12 @@ that serves a block alone moves only to blocks on its disk, and downloads them b
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate
+from heapq import heappop, heappush
+from itertools import accumulate, chain
 
 from app.core.reasons import Reason, because
 from app.core.span import Span
@@ -34,7 +40,7 @@ THIN_WAIT_S = 5.0  # before helping a single holder: a second one that restarts 
 THIN_STAGGER_S = 4.0  # per rank of those that could help
 COMING_S = 120.0  # at least, and up to five times as long, those have that say they are about to fill a hole
 HOLES = frozenset({"hole", "make_way"})  # codes of moves for a block that no node serves
-LATEST_RANK = 15  # of nodes that load blocks and may leave them for a hole
+LATEST_RANK = 15  # nobody waits for more homes than these: members that could move need not exist, or need not do so
 JOIN_STAGGER_S = 0.6  # between two newcomers' choices, less if there are many
 JOIN_STAGGER_TOTAL_S = 20.0  # for all newcomers together
 
@@ -53,6 +59,11 @@ class Candidate:
     is_needed: bool = False  # it serves some of these, or is loading them from disk
     fetched: Span | None = None  # blocks that it has downloaded for a move
     only: tuple[Span, ...] | None = None  # it moves only within these; None: anywhere
+    homes: Mapping[str, str] = field(default_factory=dict)  # of other members; one that is not in it is a home itself
+
+    def homes_of(self, peers: Iterable[str]) -> int:
+        """Return the number of homes that these peers have."""
+        return len({self.homes.get(peer, peer) for peer in peers})
 
 
 def is_within(span: Span, spans: Iterable[Span]) -> bool:
@@ -90,7 +101,7 @@ def due(waiting: MoveTimer | None, move: Move | None, now: float) -> MoveTimer |
 
 def decide(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move | None:
     """Return the move that this node should make, or None if it should stay or can host nothing."""
-    return decide_by(coverage_of(others, n_blocks, me.tokens_per_s), me, others)
+    return decide_by(coverage_of(others, n_blocks, me.tokens_per_s, me.homes), me, others)
 
 
 def decide_by(found: Coverage, me: Candidate, others: Sequence[Announcement]) -> Move | None:
@@ -107,7 +118,7 @@ def decide_by(found: Coverage, me: Candidate, others: Sequence[Announcement]) ->
 
 def is_wanted(move: Move, me: Candidate, others: Sequence[Announcement], n_blocks: int) -> bool:
     """True if this node should go on with the download for a move: its reason lasts, and nothing on disk will do."""
-    found = coverage_of(others, n_blocks, me.tokens_per_s)
+    found = coverage_of(others, n_blocks, me.tokens_per_s, me.homes)
     now = decide_by(found, me, others)
     if now is None or not now.fetch_first or now.why.code != move.why.code:
         return False
@@ -138,7 +149,7 @@ def regrown(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Spa
     A node that is needed takes one on its disk, if there is any.
     """
     assert me.span is not None
-    found = coverage_of(others, n_blocks, me.tokens_per_s)
+    found = coverage_of(others, n_blocks, me.tokens_per_s, me.homes)
     windows = [window for window in _windows(me, n_blocks, me.span.start) if window.stop >= me.span.stop]
     on_disk = [window for window in windows if me.is_needed and is_within(window, me.held)]
     return best_window(found, on_disk or windows, me)
@@ -147,19 +158,47 @@ def regrown(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Spa
 def best_window(found: Coverage, windows: Iterable[Span], me: Candidate) -> Span:
     """Return the window where this node most improves the worst-served blocks.
 
-    Among equal ones it is the one of which most is on disk, then one by the hash of the peer id.
+    That is the one whose worths of all blocks, sorted, are the greatest list. Two such lists differ first at the lowest
+    worth that one of them has more often, so only the differences to the best one so far are kept: a model may have
+    thousands of blocks, and windows. Among equal windows it is the one of which most is on disk, then one by the hash
+    of the peer id.
     """
     speeds, n_blocks = found.speeds, len(found.speeds)
     before, after = found.worth(), found.worth(found.trusted(me.tokens_per_s))
     on_disk = _counter([held > 0 for held in _counts(me.held, n_blocks)])
 
-    def merit(span: Span) -> tuple[list[float], int, int, float]:
-        lifted = sorted(before[: span.start] + after[span.start : span.stop] + before[span.stop :])
+    def preference(span: Span) -> tuple[int, int, float]:
         # Of equal windows, prefer one next to served blocks or the model's ends: it leaves no gap too small for others.
         joins = (span.start == 0 or speeds[span.start - 1] > 0) + (span.stop == n_blocks or speeds[span.stop] > 0)
-        return lifted, joins, on_disk(span.start, span.stop), _hash_fraction(me.peer, str(span.start))
+        return joins, on_disk(span.start, span.stop), _hash_fraction(me.peer, str(span.start))
 
-    return max(windows, key=merit)
+    more: Counter[float] = Counter()  # worth -> blocks that have it with the present window, beyond those with the best
+    lowest: list[float] = []  # a heap of these worths
+
+    def change(blocks: Iterable[int], old: Sequence[float], new: Sequence[float]) -> None:
+        for block in blocks:
+            for worth, by in ((old[block], -1), (new[block], 1)):
+                more[worth] += by
+                heappush(lowest, worth)
+
+    remaining = iter(windows)
+    best = present = next(remaining)
+    for window in remaining:
+        change(_besides(window, present), before, after)
+        change(_besides(present, window), after, before)
+        present = window
+        while lowest and not more[lowest[0]]:
+            heappop(lowest)
+        if more[lowest[0]] < 0 if lowest else preference(window) > preference(best):
+            best = window
+            more.clear()
+            lowest.clear()
+    return best
+
+
+def _besides(span: Span, other: Span) -> Iterable[int]:
+    """Return the blocks of a span that another one does not have."""
+    return chain(range(span.start, min(span.stop, other.start)), range(max(span.start, other.stop), span.stop))
 
 
 def _newcomers_windows(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> list[Span]:
@@ -225,7 +264,7 @@ def _fill_late_hole(me: Candidate, others: Sequence[Announcement], n_blocks: int
     if hole is None:
         return None
     serving = [replace(other, growing=None) if other.growing else other for other in others if other.serves]
-    return _fill_hole(me, serving, coverage_of(serving, n_blocks, me.tokens_per_s), hole)
+    return _fill_hole(me, serving, coverage_of(serving, n_blocks, me.tokens_per_s, me.homes), hole)
 
 
 def unserved(others: Iterable[Announcement], n_blocks: int) -> list[int]:
@@ -271,8 +310,10 @@ def _make_way(me: Candidate, found: Coverage, hole: int) -> Move | None:
 def _thicken(me: Candidate, others: Sequence[Announcement], found: Coverage, with_me: Coverage) -> Move | None:
     """Move to the window that most reduces the number of blocks with a single holder; None if no move does."""
     n_blocks = len(found.speeds)
-    alone, pairs = ([held == number for held in with_me.holders] for number in (1, 2))
-    stuck = [alone[block] or found.serving[block] == 0 for block in range(n_blocks)]
+    held = (me.span, *(other.growing or other.span for other in others if other.state in COMING))
+    alone = [members == 1 for members in _counts((span for span in held if span is not None), n_blocks)]
+    single, pairs = ([homes == number for homes in with_me.holders] for number in (1, 2))
+    stuck = [single[block] or found.serving[block] == 0 for block in range(n_blocks)]
     count_alone, count_pairs, count_stuck = _counter(alone), _counter(pairs), _counter(stuck)
 
     def cured(window: Span) -> int:
@@ -301,7 +342,7 @@ def leave_for_hole(me: Candidate, others: Sequence[Announcement], n_blocks: int)
     if move is None or move.why.code != "hole" or move.fetch_first:
         return None
     loading = [other.peer for other in others if other.state in COMING and not other.serves]
-    rank = min(sum(_turn(peer) < _turn(me.peer) for peer in loading), LATEST_RANK)
+    rank = min(me.homes_of(peer for peer in loading if _turn(peer) < _turn(me.peer)), LATEST_RANK)
     return replace(move, after_s=move.after_s + HOLE_STAGGER_S * rank)
 
 
@@ -358,9 +399,9 @@ def _common(a: Span, b: Span, count: Count) -> int:
 
 
 def _rank(me: Candidate, others: Sequence[Announcement], found: Coverage, block: int, *, spare: int) -> int:
-    """This node's place in the queue to move: the number of members that go before it.
+    """This node's place in the queue to move: the number of homes that go before it, `LATEST_RANK` at most.
 
-    Members whose blocks keep more than `spare` serving nodes can go, those of the best-served spans first.
+    Members whose blocks keep more than `spare` serving homes can go, those of the best-served spans first.
     """
     assert me.span is not None
     own = Announcement(me.peer, 0, 0, "", "serving", me.span, me.tokens_per_s)
@@ -376,7 +417,8 @@ def _rank(me: Candidate, others: Sequence[Announcement], found: Coverage, block:
 
     mine = precedence(own)
     able = (m for m in others if m.serves and m.span is not None and m.span.start < n_blocks)
-    return sum(theirs > mine for theirs in map(precedence, able) if theirs[0])
+    first = (m.peer for m in able if (theirs := precedence(m))[0] and theirs > mine)
+    return min(me.homes_of(first), LATEST_RANK)
 
 
 def _holders(others: Iterable[Announcement], block: int) -> list[str]:

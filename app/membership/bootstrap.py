@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 import trio
 
 from app.core.signal import Signal
-from app.membership.exchange import MembershipExchange, ProbeOutcome
+from app.membership.exchange import MembershipExchange
 from app.membership.failure_detector import Timing
 from app.swarm.records import SwarmRecord
 from app.swarm.rendezvous import ASK_AT_ONCE, keys_to_ask, keys_to_provide, record_key
@@ -138,13 +138,14 @@ class Bootstrap:
                 nursery.start_soon(look, key)
 
     async def _ask_all(self, peers: Iterable[str]) -> None:
-        """Compare tables with those peers that are due; stops at the first answer if no other member was known."""
+        """Compare tables with those peers that are due; stops at the first with a member if none was known."""
         due = self._due(peers)
         alone = not self._exchange.table.present()
 
         async def ask(peer: str) -> None:
             async with self._slots:
-                if await self._exchange.compare(peer, ASK_TIMEOUT_S) is ProbeOutcome.ALIVE and alone:
+                await self._exchange.compare(peer, ASK_TIMEOUT_S)
+                if alone and self._exchange.table.present():
                     nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:

@@ -22,6 +22,7 @@ from app.membership.gossip_queue import GossipQueue
 from app.membership.guard import GuardedNetwork
 from app.membership.member import Change
 from app.membership.table import GONE, PRESENT, Table
+from app.serving.homes import peer_home
 from app.swarm.certificates import REVOCATIONS_DOMAIN
 from app.swarm.records import (
     ANNOUNCEMENT_DOMAIN,
@@ -43,7 +44,7 @@ from p2p.errors import (
     RemoteError,
     Untimely,
 )
-from p2p.rate_limit import PeerRateLimit
+from p2p.rate_limit import KeyedRateLimit, PeerRateLimit
 
 log = logging.getLogger("shoal.membership")
 
@@ -58,6 +59,7 @@ ANNOUNCEMENTS_AT_ONCE, ANNOUNCEMENTS_PER_S = 2 * 2048, 64.0  # two whole tables 
 SUSPICIONS_AT_ONCE, SUSPICIONS_PER_S = 512, 32.0
 INVALID_AT_ONCE, INVALID_PER_S = 512, 8.0  # statements; beyond it a peer misbehaves
 TABLES_AT_ONCE, TABLES_PER_S = 16, 0.5
+HOME_TABLES_AT_ONCE, HOME_TABLES_PER_S = 64, 4.0  # of all peers of one home (`app.serving.homes`)
 _MISSING_CHECKED = 16  # members that a received vector lacks; a newcomer's vector lacks almost all
 # Processed between two checkpoints: one takes up to half a millisecond, and many peers may send theirs at once.
 STATEMENTS_AT_ONCE = 4
@@ -114,6 +116,7 @@ class MembershipExchange:
         self._announcement_limit = PeerRateLimit(ANNOUNCEMENTS_AT_ONCE, ANNOUNCEMENTS_PER_S)
         self._suspicion_limit = PeerRateLimit(SUSPICIONS_AT_ONCE, SUSPICIONS_PER_S)
         self._table_limit = PeerRateLimit(TABLES_AT_ONCE, TABLES_PER_S)
+        self._home_table_limit = KeyedRateLimit[str](HOME_TABLES_AT_ONCE, HOME_TABLES_PER_S)
         self._piggyback_limit = PeerRateLimit(burst=4, per_s=1)  # answers to probes that take news along
         self._urgent_limit = PeerRateLimit(burst=5, per_s=0.5)  # pushes about one member
         self._invalid_limit = PeerRateLimit(INVALID_AT_ONCE, INVALID_PER_S)
@@ -234,7 +237,8 @@ class MembershipExchange:
         return wire.pack(wire.fitting([self._own().raw, *piggyback], wire.MAX_BATCH_BYTES))
 
     async def _on_table(self, peer: str, body: bytes) -> bytes:
-        if not self._table_limit.take(peer, trio.current_time()):
+        now, home = trio.current_time(), peer_home(self.network, peer)
+        if not (self._table_limit.take(peer, now) and self._home_table_limit.take(home, now)):
             raise Refused("too many requests for the table of members; ask again later")
         request = self._admit(peer, body, wire.TableRequest.decode)
         await self._receive_all(request.statements, peer)
@@ -306,10 +310,11 @@ class MembershipExchange:
             return
         if not self._announcement_limit.take(sender, now) or (self._guard and self._guard.is_revoked(peer)):
             return
-        if not self.table.has_place(peer, sender=sender, now=now):
+        home = peer_home(self.network, sender)
+        if not self.table.has_place(peer, sender=sender, now=now, home=home):
             return  # before the signature is checked, so that a flood costs little CPU time
         announcement = verify_announcement(envelope, self._terms, self._now_ms())
-        change = self.table.update(announcement, sender=sender, now=now)
+        change = self.table.update(announcement, sender=sender, now=now, home=home)
         for evicted in self.table.take_evicted():
             self._publish(evicted, now)
         if change is not None:
@@ -317,6 +322,8 @@ class MembershipExchange:
             if not (asked or change.member.proven):
                 self._unpublished.add(peer)
             self._publish(change, now)
+            if sender == peer:
+                self._record_contact(peer)
 
     def _receive_own(self, envelope: Envelope) -> None:
         """Refute an announcement of this node that is not its current one: it may have lost its sequence number.
@@ -345,11 +352,11 @@ class MembershipExchange:
                 self._events.check_liveness(accused, suspicion.raw)
 
     def _record_contact(self, peer: str, rtt_s: float | None = None) -> None:
-        """Record a contact; who is not counted yet counts only while it is linked, because its address is needed."""
-        now, source = trio.current_time(), self.network.source(peer)
-        if not source and (self.table.state(peer) in GONE or self.table.seen_at(peer) is None):
+        """Record a contact; who is not counted yet counts only while it is linked, because its home is needed."""
+        now, home = trio.current_time(), peer_home(self.network, peer)
+        if not home and (self.table.state(peer) in GONE or self.table.seen_at(peer) is None):
             return
-        change = self.table.seen(peer, now, rtt_s, source)
+        change = self.table.seen(peer, now, rtt_s, home)
         if change is not None:
             self._publish(change, now)
 

@@ -35,7 +35,7 @@ class Member:
     state: State
     seen_at: float | None  # time of this node's last own contact with it, on trio's clock; None: never
     rtt_s: float | None
-    source: str = ""  # address that it came from at that contact
+    home: str = ""  # that it had at that contact (`app.serving.homes`)
 
     @property
     def proven(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypedDict, Unpack
@@ -166,6 +166,10 @@ class Membership:
         self._sign_own(replace(before, **changes, sequence=number, expires_at_ms=expires_at_ms, addresses=addresses))
         self._exchange.queue_own(urgent=kind_of_news(before, self._own) != "updated")
         return self._own
+
+    def homes(self) -> Mapping[str, str]:
+        """Return the home of each member in `announcements`; one that is not named is to count as a home of its own."""
+        return self.table.homes()
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener` with every change; returns a function that unsubscribes it."""

@@ -2,11 +2,14 @@
 
 Only this node's own contact with a member, timed by its own clock, decides whether the member is alive; reports of
 others only cause a probe (`app.membership.failure_detector`). The table is bounded and hard to flood. A *stranger* is
-a member that this node has not been in contact with yet: a contacted member is never evicted for a stranger, strangers
-have a limited number of places, and these are shared fairly among the peers that passed their announcements on. A
-stranger that does not answer is removed, and for `held_off_s` not accepted again from anybody but itself; a peer that
-told of several such is not believed about further strangers for a while. Peer ids are free and addresses are not, so
-contacted members that come from one address have a limited number of places too.
+a member that this node has not been in contact with yet: a contacted member is never evicted for a stranger, and
+strangers have a limited number of places. A stranger that does not answer is removed, and for `held_off_s` not accepted
+again from anybody but itself; a peer that told of several such is not believed about further strangers for a while.
+
+Peer ids are free and addresses are not. So strangers' places are shared fairly among the homes (`app.serving.homes`) of
+the peers that passed their announcements on, and then among the peers of a home, and contacted members of one home have
+a limited number of places too. Who speaks for itself on a link is met by that: it needs no stranger's place, and takes
+one if the table is full.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class TableLimits:
 
     members: int = 2048
     strangers: int = 1024  # members that this node has not been in contact with yet
-    of_source: int = 128  # contacted members that come from one address
+    of_home: int = 128  # contacted members of one home
     # Strangers that one peer may tell of though they do not answer, at once and each second: each of them is dialled.
     vain_strangers: float = 8.0
     vain_strangers_per_s: float = 0.2
@@ -42,7 +45,7 @@ class TableLimits:
     held_off: int = 4096  # peers whose announcements are accepted from themselves only
     gone_kept_s: float = 1800.0
     held_off_s: float = 15.0
-    crowded_s: float = 600.0  # the same for members whose address has no place: others would tell of them for ever
+    crowded_s: float = 600.0  # the same for members whose home has no place: others would tell of them for ever
 
 
 @dataclass(slots=True, eq=False)
@@ -51,15 +54,15 @@ class _Entry:
     announcement: Announcement
     state: State
     since: float  # when it entered this state, on trio's clock
-    via: str  # the peer that first passed its announcement on
+    via: tuple[str, str]  # the peer that first passed its announcement on: its home, and its id
     seen_at: float | None = None
-    source: str = ""  # address that it came from when it was contacted
+    home: str = ""  # that it had when it was contacted
     rtt: Ewma = field(default_factory=lambda: Ewma(_RTT_SMOOTHING))  # in seconds
     listed: bool = False  # True while it is part of `Table.present()`
 
     def member(self) -> Member:
         rtt_s = self.rtt.value if self.rtt else None
-        return Member(self.announcement.peer, self.announcement, self.state, self.seen_at, rtt_s, self.source)
+        return Member(self.announcement.peer, self.announcement, self.state, self.seen_at, rtt_s, self.home)
 
     def record_rtt(self, rtt_s: float) -> None:
         """Take in a round-trip time; falls count at once and rises slowly: the lowest is the link's, the rest load."""
@@ -78,11 +81,12 @@ class Table:
         self._own_peer, self._limits = own_peer, limits or TableLimits()
         self._entries: dict[str, _Entry] = {}
         self._peer_of: dict[bytes, str] = {}
-        self._strangers: OrderedDict[str, dict[str, None]] = OrderedDict()  # via -> its strangers, oldest first
+        # home -> its peers that told of strangers -> these, oldest first
+        self._strangers: OrderedDict[str, OrderedDict[str, dict[str, None]]] = OrderedDict()
         self._stranger_count = 0
         self._vain_limit = PeerRateLimit(self._limits.vain_strangers, self._limits.vain_strangers_per_s)
         self._gone: dict[str, None] = {}  # the longest gone first; an ordered set
-        self._met: dict[str, set[str]] = {}  # address -> contacted members that are not gone
+        self._met: dict[str, set[str]] = {}  # home -> contacted members that are not gone
         self._held_off: OrderedDict[str, float] = OrderedDict()
         self._present: tuple[str, ...] | None = None
         self._announcements: tuple[Announcement, ...] | None = None
@@ -137,6 +141,14 @@ class Table:
             self._present = tuple(sorted(peer for peer, entry in self._entries.items() if entry.listed))
         return self._present
 
+    def homes(self) -> dict[str, str]:
+        """Return the home of each member in `present`; nothing if all of them are of one home.
+
+        Then nobody could tell a laboratory behind one relay from a crowd of one machine, and each member is believed.
+        """
+        homes = {peer: entry.home for peer, entry in self._entries.items() if entry.listed}
+        return homes if len(set(homes.values())) > 1 else {}
+
     def dead(self) -> list[str]:
         """Return the ids of dead members, the longest dead first."""
         return [peer for peer in self._gone if self._entries[peer].state == "dead"]
@@ -144,34 +156,45 @@ class Table:
     def next_stranger(self, besides: Mapping[str, object]) -> str | None:
         """Return a stranger to probe that is not in `besides`, None if there is none.
 
-        Round-robin over the peers that reported strangers, so that one that reports many does not delay the others.
+        Round-robin over the homes of the peers that told of strangers, and over the peers of each home, so that one
+        that tells of many does not delay the others.
         """
-        for via in list(self._strangers):
-            self._strangers.move_to_end(via)
-            for peer in self._strangers[via]:
-                if peer not in besides:
-                    return peer
+        for home in list(self._strangers):
+            self._strangers.move_to_end(home)
+            tellers = self._strangers[home]
+            for teller in list(tellers):
+                tellers.move_to_end(teller)
+                for peer in tellers[teller]:
+                    if peer not in besides:
+                        return peer
         return None
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
-    def has_place(self, peer: str, *, sender: str, now: float) -> bool:
+    def has_place(self, peer: str, *, sender: str, now: float, home: str = "") -> bool:
         """True if an announcement of `peer` that `sender` passed on could be accepted: known, or room for a stranger.
 
-        Of a peer that is held off, only its own words count.
+        `home` is the sender's, "" without a link to it. Of a peer that is held off, only its own words count.
         """
         if sender != peer and self._held_off.get(peer, now) > now:
             return False
         if peer in self._entries:
             return True
-        return (sender == peer or self._vain_limit.has_token(sender, now)) and self._has_room(sender)
+        if sender == peer and home:
+            has_room = self._has_room() or self._stranger_count > 0
+            return has_room and len(self._met.get(home, ())) < self._limits.of_home
+        return (sender == peer or self._vain_limit.has_token(sender, now)) and self._has_room_for_stranger(home, sender)
 
-    def update(self, announcement: Announcement, *, sender: str, now: float) -> Change | None:
-        """Keep a verified announcement that `sender` passed on, if it is newer and has a place; returns the change."""
+    def update(self, announcement: Announcement, *, sender: str, now: float, home: str = "") -> Change | None:
+        """Keep a verified announcement that `sender` passed on, if it is newer and has a place; returns the change.
+
+        Who speaks for itself on a link is to be recorded as `seen` at once: until then it is a stranger beyond their
+        number.
+        """
         peer = announcement.peer
         if peer == self._own_peer or announcement.sequence <= self.number(peer):
             return None
-        if not self.has_place(peer, sender=sender, now=now):
+        if not self.has_place(peer, sender=sender, now=now, home=home):
             return None
         self._held_off.pop(peer, None)
         entry = self._entries.get(peer)
@@ -179,31 +202,31 @@ class Table:
             if announcement.state == "left":
                 return None
             key = public_key_of(peer)[:KEY_BYTES]
-            return self._add(_Entry(key, announcement, "alive", now, sender))
+            return self._add(_Entry(key, announcement, "alive", now, (home, sender)))
         before = entry.member()
         kind = _kind_for(entry, announcement)
         entry.announcement = announcement
         if kind == "joined":
             entry.seen_at = None  # a stranger again until it answers a probe
             entry.forget_rtt()
-            entry.via = sender
+            entry.via = (home, sender)
         self._set_state(entry, announced_state(announcement), now)
         return Change(kind, entry.member(), before)
 
-    def seen(self, peer: str, now: float, rtt_s: float | None = None, source: str = "") -> Change | None:
+    def seen(self, peer: str, now: float, rtt_s: float | None = None, home: str = "") -> Change | None:
         """Record a successful contact with a member; returns a change if it was a stranger, suspect or dead.
 
-        One that comes from another address than before is counted there, since it may have called through a relay
-        first; it is removed instead if too many members come from that address.
+        One that comes from another home than before is counted there, since it may have called through a relay first;
+        it is removed instead if too many members are of that home. `home` is "" without a link.
         """
         entry = self._entries.get(peer)
         if entry is None or entry.state == "left":
             return None
-        if entry.seen_at is None or entry.state == "dead" or source not in ("", entry.source):
-            if len(self._met.get(source, ())) >= self._limits.of_source:
+        if entry.seen_at is None or entry.state == "dead" or home not in ("", entry.home):
+            if len(self._met.get(home, ())) >= self._limits.of_home:
                 return self._turn_away(entry, now, self._limits.crowded_s)
             self._unindex(peer)
-            entry.source = source
+            entry.home = home
             self._index(entry, peer)
         kind: ChangeKind | None = None
         if entry.state in ("suspect", "dead"):
@@ -226,7 +249,7 @@ class Table:
             return None
         before = entry.member()
         if entry.seen_at is None:
-            self._vain_limit.take(entry.via, now)
+            self._vain_limit.take(entry.via[1], now)
             return self._turn_away(entry, now, self._limits.held_off_s)
         self._set_state(entry, "dead" if entry.state == "suspect" else "suspect", now)
         return Change("dead" if entry.state == "dead" else "suspected", entry.member(), before)
@@ -291,27 +314,40 @@ class Table:
     def _add(self, entry: _Entry) -> Change | None:
         if entry.key in self._peer_of:  # another peer's key begins with the same 8 bytes
             return None
-        self._make_room()
         peer = entry.announcement.peer
+        is_met_at_once = entry.via[0] and entry.via[1] == peer
+        if not self._has_room() or (self._stranger_count >= self._limits.strangers and not is_met_at_once):
+            self._evict_stranger()
+        elif len(self._entries) >= self._limits.members:
+            self._remove(next(iter(self._gone)))
         self._entries[peer], self._peer_of[entry.key] = entry, peer
         self._set_state(entry, announced_state(entry.announcement), entry.since)
         return Change("joined", entry.member())
 
-    def _has_room(self, via: str) -> bool:
-        if self._stranger_count >= self._limits.strangers:
-            return len(self._strangers[self._fullest_source()]) > len(self._strangers.get(via, ())) + 1
+    def _has_room(self) -> bool:
         return len(self._entries) < self._limits.members or bool(self._gone)
 
-    def _make_room(self) -> None:
-        if self._stranger_count >= self._limits.strangers:
-            evicted = self._entries[next(iter(self._strangers[self._fullest_source()]))]
-            self._remove(evicted.announcement.peer)
-            self._evicted.append(Change("left", evicted.member(), evicted.member()))
-        elif len(self._entries) >= self._limits.members:
-            self._remove(next(iter(self._gone)))
+    def _has_room_for_stranger(self, home: str, teller: str) -> bool:
+        """True if there is a free place, or one of another home, or of another teller of this home, that has more."""
+        if self._stranger_count < self._limits.strangers:
+            return self._has_room()
+        fullest = self._fullest_home()
+        if fullest != home:
+            return self._told_of_by(fullest) > self._told_of_by(home) + 1
+        tellers = self._strangers[home]
+        return max(map(len, tellers.values())) > len(tellers.get(teller, ())) + 1
 
-    def _fullest_source(self) -> str:
-        return max(self._strangers, key=lambda via: len(self._strangers[via]))
+    def _evict_stranger(self) -> None:
+        most = max(self._strangers[self._fullest_home()].values(), key=len)
+        evicted = self._entries[next(iter(most))]
+        self._remove(evicted.announcement.peer)
+        self._evicted.append(Change("left", evicted.member(), evicted.member()))
+
+    def _fullest_home(self) -> str:
+        return max(self._strangers, key=self._told_of_by)
+
+    def _told_of_by(self, home: str) -> int:
+        return sum(map(len, self._strangers.get(home, {}).values()))
 
     def _set_state(self, entry: _Entry, state: State, now: float) -> None:
         peer = entry.announcement.peer
@@ -336,24 +372,27 @@ class Table:
         if entry.state in GONE:
             self._gone[peer] = None
         elif entry.seen_at is None:
-            self._strangers.setdefault(entry.via, {})[peer] = None
+            home, teller = entry.via
+            self._strangers.setdefault(home, OrderedDict()).setdefault(teller, {})[peer] = None
             self._stranger_count += 1
-        elif entry.source:
-            self._met.setdefault(entry.source, set()).add(peer)
+        elif entry.home:
+            self._met.setdefault(entry.home, set()).add(peer)
 
     def _unindex(self, peer: str) -> None:
         self._gone.pop(peer, None)
-        via, source = self._entries[peer].via, self._entries[peer].source
-        if peer in self._met.get(source, ()):
-            self._met[source].discard(peer)
-            if not self._met[source]:
-                del self._met[source]
-        reported = self._strangers.get(via, {})
-        if peer in reported:
-            del reported[peer]
+        (home, teller), met = self._entries[peer].via, self._met.get(self._entries[peer].home, set())
+        if peer in met:
+            met.discard(peer)
+            if not met:
+                del self._met[self._entries[peer].home]
+        tellers = self._strangers.get(home, OrderedDict())
+        if peer in tellers.get(teller, ()):
+            del tellers[teller][peer]
             self._stranger_count -= 1
-            if not reported:
-                del self._strangers[via]
+            if not tellers[teller]:
+                del tellers[teller]
+            if not tellers:
+                del self._strangers[home]
 
     def _remove(self, peer: str) -> None:
         self._unindex(peer)

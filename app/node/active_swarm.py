@@ -502,7 +502,7 @@ class ActiveSwarm:
         grows_on = change.kind == "moved" and before is not None and before.growing is not None
         if grows_on and change.member.announcement.growing is not None:
             self._context.changed()  # its blocks load one by one: the first and the last are events
-        elif (text := describe(change)) and self._peer_events.take(change.member.source, trio.current_time()):
+        elif (text := describe(change)) and self._peer_events.take(change.member.home, trio.current_time()):
             self._context.note("peer", text)
         else:
             self._context.changed()

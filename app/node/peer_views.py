@@ -16,9 +16,12 @@ from app.swarm.records import Announcement
 def peer_views(
     members: Iterable[Member], links: Iterable[Link], trust: TrustBook, unused: Mapping[str, Reason]
 ) -> tuple[PeerView, ...]:
-    """Return a view of every member, ordered by first block; `unused` gives the reason for each peer not used."""
+    """Return a view of every member that this node has met, ordered by first block: others may not exist.
+
+    `unused` gives the reason for each peer not used.
+    """
     linked = {link.peer: link for link in links}
-    views = [_view(member, linked.get(member.peer), trust, unused) for member in members]
+    views = [_view(member, linked.get(member.peer), trust, unused) for member in members if member.proven]
     return tuple(sorted(views, key=lambda view: (view.start is None, view.start or 0, view.peer)))
 
 

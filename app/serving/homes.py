@@ -1,8 +1,9 @@
-"""Tells which askers may be one: whoever has one address may have any number of peer ids.
+"""Tells which peers may be one: whoever has one address may have any number of peer ids.
 
-A hop shares what it has among homes, and what a home gets among its askers (`p2p.shares`). A home is an IPv4 address, a
-/48 of IPv6, or a relay with all askers behind it. Askers on this machine are a home each; those behind a relay on this
-machine are not.
+A home is an IPv4 address, a /48 of IPv6, or a relay with all peers behind it. Peers on this machine are a home each;
+those behind a relay on this machine are not. A hop shares what it has among homes, and what a home gets among its
+askers (`p2p.shares`). `app.membership.table` keeps the home of each member: what many members of one home say counts
+little more than what one of them says.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ class Sources(Protocol):
     def links(self) -> Sequence[Link]: ...
 
 
+def peer_home(network: Sources, peer: str) -> str:
+    """Return the home of a linked peer; "" without a link."""
+    source = network.source(peer)
+    return _home_at(source) or (source if _is_relayed(network, peer) else peer) if source else ""
+
+
 class Homes:
     """The home of each asker, also for a while after its last link was closed."""
 
@@ -38,8 +45,8 @@ class Homes:
         """Return an asker's home; those that are not linked and not remembered have one together, ""."""
         if asker == self._network.peer_id:
             return asker
-        if source := self._network.source(asker):
-            self._known[asker] = _home_at(source) or (source if self._is_relayed(asker) else asker)
+        if home := peer_home(self._network, asker):
+            self._known[asker] = home
         if asker not in self._known:
             return ""
         self._known.move_to_end(asker)
@@ -52,8 +59,9 @@ class Homes:
         relayed = {link.peer for link in self._network.links() if link.kind == "relayed"}
         return {peer: "" if peer in relayed else self.of(peer) for peer in peers}
 
-    def _is_relayed(self, asker: str) -> bool:
-        return any(link.peer == asker and link.kind == "relayed" for link in self._network.links())
+
+def _is_relayed(network: Sources, peer: str) -> bool:
+    return any(link.peer == peer and link.kind == "relayed" for link in network.links())
 
 
 def _home_at(source: str) -> str:

@@ -20,7 +20,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -184,8 +184,7 @@ class Announcement:
 
         A public address is often that of a whole house.
         """
-        direct = [address for address in parse_known(self.addresses) if address.relay is None]
-        return " ".join(sorted({one.host for one in direct if one.ip is not None and not one.ip.is_global}))
+        return _host_of(self.addresses)
 
     @property
     def training_format(self) -> str:
@@ -331,7 +330,8 @@ def _record_in(envelope: Envelope) -> SwarmRecord:
 
 def _announcement_in(envelope: Envelope) -> Announcement:
     fields = _payload(envelope, "announcement", MAX_ANNOUNCEMENT_BYTES)
-    peer = envelope.peer
+    peer, addresses = envelope.peer, _addresses(fields, envelope.peer)
+    _host_of(addresses)  # already here, a few statements at a time: a snapshot needs those of all members at once
     return Announcement(
         peer=peer,
         sequence=envelope.sequence,
@@ -347,7 +347,7 @@ def _announcement_in(envelope: Envelope) -> Announcement:
         cache=fields.printable("cache", 16, "own"),
         device=fields.printable("device", MAX_DEVICE_CHARS, "cpu"),
         name=fields.printable("name", 32, ""),
-        addresses=_addresses(fields, peer),
+        addresses=addresses,
         app_version=fields.printable("app", 32, ""),
         growing=_span(fields, "grow", fields.values["grow"]) if "grow" in fields.values else None,
         held=_held(fields),
@@ -459,6 +459,12 @@ def _addresses(fields: Fields, peer: str) -> tuple[str, ...]:
     if not all(text.startswith("/") and text.isascii() and text.isprintable() for text in texts):
         fields.refuse("addrs", "multiaddrs")
     return tuple(f"{text}/p2p/{peer}" for text in texts)
+
+
+@lru_cache(maxsize=4096)
+def _host_of(addresses: tuple[str, ...]) -> str:
+    direct = [address for address in parse_known(addresses) if address.relay is None]
+    return " ".join(sorted({one.host for one in direct if one.ip is not None and not one.ip.is_global}))
 
 
 def _rtts(fields: Fields) -> tuple[tuple[str, float], ...]:

@@ -65,9 +65,9 @@ class ChunkClient:
             self.performance.record_redirect(named_by, succeeded=given is not None)
         return given if isinstance(given, int) else None
 
-    def may_ask(self, peer: str) -> bool:
-        """True if a peer that somebody redirects to is another member, and no back-off is running."""
-        usable = self.performance.is_usable(peer, trio.current_time())
+    def may_ask(self, peer: str, part: str) -> bool:
+        """True if a peer that somebody redirects to for a part is another member, and may be asked for it."""
+        usable = self.performance.is_usable(peer, trio.current_time()) and not self.performance.has_wrong(peer, part)
         return peer != self.network.peer_id and usable and self.sharing.is_member(peer)
 
     async def leaves(self, peer: str, part: Part) -> tuple[bytes, ...] | None:
@@ -78,7 +78,7 @@ class ChunkClient:
             # Before the chunks that are on their way: on a slow link they take longer than `LEAVES_S`.
             raw = await self.network.call(peer, self.sharing.methods.leaves, part.root, timeout_s=timeout_s)
             leaves = leaves_from(raw, size_bytes=part.size_bytes, root=part.root)
-            # A measured peer is chosen before untried ones, which may never answer.
+            # Of a home, a measured peer is chosen before untried ones, which may never answer.
             self.performance.answered(peer, trio.current_time() - begun)
             return leaves
         except RecordError as error:
@@ -105,7 +105,8 @@ class ChunkClient:
                 return answer
             chunks = _split(answer, new.part, piece)
             if not await self.writer.take(new, piece.index, chunks):
-                raise RecordError(f"it sent wrong bytes for chunk {piece.index} of {new.part.name} or one of the next")
+                await self._note_wrong(peer, new.part, piece)
+                return None
             self.lacking.get(new.part.name, set()).discard(peer)
             self.performance.gave(peer, (trio.current_time() - begun) / len(chunks))
             self.from_peers[peer] = self.from_peers.get(peer, 0) + len(answer)
@@ -134,6 +135,13 @@ class ChunkClient:
     def _back_off(self, peer: str, why: str) -> None:
         if backoff_s := self.performance.failed(peer, trio.current_time()):
             log.info("no chunks are requested from %s for %.0f s: %s", peer, backoff_s, why)
+
+    async def _note_wrong(self, peer: str, part: Part, piece: ChunkRun) -> None:
+        why = f"it sent wrong bytes for chunk {piece.index} of {part.name} or one of the next"
+        if self.performance.sent_wrong(peer, part.name):
+            await self._ban(peer, why)
+        else:
+            log.warning("no more chunks of %s are requested from %s: %s", part.name, peer, why)
 
     async def _ban(self, peer: str, why: str) -> None:
         log.warning("no chunks are requested from %s any more: %s", peer, why)

@@ -8,8 +8,10 @@ sooner, and so delivers more. At the end, requests that slow peers have not answ
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from app.core.smoothing import Ewma
 from p2p.rate_limit import backoff_s
@@ -27,6 +29,20 @@ def choose_peers(peers: Sequence[str], pace_s: Mapping[str, float], most: int) -
     untried = [peer for peer in peers if peer not in pace_s]
     fast = known[: max(most // 2, most - len(untried))]
     return [*fast, *untried[: most - len(fast)]]
+
+
+def in_turns(peers: Iterable[str], homes: Mapping[str, str]) -> list[str]:
+    """Sort peers so that one of each home comes before a second of any; otherwise their order stays.
+
+    A peer without a home in `homes` is one itself. One machine may say that it is a hundred holders.
+    """
+    turns: Counter[str] = Counter()
+    ranked = []
+    for peer in peers:
+        home = homes.get(peer, peer)
+        ranked.append((turns[home], peer))
+        turns[home] += 1
+    return [peer for _, peer in sorted(ranked, key=itemgetter(0))]
 
 
 @dataclass(frozen=True)
@@ -77,10 +93,9 @@ class ChunkQueue:
         self.rng.shuffle(pieces)
         self._waiting[part] = pieces
 
-    @property
-    def waiting(self) -> int:
-        """Number of chunks that no peer was asked for yet."""
-        return sum(piece.count for pieces in self._waiting.values() for piece in pieces)
+    def waiting(self, parts: Iterable[str]) -> int:
+        """Number of chunks of these parts that no peer was asked for yet."""
+        return sum(piece.count for part in parts for piece in self._waiting.get(part, ()))
 
     def take(
         self, peer: str, parts: Collection[str], *, at_most: int, late_before: float, now: float
@@ -153,7 +168,8 @@ class ChunkQueue:
         return True
 
 
-SHUN_S = 60.0  # back-off after a failure, doubled with each further one; a peer that lied is never asked again
+SHUN_S = 60.0  # back-off after a failure, doubled with each further one
+WRONG_PARTS = 3  # a peer that sends wrong chunks of so many parts is never asked again, before that not for these
 LONGEST_SHUN_S = 1024 * SHUN_S
 RETRY_S = 180.0  # while nobody else gives a part, a peer that failed is asked again so long after it did
 RETRY_GAP_S, RETRIED_AT_ONCE = 20.0, 4  # most of them: members that claim parts and are silent must not take all time
@@ -175,6 +191,7 @@ class PeerPerformance:
     _failures: dict[str, int] = field(default_factory=dict)  # peer -> failures in a row
     _failed_at: dict[str, float] = field(default_factory=dict)  # peer -> its last failure, or when it was let off
     _retried_at: float = float("-inf")
+    _wrong: dict[str, set[str]] = field(default_factory=dict)  # peer -> parts of which it sent wrong chunks
     _refusals: dict[str, int] = field(default_factory=dict)  # peer -> refusals in a row
     _failed_redirects: dict[str, int] = field(default_factory=dict)  # peer -> failed redirects beyond succeeded ones
 
@@ -182,9 +199,16 @@ class PeerPerformance:
         """True if a peer may be asked at `now`, because no back-off is running."""
         return self._excluded_until.get(peer, 0.0) <= now
 
+    def has_wrong(self, peer: str, part: str) -> bool:
+        """True if a peer has sent wrong chunks of a part: it is not to be asked for this one again."""
+        return part in self._wrong.get(peer, ())
+
     def choose(self, peers: list[str], most: int) -> list[str]:
-        """Choose up to `most` of these peers to download from at the same time."""
-        return choose_peers(peers, self.pace_s, most)
+        """Choose up to `most` of these peers to download from at the same time.
+
+        Those that gave lists of chunks alone, which everybody has, count as untried.
+        """
+        return choose_peers(peers, {peer: self.pace_s[peer] for peer in self._averages}, most)
 
     def is_slow(self, peer: str) -> bool:
         """True if several chunks at a time could be more than a peer sends before they are given up."""
@@ -249,8 +273,16 @@ class PeerPerformance:
     def _pause_s(self, first_s: float, failures: int, longest_s: float) -> float:
         return backoff_s(first_s, failures, longest_s) * self.rng.uniform(1.0, 1.0 + JITTER)
 
+    def sent_wrong(self, peer: str, part: str) -> bool:
+        """Record a wrong chunk; True if the peer is to be excluded, since it sent such of `WRONG_PARTS` parts.
+
+        A bit that flipped on the disk of the only holder must not cost all the other parts that it has.
+        """
+        self._wrong.setdefault(peer, set()).add(part)
+        return len(self._wrong[peer]) >= WRONG_PARTS
+
     def lied(self, peer: str) -> None:
-        """Exclude a peer that sent wrong data for the rest of the download."""
+        """Exclude a peer for the rest of the download."""
         self._excluded_until[peer] = float("inf")
         self._failed_at.pop(peer, None)
 

@@ -1,13 +1,14 @@
 """Downloads parts of a set (`part_set`) from several peers at once, verifying every chunk on arrival.
 
-Peers that send wrong data are excluded, slow and silent ones get a back-off (`PeerPerformance`). The order of chunks is
-decided in `chunk_schedule`, a single request is made in `chunk_client`, and files are written by `chunk_writer`.
+Peers that send wrong data are excluded, first from the part concerned; slow and silent ones get a back-off
+(`PeerPerformance`). The order of chunks is decided in `chunk_schedule`, a single request is made in `chunk_client`, and
+files are written by `chunk_writer`.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import trio
@@ -17,7 +18,7 @@ from app.core.signal import Signal
 from app.manifest.manifest import Part
 from app.manifest.merkle import leaf_hash
 from app.weights.chunk_client import CHUNK_S, ChunkClient
-from app.weights.chunk_schedule import ChunkQueue, ChunkRun, PeerPerformance
+from app.weights.chunk_schedule import ChunkQueue, ChunkRun, PeerPerformance, in_turns
 from app.weights.chunk_server import ChunkServer
 from app.weights.chunk_writer import ChunkWriter
 from app.weights.extents import WeightsError, chunk_length
@@ -64,6 +65,7 @@ class Download:
         sharing: ChunkServer,
         holders: Callable[[str], Sequence[str]],
         *,
+        homes: Callable[[], Mapping[str, str]] = dict,
         hangs_up: bool = True,
         waits: bool = True,
         arrived: Callable[[int], None] = lambda size: None,
@@ -72,9 +74,11 @@ class Download:
 
         A root says nothing of a part's size, so with a wrong one the answers of honest peers do not fit either.
         It `waits` until somebody has a part; if not, a part that all holders say they lack is given up.
-        `arrived` is called with the size of whatever has come and was checked.
+        `homes` has the home of each peer: their untried peers have turns, so that the silent ones of one machine,
+        however many, hold up no other. `arrived` is called with the size of whatever has come and was checked.
         """
         self._network, self._parts, self._sharing, self._holders = network, parts, sharing, holders
+        self._homes = homes
         self._hangs_up, self._waits, self._arrived = hangs_up, waits, arrived
         self._performance = PeerPerformance(random.Random(network.peer_id))
         self._queue = self._new_queue()
@@ -138,8 +142,8 @@ class Download:
             seen = self._news.version
             if not any(self._busy.values()):
                 await self._count_those_here()
-            self._performance.retry((self._holders(part.name) for part in self._unfinished()), trio.current_time())
-            while self._pending and self._queue.waiting < LOOK_AHEAD:
+            self._performance.retry((self._givers(part.name) for part in self._unfinished()), trio.current_time())
+            while self._pending and self._needs_next_part():
                 if not await self._start_part():
                     break
             self._start_workers()
@@ -159,10 +163,10 @@ class Download:
         """
         now, failed = trio.current_time(), self._performance.has_failed
         is_idle = not any(count for peer, count in self._busy.items() if not failed(peer))
-        holders = {part.name: self._holders(part.name) for part in self._unfinished()} if is_idle else {}
+        givers = {part.name: self._givers(part.name) for part in self._unfinished()} if is_idle else {}
         wanted = tuple(
             name
-            for name, peers in holders.items()
+            for name, peers in givers.items()
             if not any(self._performance.is_usable(peer, now) and not failed(peer) for peer in peers)
         )
         if not wanted:
@@ -171,11 +175,11 @@ class Download:
             self._waits_since = now
         is_waiting = self._waits_since is not None and now - self._waits_since >= WAITS_S
         self.progress.wanted = wanted if is_waiting else ()
-        self.progress.is_refused = any(holders[name] for name in self.progress.wanted)
+        self.progress.is_refused = any(self._holders(name) for name in self.progress.wanted)
 
     def _require_holders(self) -> None:
         for part in self._unfinished():
-            if self._asking.lacking.get(part.name, set()).issuperset(self._holders(part.name)):
+            if self._asking.lacking.get(part.name, set()).issuperset(self._givers(part.name)):
                 raise PartsAbsent(f"nobody has {part.name} any more")
 
     # --- parts --------------------------------------------------------------------------------------------------------
@@ -220,7 +224,7 @@ class Download:
         found: list[tuple[bytes, ...]] = []
         answered = Signal()
         pace_s = self._performance.pace_s
-        asked = sorted(self._shuffled(self._usable(part.name)), key=lambda peer: pace_s.get(peer, CHUNK_S))
+        asked = sorted(self._in_turns(self._usable(part.name)), key=lambda peer: pace_s.get(peer, CHUNK_S))
         async with trio.open_nursery() as nursery:
 
             async def ask(peer: str) -> None:
@@ -247,11 +251,19 @@ class Download:
         self.progress.parts_done += 1
         self.progress.bytes_done += size
 
+    def _needs_next_part(self) -> bool:
+        """True if few chunks are left to request; those of parts that nobody can be asked for do not count."""
+        return self._queue.waiting(name for name in self._open if self._usable(name)) < LOOK_AHEAD
+
     # --- peers --------------------------------------------------------------------------------------------------------
 
     def _usable(self, part: str) -> list[str]:
         now = trio.current_time()
-        return [peer for peer in self._holders(part) if self._performance.is_usable(peer, now)]
+        return [peer for peer in self._givers(part) if self._performance.is_usable(peer, now)]
+
+    def _givers(self, part: str) -> list[str]:
+        """List the members that say they have a part, without those that sent wrong chunks of it."""
+        return [peer for peer in self._holders(part) if not self._performance.has_wrong(peer, part)]
 
     def _start_workers(self) -> None:
         """Choose up to `MAX_PEERS` peers, those that failed last, and keep up to `WINDOW` requests in flight with each.
@@ -262,7 +274,7 @@ class Download:
         for name in self._open:
             for peer in self._usable(name):
                 parts_of.setdefault(peer, set()).add(name)
-        ordered = sorted(self._shuffled(parts_of), key=self._performance.has_failed)
+        ordered = sorted(self._in_turns(parts_of), key=self._performance.has_failed)
         chosen = self._performance.choose(ordered, MAX_PEERS)
         self._chosen = {peer: parts_of[peer] for peer in chosen}
         self._chosen_at = trio.current_time()
@@ -270,9 +282,17 @@ class Download:
             while (piece := self._next_from(peer)) is not None:
                 self._nursery.start_soon(self._download_from, peer, piece)
 
-    def _shuffled(self, peers: Iterable[str]) -> list[str]:
-        """Sort peers in a fixed order that differs between nodes, so that nodes do not all start with the same peer."""
-        return sorted(peers, key=lambda peer: leaf_hash(f"{self._network.peer_id} {peer}".encode()))
+    def _in_turns(self, peers: Iterable[str]) -> list[str]:
+        """Sort peers by turns of their homes, of each home those first that have answered something.
+
+        The order differs between nodes, so that they do not all start with the same peer.
+        """
+
+        def place(peer: str) -> tuple[bool, bytes]:
+            drawn = leaf_hash(f"{self._network.peer_id} {peer}".encode())
+            return peer not in self._performance.pace_s, drawn
+
+        return in_turns(sorted(peers, key=place), self._homes())
 
     def _has_room(self, peer: str, window: int) -> bool:
         """True if one more request to a peer may be open: up to `window`, one to a slow peer."""
@@ -286,7 +306,8 @@ class Download:
         if is_over or not self._has_room(peer, window) or not self._performance.is_usable(peer, now):
             return None
         at_most = 1 if is_new or self._performance.is_slow(peer) else MAX_RUN
-        piece = self._queue.take(peer, self._chosen[peer], at_most=at_most, late_before=now - LATE_S, now=now)
+        parts = {part for part in self._chosen[peer] if not self._performance.has_wrong(peer, part)}
+        piece = self._queue.take(peer, parts, at_most=at_most, late_before=now - LATE_S, now=now)
         if piece is not None:
             self._busy[peer] = self._busy.get(peer, 0) + 1
         return piece
@@ -310,7 +331,7 @@ class Download:
         answer = None if new is None else await self._asking.chunks(peer, new, piece, tried=piece in self._redirected)
         if new is not None and isinstance(answer, str):
             self._redirected.add(piece)
-            if await self._may_go_elsewhere(answer, peer) and self._queue.redirect(piece, peer, answer):
+            if await self._may_go_elsewhere(answer, peer, piece.part) and self._queue.redirect(piece, peer, answer):
                 self._busy[answer] = self._busy.get(answer, 0) + 1
                 self._elsewhere += 1
                 self._nursery.start_soon(self._get_elsewhere, answer, new, piece, peer)
@@ -318,11 +339,11 @@ class Download:
             answer = await self._asking.chunks(peer, new, piece, tried=True)
         await self._take(peer, new, piece, answer if isinstance(answer, int) else None)
 
-    async def _may_go_elsewhere(self, peer: str, named_by: str) -> bool:
+    async def _may_go_elsewhere(self, peer: str, named_by: str, part: str) -> bool:
         """True if a peer that a holder named may be asked, at once or within `ROOM_S`."""
 
         def may_ask() -> bool:
-            return self._asking.may_ask(peer) and not self._performance.may_not_redirect(named_by)
+            return self._asking.may_ask(peer, part) and not self._performance.may_not_redirect(named_by)
 
         def has_room() -> bool:
             return self._elsewhere < MAX_ELSEWHERE and self._has_room(peer, MAX_AT_ONE)
@@ -357,7 +378,7 @@ class Download:
         self._sharing.arrived()
         if self._queue.is_over(piece.part):
             await self._finish(new.part)
-        elif self._pending and self._queue.waiting < LOOK_AHEAD:
+        elif self._pending and self._needs_next_part():
             self._news.notify()
 
     # --- waiting ------------------------------------------------------------------------------------------------------

@@ -114,9 +114,19 @@ class Library(PartSet):
             for name, pieces in stale.items()
             if any(one.file in gone for one in pieces) or not self._is_right(name, pieces, on_bytes)
         ]
-        self._index = stamped.without(wrong)
-        with contextlib.suppress(HomeError):  # such as a full disk: then they are read again after a restart
-            self._store.save_index(self.manifest.hash, self._index)
+        self._keep_index(stamped.without(wrong))
+
+    def _keep_index(self, index: SourceIndex) -> None:
+        self._index = index
+        with contextlib.suppress(HomeError):  # such as a full disk: then the files are read again after a restart
+            self._store.save_index(self.manifest.hash, index)
+
+    def distrust(self, part: Part) -> None:
+        """Count a part with a wrong chunk as missing, in the model's own files if it is read from these."""
+        if part.name in self._in_source():
+            self._keep_index(self._index.without([part.name]))
+        else:
+            super().distrust(part)
 
     def _is_right(self, name: str, pieces: Sequence[Extent], on_bytes: OnBytes) -> bool:
         part = self.by_name[name]

@@ -153,7 +153,7 @@ class ModelWeights:
 
     async def _fetch(self, names: Sequence[str], on_part: Callable[[str], None]) -> None:
         await trio.to_thread.run_sync(self._make_room, list(self._coming))
-        fetching = Download(self._network, self.library, self.sharing, self._holders)
+        fetching = Download(self._network, self.library, self.sharing, self._holders, homes=self._swarm.homes)
         self._fetches[fetching] = frozenset(names)
 
         def on_part_stored(name: str) -> None:

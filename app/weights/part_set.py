@@ -6,14 +6,18 @@ as a second place where they may lie.
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from app.manifest.manifest import Part
-from app.manifest.merkle import CHUNK_BYTES
+from app.manifest.merkle import CHUNK_BYTES, leaf_hash
 from app.weights.extents import WeightsError, chunk_length, read_at_hand, read_range
 from app.weights.part_store import NewPart, PartFiles
 from engine.sources.base import Extent
+
+log = logging.getLogger("shoal.weights")
 
 
 class PartSet:
@@ -26,6 +30,7 @@ class PartSet:
         self._by_root = {part.root: part for part in self.by_name.values()}
         self._leaves: dict[bytes, tuple[bytes, ...]] = {}
         self._new: dict[bytes, NewPart] = {}  # by root: parts being downloaded
+        self._sound: defaultdict[bytes, set[int]] = defaultdict(set)  # by root: chunks that were checked when read
 
     def add(self, part: Part) -> None:
         """Make one more part known; it need not be here yet."""
@@ -37,6 +42,7 @@ class PartSet:
         if part is not None:
             del self.by_name[part.name]
             self._leaves.pop(root, None)
+            self._sound.pop(root, None)
 
     def held(self) -> frozenset[str]:
         """Names of the parts that are here, judged by file sizes and stamps without reading them."""
@@ -68,7 +74,23 @@ class PartSet:
     # --- its bytes ----------------------------------------------------------------------------------------------------
 
     def chunk(self, part: Part, index: int) -> bytes | None:
-        """Read one chunk of a complete part, or of one being downloaded that has it already; None if it is not here."""
+        """Read one chunk of a complete part, or of one being downloaded that has it already; None if it is not here.
+
+        It is checked the first time, since a bit may have flipped on the disk under a file that looks unchanged: a
+        part that is wrong counts as missing from then on.
+        """
+        data = self._read_chunk(part, index)
+        if data is None or self._is_sound(part, index):
+            return data
+        leaves = self.leaves(part)
+        if leaves is not None and leaf_hash(data) != leaves[index]:
+            log.warning("%s of %s is damaged on this machine: it counts as missing", part.name, self._owner)
+            self.distrust(part)
+            return None
+        self._sound[part.root].add(index)
+        return data
+
+    def _read_chunk(self, part: Part, index: int) -> bytes | None:
         start, length = index * CHUNK_BYTES, chunk_length(part.size_bytes, index)
         try:
             try:
@@ -79,12 +101,24 @@ class PartSet:
             return None
 
     def chunk_at_hand(self, part: Part, index: int) -> bytearray | None:
-        """Read a chunk like `chunk`, but only from the page cache; None if a disk would have to be read."""
+        """Read a chunk like `chunk`, but only from the page cache; None if a disk would have to be read, or checked."""
+        if not self._is_sound(part, index):
+            return None
         try:
             extents = self._extents_of_chunk(part, index)
         except WeightsError:
             return None
         return read_at_hand(extents, index * CHUNK_BYTES, chunk_length(part.size_bytes, index))
+
+    def _is_sound(self, part: Part, index: int) -> bool:
+        """True if a chunk was checked in this process, when it was given the first time or when it arrived."""
+        new = self._new.get(part.root)
+        return index in self._sound[part.root] or (new is not None and index in new.have)
+
+    def distrust(self, part: Part) -> None:
+        """Count a part with a wrong chunk as missing; a download of it repeats the wrong chunks."""
+        self._sound.pop(part.root, None)
+        self.files.distrust(part)
 
     def whole(self, part: Part, some: range | None = None) -> bytes:
         """Read all bytes of a part, or some; raises `WeightsError` if it is not here or cannot be read."""

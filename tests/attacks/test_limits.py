@@ -255,7 +255,7 @@ ROWS: dict[str, tuple[float, ...]] = {
     "members known": (
         TABLE.members,
         TABLE.strangers,
-        TABLE.of_source,
+        TABLE.of_home,
         TABLE.vain_strangers,
         1 / TABLE.vain_strangers_per_s,
     ),
@@ -268,6 +268,8 @@ ROWS: dict[str, tuple[float, ...]] = {
         exchange.INVALID_PER_S,
         exchange.TABLES_AT_ONCE,
         1 / exchange.TABLES_PER_S,
+        exchange.HOME_TABLES_AT_ONCE,
+        exchange.HOME_TABLES_PER_S,
         membership_wire.MAX_BATCH_BYTES // membership_wire.SMALLEST_BYTES,
         membership_wire.MAX_TABLE_BYTES // membership_wire.SMALLEST_BYTES,
         exchange.STATEMENTS_AT_ONCE,

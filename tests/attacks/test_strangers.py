@@ -36,6 +36,7 @@ from p2p.identity import Identity
 from p2p.link.frames import CHUNK_BYTES, FIRST, PREFACE, WHOLE, Frame, Kind, encode
 from p2p.link.quota import Limits
 from p2p.link.switchboard import LIVE_LANE
+from p2p.memory.fabric import LinkProfile
 from p2p.network import Libp2pNetwork
 from p2p.values import MAX_BODY_BYTES
 from tests.app.guarded import open_guarded
@@ -342,6 +343,22 @@ async def test_statements_of_many_strangers_at_once_leave_turns_for_all_else(
         tell = [partial(node.swarm._exchange._receive_all, [b"x"] * 40, f"stranger {n}") for n in range(64)]
         assert await most_between_turns(looked_at, *tell) <= 2 * 64 * 4  # each has one turn or two meanwhile
         assert len(looked_at) == 64 * 40
+
+
+async def test_an_answer_that_names_nobody_does_not_end_a_newcomers_questions(autojump_clock: MockClock) -> None:
+    """It comes from nearer than those of the members, which the newcomer would ask again only seconds later."""
+    async with open_sim() as sim:
+        nodes = await sim.grow(3)
+        near, newcomer = sim.fabric.node("near"), identity(77).peer_id
+
+        async def names_nobody(peer: str, body: bytes) -> bytes:
+            return wire.TableAnswer([], []).encode()
+
+        near.serve(wire.TABLE, names_nobody)
+        for node in nodes:
+            sim.fabric.set_link(node.peer, newcomer, LinkProfile(delay_s=0.15))
+        added = sim.add(77, ["near", *(node.peer for node in nodes)])
+        await sim.until(lambda: bool(added.swarm.table.present()), 1)
 
 
 async def test_revocation_lists_are_verified_one_at_a_time(

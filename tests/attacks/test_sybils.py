@@ -18,6 +18,7 @@ from app.core.reasons import because
 from app.core.span import Span
 from app.hosting.block_host import BlockHost, HostingOptions
 from app.membership import wire
+from app.membership.exchange import HOME_TABLES_AT_ONCE
 from app.membership.table import Table, TableLimits
 from app.routing.bans import FAILING
 from app.routing.planner import RoutePlanner, SessionRoutes
@@ -28,7 +29,7 @@ from app.serving.homes import Homes
 from app.session.wire import PROTOCOL
 from app.swarm.records import Announcement, sign_announcement
 from engine.hosting import Hosted, HostingPlan
-from p2p.errors import P2PError
+from p2p.errors import P2PError, Refused
 from p2p.identity import Identity
 from p2p.memory.fabric import MemoryStream
 from tests.app.hash_model import HashRunner, greedy
@@ -66,11 +67,32 @@ async def test_one_machine_cannot_fill_the_table_of_members(autojump_clock: Mock
     async with open_sim() as sim:
         nodes = await sim.grow(4)
         victim = nodes[0]
-        await call_once(sim, victim, range(10_000, 10_000 + 4 * LIMITS.of_source))
-        assert len(victim.swarm.table.present()) <= LIMITS.of_source + 3
+        await call_once(sim, victim, range(10_000, 10_000 + 4 * LIMITS.of_home))
+        assert len(victim.swarm.table.present()) <= LIMITS.of_home + 3
         newcomer = sim.add(50, [victim.peer])
         await sim.until(lambda: newcomer.peer in victim.swarm.table.present(), 5)
         await sim.until(lambda: {node.peer for node in nodes} <= set(newcomer.swarm.table.present()), 60)
+
+
+async def test_identities_of_one_machine_get_few_tables_of_members(autojump_clock: MockClock) -> None:
+    """A table takes milliseconds, and an address can bring 20 new identities a second with 16 requests each."""
+    async with open_sim() as sim:
+        (victim,) = await sim.grow(1)
+        request = wire.TableRequest(bytes.fromhex(sim.record.id), {}, []).encode()
+
+        async def is_answered(number: int, machine: str) -> bool:
+            who = identity(number)
+            sim.fabric.machine_of[who.peer_id] = machine
+            network = sim.fabric.node(who.peer_id)
+            try:
+                await network.call(victim.peer, wire.TABLE, request, timeout_s=5)
+            except Refused:
+                return False
+            return True
+
+        answered = [await is_answered(1000 + number, ONE_MACHINE) for number in range(3 * HOME_TABLES_AT_ONCE)]
+        assert sum(answered) < 1.5 * HOME_TABLES_AT_ONCE
+        assert await is_answered(5000, "another machine")
 
 
 async def test_members_that_called_once_and_vanished_are_soon_found_out(autojump_clock: MockClock) -> None:
@@ -87,26 +109,26 @@ async def test_members_that_called_once_and_vanished_are_soon_found_out(autojump
 
 def test_places_of_an_address_are_free_again_once_members_are_gone() -> None:
     """A member is turned away if its address has no place, and taken once another one from there is gone."""
-    table = Table("own", TableLimits(of_source=2))
+    table = Table("own", TableLimits(of_home=2))
     crowd = [identity(number) for number in range(4)]
     for who in crowd:
         table.update(serving(who, "", 1), sender=who.peer_id, now=0.0)
     first, second, third, elsewhere = (who.peer_id for who in crowd)
-    assert [change.kind for peer in (first, second) if (change := table.seen(peer, 1.0, source="a"))] == ["proven"] * 2
-    refused = table.seen(third, 1.0, source="a")
+    assert [change.kind for peer in (first, second) if (change := table.seen(peer, 1.0, home="a"))] == ["proven"] * 2
+    refused = table.seen(third, 1.0, home="a")
     assert refused is not None
     assert (refused.kind, third in table) == ("dead", False)
     assert table.update(serving(crowd[2], "", 2), sender=second, now=300.0) is None, "others do not bring it back"
-    met = table.seen(elsewhere, 1.0, source="b")
+    met = table.seen(elsewhere, 1.0, home="b")
     assert met is not None
     assert met.kind == "proven"
     table.failed(first, 2.0)
     table.failed(first, 3.0)
     table.update(serving(crowd[2], "", 2), sender=third, now=4.0)
-    taken = table.seen(third, 4.0, source="a")
+    taken = table.seen(third, 4.0, home="a")
     assert taken is not None
     assert taken.kind == "proven"
-    back = table.seen(first, 5.0, source="a")
+    back = table.seen(first, 5.0, home="a")
     assert back is not None, "it is back, but its place is taken"
     assert (back.kind, first in table) == ("dead", False)
     assert table.present() == tuple(sorted((second, third, elsewhere)))
@@ -114,18 +136,18 @@ def test_places_of_an_address_are_free_again_once_members_are_gone() -> None:
 
 def test_members_that_called_through_many_relays_count_where_they_answer() -> None:
     """A machine could bring 128 members through each relay of the swarm otherwise, and answer for all of them."""
-    table = Table("own", TableLimits(of_source=2))
+    table = Table("own", TableLimits(of_home=2))
     crowd = [identity(number) for number in range(6)]
     for number, who in enumerate(crowd):
         table.update(serving(who, "", 1), sender=who.peer_id, now=0.0)
-        table.seen(who.peer_id, 1.0, source=f"relay {number % 3}")
+        table.seen(who.peer_id, 1.0, home=f"relay {number % 3}")
     assert len(table.present()) == 6
-    answers = [table.seen(who.peer_id, 2.0, source=ONE_MACHINE) for who in crowd]
+    answers = [table.seen(who.peer_id, 2.0, home=ONE_MACHINE) for who in crowd]
     assert [change.kind for change in answers if change is not None] == ["dead"] * 4
     assert table.present() == tuple(sorted(who.peer_id for who in crowd[:2]))
     newcomer = identity(7)
     table.update(serving(newcomer, "", 1), sender=newcomer.peer_id, now=3.0)
-    met = table.seen(newcomer.peer_id, 3.0, source="relay 0")
+    met = table.seen(newcomer.peer_id, 3.0, home="relay 0")
     assert met is not None, "those that only called through the relay take no place there"
     assert met.kind == "proven"
     assert table.seen(newcomer.peer_id, 4.0) is None, "a contact without a link changes nothing"

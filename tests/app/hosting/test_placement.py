@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,12 +17,14 @@ from app.hosting.placement import (
     GAIN,
     HOLE_STAGGER_S,
     JOIN_STAGGER_TOTAL_S,
+    LATEST_RANK,
     REBALANCE_AFTER_S,
     REBALANCE_UNEVEN_AFTER_S,
     THIN_WAIT_S,
     Candidate,
     Move,
     MoveTimer,
+    best_window,
     decide,
     due,
     is_wanted,
@@ -53,6 +55,25 @@ def test_a_newcomer_lifts_the_worst_served() -> None:
     move = decide(Candidate("me", 6, 10.0), others, BLOCKS)
     assert move is not None
     assert move.span == Span(6, 12)
+
+
+@given(
+    st.lists(st.builds(holder, st.sampled_from("abcdef"), st.integers(0, 7), st.integers(8, 12), st.integers(1, 3))),
+    st.integers(1, BLOCKS),
+    st.sets(st.integers(0, BLOCKS - 1)),
+)
+def test_the_best_window_gives_the_worst_served_blocks_the_most(
+    members: list[Announcement], length: int, left_out: set[int]
+) -> None:
+    found, me = coverage_of(members, BLOCKS), Candidate("me", length, 1.0)
+    windows = [Span(start, start + length) for start in range(BLOCKS - length + 1) if start not in left_out]
+    before, after = found.worth(), found.worth(found.trusted(1.0))
+
+    def worths(window: Span) -> list[float]:
+        return sorted(after[block] if block in window else before[block] for block in range(BLOCKS))
+
+    if windows:
+        assert worths(best_window(found, windows, me)) == max(map(worths, windows))
 
 
 def test_a_node_that_is_still_loading_counts() -> None:
@@ -380,8 +401,16 @@ def test_sole_holders_come_to_rest_and_never_leave_for_a_download(lengths: list[
 # --- odd swarms ------------------------------------------------------------------------------------------------------
 
 
+NO_HOMES: Mapping[str, str] = {}
+
+
 def settle(
-    fits: dict[str, int], spans: dict[str, Span], n_blocks: int, rounds: int = 400, liars: Sequence[Announcement] = ()
+    fits: dict[str, int],
+    spans: dict[str, Span],
+    n_blocks: int,
+    rounds: int = 400,
+    liars: Sequence[Announcement] = (),
+    homes: Mapping[str, str] = NO_HOMES,
 ) -> int:
     """Let the one whose turn comes first move, again and again, until nobody wants to; how many moves that took."""
     for count in range(rounds):
@@ -389,7 +418,7 @@ def settle(
         moves = []
         for peer, span in spans.items():
             others = [member for member in members if member.peer != peer]
-            move = decide(Candidate(peer, fits[peer], 10.0, span, LONG_S), others, n_blocks)
+            move = decide(Candidate(peer, fits[peer], 10.0, span, LONG_S, homes=homes), others, n_blocks)
             if move is not None:
                 moves.append((move.after_s, peer, move.span))
         if not moves:
@@ -453,6 +482,40 @@ def test_a_liar_cannot_drain_a_region(span: Span, speed: float) -> None:
     honest = coverage_of([holder(peer, place.start, place.stop) for peer, place in spans.items()], BLOCKS)
     assert min(honest.holders) >= 2
     assert any(place.start < span.stop and span.start < place.stop for place in spans.values())
+
+
+@pytest.mark.parametrize("speed", [0.5, 10.0, 1e6])
+def test_a_crowd_of_one_home_cannot_drain_a_region(speed: float) -> None:
+    """They are one voice: else they would make the real hosts there seem spare, and send them away to the last."""
+    liars = [holder(f"liar{number}", 6, 12, speed) for number in range(40)]
+    fits = {f"p{number}": 6 for number in range(12)}
+    spans = {peer: Span(6 * (number % 2), 6 * (number % 2) + 6) for number, peer in enumerate(fits)}
+    settle(fits, spans, BLOCKS, liars=liars, homes={liar.peer: "one home" for liar in liars})
+    honest = coverage_of([holder(peer, place.start, place.stop) for peer, place in spans.items()], BLOCKS)
+    assert min(honest.holders) >= 5
+
+
+@pytest.mark.parametrize(("homes", "ahead"), [(1, 1), (3, 3), (400, LATEST_RANK)])
+def test_a_crowd_that_could_fill_a_hole_and_does_not_keeps_nobody_waiting_for_long(homes: int, ahead: int) -> None:
+    crowd = [holder(f"liar{number}", 0, 1, 0.01) for number in range(400)]
+    others = [holder("a", 0, 6), holder("b", 0, 6), *crowd]
+    home_of = {liar.peer: f"home {number % homes}" for number, liar in enumerate(crowd)}
+    move = decide(Candidate("me", 6, 10.0, Span(0, 6), 1.0, homes=home_of), others, BLOCKS)
+    assert move is not None
+    assert 6 in move.span
+    assert move.after_s <= (ahead + 2) * HOLE_STAGGER_S
+
+
+def test_two_machines_of_one_home_are_copies_enough_of_each_others_blocks() -> None:
+    """A home that hosts a block twice needs no third host, but nobody counts on it alone to leave a block."""
+    others = [holder("a", 0, 6), holder("b", 0, 6), holder("c", 6, 12), holder("d", 6, 12)]
+    homes = {"a": "one home", "b": "one home"}
+    settled = Candidate("me", 6, 10.0, Span(6, 12), REBALANCE_AFTER_S / 2, homes=homes)
+    assert decide(settled, others, BLOCKS) is None
+    move = decide(settled, [others[0], *others[2:]], BLOCKS)
+    assert move is not None
+    assert (move.span, move.why.code) == (Span(0, 6), "lone_holder")
+    assert decide(Candidate("me", 6, 10.0, Span(0, 6), LONG_S, homes=homes), others[:3], BLOCKS) is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=20))

@@ -287,6 +287,48 @@ def test_strangers_share_their_places_among_those_who_tell_of_them() -> None:
     assert all(who.peer_id in book.table for who in few)
 
 
+def test_the_tellers_of_one_home_share_the_places_of_one() -> None:
+    """One machine has as many peer ids as it likes: its places are no more than those of a teller elsewhere."""
+    table = Table(OWN.peer_id, TableLimits(members=64, strangers=8))
+    tellers, flood, few = crowd(20, first=1000), crowd(20), crowd(4, first=500)
+
+    def offer(who: Identity, sender: Identity, home: str) -> bool:
+        return table.update(said(who), sender=sender.peer_id, now=1.0, home=home) is not None
+
+    for teller, who in zip(tellers, flood, strict=True):
+        offer(who, teller, "one home")
+    assert len(table) == 8
+    assert all(offer(who, ALICE, "Alice's") for who in few)
+    assert len(table.take_evicted()) == 4
+    assert not any(offer(who, teller, "one home") for teller, who in zip(tellers, flood, strict=True))
+    turns = [table.next_stranger({}) for _ in range(4)]
+    assert sum(peer in {who.peer_id for who in few} for peer in turns) == 2
+
+
+def test_who_speaks_for_itself_on_a_link_needs_no_strangers_place() -> None:
+    for members in (64, 8):  # there is room, or strangers fill the table
+        table = Table(OWN.peer_id, TableLimits(members=members, strangers=8))
+        for number, who in enumerate(crowd(8)):
+            table.update(said(who), sender=MALLORY.peer_id, now=1.0, home=f"Mallory's {number}")
+        assert table.update(said(BOB), sender=BOB.peer_id, now=1.0) is None
+        assert table.update(said(BOB), sender=BOB.peer_id, now=1.0, home="Bob's") is not None
+        assert table.seen(BOB.peer_id, 1.0, home="Bob's") is not None
+        assert table.present() == (BOB.peer_id,)
+        assert len(table) == min(members, 9)
+
+
+def test_members_count_by_home_unless_all_are_of_one() -> None:
+    table = Table(OWN.peer_id)
+    for who, home in ((ALICE, "one"), (BOB, "one")):
+        table.update(said(who), sender=who.peer_id, now=1.0, home=home)
+        table.seen(who.peer_id, 1.0, home=home)
+    assert table.homes() == {}
+    table.update(said(MALLORY), sender=MALLORY.peer_id, now=1.0, home="another")
+    assert table.homes() == {}, "a stranger's home does not count"
+    table.seen(MALLORY.peer_id, 1.0, home="another")
+    assert table.homes() == {ALICE.peer_id: "one", BOB.peer_id: "one", MALLORY.peer_id: "another"}
+
+
 def test_a_full_table_gives_up_the_gone_but_no_member_that_was_met() -> None:
     book = Book(TableLimits(members=4, strangers=4))
     alive = crowd(4)

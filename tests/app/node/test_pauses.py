@@ -190,11 +190,11 @@ async def test_a_changed_memory_limit_holds_at_once_and_zero_is_no_dead_end(tmp_
         assert a.snapshot().state == "serving"
 
 
-def _member(blocks: int, growing: Span | None = None, *, peer: str = "friend", source: str = "") -> Member:
+def _member(blocks: int, growing: Span | None = None, *, peer: str = "friend", home: str = "") -> Member:
     """A member that serves its first blocks."""
     span = Span(0, blocks) if blocks else None
     said = Announcement(peer, blocks, 2**50, "swarm", "serving", span, growing=growing)
-    return Member(peer, said, "alive", 0.0, None, source)
+    return Member(peer, said, "alive", 0.0, None, home)
 
 
 async def test_blocks_that_load_one_by_one_are_one_event(tmp_path: Path, cache: Path) -> None:
@@ -226,9 +226,9 @@ async def test_members_at_one_address_do_not_fill_the_event_log(tmp_path: Path, 
         swarm = a._network_owner.active_swarm
         assert swarm is not None
         for number in range(2 * KEPT_NOTES):
-            liar = _member(1 + number % 7, peer=f"liar {number % 20}", source="203.0.113.7")
+            liar = _member(1 + number % 7, peer=f"liar {number % 20}", home="203.0.113.7")
             swarm._on_change(Change("moved", liar, liar))
-        friend = _member(3, source="198.51.100.4")
+        friend = _member(3, home="198.51.100.4")
         swarm._on_change(Change("moved", friend, friend))
         told = [note.text for note in a.event_log.notes_after(0)]
         assert len([text for text in told if text.startswith("liar")]) <= PEER_EVENTS_AT_ONCE + 2

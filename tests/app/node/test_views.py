@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,8 @@ from app.asker.stats import AskedSession, AskerStats, HopStats
 from app.cli.bench import explained_share, node_facts, node_lines, unexplained_s
 from app.core.reasons import because
 from app.core.span import Span
-from app.node.peer_views import by_clocks, fetched_share
+from app.membership import Member
+from app.node.peer_views import by_clocks, fetched_share, peer_views
 from app.node.rates import WINDOW_S, Counters, RateMeter, RateReading
 from app.node.views import NodeViews, reading_of, route_view
 from app.serving.stats import ServerStats, SessionStats
@@ -36,6 +39,16 @@ def test_rates_are_of_the_last_seconds_and_survive_counters_that_start_anew() ->
     assert (view.steps_per_s, view.batch_rows) == (1.0, 3.0)
     assert flow.session_rate("s") == pytest.approx(10)
     assert flow.session_rate("another") == 0
+
+
+def test_members_that_this_node_has_not_met_are_not_shown() -> None:
+    """Anybody can make up a thousand of them, and say something new of each all the time."""
+    met, told_of = (
+        Member(name, Announcement(name, 1, 2, "", "serving"), "alive", seen_at, None)
+        for name, seen_at in (("met", 1.0), ("told of", None))
+    )
+    trust: Any = SimpleNamespace(standing=lambda peer: SimpleNamespace(score=0.0, why=None))
+    assert [view.peer for view in peer_views([met, told_of], (), trust, {})] == ["met"]
 
 
 def test_nothing_that_happens_is_no_rate() -> None:

@@ -19,47 +19,54 @@ speeds = st.sampled_from([0.0, 0.25, 1.0, 7.3, 10.0, 1e3, 1e9])
 states = st.sampled_from(["serving", "loading", "joining", "draining", "client"])
 members = st.lists(
     st.builds(
-        lambda span, growing, speed, state: Announcement("p", 1, 0, "", state, span, speed, growing=growing),
+        lambda peer, span, growing, speed, state: Announcement(peer, 1, 0, "", state, span, speed, growing=growing),
+        st.sampled_from("abcde"),
         st.none() | spans,
         st.none() | spans,
         speeds,
         states,
     )
 )
+HOMES = {"a": "first", "b": "first", "c": "second"}  # "d" and "e" are homes of their own
 
 
 @given(members, speeds)
-def test_each_block_has_the_speed_of_its_holders_and_no_claim_counts_beyond_the_cap(
+def test_each_block_has_the_speed_of_its_homes_and_no_claim_counts_beyond_the_cap(
     swarm: list[Announcement], own: float
 ) -> None:
-    found = coverage_of(swarm, BLOCKS, own)
-    spans = {number: m.growing or m.span for number, m in enumerate(swarm) if m.state in COMING}
-    held = {n: [b for b in span.blocks() if b < BLOCKS] for n, span in spans.items() if span is not None}
-    held = {number: blocks for number, blocks in held.items() if blocks}
-    claimed = {number: swarm[number].decode_tokens_per_s for number in held}
-    measured = sorted(speed for speed in (*claimed.values(), own) if speed)
+    found = coverage_of(swarm, BLOCKS, own, HOMES)
+    holders = [(HOMES.get(m.peer, m.peer), m, m.growing or m.span) for m in swarm if m.state in COMING]
+    held = {
+        (home, block): [m for its_home, m, span in holders if its_home == home and span is not None and block in span]
+        for home, _, _ in holders
+        for block in range(BLOCKS)
+    }
+    held = {place: found_there for place, found_there in held.items() if found_there}
+    fastest = {
+        home: max(m.decode_tokens_per_s for at, b in held for m in held[at, b] if at == home) for home, _ in held
+    }
+    measured = sorted(speed for speed in (*fastest.values(), own) if speed)
     usual = measured[len(measured) // 2] if measured else UNMEASURED_TOKENS_PER_S
-    counted = {number: min(speed or usual, MEDIANS * usual) for number, speed in claimed.items()}
-    work = sum(speed * len(held[number]) for number, speed in counted.items())
+    claimed = {place: sum(m.decode_tokens_per_s for m in there) or usual for place, there in held.items()}
+    work = sum(min(speed, MEDIANS * usual) for speed in claimed.values())
     cap = max(MEDIANS * usual, LEVEL_SHARE * work / BLOCKS)
     assert found.usual == usual
     assert found.cap == pytest.approx(cap)
     for block in range(BLOCKS):
-        holders = [number for number, blocks in held.items() if block in blocks]
-        assert found.holders[block] == len(holders)
-        served = [n for n in holders if swarm[n].state == "serving" and swarm[n].growing is None]
-        assert found.serving[block] == len(served)
-        total = sum(min(claimed[number] or usual, cap) for number in holders)
-        assert found.speeds[block] == pytest.approx(total, abs=1e-4)
+        places = [(home, at) for home, at in held if at == block]
+        assert found.holders[block] == len(places)
+        serving = [any(m.state == "serving" and m.growing is None for m in held[place]) for place in places]
+        assert found.serving[block] == sum(serving)
+        assert found.speeds[block] == pytest.approx(sum(min(claimed[place], cap) for place in places), abs=1e-4)
 
 
 @given(members, members, speeds, st.randoms(use_true_random=False))
 def test_a_tally_kept_up_to_date_gives_exactly_the_coverage_of_those_who_are_left(
     stay: list[Announcement], go: list[Announcement], own: float, rng: random.Random
 ) -> None:
-    tally = CoverageTally(BLOCKS, go)
+    tally = CoverageTally(BLOCKS, go, HOMES)
     steps = [(tally.add, m) for m in stay] + [(tally.remove, m) for m in go]
     rng.shuffle(steps)
     for step, member in steps:
         step(member)
-    assert tally.coverage(own) == coverage_of(stay, BLOCKS, own)
+    assert tally.coverage(own) == coverage_of(stay, BLOCKS, own, HOMES)

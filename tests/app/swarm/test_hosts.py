@@ -7,8 +7,9 @@ from collections.abc import Iterable
 import pytest
 
 from app.swarm import records
-from app.swarm.records import Announcement
+from app.swarm.records import Announcement, read_announcement, sign_announcement
 from p2p.addresses import Address, parse_known
+from tests.app.swarms import identity
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,13 @@ def test_the_addresses_of_a_member_are_read_once(monkeypatch: pytest.MonkeyPatch
     announced = Announcement("peer", 0, 0, "", "serving", addresses=("/ip4/10.0.0.2/tcp/1",))
     assert [announced.host for _ in range(3)] == ["10.0.0.2"] * 3
     assert len(read) == 1
+
+
+def test_the_machines_of_members_are_known_once_their_statements_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statements are read a few at a time, the snapshot has all members at once: they may be new each time."""
+    who = identity(1)
+    addresses = ("/ip4/10.0.0.3/tcp/1",)
+    said = Announcement(who.peer_id, 1000, 2000, "ab" * 16, "serving", addresses=addresses)
+    announced = read_announcement(sign_announcement(who, said), now_ms=1500)
+    monkeypatch.setattr(records, "parse_known", lambda texts: pytest.fail("they are read again"))
+    assert announced.host == "10.0.0.3"

@@ -131,12 +131,12 @@ def test_a_slow_peer_is_asked_for_the_first_chunks_of_a_run() -> None:
 def test_what_did_not_come_is_asked_for_again() -> None:
     queue = ChunkQueue(random.Random(1), 4)
     queue.add("block.0", range(4))
-    assert queue.waiting == 4
+    assert queue.waiting(["block.0"]) == 4
     piece = queue.take("a", {"block.0"}, at_most=4, late_before=0.0, now=1.0)
     assert piece == ChunkRun("block.0", 0, 4)
     assert [queue.is_coming("block.0", index) for index in (0, 3, 4)] == [True, True, False]
     assert queue.complete(piece, 1)
-    assert (queue.waiting, queue.is_over("block.0")) == (3, False)
+    assert (queue.waiting(["block.0"]), queue.is_over("block.0")) == (3, False)
     rest = queue.take("b", {"block.0"}, at_most=4, late_before=0.0, now=1.0)
     assert rest == ChunkRun("block.0", 1, 3)
     queue.failed(rest, "b")
@@ -158,7 +158,7 @@ def test_a_run_that_was_redirected_is_repeated_by_the_holder_that_named_another_
     assert queue.take("seed", {"block.0"}, at_most=4, late_before=1.5, now=2.0) == piece
     assert not queue.redirect(piece, "seed", "named")  # it is asked already
     queue.failed(piece, "named")
-    assert queue.waiting == 0
+    assert queue.waiting(["block.0"]) == 0
     assert queue.complete(piece, 4)
     assert not queue.redirect(piece, "seed", "other")
 

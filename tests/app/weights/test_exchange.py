@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import AsyncIterator, Callable
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from app.weights.extents import WeightsError
 from app.weights.library import ENDS, Library, span_parts
 from app.weights.part_set import PartSet
 from app.weights.part_store import NewPart
+from engine.sources.base import Extent
 from p2p.errors import P2PError, Refused, RemoteError
 from p2p.memory.fabric import MemoryFabric, MemoryNode, open_fabric
 from p2p.platform import replace_file
@@ -60,7 +62,7 @@ class World:
         network = self.fabric.node(name)
         if library is None:
             library = empty_library(self.folder / name, self.studied)
-        return make_peer(network, library, self.holders)
+        return make_peer(network, library, self.holders, self.fabric.machine_of)
 
     def liar(self, name: str, answer: Answer) -> MemoryNode:
         """A node that says it has everything, and answers requests for chunks in its own way."""
@@ -80,14 +82,14 @@ class World:
         return network
 
 
-def make_peer(network: MemoryNode, library: Library, holders: dict[str, set[str]]) -> Peer:
+def make_peer(network: MemoryNode, library: Library, holders: dict[str, set[str]], homes: Mapping[str, str]) -> Peer:
     giving = ChunkServer(library, lambda peer: True)
     giving.serve(network)
 
     def who_has(part: str) -> list[str]:
         return [peer for peer, parts in holders.items() if part in parts and peer != network.peer_id]
 
-    return Peer(network, library, giving, Download(network, library, giving, who_has))
+    return Peer(network, library, giving, Download(network, library, giving, who_has, homes=lambda: homes))
 
 
 @asynccontextmanager
@@ -95,7 +97,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     studied = import_model(tmp_path / "model", tmp_path / "seed")
     async with open_fabric() as fabric:
         holders = {"seed": set(ALL)}
-        seed = make_peer(fabric.node("seed"), Library(tmp_path / "seed", studied.manifest), holders)
+        seed = make_peer(fabric.node("seed"), Library(tmp_path / "seed", studied.manifest), holders, {})
         yield World(fabric, tmp_path, studied, seed, holders)
 
 
@@ -237,6 +239,55 @@ async def test_a_bad_peer_is_found_out_at_the_chunk_and_the_rest_comes_from_othe
         assert peer.library.check(ALL, again=True) == []
         if answer is not refuses:
             assert len(asked) <= 2 * WINDOW
+
+
+async def test_a_holder_of_one_wrong_chunk_gives_all_other_parts(tmp_path: Path, patient_clock: MockClock) -> None:
+    """It may be the only one, and a bit has flipped on its disk; it does not check what it gives."""
+    async with world(tmp_path) as here:
+        damaged = here.studied.manifest.by_name["block.0"].root
+
+        def gives(peer: str, body: bytes) -> Payload:
+            request = wire.ChunkRequest.decode(body)
+            if request.root == damaged:
+                return wire.chunk_answer(bytes(CHUNK_BYTES))
+            part = here.seed.library.part(request.root)
+            assert part is not None
+            chunks = (here.seed.library.chunk(part, request.index + number) for number in range(request.count))
+            return wire.chunk_answer(*(chunk for chunk in chunks if chunk))
+
+        here.holders.clear()
+        here.liar("giver", gives)
+        peer = here.peer("newcomer")
+        with trio.move_on_after(60):
+            await peer.fetching.fetch(ALL)
+        assert peer.library.held() == set(ALL) - {"block.0"}
+        assert peer.fetching.progress.wanted == ("block.0",)
+
+
+def flip_bit(extent: Extent) -> None:
+    before = extent.file.stat()
+    data = bytearray(extent.file.read_bytes())
+    data[extent.offset] ^= 1
+    extent.file.write_bytes(data)
+    os.utime(extent.file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+async def test_a_chunk_whose_bit_has_flipped_on_the_disk_is_not_given(tmp_path: Path, is_cached: bool) -> None:
+    """The file looks as before. Others would exclude this node for wrong bytes, and it would never hear of them."""
+    async with world(tmp_path) as here:
+        library, asker = here.seed.library, here.fabric.node("asker")
+        part = library.by_name["block.0"]
+        if is_cached:
+            library = here.peer("cached").library
+            library.files.keep(part, here.studied.leaves["block.0"], here.seed.library.whole(part))
+        flip_bit(library._extents(part)[0])
+        assert "block.0" in library.held()
+        request = wire.ChunkRequest(part.root, 0, 4, tried=True).encode()
+        for _ in range(2):
+            with pytest.raises(RemoteError, match="is not here"):
+                await asker.call("cached" if is_cached else "seed", wire.CHUNK, request, timeout_s=5)
+        assert "block.0" not in library.held()
 
 
 async def test_the_wrong_part_is_the_wrong_bytes(tmp_path: Path) -> None:

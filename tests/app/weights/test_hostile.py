@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from app.core.network import Payload
 from app.manifest.merkle import CHUNK_BYTES
@@ -63,6 +64,26 @@ async def test_many_silent_holders_do_not_hold_up_the_hashes(tmp_path: Path, mon
         peer = here.peer("newcomer")
         with trio.fail_after(20):
             await peer.fetching.fetch(["block.0", "block.1"])
+        assert set(peer.fetching.progress.from_peers) == {"seed"}
+
+
+@pytest.mark.parametrize("gives_lists", [False, True])
+async def test_silent_holders_of_one_machine_do_not_hold_up_those_of_others(
+    tmp_path: Path, patient_clock: MockClock, gives_lists: bool
+) -> None:
+    """Also if they give the lists of chunks, which are public, and no chunk."""
+    async with world(tmp_path) as here:
+        lists = here.seed.sharing._on_leaves
+        for number in range(100):
+            name = f"silent-{number}"
+            here.fabric.machine_of[name] = "one machine"
+            silent(here, name)
+            if gives_lists:
+                here.fabric.nodes[name].serve(wire.LEAVES, lists)
+        peer = here.peer("newcomer")
+        begun = trio.current_time()
+        await peer.fetching.fetch(["block.0", "block.1"])
+        assert trio.current_time() - begun < asking.CHUNK_S
         assert set(peer.fetching.progress.from_peers) == {"seed"}
 
 
