@@ -125,6 +125,11 @@ class RoundModel(ABC):
         """Most bytes of a leaf in any round."""
         return encoded_bytes(LEAF, "f32")
 
+    @property
+    def traced_leaf_bytes(self) -> int:
+        """Most bytes of a leaf of a trace."""
+        return TRACED_WEIGHT_BYTES * LEAF
+
     # Rounds
 
     def begin_round(self, number: int, codec: Codec, steps: range, last_steps: range) -> None:

@@ -71,6 +71,8 @@ class MergingModel(Protocol):
     def leaf_bytes(self) -> int: ...
     @property
     def most_leaf_bytes(self) -> int: ...
+    @property
+    def traced_leaf_bytes(self) -> int: ...
     def check(self, leaves: Sequence[bytes], first: int) -> None: ...
     def check_merged(self, leaves: Sequence[bytes], first: int, times: float) -> None: ...
     def merge(self, rows: Sequence[Sequence[bytes]], first: int, weights: Sequence[float]) -> Any: ...
@@ -203,8 +205,8 @@ class Exchange:
 
         That they are numbers is not checked.
         """
-        leaves = range(self._model.leaves)
-        found = await self._leaves_of(peer, wire.TRACE, leaves, deadline, ExchangeAttempt(members))
+        leaves, size = range(self._model.leaves), self._model.traced_leaf_bytes
+        found = await self._leaves_of(peer, wire.TRACE, leaves, deadline, ExchangeAttempt(members), size)
         if (await self._in_thread(hashes_of, found))[1] != root:
             raise RecordError("the weights of its step are not those that it committed to")
         return found
@@ -404,11 +406,20 @@ class Exchange:
         return found
 
     async def _leaves_of(
-        self, peer: str, method: str, leaves: range, deadline: float, attempt: ExchangeAttempt
+        self,
+        peer: str,
+        method: str,
+        leaves: range,
+        deadline: float,
+        attempt: ExchangeAttempt,
+        leaf_bytes: int | None = None,
     ) -> list[bytes]:
-        """Ask for leaves, as many at a time as the link carries in a moment; raises `RecordError` for others."""
+        """Ask for leaves, as many at a time as the link carries in a moment; raises `RecordError` for others.
+
+        They are of a change if it is not said how large they are.
+        """
         found: list[bytes] = []
-        at, size = leaves.start, self._model.leaf_bytes
+        at, size = leaves.start, leaf_bytes or self._model.leaf_bytes
         while at < leaves.stop:
             count = min(request_leaves(size, self.speed_of(peer), wire.RUN_LEAVES), leaves.stop - at)
             where = {"list": attempt.members.hash.hex(), "first": at, "count": count}

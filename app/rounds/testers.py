@@ -155,7 +155,7 @@ def miscomputed(tests: Sequence[DrawnTest], told: Mapping[str, Sequence[int]]) -
     for at, test in enumerate(tests):
         error = _agreed(test, [told[peer][at] for peer in test.testers if len(told.get(peer, ())) == len(tests)])
         if error is not None and error > WRONG_STEP:
-            share = f"off by {error / RATIO_UNITS:.2f} of its length" if error < MOST_RATIO else "not shown, or made up"
+            share = f"off by {error / RATIO_UNITS:.2f} of its length" if error < MOST_RATIO else "made up"
             why[test.peer] = f"a step of its last round was computed again: its gradient is {share}"
     return why
 

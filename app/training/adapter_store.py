@@ -99,10 +99,14 @@ class AdapterStore:
         return read_peft(self.require(name), config, model)
 
     def save(self, name: str, files: Mapping[str, bytes]) -> Path:
-        """Write a new adapter's files; nothing is left behind if the disk refuses."""
-        self.require_free(name)
+        """Write a new adapter's files; nothing is left behind if the disk refuses.
+
+        One that is the same was written already: by this job, whose process ended before it could note that.
+        """
         folder = self.folder(name)
-        _write(folder, files)
+        if not _is_same(folder, files):
+            self.require_free(name)
+            _write(folder, files)
         return folder
 
     def export(self, name: str, target: Path) -> None:
@@ -115,6 +119,14 @@ class AdapterStore:
     def remove(self, name: str) -> None:
         """Remove an adapter."""
         shutil.rmtree(self.require(name))
+
+
+def _is_same(folder: Path, files: Mapping[str, bytes]) -> bool:
+    """True if a folder has these files."""
+    try:
+        return all((folder / name).read_bytes() == data for name, data in files.items())
+    except OSError:
+        return False
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> None:

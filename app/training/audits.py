@@ -10,9 +10,10 @@ not decide who is asked, and the holders of one home (`app.serving.homes`) count
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,42 +38,54 @@ class Suspect(NamedTuple):
     peer: str
     span: Span
 
+    def places(self) -> list[tuple[str, int]]:
+        """The holder with each of these blocks."""
+        return [(self.peer, block) for block in self.span.blocks()]
+
 
 class AuditLots:
-    """Remembers how well each holder agreed with the others, and chooses whom to audit."""
+    """Remembers how well each holder agreed with the others, block by block, and chooses whom to audit for which.
+
+    By block, since the runs of blocks change whenever a holder comes or goes. A holder that is right in some blocks may
+    lie in others.
+    """
 
     def __init__(self, caution: Caution, rng: random.Random | None = None) -> None:
         self._caution, self._rng = caution, rng or random.SystemRandom()
-        self._agreement: dict[str, Ewma] = {}
-        self._cleared_at: dict[str, int] = {}
-        self._waited = 0  # steps since the last audit
+        self._agreement: dict[tuple[str, int], Ewma] = {}  # by peer and block
+        self._cleared_at: dict[tuple[str, int], int] = {}
+        self._waited = 0  # steps since the last audit that nothing else prompted
 
     def choose(self, runs: Mapping[Span, Sequence[HolderSums]], version: int) -> list[Suspect]:
-        """Take a step's sums, by run of blocks, and return whom to audit now, at most once each."""
+        """Take a step's sums, by run of blocks, and return whom to audit now.
+
+        They are those that stand apart, each for one run, and at most one besides.
+        """
         every = self._caution.audit_every
         if every is None:
             return []
-        apart: dict[str, Span] = {}
-        seen: dict[str, Span] = {}
+        apart: dict[str, list[Suspect]] = {}
+        seen: list[Suspect] = []
         for span, shares in runs.items():
-            seen.update({share.peer: span for share in shares})
+            seen += [Suspect(share.peer, span) for share in shares]
             if len(shares) > 1:
                 for peer, cosine in agreement(shares).items():
-                    self._agreement.setdefault(peer, Ewma(0.2)).add(cosine)
-            for peer in standing_apart(shares):
-                if not self._rests(peer, version) or self._rng.random() < 1 / self._caution.rest:
-                    apart.setdefault(peer, span)
+                    for place in Suspect(peer, span).places():
+                        self._agreement.setdefault(place, Ewma(0.2)).add(cosine)
+            for suspect in (Suspect(peer, span) for peer in standing_apart(shares)):
+                if not self._rests(suspect, version) or self._rng.random() < 1 / self._caution.rest:
+                    apart.setdefault(suspect.peer, []).append(suspect)
+        chosen = [self._rng.choice(each) for each in apart.values()]
         self._waited += 1
-        drawn = [peer for peer in seen if self._waited >= every or peer not in self._cleared_at]
-        if drawn and not apart:
-            peer = min(drawn, key=lambda peer: (self._score(peer, version), peer))
-            apart[peer] = seen[peer]
-        elif seen and not apart and self._rng.random() < 1 / every:
-            peer = self._rng.choice(sorted(seen))
-            apart[peer] = seen[peer]
-        if apart:
+        due = seen if self._waited >= every else [one for one in seen if self._last_cleared(one) == -math.inf]
+        besides = []
+        if due:
+            besides = [min(due, key=lambda one: (self._score(one, version), self._rng.random()))]
+        elif seen and self._rng.random() < 1 / every:
+            besides = [self._rng.choice(seen)]
+        if besides:
             self._waited = 0
-        return [Suspect(peer, span) for peer, span in apart.items()]
+        return list(dict.fromkeys((*chosen, *besides)))
 
     def witnesses(
         self, suspect: str, others: Collection[str], homes: Mapping[str, str], not_accused: Collection[str]
@@ -84,24 +97,32 @@ class AuditLots:
         drawn = self._rng.sample(sorted(others), len(others))
         return sorted(drawn, key=lambda peer: (peer not in not_accused, homes[peer] == homes[suspect]))
 
-    def cleared(self, peer: str, version: int) -> None:
-        """An audit found a holder's sums to be right."""
-        self._cleared_at[peer] = version
+    def order(self, ways: int) -> list[int]:
+        """Return in which order so many ways come into question for a witness: by a lot too."""
+        return self._rng.sample(range(ways), ways)
 
-    def contradicted(self, peer: str) -> None:
+    def cleared(self, suspect: Suspect, version: int) -> None:
+        """An audit found a holder's sums of some blocks to be right."""
+        self._cleared_at.update(dict.fromkeys(suspect.places(), version))
+
+    def contradicted(self, suspect: Suspect) -> None:
         """An audit found a holder's sums to be wrong: it is audited first of all if it takes part again."""
-        self._cleared_at.pop(peer, None)
+        for place in suspect.places():
+            self._cleared_at.pop(place, None)
 
-    def _rests(self, peer: str, version: int) -> bool:
+    def _last_cleared(self, suspect: Suspect) -> float:
+        """Return the version at which a holder was last cleared of all these blocks; -inf if it never was."""
+        return min(self._cleared_at.get(place, -math.inf) for place in suspect.places())
+
+    def _rests(self, suspect: Suspect, version: int) -> bool:
         """True if an audit has cleared a holder lately."""
-        return version - self._cleared_at.get(peer, -self._caution.rest) < self._caution.rest
+        return version - self._last_cleared(suspect) < self._caution.rest
 
-    def _score(self, peer: str, version: int) -> float:
+    def _score(self, suspect: Suspect, version: int) -> float:
         """Agreement of a holder with the others; the shorter ago it was cleared, the more is added."""
         every = self._caution.audit_every or 1
-        known = self._agreement.get(peer)
-        since = version - self._cleared_at.get(peer, -10 * every)
-        return (known.value if known is not None else 0.0) + max(0.0, 1 - since / (10 * every))
+        known = [self._agreement[place].value for place in suspect.places() if place in self._agreement]
+        return min(known, default=0.0) + max(0.0, 1 - (version - self._last_cleared(suspect)) / (10 * every))
 
 
 class Answer(NamedTuple):
@@ -112,10 +133,11 @@ class Answer(NamedTuple):
 
 
 class AuditVerdict(NamedTuple):
-    """Who lied; nobody, if all agree or if it cannot be told."""
+    """Who lied, and who says so; nobody, if all agree or if it cannot be told."""
 
     liar: str | None
     agree: bool
+    accusers: tuple[str, ...] = ()
 
 
 def judge(answers: Sequence[Answer], homes: Mapping[str, str], not_accused: Collection[str]) -> AuditVerdict:
@@ -142,4 +164,18 @@ def judge(answers: Sequence[Answer], homes: Mapping[str, str], not_accused: Coll
     right = trusted[0] if len(trusted) == 1 else max(range(len(groups)), key=voices.__getitem__)
     wrong = [answer.peer for at, group in enumerate(groups) if at != right for answer in group]
     is_known = (len(trusted) == 1 and len(wrong) == 1) or 2 * voices[right] > len({*homes.values()})
-    return AuditVerdict(wrong[0] if is_known else None, False)
+    if not is_known:
+        return AuditVerdict(None, False)
+    return AuditVerdict(wrong[0], False, tuple(answer.peer for answer in groups[right]))
+
+
+def other_causes(verdict: AuditVerdict, met: Mapping[str, Collection[str]], home: Callable[[str], str]) -> set[str]:
+    """Return who else may have caused what a holder is accused of, by numbers that it sent.
+
+    They are the hops that the accused `met` on its ways, and those of any home that all its accusers met: these agree
+    with each other, and not with the accused, if the same was done to all of them.
+    """
+    assert verdict.liar is not None, "nobody is accused"
+    homes = set.intersection(*({home(peer) for peer in met[accuser]} for accuser in verdict.accusers))
+    everywhere = {peer for accuser in verdict.accusers for peer in met[accuser] if home(peer) in homes}
+    return {*met[verdict.liar], *everywhere} - {verdict.liar}

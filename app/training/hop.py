@@ -39,6 +39,8 @@ from app.training.ledger import JobLedger, PassVerdict, UsualSize
 from app.training.states import StateStore
 from app.training.wire import (
     FORMATS,
+    FRAMES_AT_ONCE,
+    FRAMES_PER_S,
     PASSES,
     PROTOCOL,
     ROOM,
@@ -63,6 +65,7 @@ from app.training.wire import (
     most_state_bytes,
     pass_header,
     pass_of,
+    reading_cost,
     sequences_of,
     split_kept,
     sums_frames,
@@ -71,6 +74,7 @@ from app.training.wire import (
 from engine.budget import FULL_WEIGHT_BYTES
 from engine.errors import EngineError, NotFinite, TrainingError, TrainingFull
 from p2p.errors import P2PError
+from p2p.rate_limit import PeerRateLimit
 from p2p.shares import Holder
 
 if TYPE_CHECKING:
@@ -308,6 +312,7 @@ class TrainingServer:
         self._ended: dict[bytes, int] = {}  # run -> epoch: an old OPEN must not bring a job back
         self._nursery: trio.Nursery
         self._outboxes: PeerOutboxes[HopFrame]
+        self._frames = PeerRateLimit(FRAMES_AT_ONCE, FRAMES_PER_S)
         self._waiting = WaitingBytes()  # frames for owners and neighbours, and answers to strangers
         self._working = 0  # tasks of jobs
         self._to_release = False  # blocks are gone, and the allocator may still keep their memory
@@ -393,9 +398,11 @@ class TrainingServer:
         try:
             while True:
                 with trio.fail_after(2 * IDLE_S):
-                    message = await stream.receive()
+                    frame = decode(await stream.receive())
+                if delay_s := self._frames.delay_s(stream.peer, trio.current_time(), reading_cost(frame)):
+                    await trio.sleep(delay_s)
                 if self._is_open:  # else jobs are about to tell their owners on this stream that they end
-                    await self._on_frame(decode(message), stream.peer, answers)
+                    await self._on_frame(frame, stream.peer, answers)
         except RecordError as error:
             log.info("%s sent a frame that is not understood: %s", stream.peer, error)
             self.dropped += 1
@@ -441,7 +448,7 @@ class TrainingServer:
         return plain(Kind.STATE, job.run, job.ledger.epoch, job.ledger.version, rows=computing, width=sending)
 
     async def _on_open(self, frame: Frame, peer: str, answers: PeerOutbox) -> None:
-        order = decode_open(frame)
+        """Take an order; it is read only if its sender may give one: to read a long one takes a while."""
         if not belongs_to(frame.session, peer):
             raise RecordError("the job's id is not one that this peer may use")
         job = self._jobs.get(frame.session)
@@ -449,7 +456,10 @@ class TrainingServer:
         if frame.epoch <= known_epoch:
             self.dropped += 1
             return
-        refusal = self._refusal(order, peer, job)
+        refusal = self._refusal(peer, job)
+        if refusal is None:
+            order = decode_open(frame)
+            refusal = self._refusal_of(order, peer)
         if refusal is not None:
             await answers.push(_control(encode_trouble(frame.session, frame.epoch, frame.position, refusal)))
             return
@@ -464,18 +474,23 @@ class TrainingServer:
         job.fetching.cancel()
         job.put(peer, frame)
 
-    def _refusal(self, order: JobOrder, owner: str, job: HopJob | None) -> HopError | None:
+    def _refusal(self, owner: str, job: HopJob | None) -> HopError | None:
+        """Return why no order of this owner is taken now."""
         terms = self._terms()
         if why := terms.refuses(owner):
             return HopError("refused", why)
+        if self._is_full_up(job):
+            return HopError("busy", f"this node trains at most {terms.jobs} jobs at a time", "train_jobs")
+        return None
+
+    def _refusal_of(self, order: JobOrder, owner: str) -> HopError | None:
+        """Return why this order of an owner is not taken."""
         if order.is_full and self._full is None:
             return HopError("refused", "this node trains adapters only")
         if order.sends_changes and self._activations is None:
             return HopError("refused", "this node keeps no activations, which changes are made from")
         if not order.is_full and self._make is None:
             return HopError("busy", "this node hosts no blocks now")
-        if self._is_full_up(job):
-            return HopError("busy", f"this node trains at most {terms.jobs} jobs at a time", "train_jobs")
         if owner != self._network.peer_id and order.rows > MAX_ROWS:
             return HopError("refused", f"micro-batches have at most {MAX_ROWS} rows, not {order.rows}")
         return None

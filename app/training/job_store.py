@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -23,6 +24,8 @@ from app.core.canonical_json import Fields, decode_object
 from app.core.errors import AppError, RecordError
 from app.training.record import JobRecord, decode_record
 from p2p.platform import FileLock, is_locked, private_directory, write_private
+
+log = logging.getLogger("shoal.training")
 
 Status = Literal["running", "paused", "finished", "stopped", "failed"]
 STATUSES: tuple[Status, ...] = ("running", "paused", "finished", "stopped", "failed")
@@ -137,11 +140,18 @@ class JobStore:
         return self._read(self.folder(ids[0]))
 
     def hold(self, job_id: str) -> FileLock:
-        """Lock a job for this process; raises `AppError` if another one runs it."""
-        lock = FileLock.try_acquire(self.folder(job_id) / "lock")
+        """Lock a job for this process; raises `AppError` if another one runs it, or if its folder refuses."""
+        lock = None
+        try:
+            lock = FileLock.try_acquire(self.folder(job_id) / "lock")
+            if lock is not None:
+                (self.folder(job_id) / "wish").unlink(missing_ok=True)
+        except OSError as error:
+            if lock is not None:
+                lock.release()
+            raise AppError(f"job {job_id} cannot go on: {error.strerror or error}") from error
         if lock is None:
             raise AppError(f"job {job_id} is running in another process: `shoal jobs pause {job_id}` pauses it")
-        (self.folder(job_id) / "wish").unlink(missing_ok=True)
         return lock
 
     def is_running(self, job_id: str) -> bool:
@@ -218,8 +228,11 @@ class JobStore:
         return states
 
     def remove_state(self, job_id: str) -> None:
-        """Remove the state of a job that has ended."""
-        (self.folder(job_id) / "state").unlink(missing_ok=True)
+        """Remove the state of a job that has ended; it stays if Windows refuses, as while it is read."""
+        try:
+            (self.folder(job_id) / "state").unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("the state of job %s cannot be removed: %s", job_id, error)
 
     def _read(self, folder: Path) -> Job:
         try:

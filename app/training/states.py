@@ -181,8 +181,10 @@ class StateStore:
                 self._downloads.update(under_way)
                 try:
                     self._add(parts.values())  # another run may have named other sizes meanwhile
-                    ways = {"hangs_up": False, "waits": waits or not is_patient}
-                    download = Download(self._network, self._parts, self._server, others, arrived=arrived, **ways)
+                    download = Download(
+                        self._network, self._parts, self._server, others,
+                        arrived=arrived, hangs_up=False, waits=waits or not is_patient,
+                    )  # fmt: skip
                     if is_patient:
                         fetch = partial(download.fetch, names)
                         await while_it_comes(lambda: sum(download.progress.from_peers.values()), SILENT_S, fetch)

@@ -352,14 +352,13 @@ class SwarmJobs:
 
     async def _take_up(self, job_id: str) -> None:
         """Go on with a job that ran when the node ended."""
-        with suppress(AppError):  # a command has just taken it
-            lock = self._jobs.hold(job_id)
-            try:
+        try:
+            with self._jobs.hold(job_id) as lock:
                 job = self._jobs.find(job_id)
                 if job.progress.status == "running":
                     await self._run_job(_LockedJob(job), lock)
-            finally:
-                lock.release()
+        except AppError as error:  # such as that a command has just taken it
+            log.info("job %s is not taken up: %s", job_id, error)
 
     async def _run_job(
         self, one: _LockedJob, lock: FileLock, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED

@@ -4,9 +4,9 @@ A step, all of it in this file: micro-batches follow each other through the hops
 have counted, and what is missing runs again (`_tally`); where several hold a block, their sums are made one, and who
 lied about them is left out (`_reduce`); the gradient's norm over all hops decides how it is clipped, and every hop
 makes the next version (`step`); once all have, it is committed. After some steps the states of all blocks are kept here
-(`take_snapshot`) and at one more hop (`copy_snapshot`). If a hop fails whose blocks others hold too, they go on without
-it, and the step begins again (`go_on_without`). Otherwise the epoch ends: the next one begins with another route at the
-last snapshot, so that every later step is what it would have been.
+(`take_snapshot`) and at a trusted hop (`copy_snapshot`). If a hop fails whose blocks others hold too, they go on
+without it, and the step begins again (`go_on_without`). Otherwise the epoch ends: the next one begins with another
+route at the last snapshot, so that every later step is what it would have been.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from app.session.frame import (
 from app.session.loop_stream import loop_streams
 from app.session.outbound import FRAME_COST_BYTES, OutboundFrame, PeerOutbox
 from app.training.activations import ActivationDisk, Activations, Boundary, NoBase
-from app.training.audits import Answer, AuditLots, AuditVerdict, Caution, Suspect, judge
+from app.training.audits import Answer, AuditLots, AuditVerdict, Caution, Suspect, judge, other_causes
 from app.training.blame import Blame
 from app.training.ledger import UsualSize
 from app.training.progress import StepProgress
@@ -57,6 +57,8 @@ from app.training.ways import Drawn, VirtualTimes, WayPlan, assigned, parts_of, 
 from app.training.wire import (
     FORMAT_NAMES,
     FORMATS,
+    FRAMES_AT_ONCE,
+    FRAMES_PER_S,
     MAX_MICRO_BATCHES,
     PROTOCOL,
     JobOrder,
@@ -80,6 +82,7 @@ from app.training.wire import (
     most_state_bytes,
     pass_header,
     pass_of,
+    reading_cost,
     sequences_of,
     split_kept,
     sums_frames,
@@ -88,6 +91,7 @@ from app.training.wire import (
 from app.weights.extents import WeightsError
 from engine.errors import EngineError, NotFinite
 from p2p.errors import P2PError
+from p2p.rate_limit import PeerRateLimit
 
 log = logging.getLogger("shoal.training")
 T = TypeVar("T")
@@ -157,7 +161,7 @@ class JobTerms:
     version_of: Callable[[bytes], int] | None = None  # of a block's state; raises `EngineError` for what is none
     sample_of: Callable[[int, bytes | None], StateSample] | None = None  # (block, its state; None: as drawn)
     replicas: int = 4  # most holders of a block that train at the same time
-    copies: bool = True  # snapshots are kept by one more hop, besides the owner
+    copies: bool = True  # snapshots are kept by a trusted hop, besides the owner
     caution: Caution = field(default_factory=Caution)
 
 
@@ -236,13 +240,18 @@ class HopsAway(TrainingStopped):
 
 
 class HopLost(Exception):
-    """A hop failed; `refused` if it should not be asked again, `welcome` if soon, `away` if it is just not there."""
+    """A hop failed, and some `beside` it in the same way.
+
+    `refused` if it should not be asked again, `welcome` if soon, `away` if it is just not there.
+    """
 
     def __init__(
-        self, peer: str, why: str, *, refused: bool = False, welcome: bool = False, away: bool = False
-    ) -> None:
-        super().__init__(f"{peer}: {why}")
-        self.peer, self.refused, self.welcome, self.away = peer, refused, welcome, away
+        self, peer: str, why: str, *, beside: Sequence[str] = (),
+        refused: bool = False, welcome: bool = False, away: bool = False,
+    ) -> None:  # fmt: skip
+        self.peer, self.peers = peer, (peer, *beside)
+        super().__init__(f"{', '.join(self.peers)}: {why}")
+        self.refused, self.welcome, self.away = refused, welcome, away
 
 
 class HopBusy(HopLost):
@@ -250,6 +259,13 @@ class HopBusy(HopLost):
 
     def __init__(self, peer: str, why: str) -> None:
         super().__init__(peer, why, away=True)
+
+
+class HopFull(HopLost):
+    """A hop will never have memory for as many micro-batches under way as it was told."""
+
+    def __init__(self, peer: str, why: str) -> None:
+        super().__init__(peer, why, refused=True)
 
 
 @dataclass
@@ -338,10 +354,12 @@ class SwarmTrainer:
         self.route: Route = ()
         self._refused: set[str] = set()
         self._refusals: dict[str, str] = {}  # why
+        self._rooms: dict[str, int] = {}  # hop with less memory than others -> micro-batches under way at it, at most
         self._blame = Blame(self._patience.probe_s * 10)
+        self._frames = PeerRateLimit(FRAMES_AT_ONCE, FRAMES_PER_S)
         self._hooks = JobHooks()
         self._failures = _Failures()
-        self._snapshot_every = terms.snapshot_every  # steps; fewer after an epoch was lost
+        self._most_unkept = math.inf  # steps after which a snapshot is due whatever it costs, once steps were lost
         self._makes_copies = terms.copies
         self._snapshot_at = 0.0
         self._snapshot_s = 0.0  # that the last one took
@@ -369,7 +387,7 @@ class SwarmTrainer:
             except HopLost as lost:
                 if steps_lost := self.version - self.snapshot.version:
                     # If hops stop the job again and again after some steps, it must come to a snapshot before.
-                    self._snapshot_every = max(1, min(self._snapshot_every, steps_lost // 2))
+                    self._most_unkept = max(1, min(self._most_unkept, steps_lost // 2))
                 await self._note_lost_hop(lost, made_step=self.version > begun)
 
     async def resume(self, version: int, states: Sequence[bytes]) -> None:
@@ -423,11 +441,12 @@ class SwarmTrainer:
 
     def _remember(self, lost: HopLost) -> None:
         self.figures.lost.append(str(lost))
-        if lost.refused:
-            self._refused.add(lost.peer)
-            self._refusals[lost.peer] = str(lost)
-        elif not lost.welcome:
-            self._blame.rest(lost.peer, trio.current_time())
+        for peer in lost.peers:
+            if lost.refused:
+                self._refused.add(peer)
+                self._refusals[peer] = str(lost)
+            elif not lost.welcome:
+                self._blame.rest(peer, trio.current_time())
 
     async def _run_epoch(
         self, steps: int, batches: Callable[[int], Sequence[Any]], on_step: Callable[[StepDone], None]
@@ -495,11 +514,10 @@ class SwarmTrainer:
 
     @property
     def _snapshot_is_due(self) -> bool:
-        terms, since_s = self._terms, trio.current_time() - self._snapshot_at
-        has_steps = self.version - self.snapshot.version >= self._snapshot_every
-        if has_steps and self._snapshot_every < terms.snapshot_every:
-            return True  # an epoch was lost
-        return (has_steps or since_s >= terms.snapshot_after_s) and self._snapshot_s <= terms.snapshot_share * since_s
+        terms, steps = self._terms, self.version - self.snapshot.version
+        since_s = trio.current_time() - self._snapshot_at
+        is_time = steps >= terms.snapshot_every or since_s >= terms.snapshot_after_s
+        return steps >= self._most_unkept or (is_time and self._snapshot_s <= terms.snapshot_share * since_s)
 
     async def _take_snapshot(self, epoch: _HopGroup) -> None:
         begun = trio.current_time()
@@ -508,7 +526,7 @@ class SwarmTrainer:
             await self._device.run_later(self._trained.keep)
         await self._hooks.on_snapshot(self.snapshot)
         await self._survived(epoch, epoch.copy_snapshot)
-        self._snapshot_every = min(2 * self._snapshot_every, self._terms.snapshot_every)
+        self._most_unkept *= 2
         self._snapshot_at = trio.current_time()
         self._snapshot_s = self._snapshot_at - begun
         self.figures.snapshots_s += self._snapshot_s
@@ -548,7 +566,7 @@ class _HopGroup:
         self._trained, self._device = owner._trained, owner._device
         self._links: dict[int, _Link] = {}  # by a number that stays
         self._plan: WayPlan
-        self._under_way = 1  # most micro-batches at a hop; it has memory for as many, whatever the later plans
+        self._under_way = 1  # most micro-batches at any hop, whatever the later plans
         self._round = 0  # of sums in this version
         self._agreed: Mapping[Span, Numbers] = {}  # sums of all holders in this step, by run of blocks
         self._followed: dict[int, StateSample] = {}  # block that several hold -> some numbers of its state
@@ -591,17 +609,17 @@ class _HopGroup:
         """Begin the epoch at every hop; those that fail are left if others hold all their blocks. Raises `HopLost`."""
         self._plan = plan_ways(route)
         self._under_way = self._plan.depth + 1
-        for index, hop in enumerate(self.hops):
-            try:
-                stream = await self._open_stream(hop.peer)
-            except P2PError as error:
-                lost = HopLost(hop.peer, f"it cannot be reached: {error}", away=True)
-                if not self.can_lose(hop.peer):
-                    raise lost from error
-                self._drop(lost)
-            else:
-                self._links[index] = _Link(hop, PeerOutbox(stream, self._nursery))
-                self._nursery.start_soon(self._read, index, stream)
+        unreachable: dict[str, P2PError] = {}
+        async with trio.open_nursery() as nursery:  # at once: each that cannot be reached takes its time
+            for index, hop in enumerate(self.hops):
+                nursery.start_soon(self._link_to, index, hop, unreachable)
+        self._links = dict(sorted(self._links.items()))
+        if unreachable:
+            first, *others = unreachable
+            lost = HopLost(first, f"it cannot be reached: {unreachable[first]}", beside=others, away=True)
+            if not self.can_lose(*lost.peers):
+                raise lost
+            self._drop(lost)
         self._nursery.start_soon(self._stay_known)
         await self._close_unused()
         try:
@@ -634,7 +652,7 @@ class _HopGroup:
             "span": span,
             "predecessor": alone.predecessor if alone else "",
             "successor": alone.successor if alone else "",
-            "under_way": self._under_way,
+            "under_way": self._room(hop.peer),
             "states": snapshot.states[span.start : span.stop] if with_states else (),
             "holders": tuple(dict.fromkeys(holders))[:8] if with_states else (),
             "ways": () if alone else parts,
@@ -648,25 +666,33 @@ class _HopGroup:
         """Who takes part, with which blocks."""
         return self._plan.hops
 
-    def can_lose(self, peer: str) -> bool:
-        """True if others hold all blocks of a peer that takes part."""
-        return any(hop.peer == peer for hop in self.hops) and self._plan.can_lose(peer)
+    def can_lose(self, *peers: str) -> bool:
+        """True if others hold all blocks of peers that take part."""
+        return {hop.peer for hop in self.hops}.issuperset(peers) and self._plan.can_lose(*peers)
 
     async def go_on_without(self, lost: HopLost, *, keeps: bool = True) -> None:
         """Begin another epoch with the others, who keep the version that they have unless they just begin.
 
-        Raises `HopLost` if they do not hold all blocks.
+        One that has too little memory stays, with fewer micro-batches under way: how many others have goes by the
+        longest way, and so by who else takes part. Raises `HopLost` if the others do not hold all blocks.
         """
         while True:
-            if not self.can_lose(lost.peer):
+            if isinstance(lost, HopFull) and self._room(lost.peer) > 1:
+                self._owner._rooms[lost.peer] = self._room(lost.peer) // 2
+            elif not self.can_lose(*lost.peers):
                 raise lost
-            self._drop(lost)
+            else:
+                self._drop(lost)
             await self._close_unused()
             try:
                 await self._begin_anew(keeps=keeps)
                 return
             except HopLost as another:
                 lost = another
+
+    def _room(self, peer: str) -> int:
+        """Return how many micro-batches may be under way at a hop."""
+        return min(self._under_way, self._owner._rooms.get(peer, self._under_way))
 
     async def _begin_anew(self, *, keeps: bool) -> None:
         """Begin another epoch with the hops of the plan; raises `HopLost`."""
@@ -687,11 +713,21 @@ class _HopGroup:
                     await link.outbox.stream.aclose()
 
     def _drop(self, lost: HopLost) -> None:
-        """Plan without a hop."""
+        """Plan without the hops that are lost."""
         log.warning("training goes on without a hop: %s", lost)
         self._owner._remember(lost)
-        self._plan = self._plan.without(lost.peer)
+        self._plan = self._plan.without(*lost.peers)
         self._owner.route = self.hops
+
+    async def _link_to(self, index: int, hop: Hop, unreachable: dict[str, P2PError]) -> None:
+        """Open the stream to a hop and read it, or note why there is none."""
+        try:
+            stream = await self._open_stream(hop.peer)
+        except P2PError as error:
+            unreachable[hop.peer] = error
+        else:
+            self._links[index] = _Link(hop, PeerOutbox(stream, self._nursery))
+            self._nursery.start_soon(self._read, index, stream)
 
     async def _open_stream(self, peer: str) -> FrameStream:
         owner = self._owner
@@ -731,6 +767,8 @@ class _HopGroup:
             while True:
                 await self._taken.wait_for(lambda: self._queued[index] < MAX_QUEUED_BYTES)
                 frame = decode(await stream.receive())
+                if delay_s := self._owner._frames.delay_s(peer, trio.current_time(), reading_cost(frame)):
+                    await trio.sleep(delay_s)
                 self._heard_at[index] = trio.current_time()
                 self._owner.figures.bytes_in += frame_bytes(frame)
                 if frame.session != self._owner.run_id:
@@ -762,14 +800,14 @@ class _HopGroup:
         else for one that says it computes, or does not read what is sent to it, or for one on a way with a hop that
         cannot send. And for one of those that are `late` if the job waits for them most of the time.
         """
-        self._count_waiting(())  # for nobody, since the last call
+        self._count_waiting()  # for nobody, since the last call
         quiet_s = max(self._patience.quiet_s, 8 * self._pause_s.value) * min(2**self._in_vain, MOST_PATIENCE)
         begun = trio.current_time()
         while True:
             self._check_progress(awaited)
             with trio.move_on_after(min(quiet_s, PROBE_EVERY_S)):
                 index, found = await self._arrived.receive()
-                self._count_waiting(late())
+                self._count_waiting(late(), awaited)
                 if isinstance(found, Frame):
                     self._queued[index] -= _cost(found)
                     self._taken.notify()
@@ -784,7 +822,7 @@ class _HopGroup:
                 self._troubled = self._on_trouble(index, self._checked(self._links[index], decode_hop_error, found))
                 return None
             await self._probe()
-            self._count_waiting(late())
+            self._count_waiting(late(), awaited)
             waited_s = trio.current_time() - begun
             if (quiet_s <= PROBE_EVERY_S or waited_s >= quiet_s) and self._is_idle():
                 self._waited_s += waited_s
@@ -822,23 +860,23 @@ class _HopGroup:
             if not awaited:
                 return
         busy = [*(index for index, count in self._busy.items() if count), *self._not_reading()]
-        peers = [self._links[index].hop.peer for index in awaited or busy if index in self._links]
+        peers = self._peers(awaited or busy)
         sending = {link.hop.peer for index, link in self._links.items() if self._sending.get(index)}
         beside = {hop.peer for way in self._plan.ways for hop in way if any(one.peer in sending for one in way)}
         everybody = [link.hop.peer for link in self._links.values()]
         suspects = peers or [peer for peer in everybody if peer in beside] or everybody
-        raise self._suspected(suspects, f"nothing came of its work for {stuck_s:.0f} s")
+        raise self._held_up(suspects, awaited, f"nothing came of its work for {stuck_s:.0f} s")
 
-    def _count_waiting(self, late: Collection[str]) -> None:
+    def _count_waiting(self, late: Collection[str] = (), awaited: Collection[int] = ()) -> None:
         """Count the time since the last call as one in which the job waited for some hops, if it can do without them.
 
-        Raises `HopLost` for one of those for whom it waited for too long.
+        Raises `HopLost` for those for whom it waited for too long.
         """
         blame, now = self._owner._blame, trio.current_time()
         blame.time_passed(now - self._waited_at, late if self._plan.can_lose(*late) else ())
         self._waited_at = now
         if slow := [peer for peer in blame.too_slow if self.can_lose(peer)]:
-            raise self._suspected(slow, "the job waited for it most of the time")
+            raise self._held_up(slow, awaited, "the job waited for it most of the time")
 
     async def _probe(self) -> None:
         """Ask every hop how it is; raises `HopLost` for one that does not answer."""
@@ -876,6 +914,8 @@ class _HopGroup:
         if trouble.code == "busy":
             raise HopBusy(peer, _NO_ROOM if trouble.why == "train_jobs" else trouble.text or trouble.code)
         code = trouble.code
+        if code == "refused" and trouble.why == "train_memory":
+            raise HopFull(peer, trouble.text)
         raise HopLost(peer, trouble.text or code, refused=code == "refused", away=code == "draining")
 
     def _ways_over(self, peer: str, neighbour: str) -> list[int]:
@@ -907,6 +947,17 @@ class _HopGroup:
         """Return the loss of one of several hops, any of which may be the cause; never of one that is not accused."""
         suspects = [peer for peer in peers if peer not in self._not_accused] or peers
         return HopLost(self._owner._blame.choose(suspects, trio.current_time(), self.can_lose), why)
+
+    def _held_up(self, peers: Sequence[str], awaited: Collection[int], why: str) -> HopLost:
+        """Return the loss of all at once of which an answer is `awaited`, or else of one that may be the cause.
+
+        One after the other would each hold the job up for as long.
+        """
+        silent = {*peers}.intersection(self._peers(awaited)) - self._not_accused
+        if silent and self.can_lose(*silent):
+            first, *others = sorted(silent)
+            return HopLost(first, why, beside=others)
+        return self._suspected(peers, why)
 
     def _at_fault(self, peer: str, others: Collection[str], why: str) -> HopLost:
         """Return the loss of a hop for good, or of one for a while if others may have caused what it did."""
@@ -961,14 +1012,14 @@ class _HopGroup:
         An order that got lost is sent again; raises `HopLost`.
         """
         found: dict[int, Frame] = {}
-        # States may take long to fetch and to write, but are so seldom: whoever is slow at that is not in the way.
-        hurries = kind not in (Kind.READY, Kind.SNAPSHOT)
+        # States may take long to fetch and to write, but are so seldom.
+        begun = trio.current_time() if kind in (Kind.READY, Kind.SNAPSHOT) else -math.inf
         self._came_forward()
         if order is not None:
             await self._to_all(order)
         while len(found) < len(self._links):
             awaited = self._links.keys() - found.keys()
-            came = await self._next(awaited, partial(self._peers, awaited if hurries else ()))
+            came = await self._next(awaited, partial(self._overdue, awaited, begun))
             if came is not None and came[1].kind == kind:
                 if came[0] not in found:
                     self._came_forward()
@@ -977,8 +1028,15 @@ class _HopGroup:
                 await self._to_all(order, except_for=found)
         return [found[index] for index in self._links]
 
+    def _overdue(self, indices: Iterable[int], begun: float) -> list[str]:
+        """Return the hops of some that have had time for the states of all their blocks since then."""
+        block_s = most_state_bytes(self._terms.sums_bytes) / SLOWEST_BYTES_PER_S
+        passed_s = trio.current_time() - begun
+        spans = {hop.peer: hop.span for hop in self.hops}
+        return [peer for peer in self._peers(indices) if passed_s > block_s * len(spans[peer])]
+
     def _peers(self, indices: Iterable[int]) -> list[str]:
-        return [self._links[index].hop.peer for index in indices]
+        return [self._links[index].hop.peer for index in indices if index in self._links]
 
     async def _to_all(self, message: bytes, except_for: Any = ()) -> None:
         for index, link in list(self._links.items()):  # hops may be lost meanwhile
@@ -1110,7 +1168,7 @@ class _HopGroup:
         """
         plan, now = self._plan, trio.current_time()
         busy = Counter(hop.peer for way in progress.ways_under_way for hop in plan.ways[way])
-        full = {peer for peer, count in busy.items() if count >= self._under_way}
+        full = {peer for peer, count in busy.items() if count >= self._room(peer)}
         earlier = progress.ways.get(number)
         ways = range(len(plan.ways)) if earlier is None else (earlier,)
         free = [way for way in ways if not any(hop.peer in full for hop in plan.ways[way])]
@@ -1256,9 +1314,8 @@ class _HopGroup:
         tallies: list[Tally] = []
         for link, frame in zip(self._links.values(), frames, strict=True):
             peer = link.hop.peer
-            tally = self._checked(link, partial(decode_tally, span=link.hop.span), frame)
-            if [run for run, _ in tally.counted] != [run.span for run in self._plan.runs if peer in run.peers]:
-                raise HopLost(peer, "it counts in other blocks than it was told", refused=True)
+            runs = [run.span for run in self._plan.runs if peer in run.peers]
+            tally = self._checked(link, partial(decode_tally, runs=runs), frame)
             if progress.is_overcounted(self._plan, peer, tally):
                 why = "it counted micro-batches that were never sent to it"
                 raise self._at_fault(peer, self._beside(peer), why)
@@ -1304,7 +1361,8 @@ class _HopGroup:
                 if tokens:
                     runs.setdefault(run.span, []).append(HolderSums(peer, tokens, answers[peer, run.span]))
         device, caution = self._owner._device, self._terms.caution
-        suspects = await device.run_later(self._owner._lots.choose, runs, self.version)
+        comparable = {span: shares for span, shares in runs.items() if len(self._plan.trainers(span)) > 1}
+        suspects = await device.run_later(self._owner._lots.choose, comparable, self.version)
         for suspect in suspects:
             await self._audit(suspect, progress, batches, answers[suspect.peer, suspect.span])
         if suspects:
@@ -1421,26 +1479,25 @@ class _HopGroup:
         others = self._plan.trainers(span) - {peer}
         answers, verdict = [Answer(peer, claimed)], AuditVerdict(None, agree=False)
         owner.figures.audits += 1
-        taken = {peer: {ways[number] for number in numbers}}  # who summed up -> the ways on which it came
+        met = {peer: self._met(ways[number] for number in numbers)}  # who summed up -> the hops on its ways
         for witness in owner._lots.witnesses(peer, others, homes, not_accused):
-            around = {number: self._plan.way_around(ways[number], span, witness) for number in numbers}
-            taken[witness] = set(around.values())
+            order = owner._lots.order(len(self._plan.ways))
+            around = {number: self._plan.way_around(ways[number], span, witness, order) for number in numbers}
+            met[witness] = self._met(around.values())
             answers.append(Answer(witness, await self._recompute(around, span, witness, progress, batches)))
             verdict = await owner._device.run_later(judge, answers, homes, not_accused)
             if verdict.agree or verdict.liar is not None:
                 break
         progress.ways.update(ways)
-        if len(answers) == 1:
-            return  # nobody else can compute them
         if verdict.agree:
-            owner._lots.cleared(peer, self.version)
+            owner._lots.cleared(suspect, self.version)
             self._note(peer, "agreed", "agreed with others")
         elif verdict.liar is not None:
-            self._leave_out(verdict.liar, self._met(taken[verdict.liar]) - {verdict.liar} - not_accused)
+            causes = other_causes(verdict, met, owner._homes.of) - not_accused
+            self._leave_out(Suspect(verdict.liar, span), causes)
         else:
             peers = [answer.peer for answer in answers]
-            met = self._met(way for ways in taken.values() for way in ways)
-            self._leave_out_either(peers, span, met - set(peers) - not_accused)
+            self._leave_out_either(peers, span, set().union(*met.values()) - set(peers) - not_accused)
 
     def _homes_of(self, span: Span) -> dict[str, str]:
         """Return the home of each holder of some blocks in this job.
@@ -1457,14 +1514,15 @@ class _HopGroup:
         """Return the hops on some ways."""
         return {hop.peer for way in ways for hop in self._plan.ways[way]}
 
-    def _leave_out(self, liar: str, others: set[str]) -> NoReturn:
-        """Leave out a hop that lied; `others` on the way may have sent it what was wrong already. Raises `HopLost`."""
+    def _leave_out(self, suspect: Suspect, others: Collection[str]) -> NoReturn:
+        """Leave out a hop that lied; `others` may have sent it, or its accusers, what was wrong. Raises `HopLost`."""
+        liar = suspect.peer
         why = f"its summed gradients of step {self.version + 1} are not what others compute from the same data"
         share = 1 / (1 + len(others))
         self._note(liar, "doubted" if others else "lied", f"trained wrongly: {why}", share)
         for other in others:
             self._note(other, "doubted", "took part in training that others contradict", share)
-        self._owner._lots.contradicted(liar)
+        self._owner._lots.contradicted(suspect)
         lost = self._at_fault(liar, sorted(others), why)
         if lost.refused:
             self._owner.figures.left_out[liar] = why
@@ -1521,7 +1579,7 @@ class _HopGroup:
     # --- snapshots ----------------------------------------------------------------------------------------------------
 
     async def take_snapshot(self) -> Snapshot:
-        """Have the states of all blocks kept by their hops, here, and by one more hop.
+        """Have the states of all blocks kept by their hops, and here.
 
         Of holders with different states, the one that most agree with counts; of as many the one that had to rest least
         often, or else the route's first one.
@@ -1563,17 +1621,19 @@ class _HopGroup:
         return [link for link in self._links.values() if link.hop.peer != self._owner._network.peer_id]
 
     async def copy_snapshot(self) -> None:
-        """Have one more hop keep all states of the last snapshot; raises `HopLost`.
+        """Have a hop that the user trusts keep all states of the last snapshot; raises `HopLost`.
 
+        They are the whole adapter, in which the training data can leave traces; others see that of their own blocks.
         Over a slow link from here that takes too long: the hops go on without it, and no other copy is tried.
         """
-        owner, others = self._owner, self._others
-        if not others or not owner._makes_copies:
+        owner = self._owner
+        trusted = [link for link in self._others if link.hop.peer in self._not_accused]
+        if not trusted or not owner._makes_copies:
             return
         states, here = owner.snapshot.states, owner._network.peer_id
         keep = encode_parts(Kind.KEEP, owner.run_id, self._epoch, self.version, states, [here])
         with trio.move_on_after(self._patience.copy_s) as waiting:
-            await self._order_one(others[self.version % len(others)], Kind.KEEP, keep)
+            await self._order_one(trusted[self.version % len(trusted)], Kind.KEEP, keep)
         if waiting.cancelled_caught:
             log.warning("no more snapshots are copied: one took more than %g s", self._patience.copy_s)
             owner._makes_copies = False

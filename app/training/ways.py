@@ -51,9 +51,9 @@ class WayPlan:
         """True if others hold every block of these peers."""
         return all(not set(run.peers) <= set(peers) for run in self.runs)
 
-    def without(self, peer: str) -> WayPlan:
+    def without(self, *peers: str) -> WayPlan:
         """Return the plan of the others, each with the blocks that it has."""
-        return plan_ways(tuple(hop for hop in self.hops if hop.peer != peer))
+        return plan_ways(tuple(hop for hop in self.hops if hop.peer not in peers))
 
     @property
     def depth(self) -> int:
@@ -64,15 +64,15 @@ class WayPlan:
         """The peers that train the blocks of a run on some way."""
         return frozenset(holder_of(way, span.start) for way in self.ways)
 
-    def way_around(self, way: int, span: Span, peer: str) -> int:
-        """Return the way most like another on which this one of the blocks' trainers trains them."""
-        own = set(self.ways[way])
-        found = (
-            (-len(own & set(other)), number)
-            for number, other in enumerate(self.ways)
-            if holder_of(other, span.start) == peer
-        )
-        return min(found)[1]
+    def way_around(self, way: int, span: Span, peer: str, order: Sequence[int]) -> int:
+        """Return the way on which one of the blocks' trainers trains them, and that leads to fewest others beside it.
+
+        Others than the hops of this way could falsify what is to be compared. Of equals it is the first in an `order`
+        of all ways: a lot, or peer ids would decide who they are.
+        """
+        own = {hop.peer for hop in self.ways[way]}
+        around = [number for number in order if holder_of(self.ways[number], span.start) == peer]
+        return min(around, key=lambda number: len({hop.peer for hop in self.ways[number]} - own))
 
 
 def taking_part(route: Route, holders: Sequence[Hop], most: int) -> Route:

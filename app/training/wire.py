@@ -121,7 +121,9 @@ MAX_WAYS = 2**6  # of one epoch
 MAX_ROUNDS = 2**16  # of sums in one version
 MAX_NEIGHBOURS = 2 * MAX_WAYS + 1  # of a hop: one on each side of each way, and the owner
 SLICE_BYTES = 2**23  # of sums in one frame; only the last one of several is shorter
-MAX_JSON_BYTES = 2**20  # a state's hash for each of `MAX_BLOCKS` blocks, or as many bitmaps
+MAX_JSON_BYTES = 2**19  # a state's hash for each of `MAX_BLOCKS` blocks, or hundreds of bitmaps
+FRAMES_AT_ONCE, FRAMES_PER_S = 4096, 1000  # of one peer; what comes faster is read later
+FRAME_JSON_BYTES = 64  # of JSON that take about as long to read as another frame
 
 
 class Kind(IntEnum):
@@ -531,20 +533,19 @@ def encode_tally(run: bytes, epoch: int, version: int, tally: Tally) -> bytes:
     return with_json(Kind.TALLY, run, epoch, version, values)
 
 
-def decode_tally(frame: Frame, span: Span) -> Tally:
-    """Decode the TALLY of a hop that trains `span`; raises `RecordError` unless it is about exactly these blocks."""
+def decode_tally(frame: Frame, runs: Sequence[Span]) -> Tally:
+    """Decode the TALLY of a hop that trains these runs; raises `RecordError` unless it is about exactly these."""
     fields = _fields(frame, "tally")
-    counted, block = [], span.start
-    for item in fields.items("counted", MAX_BLOCKS):
+    counted, items = [], fields.items("counted", len(runs))
+    for run, item in zip(runs, items, strict=False):
         match item:
-            case [int(start), int(stop), str(bits)] if start == block < stop <= span.stop:
-                counted.append((Span(start, stop), _numbers(fields, bits)))
-                block = stop
+            case [int(start), int(stop), str(bits)] if (start, stop) == (run.start, run.stop):
+                counted.append((run, _numbers(fields, bits)))
             case _:
-                fields.refuse("counted", f"runs of the blocks {span}, one after another")
+                fields.refuse("counted", f"the runs {', '.join(map(str, runs))}")
     norms = fields.items("norms", MAX_BLOCKS)
-    if block != span.stop or len(norms) != len(span):
-        fields.refuse("counted", f"all of the blocks {span}")
+    if len(items) != len(runs) or len(norms) != sum(map(len, runs)):
+        fields.refuse("counted", f"the runs {', '.join(map(str, runs))}, and a norm for each block")
     sent = []
     for item in fields.items("sent", MAX_NEIGHBOURS, []):
         match item:
@@ -589,6 +590,11 @@ def most_state_bytes(sums_bytes: int) -> int:
     return STATE_WEIGHT_BYTES // 4 * sums_bytes + _STATE_HEADING_BYTES
 
 
+def reading_cost(frame: Frame) -> float:
+    """Return as how many frames one counts at the limit of `FRAMES_PER_S`: JSON takes long to read."""
+    return 1 + len(frame.body) / FRAME_JSON_BYTES if frame.kind in _WITH_JSON else 1
+
+
 def frame_bytes(frame: Frame) -> int:
     """Bytes of a frame on the wire."""
     return HEADER_BYTES + len(frame.body)
@@ -625,6 +631,7 @@ def _spans(fields: Fields, name: str, within: Span) -> tuple[Span, ...]:
 
 def _ways(fields: Fields, span: Span, shared: tuple[Span, ...]) -> tuple[HopWay, ...]:
     ways: dict[int, HopWay] = {}
+    within_runs = {block for run in shared for block in range(run.start + 1, run.stop)}  # no way begins or ends there
     for item in fields.items("ways", MAX_WAYS, []):
         match item:
             case [int(number), int(start), int(stop), str(before), str(after)] if (
@@ -632,7 +639,7 @@ def _ways(fields: Fields, span: Span, shared: tuple[Span, ...]) -> tuple[HopWay,
                 and number not in ways
                 and span.start <= start < stop <= span.stop
                 and max(len(before), len(after)) <= 128
-                and all(run.stop <= start or stop <= run.start or Span(start, stop).covers(run) for run in shared)
+                and within_runs.isdisjoint((start, stop))
             ):
                 ways[number] = HopWay(number, Span(start, stop), before, after)
             case _:

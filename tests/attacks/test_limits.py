@@ -51,6 +51,7 @@ from app.swarm.records import MAX_ANNOUNCEMENT_BYTES, MAX_RECORD_BYTES
 from app.system import logs
 from app.training import activations, reading, states, trainer
 from app.training import hop as training_hop
+from app.training import wire as training_wire
 from app.weights import chunk_client, chunk_schedule, chunk_server, download
 from app.weights import wire as weights_wire
 from engine.text import chat_template, constraint, grammar_trial, tokenizer_growth, tool_calls
@@ -440,6 +441,9 @@ ROWS: dict[str, tuple[float, ...]] = {
         (Settings().train_disk or 0) / 2**30,
         activations.LEAST_BYTES / KIB,
         (Settings().disk_floor or 0) / 10**9,
+        training_wire.FRAMES_AT_ONCE,
+        training_wire.FRAMES_PER_S,
+        training_wire.FRAME_JSON_BYTES,
         trainer.MAX_QUEUED_BYTES / MIB,
         outbound.FRAME_COST_BYTES,
         trainer.Patience().stuck_s,

@@ -10,7 +10,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from app.rounds.statements import MAX_ATTEMPTS, sign_list
+from app.core.errors import RecordError
+from app.rounds.statements import MAX_ATTEMPTS, Arrival, sign_arrival, sign_list
 from tests.app.rounds.island_swarm import ONE_STEP, TIMING, IslandSwarm, open_islands
 from tests.app.swarms import identity
 
@@ -68,3 +69,21 @@ async def test_lists_that_replace_one_another_stop_a_round_for_a_limited_time(
         assert max(took) < limit, took
         assert sum(took) < 2 * limit * len(liars), took  # once, and not in every round that it could lead
         nursery.cancel_scope.cancel()
+
+
+async def test_a_list_of_somebody_who_takes_no_part_is_not_verified(tmp_path: Path, patient_clock: MockClock) -> None:
+    """With 64 members it has 65 signatures, for which the statements of others would wait."""
+    async with open_islands(tmp_path, 0, 1) as swarm:
+        island, verified = swarm.nodes[0].island, list[str]()
+        await swarm.until(lambda: len(island.recent) == 2)
+
+        async def noted(peer: str, *args: Any) -> Any:
+            verified.append(peer)
+            raise RecordError("enough")
+
+        island._verified = noted  # type: ignore[method-assign, assignment]
+        stranger, job, standing = identity(5), swarm.record.id, island.standing
+        made = sign_arrival(stranger, Arrival(job, standing.round, standing.prev, 1, 1, b"c" * 32), NOW_MS)
+        found = sign_list(stranger, job, 0, [made], NOW_MS)
+        assert await island._on_statement(stranger.peer_id, found.raw) == b""
+        assert not verified

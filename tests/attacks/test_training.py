@@ -18,6 +18,7 @@ from app.core.span import Span
 from app.manifest.manifest import Part
 from app.routing.route import Route
 from app.session.frame import HopError, decode_hop_error, new_session_id, plain, with_json
+from app.session.loop_stream import loop_streams
 from app.session.outbound import OutboundFrame, PeerOutbox
 from app.training import hop, progress, trainer
 from app.training.hop import HopJob, TrainingTerms
@@ -95,6 +96,49 @@ async def test_a_job_cannot_be_opened_under_anothers_id(source: ModelSource, tmp
         with trio.fail_after(5), pytest.raises(P2PError):
             await thief.receive()
         assert [job.owner for job in swarm.nodes["n0"].server.jobs] == ["owner"]
+
+
+async def test_an_order_is_read_only_if_its_sender_may_give_one(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was read first: 48 kB of a member that the node trains nothing for kept it from all else for 0.27 s."""
+
+    def read(frame: Any) -> JobOrder:
+        raise AssertionError("it was read")
+
+    async with open_job_swarm(source, tmp_path, (0, 8)) as swarm:
+        await opened(swarm, "owner")
+        busy: Any = swarm.nodes["n0"].server
+        refusing: Any = (
+            await swarm.train("n1", 0, 8, TrainingTerms(refuses=lambda owner: "it trains for nobody"))
+        ).server
+        monkeypatch.setattr(hop, "decode_open", read)
+        stranger = swarm.fabric.node("stranger")
+        for name, server, code in (("n0", busy, "busy"), ("n1", refusing, "refused")):
+            stream = await stranger.open(name, PROTOCOL)
+            await stream.send(encode_open(new_session_id("stranger"), 1, 0, ORDER))
+            assert decode_hop_error(decode(await stream.receive())).code == code
+            await stream.send(encode_open(new_session_id("owner"), 1, 0, ORDER))
+            with trio.fail_after(5), pytest.raises(P2PError):
+                await stream.receive()
+            assert server.dropped == 1
+
+
+async def test_small_frames_of_a_peer_are_read_at_a_bounded_rate(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A frame of 40 bytes costs as much computing as one of thousands, and nothing counted those that nobody awaits."""
+    monkeypatch.setattr(hop, "FRAMES_AT_ONCE", 10)
+    monkeypatch.setattr(hop, "FRAMES_PER_S", 5)
+    async with open_job_swarm(source, tmp_path, (0, 8)) as swarm:
+        stranger, begun = swarm.fabric.node("stranger"), trio.current_time()
+        for _ in range(4):  # of all its streams together
+            stream = await stranger.open("n0", PROTOCOL)
+            for _ in range(15):
+                await stream.send(plain(Kind.PROBE, new_session_id("stranger"), 0))
+            for _ in range(15):
+                assert decode(await stream.receive()).kind == Kind.STATE
+        assert trio.current_time() - begun >= (4 * 15 - 10) / 5
 
 
 async def test_a_stranger_changes_nothing_of_a_job(source: ModelSource, tmp_path: Path) -> None:
@@ -580,6 +624,24 @@ async def test_small_frames_count_for_the_memory_that_they_take(
         losses = Losses()
         await swarm.owner().run(1, batches_of, losses)
     assert 0 < max(waiting) <= 2 * (1 << 16) // 512
+
+
+async def test_frames_that_an_owner_does_not_await_are_read_at_a_bounded_rate(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    monkeypatch.setattr(trainer, "FRAMES_AT_ONCE", 10)
+    monkeypatch.setattr(trainer, "FRAMES_PER_S", 5)
+    async with open_job_swarm(source, tmp_path, (0, 8)) as swarm, trio.open_nursery() as nursery:
+        here, there = loop_streams("n0")
+        owner = swarm.owner()
+        group = trainer._HopGroup(owner, 1, nursery)
+        nursery.start_soon(group._read, 0, here)
+        for _ in range(60):
+            await there.send(plain(Kind.STATE, owner.run_id, 1))
+        await there.aclose()
+        begun = trio.current_time()
+        await group._arrived.receive()  # the end of the stream
+        assert trio.current_time() - begun >= (60 - 10) / 5
 
 
 async def test_a_hop_that_floods_its_owner_is_read_no_faster_than_it_is_used(

@@ -21,7 +21,7 @@ from app.session.outbound import OutboundFrame
 from app.training import blame, hop, progress, states, trainer, wire
 from app.training.audits import Caution
 from app.training.blame import Blame
-from app.training.hop import HopFrame, HopJob
+from app.training.hop import HopFrame, HopJob, TrainingTerms
 from app.training.ledger import UsualSize
 from app.training.trainer import JobHooks, Patience, Replicas, StepDone, SwarmTrainer
 from app.training.ways import WayPlan
@@ -39,6 +39,7 @@ from app.training.wire import (
 )
 from app.weights.extents import WeightsError
 from engine import training_runner
+from engine.budget import TrainingTask, plan_training, unquantised
 from engine.model.ends import load_ends
 from engine.pieces import Pieces
 from engine.sources.base import ModelSource
@@ -46,7 +47,7 @@ from engine.sources.tiny import open_tiny
 from engine.training.adapters import AdapterSettings
 from engine.training.head import TrainingEnds
 from engine.training_runner import BatchLoss, OwnerEnds, sums_bytes
-from p2p.errors import Refused
+from p2p.errors import PeerUnreachable, Refused
 from p2p.memory import link
 from p2p.memory.fabric import LinkProfile
 from p2p.shares import Holder
@@ -727,6 +728,62 @@ async def test_hops_that_a_job_can_do_without_do_not_slow_it_down_for_good(
         assert not owner._refused
 
 
+async def never(*args: Any) -> None:
+    await trio.sleep_forever()
+
+
+@pytest.mark.parametrize("silence", ["_open", "_snapshot"])
+async def test_hops_that_a_job_can_do_without_and_that_never_answer_hold_it_up_once(
+    source: ModelSource, tmp_path: Path, silence: str, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where states may have to be fetched or written, the job waited ten minutes for each, one after the other."""
+    spares = [(block, block + 1) for block in range(6)]
+    async with open_job_swarm(source, tmp_path, ALL, *spares, delay_s=0.02) as swarm:
+        for name in swarm.nodes.keys() - {"n0"}:
+            monkeypatch.setattr(swarm.nodes[name].server, silence, never)
+        owner = swarm.owner(replicas=Replicas(swarm.holders), patience=Patience(), terms={"copies": False}, every=1)
+        with trio.fail_after(300):
+            await owner.run(1, few, Losses())
+        assert owner.figures.epochs == 2
+
+
+async def test_hops_that_cannot_be_reached_are_tried_at_once(
+    source: ModelSource, tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spares = [(block, block + 1) for block in range(6)]
+    async with open_job_swarm(source, tmp_path, ALL, *spares, delay_s=0.02) as swarm:
+        owner = swarm.owner(replicas=Replicas(swarm.holders), patience=Patience(), terms={"copies": False})
+        opened = owner._network.open
+
+        async def slowly(peer: str, *args: Any, timeout_s: float) -> Any:
+            if peer == "n0":
+                return await opened(peer, *args, timeout_s=timeout_s)
+            await trio.sleep(timeout_s)
+            raise PeerUnreachable(peer)
+
+        monkeypatch.setattr(owner._network, "open", slowly)
+        with trio.fail_after(2 * Patience().open_s):
+            await owner.run(1, few, Losses())
+
+
+async def test_small_members_do_not_cost_others_their_places_for_want_of_memory(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """They make the ways longer. Then others were told to have more under way than they may, and were left for good."""
+    task = TrainingTask(8, SETTINGS.rank, SETTINGS.targets, 64, 2)
+    needed = plan_training(source.config, unquantised(4), task, 2**40)
+    terms = TrainingTerms(memory_bytes=needed.total_bytes - needed.weight_bytes - needed.graph_bytes)
+    small = [(block, block + 2) for block in range(0, 8, 2)]
+    async with open_job_swarm(source, tmp_path, *small) as swarm:
+        await swarm.train("large", 0, 8, terms)
+        owner, losses = owner_of(swarm), Losses()
+        await owner.run(2, few, losses)
+        assert {hop.peer for hop in owner.route} == {"large", "n0", "n1", "n2", "n3"}
+        assert not owner.figures.lost
+        assert owner.figures.computed["large"]
+        check_close(losses, one_process(source, 2))
+
+
 async def test_a_hop_that_breaks_its_link_does_not_have_others_rest_for_it(source: ModelSource, tmp_path: Path) -> None:
     """`n0` said that a link broke, and all that went through it ran again, until one of those on another way rested."""
     async with open_job_swarm(source, tmp_path, (0, 4), (4, 8), (4, 8)) as swarm:
@@ -817,12 +874,31 @@ async def obtain_without_end(run: bytes, states: Sequence[StatePart], *holders: 
         await trio.sleep_forever()
 
 
+async def test_only_a_trusted_hop_is_given_the_states_of_blocks_that_it_does_not_train(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each hop in turn was given the whole adapter, also the finished one."""
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 7), (7, 8)) as swarm:
+        copied: Counter[str] = Counter()
+        for name, node in swarm.nodes.items():
+            keep = node.server._keep
+
+            async def kept(*args: Any, name: str = name, keep: Any = keep) -> None:
+                copied[name] += 1
+                await keep(*args)
+
+            monkeypatch.setattr(node.server, "_keep", kept)
+        owner = swarm.owner(replicas=Replicas(not_accused=lambda: frozenset({"n1"})), every=1)
+        await owner.run(3, few, Losses())
+    assert copied == {"n1": 3}
+
+
 async def test_a_job_goes_on_if_no_hop_can_copy_its_snapshots_in_time(
     source: ModelSource, tmp_path: Path, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One hop fetches all states from the owner: with a slow link from there, each snapshot failed and cost a hop."""
     async with open_job_swarm(source, tmp_path, ALL) as swarm:
-        owner = swarm.owner(patience=Patience(), every=1)
+        owner = swarm.owner(patience=Patience(), every=1, replicas=Replicas(not_accused=lambda: frozenset({"n0"})))
         swarm.fabric.set_link("owner", "n0", LinkProfile(delay_s=0.02))
         for node in swarm.nodes.values():
             monkeypatch.setattr(node.states, "obtain", obtain_without_end)

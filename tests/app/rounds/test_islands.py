@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ from trio.testing import MockClock
 from app.core.canonical_json import canonical
 from app.core.errors import RecordError
 from app.rounds import wire
-from app.rounds.island import LeftOut
-from app.rounds.statements import Arrival, sign_arrival
+from app.rounds.decisions import leading_order
+from app.rounds.island import Island, LeftOut
+from app.rounds.statements import LIST, Arrival, sign_arrival
 from app.rounds.train_jobs import figures_of
 from app.snapshot.codec import trainings_from
 from engine.island import LEAF
 from engine.training.codecs import encode
+from p2p.envelope import domain_of
 from p2p.errors import DeadlineExceeded, P2PError, RemoteError
 from p2p.memory.fabric import LinkProfile
 from tests.app.rounds.island_swarm import (
@@ -181,6 +183,46 @@ async def test_one_island_leads_however_long_the_others_have_waited(tmp_path: Pa
         await swarm.finished(0, 1, 2, 3)
         assert members_of(swarm.nodes[0].island.log) == [1, 4, 4, 4, 4]
         assert led == [0, 1, 2, 3, 4]
+
+
+async def test_of_two_honest_leaders_at_once_one_gives_way_and_is_not_blamed(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    """It went on with its own list, which nobody followed, and islands saw other orders of leaders from then on."""
+    async with open_islands(tmp_path, 0, 1, 2, steps=100) as swarm:
+        islands = {node.name: node.island for node in swarm.nodes.values()}
+        watch = swarm.nodes[0].island
+        await swarm.until(lambda: len(watch.recent) == 3)
+        number = watch.standing.round + 1
+        second = islands[leading_order(swarm.record.id, number, islands)[1]]
+        lead_at = second._lead_at
+
+        def at_once(standing: Any, began: float, leader: str, *, first: bool) -> float:
+            if standing.round == number and leader == second.peer:
+                return 0.0 if len(second._arrivals) == 3 else math.inf
+            return lead_at(standing, began, leader, first=first)
+
+        second._lead_at = at_once  # type: ignore[method-assign]
+        for island in islands.values():
+            island._on_statement = late(island, second.peer)  # type: ignore[method-assign, assignment]
+        await swarm.until(lambda: watch.standing.round == number)
+        began = trio.current_time()
+        await swarm.until(lambda: watch.standing.round > number)
+        assert trio.current_time() - began < 3.0
+        await swarm.until(lambda: watch.standing.round > number + 1)
+        assert not any(island._times_in_vain(peer) for island in islands.values() for peer in islands)
+
+
+def late(island: Island, leader: str) -> Callable[[str, bytes], Awaitable[bytes]]:
+    """Let the lists of a leader reach an island a while after they were sent."""
+    honest = island._on_statement
+
+    async def on_statement(peer: str, raw: bytes) -> bytes:
+        if peer == leader and domain_of(raw) == LIST:
+            await trio.sleep(0.3)
+        return await honest(peer, raw)
+
+    return on_statement
 
 
 @pytest.mark.soak

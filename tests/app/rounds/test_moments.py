@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,24 @@ async def test_who_had_to_wait_for_a_place_takes_over_moments(
         assert outside.model._model.version > outside.island.figures.steps  # others' steps are in its moments
         await swarm.finished(*swarm.nodes)
         assert not any(entry.doubted for entry in outside.island.log)
+
+
+async def test_who_comes_back_with_its_state_takes_over_moments(tmp_path: Path, patient_clock: MockClock) -> None:
+    """As after a pause. With fresh ones its changes are unlike the others' for some rounds."""
+    async with open_islands(tmp_path, 0, 1, 2, steps=200) as swarm:
+        first, before = swarm.nodes[0].island, swarm.nodes[1]
+        await swarm.until(lambda: first.standing.round >= 5 and before.island.head == first.head)
+        entries, states = list(before.island.log), before.model.states()
+        swarm.kill(1)
+        again = swarm.add(1)
+        begin = again.island.begin
+        again.island.begin = partial(begin, entries, states)  # type: ignore[method-assign]
+        await swarm.until(lambda: again.island.figures.steps > 0)
+        assert again.model._model.version > again.island.figures.steps  # others' steps are in its moments
+        assert again.island.figures.fetched == 0
+        number = first.standing.round
+        await swarm.until(lambda: first.standing.round >= number + 3)
+        assert not any(entry.doubted for entry in first.log)
 
 
 async def test_wrong_moments_are_not_taken(tmp_path: Path, patient_clock: MockClock) -> None:

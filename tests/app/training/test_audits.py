@@ -9,7 +9,7 @@ import numpy
 import pytest
 
 from app.core.span import Span
-from app.training.audits import Answer, AuditLots, Caution, judge
+from app.training.audits import Answer, AuditLots, AuditVerdict, Caution, Suspect, judge, other_causes
 from app.training.reduction import HolderSums
 from tests.app.training.test_reduction import ATTACKS, attacked, honest
 
@@ -36,7 +36,29 @@ WRONG = -RIGHT
 def test_who_lied(sums: list[numpy.ndarray], not_accused: tuple[str, ...], liar: str | None, agree: bool) -> None:
     answers = [Answer(f"p{index}", each.astype(numpy.float32)) for index, each in enumerate(sums)]
     homes = {answer.peer: f"the home of {answer.peer}" for answer in answers}
-    assert judge(answers, homes, not_accused) == (liar, agree)
+    verdict = judge(answers, homes, not_accused)
+    assert (verdict.liar, verdict.agree) == (liar, agree)
+    assert liar not in verdict.accusers
+    assert bool(verdict.accusers) == (liar is not None)
+
+
+@pytest.mark.parametrize(
+    ("met", "homes", "others"),
+    [
+        pytest.param({"liar": [], "w1": [], "w2": []}, {}, set(), id="nobody else"),
+        pytest.param({"liar": ["a"], "w1": [], "w2": []}, {}, {"a"}, id="before the accused"),
+        pytest.param({"liar": [], "w1": ["a"], "w2": ["a"]}, {}, {"a"}, id="before all accusers"),
+        pytest.param({"liar": [], "w1": ["a"], "w2": ["b"]}, {}, set(), id="before one accuser each"),
+        pytest.param({"liar": [], "w1": ["a"], "w2": ["b"]}, {"b": "a"}, {"a", "b"}, id="of one home, before all"),
+        pytest.param({"liar": [], "w1": ["w2"], "w2": []}, {}, {"w2"}, id="an accuser before the other"),
+    ],
+)
+def test_who_else_may_have_caused_a_contradiction(
+    met: dict[str, list[str]], homes: dict[str, str], others: set[str]
+) -> None:
+    everywhere = {peer: {peer, *hops} for peer, hops in met.items()}
+    verdict = AuditVerdict("liar", False, ("w1", "w2"))
+    assert other_causes(verdict, everywhere, lambda peer: homes.get(peer, peer)) == others
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -49,7 +71,7 @@ def test_a_liar_is_audited_within_twenty_steps(attack: str, noise: float) -> Non
         if "p2" in {one.peer for one in suspects}:
             return
         for one in suspects:
-            lots.cleared(one.peer, version)
+            lots.cleared(one, version)
     pytest.fail("the liar was not audited")
 
 
@@ -59,7 +81,7 @@ def test_audits_of_honest_holders_are_few_and_go_round(peers: int) -> None:
     for version in range(100):
         for one in lots.choose({RUN: honest(peers, seed=version)}, version):
             audited.append(one.peer)
-            lots.cleared(one.peer, version)
+            lots.cleared(one, version)
     everybody = {f"p{index}" for index in range(peers)}
     assert set(audited[:peers]) == everybody  # each once at first
     assert set(audited[peers:]) == everybody  # then in turn, and now and then somebody else
@@ -69,13 +91,13 @@ def test_audits_of_honest_holders_are_few_and_go_round(peers: int) -> None:
 def test_who_was_cleared_rests() -> None:
     lots = AuditLots(Caution(audit_every=1000, rest=5), random.Random(0))
     for peer in ("p0", "p1", "p2"):
-        lots.cleared(peer, -5)
+        lots.cleared(Suspect(peer, RUN), -5)
     apart = attacked(honest(3, noise=0.2), "flipped")
     audited = []
     for version in range(1000):
         if any(one.peer == "p2" for one in lots.choose({RUN: apart}, version)):
             audited.append(version)
-            lots.cleared("p2", version)
+            lots.cleared(Suspect("p2", RUN), version)
     pauses = [later - earlier for earlier, later in pairwise(audited)]
     assert set(pauses) == {1, 2, 3, 4, 5}
     assert pauses.count(5) > len(pauses) / 3
@@ -95,7 +117,7 @@ def test_a_liar_that_waits_for_audits_to_be_over_is_audited_too(peers: int, seed
             return
         for one in suspects:
             cleared_at[one.peer] = version
-            lots.cleared(one.peer, version)
+            lots.cleared(one, version)
     pytest.fail("the liar was not audited")
 
 
@@ -116,8 +138,44 @@ def test_a_liar_that_knows_when_audits_are_due_is_audited_too(peers: int, seed: 
         for one in suspects:
             audited_at = version
             cleared.add(one.peer)
-            lots.cleared(one.peer, version)
+            lots.cleared(one, version)
     pytest.fail("the liar was not audited")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_holder_that_lies_in_one_of_its_runs_is_audited_for_that_one(seed: int) -> None:
+    """Each was audited for the last of its runs alone, and cleared for all of them."""
+    lots, lied = AuditLots(Caution(), random.Random(seed)), Suspect("p1", RUN)
+    for version in range(200):
+        first = honest(2, noise=0.2, seed=version)
+        if lots._last_cleared(lied) >= 0:  # it waits until it was cleared once
+            first[-1] = first[-1]._replace(sums=first[-1].sums * numpy.float32(1.5))
+        suspects = lots.choose({RUN: first, Span(4, 8): honest(3, seed=version)}, version)
+        if lots._last_cleared(lied) >= 0 and lied in suspects:
+            return
+        for one in suspects:
+            lots.cleared(one, version)
+    pytest.fail("the liar was not audited")
+
+
+def test_those_that_stand_apart_leave_room_for_others() -> None:
+    """Two holders with noise between them kept all others from being audited."""
+    lots, audited = AuditLots(Caution(rest=1), random.Random(0)), set[Suspect]()
+    runs = {RUN: attacked(honest(2), "flipped x 10"), Span(4, 8): honest(3, noise=0.2)}
+    for version in range(5):
+        for one in lots.choose(runs, version):
+            audited.add(one)
+            lots.cleared(one, version)
+    assert audited == {Suspect(share.peer, span) for span, shares in runs.items() for share in shares}
+
+
+def test_who_was_cleared_stays_so_if_others_divide_its_blocks_anew() -> None:
+    lots = AuditLots(Caution(), random.Random(0))
+    for one in ("p0", "p1", "p2"):
+        lots.cleared(Suspect(one, RUN), 0)
+    halves = {Span(0, 2): honest(3, noise=0.2), Span(2, 4): honest(3, noise=0.2)}
+    audited = [one for version in range(1, 6) for one in lots.choose(halves, version)]
+    assert len(audited) <= 2  # by lot
 
 
 def test_who_takes_turns_is_audited_too() -> None:
@@ -127,7 +185,7 @@ def test_who_takes_turns_is_audited_too() -> None:
     for version in range(20):
         for one in lots.choose({RUN: [honest(2)[version % 2]]}, version):
             audited.append(one.peer)
-            lots.cleared(one.peer, version)
+            lots.cleared(one, version)
     assert audited[:2] == ["p0", "p1"]
     assert 2 + 18 // 4 <= len(audited) <= 10
 

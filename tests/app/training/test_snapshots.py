@@ -12,7 +12,7 @@ import trio
 from trio.testing import MockClock
 
 from app.training.swarm_jobs import SNAPSHOT_AFTER_S, SNAPSHOT_SHARE
-from app.training.trainer import JobHooks, Snapshot
+from app.training.trainer import JobHooks, Snapshot, StepDone
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
 from tests.app.training.job_swarm import UNHURRIED, CountingDevice, JobSwarm, Losses, batches_of, open_job_swarm
@@ -80,3 +80,21 @@ async def test_a_state_that_takes_long_to_keep_is_kept_seldom(
 async def test_short_steps_are_kept_as_before(source: ModelSource, tmp_path: Path, patient_clock: MockClock) -> None:
     async with slow_swarm(source, tmp_path, step_s=1.0) as swarm:
         assert await saved_of(swarm, 12) == [10, 12]
+
+
+async def test_a_state_that_takes_long_to_keep_is_kept_before_a_job_is_stopped_again(
+    source: ModelSource, tmp_path: Path, patient_clock: MockClock
+) -> None:
+    """After five steps were lost it was still not kept, as it had taken long: the job went back to it for ever."""
+    async with slow_swarm(source, tmp_path, step_s=1.0, state_s=10.0) as swarm, trio.open_nursery() as nursery:
+        made: list[int] = []
+
+        def break_off(step: StepDone) -> None:
+            made.append(step.version)
+            assert len(made) < 30, "the job does not come forward"
+            if len(made) % 7 == 0:
+                (job,) = swarm.nodes["hop"].server._jobs.values()
+                nursery.start_soon(job.answers.close)
+
+        owner = swarm.owner(patience=UNHURRIED, every=2, terms={"snapshot_share": SNAPSHOT_SHARE})
+        await owner.run(12, lambda version: batches_of(version)[:1], break_off)

@@ -17,6 +17,7 @@ import app.training.job_store
 from app.config.home import Home
 from app.core.errors import AppError, RecordError
 from app.courtesy.pause import PauseControl
+from app.training.adapter_store import FILES, AdapterStore
 from app.training.job_store import MAX_LOSSES, Job, JobSource, JobStore, Progress, Status
 from app.training.record import JobRecord, decode_record
 from app.training.swarm_jobs import SwarmJobs, _Watch
@@ -192,6 +193,40 @@ def test_a_full_disk_does_not_end_a_job_at_its_next_step() -> None:
     watch = _Watch(running, store)
     watch.on_step(StepDone(1, 1.5, 5, 1.0, 0.1))
     assert (running.progress.step, running.progress.losses) == (1, (1.5,))
+
+
+@pytest.fixture
+def in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows removes no file that a virus scanner reads."""
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, "the file is being used by another process", str(path))
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+
+
+def test_a_job_whose_wish_cannot_be_removed_is_not_locked(jobs: JobStore, in_use: None) -> None:
+    """It would do at once what was wished of an earlier run."""
+    jobs.create(RECORD, SOURCE)
+    with pytest.raises(AppError, match="is being used by another process"):
+        jobs.hold(RECORD.id)
+    assert not jobs.is_running(RECORD.id)
+
+
+def test_a_job_whose_state_cannot_be_removed_ends_all_the_same(jobs: JobStore, in_use: None) -> None:
+    job = jobs.create(RECORD, SOURCE)
+    jobs.save_state(RECORD.id, {0: b"state"})
+    jobs.end(job, "stop")
+    assert jobs.find(RECORD.id).progress.status == "stopped"
+
+
+def test_an_adapter_that_was_stored_just_before_its_process_ended_is_the_jobs_own(tmp_path: Path) -> None:
+    """The job failed when it went on: there was an adapter of that name already."""
+    adapters, files = AdapterStore(Home(tmp_path)), {name: name.encode() for name in FILES}
+    for _ in range(2):
+        assert {path.name for path in adapters.save("mine", files).iterdir()} == {*FILES}
+    with pytest.raises(AppError, match="an adapter named mine already"):
+        adapters.save("mine", {**files, FILES[0]: b"another"})
 
 
 async def test_a_job_that_cannot_be_taken_up_ends_no_other_work(

@@ -82,8 +82,25 @@ def test_who_is_on_no_way_any_more_goes_with_the_one_that_was_lost() -> None:
 def test_a_way_around_a_peer_keeps_the_others() -> None:
     plan = plan_ways(hops(a1=(0, 4), a2=(0, 4), b1=(4, 8), b2=(4, 8)))
     way = plan.ways.index(hops(a1=(0, 4), b1=(4, 8)))
-    assert plan.ways[plan.way_around(way, Span(4, 8), "b2")] == hops(a1=(0, 4), b2=(4, 8))
-    assert plan.ways[plan.way_around(way, Span(0, 4), "a2")] == hops(a2=(0, 4), b1=(4, 8))
+    for order in (range(4), range(3, -1, -1)):
+        assert plan.ways[plan.way_around(way, Span(4, 8), "b2", order)] == hops(a1=(0, 4), b2=(4, 8))
+        assert plan.ways[plan.way_around(way, Span(0, 4), "a2", order)] == hops(a2=(0, 4), b1=(4, 8))
+
+
+def test_a_way_around_a_peer_leads_to_nobody_else_if_it_can() -> None:
+    """A hop with blocks before the witness was asked though the audited one holds them too: it could spoil both."""
+    plan = plan_ways(hops(a=(0, 4), s=(0, 8), w=(4, 8)))
+    alone = plan.ways.index(hops(s=(0, 8)))
+    for order in (range(len(plan.ways)), range(len(plan.ways) - 1, -1, -1)):
+        assert plan.ways[plan.way_around(alone, Span(4, 8), "w", order)] == hops(s=(0, 4), w=(4, 8))
+
+
+def test_of_equal_ways_around_a_peer_a_lot_chooses() -> None:
+    plan = plan_ways(hops(a1=(0, 4), a2=(0, 4), b=(4, 8), c=(2, 8)))
+    way = plan.ways.index(hops(a1=(0, 2), c=(2, 8)))
+    order = list(range(len(plan.ways)))
+    found = {plan.ways[plan.way_around(way, Span(4, 8), "b", one)] for one in (order, order[::-1])}
+    assert found == {hops(a1=(0, 4), b=(4, 8)), hops(a1=(0, 2), c=(2, 4), b=(4, 8))}
 
 
 members = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 10)), min_size=1, max_size=9)
@@ -108,7 +125,8 @@ def test_every_way_covers_all_blocks_once_and_no_peer_twice(spans: list[tuple[in
     for run in plan.runs:
         assert run.span.stop in {hop.span.stop for hop in plan.hops} | {hop.span.start for hop in plan.hops}
         for peer in plan.trainers(run.span):
-            assert holder_of(plan.ways[plan.way_around(0, run.span, peer)], run.span.start) == peer
+            around = plan.way_around(0, run.span, peer, range(len(plan.ways)))
+            assert holder_of(plan.ways[around], run.span.start) == peer
     for hop in held:
         if plan.can_lose(hop.peer):
             assert hop.peer not in {other.peer for other in plan.without(hop.peer).hops}
