@@ -743,7 +743,7 @@ async def test_hops_that_a_job_can_do_without_and_that_never_answer_hold_it_up_o
             monkeypatch.setattr(swarm.nodes[name].server, silence, never)
         owner = swarm.owner(replicas=Replicas(swarm.holders), patience=Patience(), terms={"copies": False}, every=1)
         with trio.fail_after(300):
-            await owner.run(1, few, Losses())
+            await owner.run(1, batches_of, Losses())
         assert owner.figures.epochs == 2
 
 
@@ -763,7 +763,7 @@ async def test_hops_that_cannot_be_reached_are_tried_at_once(
 
         monkeypatch.setattr(owner._network, "open", slowly)
         with trio.fail_after(2 * Patience().open_s):
-            await owner.run(1, few, Losses())
+            await owner.run(1, batches_of, Losses())
 
 
 async def test_small_members_do_not_cost_others_their_places_for_want_of_memory(
@@ -777,7 +777,7 @@ async def test_small_members_do_not_cost_others_their_places_for_want_of_memory(
     async with open_job_swarm(source, tmp_path, *small) as swarm:
         await swarm.train("large", 0, 8, terms)
         owner, losses = owner_of(swarm), Losses()
-        await owner.run(2, few, losses)
+        await owner.run(2, batches_of, losses)
         assert {hop.peer for hop in owner.route} == {"large", "n0", "n1", "n2", "n3"}
         assert not owner.figures.lost
         assert owner.figures.computed["large"]
@@ -889,7 +889,7 @@ async def test_only_a_trusted_hop_is_given_the_states_of_blocks_that_it_does_not
 
             monkeypatch.setattr(node.server, "_keep", kept)
         owner = swarm.owner(replicas=Replicas(not_accused=lambda: frozenset({"n1"})), every=1)
-        await owner.run(3, few, Losses())
+        await owner.run(3, batches_of, Losses())
     assert copied == {"n1": 3}
 
 

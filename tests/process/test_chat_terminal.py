@@ -98,7 +98,7 @@ class Terminal:
             self._more()
         while self._more():
             pass
-        return self.process.returncode
+        return self.process.wait()
 
     def _more(self) -> bool:
         ready, _, _ = select.select([self._master], [], [], 0.1)
