@@ -58,24 +58,26 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread the tests of whole processes among the others: together they would starve each other of the cores."""
-    files = list(dict.fromkeys(item.path for item in items))
-    processes = [file for file in files if file.parent.name == "process"]
-    others = [file for file in files if file.parent.name != "process"]
-    # The last of them comes before the last quarter of the others, so that no worker waits long for it at the end.
-    at: dict[Path, float] = {file: index for index, file in enumerate(others)}
-    at |= {file: index * 0.75 * len(others) / len(processes) for index, file in enumerate(processes)}
-    items.sort(key=lambda item: at[item.path])
+    """Begin with the tests of whole processes, of which two workers have half each: they take minutes."""
+    items.sort(key=lambda item: item.path.parent.name != "process")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let one worker have all files that import heavy libraries, which take each process seven seconds of CPU."""
+    """Let one worker have all files that import heavy libraries, which take each process seven seconds of CPU.
+
+    Tests of whole processes go to two workers, each of which needs a fork server: more would be too many at a time.
+    """
     from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    processes = sorted((config.rootpath / "tests" / "process").glob("test_*.py"))
 
     class Files(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "heavy" if is_heavy(config.rootpath / file) else file
+            path = config.rootpath / file
+            if is_heavy(path):
+                return "heavy"
+            return f"processes {processes.index(path) % 2}" if path in processes else file
 
     @cache
     def is_heavy(file: Path) -> bool:

@@ -194,9 +194,11 @@ HARMFUL: dict[str, tuple[ConstraintKind, str]] = {
 }
 
 
-# Patterns compute until their time is over, as intersections and a divisor do.
+LONG = ("patterns", "intersections")  # they compute until their time is over, as a divisor does
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.soak) if name == "patterns" else name for name in HARMFUL]
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name in LONG else name for name in HARMFUL]
 )
 def test_a_constraint_that_would_end_or_occupy_the_process_is_refused(models: dict[str, Model], name: str) -> None:
     compiler = models["huggingface"].compiler

@@ -57,9 +57,24 @@ def is_used() -> bool:
 class ForkedProcess:
     """A `shoal` process that the fork server started; offers what tests use of `subprocess.Popen`."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], streams: Sequence[int]) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        streams: Sequence[int],
+        *,
+        in_terminal: bool = False,
+    ) -> None:
+        """Ask for it; `in_terminal` gives it a session of its own, with the terminal that its streams are."""
         self._link, theirs = socket.socketpair()
-        request = json.dumps({"arguments": arguments, "environment": dict(environment), "folder": os.getcwd()})
+        request = json.dumps(
+            {
+                "arguments": arguments,
+                "environment": dict(environment),
+                "folder": os.getcwd(),
+                "in_terminal": in_terminal,
+            }
+        )
         with theirs:
             socket.send_fds(_server(), [request.encode()], [*streams, theirs.fileno()])
         self.pid = int(self._link.recv(16))
@@ -170,6 +185,12 @@ def _become(request: dict[str, Any], streams: Sequence[int]) -> NoReturn:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    if request["in_terminal"]:
+        import fcntl
+        import termios
+
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)
     os.chdir(request["folder"])
     os.environ.clear()

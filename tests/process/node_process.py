@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from app.api.client import client_of
 from tests.process.fork_server import ForkedProcess, is_used
 
 PATIENCE_S = 60.0  # for a machine that is busy; nothing waits this long when all is well
@@ -182,3 +183,8 @@ def wait_until(check: Any, what: str, seconds: float = PATIENCE_S) -> None:
     while not check():
         assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
         time.sleep(0.05)
+
+
+def is_covered(place: Place) -> bool:
+    """Whether a node knows a holder of every block; asks quicker than a command would."""
+    return all(block["holders"] for block in client_of(place.home).get("/control/blocks"))

@@ -7,13 +7,14 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from app.api.client import client_of
-from tests.process.node_process import Place, Serving, wait_until
+from tests.process.fork_server import ForkedProcess, is_used
+from tests.process.node_process import Place, Serving, is_covered, wait_until
 from ui.state.conversations import Conversations
 
 pty = pytest.importorskip("pty", reason="a terminal of this kind is POSIX's")
@@ -25,6 +26,22 @@ PROMPT = "> "
 LONG = ["--max-tokens", "4000", "--temperature", "2", "--seed", "1"]
 
 
+def in_terminal(
+    arguments: Sequence[str], environment: Mapping[str, str], slave: int
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    """Start a command with a session of its own with this terminal, as else Ctrl-C would reach nobody."""
+    if is_used():
+        return ForkedProcess(arguments, environment, [slave] * 3, in_terminal=True)
+    attach = "import os, pty, sys; os.login_tty(0); os.execv(sys.argv[1], sys.argv[1:])"
+    if not hasattr(os, "login_tty"):
+        attach = (
+            "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+            "os.execv(sys.argv[1], sys.argv[1:])"
+        )
+    command = [sys.executable, "-c", attach, sys.executable, "-m", "app.cli", *arguments]
+    return subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment)
+
+
 class Terminal:
     """A command in a terminal of its own: what it shows, and what is typed."""
 
@@ -33,20 +50,8 @@ class Terminal:
 
         self._master, slave = pty.openpty()
         termios.tcsetwinsize(slave, (24, 80))
-        # A session of its own with this terminal, as else Ctrl-C would reach nobody.
-        attach = "import os, pty, sys; os.login_tty(0); os.execv(sys.argv[1], sys.argv[1:])"
-        if not hasattr(os, "login_tty"):
-            attach = (
-                "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-                "os.execv(sys.argv[1], sys.argv[1:])"
-            )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", attach, sys.executable, "-m", "app.cli", *arguments],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env=place.environment({"TERM": "xterm-256color", "NO_COLOR": "1"}),
-        )
+        environment = place.environment({"TERM": "xterm-256color", "NO_COLOR": "1"})
+        self.process = in_terminal(arguments, environment, slave)
         os.close(slave)
         self.shown = ""
         self._read = 0  # what the test has seen of it
@@ -93,7 +98,7 @@ class Terminal:
             self._more()
         while self._more():
             pass
-        return self.process.returncode
+        return self.process.wait()
 
     def _more(self) -> bool:
         ready, _, _ = select.select([self._master], [], [], 0.1)
@@ -268,7 +273,7 @@ def test_a_reply_whose_hop_was_killed_says_who_left_and_for_what_it_waits(tmp_pa
         invite = here.shoal("invite").out.strip()
         with Serving(there, "--discovery=invite", "--blocks=4:8", f"--join={invite}", max_vram="1GB") as hop:
             peer = hop.ready().partition("peer=")[2].split()[0]
-            wait_until(lambda: all(block["holders"] for block in here.facts("blocks")), "all blocks are served")
+            wait_until(lambda: is_covered(here), "all blocks are served")
             with Terminal(here, "chat", *LONG) as terminal:
                 terminal.wait(PROMPT)
                 terminal.type("tell me all\r")

@@ -28,7 +28,7 @@ from ui.state.reply_stream import Sampling
 from ui.widgets.ask_box import AskBox, LiveLine
 
 SIZE = (120, 40)
-LONG_REPLY = 900  # some six seconds: a hop is killed meanwhile
+LONG_REPLY = 400  # some three seconds: a hop is killed meanwhile
 
 
 async def until(pilot: Pilot[None], check: Callable[[], object], what: str) -> None:

@@ -15,9 +15,9 @@ import pytest
 from app.api.client import client_of
 from app.core.errors import AppError
 from app.snapshot.views import TrainedView
-from tests.process.node_process import PATIENCE_S, Place, Serving, wait_until
+from tests.process.node_process import PATIENCE_S, Place, Serving, is_covered, wait_until
 
-STEPS = 40
+STEPS = 24
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_a_job_over_the_swarm_learns_what_one_process_learns(folder: Path, hosts
     with owner(folder, hosts) as node:
         node.ready()
         here = node.place
-        wait_until(lambda: all(block["holders"] for block in here.facts("blocks")), "all blocks are held")
+        wait_until(lambda: is_covered(here), "all blocks are held")
         forecast = finetune(here, data, "plan", "--dry-run", "--validation=0")
         assert forecast["steps"] == STEPS
         assert [(hop["start"], hop["stop"]) for hop in forecast["route"]] == [(0, 4), (4, 8)]

@@ -18,7 +18,7 @@ import pytest
 
 from app.config.home import Home, api_token
 from tests.app.api.test_openai import CHAT
-from tests.process.node_process import Place, Serving, wait_until
+from tests.process.node_process import Place, Serving, is_covered, wait_until
 
 if TYPE_CHECKING:
     import ollama
@@ -39,7 +39,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Serving]]:
         with right, Serving(places[2], "--discovery=invite", SHOAL_INVITE=invite) as asker:
             right.ready()
             asker.ready()
-            wait_until(lambda: all(block["holders"] for block in asker.place.facts("blocks")), "all blocks are held")
+            wait_until(lambda: is_covered(asker.place), "all blocks are held")
             yield [left, right, asker]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.process.node_process import Place, Serving, wait_until
+from tests.process.node_process import Place, Serving, is_covered, wait_until
 
 PROMPT = ["Once upon a time", "--temperature", "0", "--max-tokens", "24"]
 CHAT_FIELDS = {
@@ -30,7 +30,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Serving]]:
         with right, Serving(places[2], "--discovery=invite", SHOAL_INVITE=invite) as asker:
             right.ready()
             asker.ready()
-            wait_until(lambda: all(block["holders"] for block in asker.place.facts("blocks")), "all blocks are held")
+            wait_until(lambda: is_covered(asker.place), "all blocks are held")
             yield [left, right, asker]
 
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from app.api.client import client_of
-from tests.process.node_process import Place, Serving, wait_until
+from tests.process.node_process import Place, Serving, is_covered, wait_until
 
 PROMPT = ["Once upon a time", "--temperature", "0", "--max-tokens", "16"]
 
@@ -28,7 +28,7 @@ def test_machines_with_nothing_host_and_ask(tmp_path: Path) -> None:
         for node in joined:
             node.ready()
         left, right, asker = (node.place for node in joined)
-        wait_until(lambda: all(block["holders"] for block in asker.facts("blocks")), "all blocks are held")
+        wait_until(lambda: is_covered(asker), "all blocks are held")
         reply = asker.facts("chat", *PROMPT)
         assert reply["token_ids"] == alone["token_ids"]
         assert [hop["peer"] for hop in reply["route"]] == [place.node_file()["peer_id"] for place in (left, right)]

@@ -24,7 +24,6 @@ from tests.app.training.test_replicas import (
     check_close,
     check_death,
     check_shared,
-    few,
     one_process,
     owner_of,
 )
@@ -59,7 +58,7 @@ async def test_a_frozen_holder_is_left(source: ModelSource, tmp_path: Path) -> N
     async with open_job_swarm(source, tmp_path, (0, 4), (4, 8), ALL) as swarm:
         losses = Losses({1: lambda: swarm.fabric.freeze("n1")})
         owner = owner_of(swarm, terms=PLAIN, patience=replace(PATIENCE, probe_s=2.0))
-        await owner.run(3, few, losses)
+        await owner.run(3, batches_of, losses)
         check_close(losses, one_process(source, 3))
         assert losses.repeated == 0
         assert {hop.peer for hop in owner.route} == {"n0", "n2"}
@@ -73,7 +72,7 @@ async def test_two_holders_die_at_once(source: ModelSource, tmp_path: Path) -> N
             swarm.kill("n2")
 
         losses = Losses({2: kill_two})
-        await owner_of(swarm, terms=PLAIN).run(4, few, losses)
+        await owner_of(swarm, terms=PLAIN).run(4, batches_of, losses)
         check_close(losses, one_process(source, 4))
         assert losses.repeated == 0
 
@@ -94,7 +93,7 @@ async def test_who_alone_holds_a_block_and_dies_takes_the_job_back_to_the_snapsh
             losses(step)
 
         owner = owner_of(swarm, every=2, terms=PLAIN)
-        await owner.run(5, few, on_step)
+        await owner.run(5, batches_of, on_step)
         check_close(losses, one_process(source, 5))
         assert owner.snapshot.version == 5
 
@@ -111,7 +110,7 @@ async def test_holders_are_killed_and_come_back(source: ModelSource, tmp_path: P
             losses.steps.pop(step.version, None)
             losses(step)
 
-        await owner_of(swarm, every=3, terms=PLAIN).run(12, few, on_step)
+        await owner_of(swarm, every=3, terms=PLAIN).run(12, batches_of, on_step)
         check_close(losses, one_process(source, 12))
 
 
@@ -119,7 +118,7 @@ async def test_neighbours_on_several_ways_that_cannot_reach_each_other(source: M
     async with open_job_swarm(source, tmp_path, (0, 4), (4, 8), (4, 8)) as swarm:
         swarm.separate("n0", "n2")
         losses = Losses()
-        await owner_of(swarm, terms=PLAIN).run(2, few, losses)
+        await owner_of(swarm, terms=PLAIN).run(2, batches_of, losses)
         check_close(losses, one_process(source, 2))
 
 
@@ -139,7 +138,7 @@ async def test_of_two_that_differ_a_third_says_who_lied(source: ModelSource, tmp
     async with open_job_swarm(source, tmp_path, ALL, ALL, ALL) as swarm:
         swarm.poison("n0", ATTACKS["flipped"])
         owner = owner_of(swarm, book, every=1, terms={"replicas": 2})
-        await owner.run(12, few, Losses(), JobHooks(lambda: bool(owner.figures.left_out)))
+        await owner.run(12, batches_of, Losses(), JobHooks(lambda: bool(owner.figures.left_out)))
         assert set(owner.figures.left_out) == {"n0"}
         assert [book.standing(peer).trusted for peer in ("n0", "n1")] == [False, True]
 

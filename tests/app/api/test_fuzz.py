@@ -20,7 +20,7 @@ from app.api.guard import OPEN_PATHS
 from tests.app.api.api_double import TOKEN, DoubleNode, running_api
 
 ENDLESS = "/control/events"
-EXAMPLES = 3  # of each operation; `tests/soak` tries more
+EXAMPLES = 2  # of each operation; `tests/soak` tries more
 SLOW_S = 10.0
 LOOKING_S = 40.0  # a name that nobody knows is looked for twice, five seconds each
 

@@ -91,9 +91,12 @@ async def test_small_changes_wait_and_save_bytes(tmp_path: Path, patient_clock: 
 async def test_the_founder_may_go_for_good(tmp_path: Path, patient_clock: MockClock) -> None:
     async with open_islands(tmp_path, 0, 1, 2) as swarm:
         await swarm.until(lambda: swarm.nodes[1].island.standing.round >= 2)
+        gone, islands = swarm.nodes[0].name, [swarm.nodes[number].island for number in (1, 2)]
+        assert all(gone in island.alive() for island in islands)
         swarm.kill(0)
+        await swarm.until(lambda: not any(gone in island.alive() for island in islands), 2 * TIMING.alive_s)
         await swarm.finished(1, 2)
-        assert members_of(swarm.nodes[1].island.log)[-1] == 2
+        assert members_of(islands[0].log)[-1] == 2
 
 
 @pytest.mark.soak

@@ -117,7 +117,7 @@ async def test_the_numbers_that_arrive_are_those_that_the_sender_keeps(
     async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
         await trained(swarm)
     assert Counter(unpacked) == Counter(kept)
-    sequences = 9 * 2  # of two steps, over four links
+    sequences = 6 * 2  # of two steps, over four links
     assert forms == {Form.KEEP: 4 * sequences, Form.CHANGED: 3 * 2 * sequences, Form.UNCHANGED: 2 * sequences}
 
 

@@ -20,12 +20,12 @@ from app.training.ledger import JobLedger
 from app.training.trainer import JobHooks, Replicas, StepDone, SwarmTrainer
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
-from engine.training.local_trainer import MicroBatch
 from engine.training_runner import TrainingRunner
 from tests.app.training.job_swarm import (
     ALL,
     PLAIN,
     UNHURRIED,
+    Batches,
     JobSwarm,
     Losses,
     batches_of,
@@ -46,12 +46,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     return open_tiny(tmp_path_factory.mktemp("model"))
 
 
-def few(version: int) -> list[MicroBatch]:
-    """Three micro-batches of unequal shape for each step."""
-    return batches_of(version)[:3]
-
-
-def one_process(source: ModelSource, steps: int, batches: Callable[[int], list[MicroBatch]] = few) -> list[Any]:
+def one_process(source: ModelSource, steps: int, batches: Batches = batches_of) -> list[Any]:
     """The steps of one process."""
     return undisturbed(source, steps, batches=batches)[0]
 
@@ -88,7 +83,7 @@ async def check_shared(source: ModelSource, folder: Path, *spans: tuple[int, int
         swarm.before_step = note
         owner = owner_of(swarm, terms=PLAIN)
         await owner.run(2, batches_of, losses)
-        check_close(losses, one_process(source, 2, batches_of))
+        check_close(losses, one_process(source, 2))
         assert set(owner.figures.computed) == set(swarm.nodes)
         assert (owner.figures.epochs, owner.figures.micro_batches_again, owner.figures.left_out) == (1, 0, {})
         assert all(len(states) == 1 for states in roots.values())
@@ -107,7 +102,7 @@ async def test_a_step_of_one_micro_batch_is_that_of_one_process(source: ModelSou
 
 
 async def test_three_honest_holders_learn_what_one_process_learns(source: ModelSource, tmp_path: Path) -> None:
-    wanted, losses, book = one_process(source, 3, batches_of), Losses(), TrustBook(clock=lambda: 0.0)
+    wanted, losses, book = one_process(source, 3), Losses(), TrustBook(clock=lambda: 0.0)
     async with open_job_swarm(source, tmp_path, ALL, ALL, ALL) as swarm:
         owner = owner_of(swarm, book)
         await owner.run(3, batches_of, losses)
@@ -132,9 +127,9 @@ async def test_faster_holders_take_more(autojump_clock: MockClock, source: Model
         swarm.nodes["n0"].device.seconds, swarm.nodes["n1"].device.seconds = 0.003, 0.001
         owner = owner_of(swarm, every=100, terms=PLAIN)
         with pytest.raises(Enough):
-            await owner.run(100, batches_of, stop)
+            await owner.run(100, lambda version: [*batches_of(2 * version), *batches_of(2 * version + 1)], stop)
         computed = owner.figures.computed
-        assert computed["n0"] + computed["n1"] == 6 * 5
+        assert computed["n0"] + computed["n1"] == 6 * 2 * len(batches_of(0))
         assert 1.6 < computed["n1"] / computed["n0"] < 5
 
 
@@ -142,7 +137,7 @@ async def test_a_newcomer_takes_part_from_the_next_snapshot_on(source: ModelSour
     async with open_job_swarm(source, tmp_path, ALL) as swarm:
         losses = Losses({1: lambda: swarm.nursery.start_soon(swarm.train, "n1", 0, 8)})
         owner = owner_of(swarm, every=2, terms=PLAIN)
-        await owner.run(4, few, losses)
+        await owner.run(4, batches_of, losses)
         check_close(losses, one_process(source, 4))
         assert owner.figures.computed["n1"] > 0
         assert losses.repeated == 0
@@ -157,7 +152,7 @@ async def check_death(source: ModelSource, folder: Path, point: str, call: int) 
     async with open_job_swarm(source, folder, ALL, ALL) as swarm:
         swarm.kill_within("n1", point, call)
         owner = owner_of(swarm, every=2, terms=PLAIN)
-        await owner.run(3, few, losses)
+        await owner.run(3, batches_of, losses)
         check_close(losses, one_process(source, 3))
         assert losses.repeated == 0
         assert owner.figures.epochs == 2
@@ -175,7 +170,7 @@ async def test_who_cannot_be_reached_or_refuses_is_left_at_once(source: ModelSou
         await swarm.train("n2", 0, 8)
         swarm.fabric.kill("n2")
         losses, owner = Losses(), owner_of(swarm, terms=PLAIN)
-        await owner.run(1, few, losses)
+        await owner.run(1, batches_of, losses)
         losses.check(one_process(source, 1))
         assert [hop.peer for hop in owner.route] == ["n0"]
         assert len(owner.figures.lost) == 2
@@ -192,7 +187,7 @@ async def test_one_of_three_that_lies_is_left_out(source: ModelSource, tmp_path:
         swarm.poison("n1", ATTACKS[attack])
         owner = owner_of(swarm, book)
         # in its own first audit, or in one of another where the lot says that it is asked
-        await owner.run(40, few, losses, JobHooks(lambda: bool(owner.figures.left_out)))
+        await owner.run(40, batches_of, losses, JobHooks(lambda: bool(owner.figures.left_out)))
         assert set(owner.figures.left_out) == {"n1"}
         assert "not what others compute" in owner.figures.left_out["n1"]
         assert {hop.peer for hop in owner.route} == {"n0", "n2"}
@@ -208,7 +203,7 @@ async def test_a_liar_of_one_stage_rests_and_its_neighbour_shares_the_doubt(
     async with open_job_swarm(source, tmp_path, (0, 4), (4, 8), (4, 8), (4, 8)) as swarm:
         swarm.poison("n2", ATTACKS["flipped x 10"])
         owner = owner_of(swarm, book)
-        await owner.run(20, few, Losses(), JobHooks(lambda: bool(owner.figures.lost)))
+        await owner.run(20, batches_of, Losses(), JobHooks(lambda: bool(owner.figures.lost)))
         assert [why.partition(":")[0] for why in owner.figures.lost] == ["n2"]
         assert "not what others compute" in owner.figures.lost[0]
         assert {hop.peer for hop in owner.route} == {"n0", "n1", "n3"}
@@ -222,7 +217,7 @@ async def test_of_two_that_differ_the_one_that_the_user_trusts_is_right(source: 
     async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
         swarm.poison("n0", ATTACKS["flipped"])
         owner = owner_of(swarm, book, frozenset({"n1"}))
-        await owner.run(2, few, losses)
+        await owner.run(2, batches_of, losses)
         check_close(losses, one_process(source, 2))
         assert set(owner.figures.left_out) == {"n0"}
         assert not book.standing("n0").trusted
@@ -233,7 +228,7 @@ async def test_of_two_that_differ_one_rests_and_both_are_doubted(source: ModelSo
     async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
         swarm.poison("n1", ATTACKS["flipped"])
         owner = owner_of(swarm, book)
-        await owner.run(2, few, Losses())
+        await owner.run(2, batches_of, Losses())
         assert [why.partition(":")[0] for why in owner.figures.lost] == ["n1"]  # the route's own hop stays
         assert "nobody can tell" in owner.figures.lost[0]
         assert not owner.figures.left_out
@@ -245,7 +240,7 @@ async def test_who_was_left_out_before_a_pause_stays_out(source: ModelSource, tm
     async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
         losses, owner = Losses(), owner_of(swarm)
         owner.leave_out([("n0", "it lied")])
-        await owner.run(1, few, losses)
+        await owner.run(1, batches_of, losses)
         losses.check(one_process(source, 1))
         assert [hop.peer for hop in owner.route] == ["n1"]
         assert owner.figures.left_out == {"n0": "it lied"}
@@ -262,7 +257,7 @@ async def check_bad_sums(source: ModelSource, folder: Path, spoilt: Callable[[by
 
         swarm.nodes["n1"].changes.append(change)
         owner = owner_of(swarm)
-        await owner.run(1, few, losses)
+        await owner.run(1, batches_of, losses)
         losses.check(one_process(source, 1))
         assert any(why in lost for lost in owner.figures.lost)
         assert [hop.peer for hop in owner.route] == ["n0"]
@@ -289,7 +284,7 @@ async def test_a_holder_that_counts_what_it_was_not_sent_is_left(source: ModelSo
             job.ledger.__class__ = ClaimsAll
 
         losses, owner = Losses({1: claim}), owner_of(swarm, terms=PLAIN)
-        await owner.run(2, few, losses)
+        await owner.run(2, batches_of, losses)
         check_close(losses, one_process(source, 2))
         assert any("never sent to it" in lost for lost in owner.figures.lost)
 
@@ -300,7 +295,7 @@ async def test_a_holder_that_only_a_dead_one_led_to_does_not_end_the_job(source:
     async with open_job_swarm(source, tmp_path, ALL, (5, 8), (3, 5)) as swarm:
         swarm.fabric.kill("n1")
         owner = owner_of(swarm)
-        await owner.run(1, few, losses)
+        await owner.run(1, batches_of, losses)
         losses.check(one_process(source, 1))
         assert {hop.peer for hop in owner.route} == {"n0"}
 
@@ -310,7 +305,7 @@ async def test_two_trusted_holders_that_differ_do_not_end_the_job(source: ModelS
     async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
         swarm.poison("n1", ATTACKS["flipped"])
         owner = owner_of(swarm, book, both)
-        await owner.run(2, few, losses)
+        await owner.run(2, batches_of, losses)
         assert [why.partition(":")[0] for why in owner.figures.lost] == ["n1"]
         assert not owner.figures.left_out
         assert [book.doubt(peer) for peer in sorted(both)] == [0.0, 0.0]
