@@ -18,6 +18,7 @@ few homes, nodes would go round in circles for it.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,7 +41,8 @@ THIN_WAIT_S = 5.0  # before helping a single holder: a second one that restarts 
 THIN_STAGGER_S = 4.0  # per rank of those that could help
 COMING_S = 120.0  # at least, and up to five times as long, those have that say they are about to fill a hole
 HOLES = frozenset({"hole", "make_way"})  # codes of moves for a block that no node serves
-LATEST_RANK = 15  # nobody waits for more homes than these: members that could move need not exist, or need not do so
+LATEST_RANK = 30  # nobody waits for many more than these: members that could move need not exist, or need not do so
+OF_HOME = 4  # of them, since one machine can claim to be many
 JOIN_STAGGER_S = 0.6  # between two newcomers' choices, less if there are many
 JOIN_STAGGER_TOTAL_S = 20.0  # for all newcomers together
 
@@ -61,9 +63,14 @@ class Candidate:
     only: tuple[Span, ...] | None = None  # it moves only within these; None: anywhere
     homes: Mapping[str, str] = field(default_factory=dict)  # of other members; one that is not in it is a home itself
 
-    def homes_of(self, peers: Iterable[str]) -> int:
-        """Return the number of homes that these peers have."""
-        return len({self.homes.get(peer, peer) for peer in peers})
+    def place_behind(self, peers: Iterable[str]) -> float:
+        """Return the place in a queue behind these peers, of which no home counts for more than `OF_HOME`.
+
+        Far behind, nodes are spread by lot: they would all come at once if those before them do nothing.
+        """
+        homes = Counter(self.homes.get(peer, peer) for peer in peers)
+        place = sum(min(count, OF_HOME) for count in homes.values())
+        return place if place < LATEST_RANK else LATEST_RANK * (1 + _hash_fraction(self.peer, "place"))
 
 
 def is_within(span: Span, spans: Iterable[Span]) -> bool:
@@ -243,7 +250,7 @@ def _fill_hole(me: Candidate, others: Sequence[Announcement], found: Coverage, h
     possible = [window for window in windows if _given_up(me, window, count) == 0]
     if not possible:
         return _make_way(me, found, hole)
-    wait_s = HOLE_STAGGER_S * _rank(me, others, found, hole, spare=1)
+    wait_s = HOLE_STAGGER_S * _rank(me, others, n_blocks, hole, spare=1)
     return Move(best_window(found, possible, me), wait_s, because("hole", f"nobody serves block {hole}"))
 
 
@@ -325,7 +332,7 @@ def _thicken(me: Candidate, others: Sequence[Announcement], found: Coverage, wit
         return None
     best = best_window(found, [window for window in windows if cured(window) == most], me)
     block = next(block for block in best.blocks() if alone[block])
-    wait_s = THIN_WAIT_S + THIN_STAGGER_S * _rank(me, others, found, block, spare=2)
+    wait_s = THIN_WAIT_S + THIN_STAGGER_S * _rank(me, others, n_blocks, block, spare=2)
     why = because("lone_holder", f"only one node serves block {block}", *_holders(others, block))
     return Move(best, wait_s, why)
 
@@ -342,7 +349,7 @@ def leave_for_hole(me: Candidate, others: Sequence[Announcement], n_blocks: int)
     if move is None or move.why.code != "hole" or move.fetch_first:
         return None
     loading = [other.peer for other in others if other.state in COMING and not other.serves]
-    rank = min(me.homes_of(peer for peer in loading if _turn(peer) < _turn(me.peer)), LATEST_RANK)
+    rank = me.place_behind(peer for peer in loading if _turn(peer) < _turn(me.peer))
     return replace(move, after_s=move.after_s + HOLE_STAGGER_S * rank)
 
 
@@ -398,27 +405,34 @@ def _common(a: Span, b: Span, count: Count) -> int:
     return count(max(a.start, b.start), min(a.stop, b.stop))
 
 
-def _rank(me: Candidate, others: Sequence[Announcement], found: Coverage, block: int, *, spare: int) -> int:
-    """This node's place in the queue to move: the number of homes that go before it, `LATEST_RANK` at most.
+def _rank(me: Candidate, others: Sequence[Announcement], n_blocks: int, block: int, *, spare: int) -> float:
+    """This node's place in the queue of those that can move to a block and open no other hole: how many go before it.
 
-    Members whose blocks keep more than `spare` serving homes can go, those of the best-served spans first.
+    First come those whose blocks all keep more than `spare` serving nodes, and of these the ones with the best-served
+    spans. Here each member's blocks count, whatever its home: else no two nodes would see the same queue.
     """
     assert me.span is not None
     own = Announcement(me.peer, 0, 0, "", "serving", me.span, me.tokens_per_s)
-    with_me = found.plus(me.span, me.tokens_per_s)
-    n_blocks = len(found.speeds)
+    found = coverage_of((*others, own), n_blocks)
+    lone = [at for at, serving in enumerate(found.serving) if serving == 1]
 
     def precedence(member: Announcement) -> tuple[bool, float, float]:
         assert member.span is not None
         place = slice(member.span.start, min(member.span.stop, n_blocks))
-        free = min(with_me.serving[place]) > spare
-        left = min(with_me.speeds[place]) - with_me.trusted(member.decode_tokens_per_s)
+        free = min(found.serving[place]) > spare
+        left = min(found.speeds[place]) - found.trusted(member.decode_tokens_per_s)
         return free, left, _hash_fraction(member.peer, str(block))
 
+    def is_able(member: Announcement) -> bool:
+        """True if a window over the block has all that this member alone serves."""
+        assert member.span is not None
+        first, last = bisect_left(lone, member.span.start), bisect_left(lone, member.span.stop)
+        needed = (block, *lone[first:last][:1], *lone[first:last][-1:])
+        return max(needed) - min(needed) < len(member.span)
+
     mine = precedence(own)
-    able = (m for m in others if m.serves and m.span is not None and m.span.start < n_blocks)
-    first = (m.peer for m in able if (theirs := precedence(m))[0] and theirs > mine)
-    return min(me.homes_of(first), LATEST_RANK)
+    serving = (m for m in others if m.serves and m.span is not None and m.span.start < n_blocks)
+    return me.place_behind(m.peer for m in serving if precedence(m) > mine and is_able(m))
 
 
 def _holders(others: Iterable[Announcement], block: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from app.hosting.placement import (
     HOLE_STAGGER_S,
     JOIN_STAGGER_TOTAL_S,
     LATEST_RANK,
+    OF_HOME,
     REBALANCE_AFTER_S,
     REBALANCE_UNEVEN_AFTER_S,
     THIN_WAIT_S,
@@ -495,7 +497,7 @@ def test_a_crowd_of_one_home_cannot_drain_a_region(speed: float) -> None:
     assert min(honest.holders) >= 5
 
 
-@pytest.mark.parametrize(("homes", "ahead"), [(1, 1), (3, 3), (400, LATEST_RANK)])
+@pytest.mark.parametrize(("homes", "ahead"), [(1, OF_HOME), (3, 3 * OF_HOME), (400, 2 * LATEST_RANK)])
 def test_a_crowd_that_could_fill_a_hole_and_does_not_keeps_nobody_waiting_for_long(homes: int, ahead: int) -> None:
     crowd = [holder(f"liar{number}", 0, 1, 0.01) for number in range(400)]
     others = [holder("a", 0, 6), holder("b", 0, 6), *crowd]
@@ -504,6 +506,45 @@ def test_a_crowd_that_could_fill_a_hole_and_does_not_keeps_nobody_waiting_for_lo
     assert move is not None
     assert 6 in move.span
     assert move.after_s <= (ahead + 2) * HOLE_STAGGER_S
+
+
+def test_where_many_do_not_move_those_behind_them_do_not_all_move_at_once() -> None:
+    """Members whose blocks are fixed stay, and are first in the queue."""
+    fixed = [holder(f"fixed{number}", 0, 2) for number in range(LATEST_RANK)]
+    rest = [holder(f"other{number}", 2 * (number % 5), 2 * (number % 5) + 2) for number in range(20)]
+    waits = []
+    for one in rest:
+        others = [*fixed, *(other for other in rest if other is not one)]
+        move = decide(Candidate(one.peer, 2, 10.0, one.span, 1.0), others, BLOCKS)
+        assert move is not None
+        waits.append(move.after_s)
+    assert max(waits) <= 2 * LATEST_RANK * HOLE_STAGGER_S
+    assert max(Counter(wait // 2 for wait in waits).values()) <= 4
+
+
+def test_nodes_that_can_only_shift_to_a_hole_wait_for_each_other_too() -> None:
+    """None of them has blocks that all have a second host; each took itself for the first in the queue."""
+    members = [holder("a", 0, 4), holder("b", 1, 5), holder("c", 6, 10), holder("d", 7, 11)]
+    waits = []
+    for one in members[1:3]:
+        others = [other for other in members if other is not one]
+        move = decide(Candidate(one.peer, 4, 10.0, one.span, 1.0), others, 11)
+        assert move is not None
+        assert 5 in move.span
+        waits.append(move.after_s)
+    assert sorted(waits) == [0.0, HOLE_STAGGER_S]
+
+
+def test_nodes_of_two_homes_see_one_queue() -> None:
+    members = [holder(f"{number}", 6 * (number % 3), 6 * (number % 3) + 6) for number in range(12)]
+    homes = {member.peer: f"home {int(member.peer) // 6}" for member in members}
+    waits = []
+    for one in members:
+        others = [other for other in members if other is not one]
+        move = decide(Candidate(one.peer, 6, 10.0, one.span, 1.0, homes=homes), others, 24)
+        assert move is not None
+        waits.append(move.after_s)
+    assert sorted(waits)[:OF_HOME] == [number * HOLE_STAGGER_S for number in range(OF_HOME)]
 
 
 def test_two_machines_of_one_home_are_copies_enough_of_each_others_blocks() -> None:
