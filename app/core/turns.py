@@ -42,8 +42,12 @@ class Turns:
     def join(self, who: Who) -> None:
         """Note that one waits for its turn."""
         for part in _parts(who):
-            had, before = self.had(part), self._last.get(part[:-1], (0.0, 0.0))[0]
-            self._had[part] = had._replace(amount=max(had.amount, before))
+            had = self._had.get(part)
+            before, after = self._last.get(part[:-1], (0.0, 0.0))
+            if had is None:
+                self._had[part] = _Had(after)
+            elif had.amount < before:
+                self._had[part] = _Had(before, had.turn)
 
     def took(self, who: Who, amount: float) -> None:
         """Note that one had so much."""

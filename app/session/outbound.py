@@ -120,7 +120,8 @@ class _Backlog(Generic[SendableT]):
         self._peer, self._waiting = peer, waiting
         self._queues: dict[Priority, TurnQueue[SendableT]] = {priority: TurnQueue() for priority in sorted(Priority)}
         self._frames = 0
-        self._bytes: Counter[tuple[Priority, Who]] = Counter()  # of an owner, and of all that it belongs to
+        # Of an owner, and of all that it belongs to; of one priority, and (None) of all.
+        self._bytes: Counter[tuple[Priority | None, Who]] = Counter()
 
     @property
     def bytes(self) -> int:
@@ -134,15 +135,12 @@ class _Backlog(Generic[SendableT]):
 
     def bytes_of(self, owner: Who, priority: Priority | None = None) -> int:
         """Bytes of what waits for one owner and what belongs to it, of one priority or of all."""
-        priorities = self._queues if priority is None else (priority,)
-        return sum(self._bytes[one, owner] for one in priorities)
+        return self._bytes.get((priority, owner), 0)
 
     @property
     def most(self) -> Who:
         """The owner with the most bytes: of the home with the most, of its asker with the most, and so on."""
-        sizes: Counter[Who] = Counter()
-        for (_, who), size in self._bytes.items():
-            sizes[who] += size
+        sizes = {who: size for (priority, who), size in self._bytes.items() if priority is None}
         owner: Who = ()
         while inner := [who for who in sizes if who and who[:-1] == owner]:
             owner = max(inner, key=sizes.__getitem__)
@@ -191,10 +189,10 @@ class _Backlog(Generic[SendableT]):
         self._frames += times
         self._waiting.add(self._peer, size)
         for depth in range(len(frame.owner) + 1):
-            key = frame.priority, frame.owner[:depth]
-            self._bytes[key] += size
-            if not self._bytes[key]:
-                del self._bytes[key]
+            for key in ((frame.priority, frame.owner[:depth]), (None, frame.owner[:depth])):
+                self._bytes[key] += size
+                if not self._bytes[key]:
+                    del self._bytes[key]
 
 
 class PeerOutbox:

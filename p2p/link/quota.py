@@ -81,11 +81,12 @@ class SharedLimit:
 
     def take(self, peer: str, amount: int) -> bool:
         """Count `amount` more for `peer`; False, and nothing counted, if that is over its limit or finds no room."""
-        after = self.used(peer) + amount
-        more = self._above_floor(after) - self._above_floor(self.used(peer))
+        before = self._used.get(peer, 0)
+        after = before + amount
+        more = self._above_floor(after) - self._above_floor(before)
         if after > self._per_peer or (more and not self._pool.fits(self._holder(peer), more)):
             return False
-        self._set(peer, after)
+        self._set(peer, before, after)
         return True
 
     def first_to_go(self, peer: str, amount: int) -> str | None:
@@ -99,9 +100,9 @@ class SharedLimit:
 
     def give_back(self, peer: str, amount: int) -> None:
         """Count `amount` less for `peer`."""
-        left = self.used(peer) - amount
-        assert left >= 0, "more was given back than was taken"
-        self._set(peer, left)
+        before = self._used.get(peer, 0)
+        assert before >= amount, "more was given back than was taken"
+        self._set(peer, before, before - amount)
 
     def _above_floor(self, amount: int) -> int:
         return max(amount - self._floor, 0)
@@ -109,15 +110,14 @@ class SharedLimit:
     def _holder(self, peer: str) -> Holder:
         return self._holders.get(peer) or self._holder_of(peer)
 
-    def _set(self, peer: str, amount: int) -> None:
-        above = self._above_floor(amount)
-        if more := above - self._above_floor(self.used(peer)):
+    def _set(self, peer: str, before: int, after: int) -> None:
+        if max(before, after) > self._floor:
             holder = self._holders[peer] = self._holder(peer)
-            self._pool.add(holder, more)
-            if not above:
+            self._pool.add(holder, self._above_floor(after) - self._above_floor(before))
+            if after <= self._floor:
                 del self._holders[peer]
-        if amount:
-            self._used[peer] = amount
+        if after:
+            self._used[peer] = after
         else:
             self._used.pop(peer, None)
 
