@@ -144,11 +144,12 @@ class CheckpointWriter:
         save: Save,
         change: MergedChange | None,
     ) -> None:
-        self.unsaved, self.trouble, is_saved = None, "", False
+        self.unsaved, is_saved = None, False
         try:
             await save()  # first: a node that is ended now must not lose the round
             is_saved = True
             await self.keep(round_number, states, parts, change)
+            self.trouble = ""
         except (AppError, OSError) as error:
             self.unsaved = None if is_saved else error.with_traceback(None)  # the frames hold the state
             self.trouble = f"the state before round {round_number} could not be written, the next one is tried: {error}"

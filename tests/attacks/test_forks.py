@@ -109,7 +109,7 @@ async def test_a_cut_while_outputs_are_sent_again_is_no_trouble(autojump_clock: 
         id = await asker.begin()
         sender, usual, was_cut = server._sender, server._sender.send, trio.Event()
 
-        async def send_and_wait_for_cut(session: HopSession, position: int, data: bytes) -> None:
+        async def send_and_wait_for_cut(session: HopSession, position: int, data: bytes | memoryview) -> None:
             await usual(session, position, data)
             await was_cut.wait()
 

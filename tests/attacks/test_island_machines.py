@@ -218,5 +218,5 @@ async def test_a_hop_that_never_begins_holds_an_island_up_for_no_longer_than_its
             assert taken_s < 2 * (STUCK_S + size / SLOWEST) + trainer.PROBE_EVERY_S
         else:
             assert STUCK_S <= taken_s < 3 * STUCK_S < STUCK_S + size / SLOWEST
-        assert lost[0].startswith("hop1: nothing came of its work")
+        assert lost[0].startswith("hop1: ")
         await swarm.finished(0)

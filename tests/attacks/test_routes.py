@@ -88,7 +88,7 @@ async def test_a_hop_that_has_an_excuse_after_each_token_is_left(autojump_clock:
         sender, usual, device = server._sender, server._sender.send, swarm.devices["hostile"]
         device.run_later = InlineDevice().run_later  # type: ignore[method-assign]
 
-        async def send_and_excuse(session: HopSession, position: int, data: bytes) -> None:
+        async def send_and_excuse(session: HopSession, position: int, data: bytes | memoryview) -> None:
             await usual(session, position, data)
             await sender.report_error(session, "closed", "not now")
             device.seconds = 25.0

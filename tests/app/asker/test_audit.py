@@ -414,7 +414,8 @@ async def test_identities_of_one_machine_that_lie_to_one_successor_do_not_convic
             swarm.fabric.machine_of[name] = "the attacker's"
 
             def is_for_victim(session: bytes, name: str = name) -> bool:
-                return swarm.servers[name]._sender._successors.get(session, "") == "victim"
+                way = swarm.servers[name]._sender._ways.get(session)
+                return way is not None and way.successor == "victim"
 
             await swarm.serve(name, TwoFaced(runner(source, *THIRDS[0]), is_for_victim), speed=500.0)
         await swarm.hold(source, "victim", 1, speed=200.0)
