@@ -90,6 +90,7 @@ class Outbox:
         self._of_id: Counter[tuple[int, int]] = Counter()  # bytes queued, by id and priority
         self._chunk_bytes = CHUNK_BYTES
         self._fits_chunks = False
+        self._run_bytes, self._run_s = 0, 0.0  # written without a pause, since the size of chunks was last looked at
 
     def has_room(self, priority: int) -> bool:
         """True if the queue of this priority accepts one more message of any size."""
@@ -116,13 +117,21 @@ class Outbox:
             self._fits_chunks, self._chunk_bytes = True, _FIRST_CHUNK_BYTES
 
     def wrote(self, size: int, took_s: float) -> None:
-        """Fit the size of chunks to the time that it took to write so many bytes."""
-        if not self._fits_chunks or size < self._chunk_bytes:
+        """Fit the size of chunks to the time that it took to write so many bytes.
+
+        Small messages count together while others wait behind them: alone, each may just be left to the system.
+        """
+        if not self._fits_chunks:
             return
-        if took_s > CHUNK_S:
-            self._chunk_bytes = max(self._chunk_bytes // 2, SMALLEST_CHUNK_BYTES)
-        elif took_s < CHUNK_S / 4:
-            self._chunk_bytes = min(2 * self._chunk_bytes, CHUNK_BYTES)
+        self._run_bytes, self._run_s = self._run_bytes + size, self._run_s + took_s
+        if self._run_bytes >= self._chunk_bytes:
+            if self._run_s > CHUNK_S:
+                self._chunk_bytes = max(self._chunk_bytes // 2, SMALLEST_CHUNK_BYTES)
+            elif self._run_s < CHUNK_S / 4:
+                self._chunk_bytes = min(2 * self._chunk_bytes, CHUNK_BYTES)
+        elif self.urgency() is not None:
+            return
+        self._run_bytes, self._run_s = 0, 0.0
 
     def urgency(self) -> int | None:
         """Return the priority of the most urgent message, or None if nothing waits."""

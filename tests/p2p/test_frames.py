@@ -270,6 +270,26 @@ def test_a_small_message_says_nothing_of_the_speed() -> None:
     assert outbox.take()[1] == HEADER.size + 32 * 1024
 
 
+@pytest.mark.parametrize(("speed", "at_once"), [(100e6, 16), (125e3, 2)])
+def test_what_may_wait_of_a_stream_fits_the_speed_at_which_small_messages_leave(
+    speed: float, at_once: int
+) -> None:
+    """The tokens of eight replies left by fours: each message was too small to tell how fast the link is."""
+    outbox, size = Outbox(), 8192
+    outbox.allow_small_chunks()
+    for _ in range(12):
+        for _ in range(16):
+            outbox.put(Outgoing(Kind.MESSAGE, 1, 1, (bytes(size),), size))
+        while outbox.urgency() is not None:
+            written = outbox.take()[1]
+            outbox.wrote(written, written / speed)
+    waiting = 0
+    while outbox.is_nearly_sent(1, 1) and waiting < 16:
+        outbox.put(Outgoing(Kind.MESSAGE, 1, 1, (bytes(size),), size))
+        waiting += 1
+    assert waiting == at_once
+
+
 def test_the_version_of_the_peer_is_known_from_its_first_bytes() -> None:
     for minor in (0, 1, 7):
         decoder = FrameDecoder()
