@@ -104,6 +104,7 @@ from app.session.wire import (
 )
 from engine.errors import CacheFull, DeviceFull, EngineError, NotFinite, SessionError
 from p2p.errors import P2PError
+from p2p.rate_limit import PeerRateLimit
 from p2p.shares import Holder
 from p2p.supervise import guarded
 
@@ -525,7 +526,9 @@ class BlockServer:
         self._nursery: trio.Nursery | None = None
         self._attending: set[_InboundStream] = set()
         self._waiting = WaitingBytes()  # outputs for askers and successors that these have not read yet
-        self._frame_limit = FrameBudget(self._settings.admission, self._homes.of)
+        limits = self._settings.admission
+        self._frame_limit = FrameBudget(limits, self._homes.of)
+        self._dropped_limit = PeerRateLimit(limits.frames_burst, limits.frames_per_s)
         self.draining = False
         self._giver, self._taker = CacheGiver(self), CacheTaker(network, self)
         self._fetches: dict[bytes, trio.CancelScope] = {}  # by `HopSession.key`: sessions whose cache is fetched
@@ -684,18 +687,24 @@ class BlockServer:
             else:
                 await self._on_control(frame, peer, attended.answers)
                 await self._orders.wait_for_room(peer)
-        delay_s = self._frame_limit.delay_s(at_cost_of, now, frame_cost(frame.kind, action))
+        cost = frame_cost(frame.kind, action)
+        if not cost:
+            return
+        # Dropped rows come on a stream that other askers share: it does not wait for what this peer orders itself.
+        limit = self._dropped_limit if action is FrameAction.DROP else self._frame_limit
+        delay_s = limit.delay_s(at_cost_of, now, cost)
         if delay_s and at_cost_of == peer:  # nothing is lost: what it sends meanwhile waits in the stream's window
             await trio.sleep(delay_s)
 
     def _sent_again(self, asker: str, size: int) -> None:
         """Count kept outputs that are sent again for an asker as frames: a short order may be for many of them.
 
-        It is read more slowly then, as in `_take`; this node itself never is.
+        It is read more slowly then, as in `_take`; this node itself never is. If a hop dies, honest askers have a lot
+        sent again, and its parts wait for the link anyway: others of the same home do not make that dearer.
         """
         if asker != self._network.peer_id:
             cost = size / self._settings.admission.again_bytes
-            self._frame_limit.delay_s(asker, trio.current_time(), cost)
+            self._frame_limit.delay_s(asker, trio.current_time(), cost, alone=True)
 
     def _spent(self, asker: str, seconds: float) -> None:
         """Count the time that work on the cache took for an asker's order as frames, as `_sent_again` does."""
