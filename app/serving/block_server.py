@@ -205,8 +205,8 @@ class HopSender:
             return
         start = max(start, session.send_from)
         if start < stop:
-            also = way.again or range(start, stop)
-            way.again, way.must = range(min(start, also.start), max(stop, also.stop)), must
+            also, way.must = way.again or range(start, stop), must or (way.must and bool(way.again))
+            way.again = range(min(start, also.start), max(stop, also.stop))
             if not way.sends_again:
                 way.sends_again = True
                 self._nursery.start_soon(guarded, "sending outputs again", self._send_again, way)
@@ -230,15 +230,18 @@ class HopSender:
         session, first = way.session, way.again.start
         rows = 1 if is_token else max(min(self._chunk_rows, PART_BYTES // max(session.kept.row_bytes, 1)), 1)
         stop = min(first + rows, way.again.stop, session.length)
-        way.again = range(stop, way.again.stop) if first < stop else range(0)  # it may have been cut
-        if not way.again and first >= stop:
+        if first >= stop:  # it was cut
+            way.again = range(0)
             return
         body = session.kept.parts(first, stop)
-        if body is None:
+        if body is None and way.must:
             way.again = range(0)
-            if way.must:
-                await self.report_error(session, "missing", f"outputs at {first} are no longer kept")
+            await self.report_error(session, "missing", f"outputs at {first} are no longer kept")
             return
+        if body is None:  # the successor may have them, but not those that were computed meanwhile
+            way.again = range(session.kept.start, way.again.stop)
+            return
+        way.again = range(stop, way.again.stop)
         left = trio.Event()
         self._sent_again(session.asker, sum(map(len, body)))
         await self._send(way, first, body, Priority.DECODE if is_token else Priority.PREFILL, left)
