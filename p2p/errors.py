@@ -28,6 +28,10 @@ class Denied(Refused):
     """The peer is on this node's deny list; nothing but a change of the list lets it be reached."""
 
 
+class NoRoom(Refused):
+    """This node has as many connections as it may; close one, or try again later."""
+
+
 class QueueFull(P2PError):
     """A bounded queue has no room; slow down or drop the message."""
 

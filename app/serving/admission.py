@@ -76,7 +76,8 @@ class FrameBudget:
     """What frames may cost: all askers of a home together have as much as one that is alone there.
 
     What one of them spends counts as many times as there are askers of its home that spend something. So each has an
-    equal part, and who sends little waits for nobody.
+    equal part, and who sends little waits for nobody. That holds for what they order themselves: what others make a
+    peer send or repeat, it pays for `alone`.
     """
 
     def __init__(self, limits: AdmissionLimits, home_of: Callable[[str], str]) -> None:
@@ -84,9 +85,9 @@ class FrameBudget:
         self._limit = PeerRateLimit(limits.frames_burst, limits.frames_per_s)
         self._spending: dict[str, dict[str, float]] = {}  # home -> asker -> when it has earned what it spent
 
-    def delay_s(self, asker: str, now: float, cost: float) -> float:
+    def delay_s(self, asker: str, now: float, cost: float, *, alone: bool = False) -> float:
         """Spend so much for an asker, on credit if need be; returns the seconds after which it is paid for."""
-        if cost:
+        if cost and not alone:
             cost *= self._share(asker, now, cost)
         return self._limit.delay_s(asker, now, cost)
 

@@ -104,6 +104,7 @@ from app.session.wire import (
 )
 from engine.errors import CacheFull, DeviceFull, EngineError, NotFinite, SessionError
 from p2p.errors import P2PError
+from p2p.rate_limit import PeerRateLimit
 from p2p.shares import Holder
 from p2p.supervise import guarded
 
@@ -204,8 +205,8 @@ class HopSender:
             return
         start = max(start, session.send_from)
         if start < stop:
-            also = way.again or range(start, stop)
-            way.again, way.must = range(min(start, also.start), max(stop, also.stop)), must
+            also, way.must = way.again or range(start, stop), must or (way.must and bool(way.again))
+            way.again = range(min(start, also.start), max(stop, also.stop))
             if not way.sends_again:
                 way.sends_again = True
                 self._nursery.start_soon(guarded, "sending outputs again", self._send_again, way)
@@ -229,15 +230,18 @@ class HopSender:
         session, first = way.session, way.again.start
         rows = 1 if is_token else max(min(self._chunk_rows, PART_BYTES // max(session.kept.row_bytes, 1)), 1)
         stop = min(first + rows, way.again.stop, session.length)
-        way.again = range(stop, way.again.stop) if first < stop else range(0)  # it may have been cut
-        if not way.again and first >= stop:
+        if first >= stop:  # it was cut
+            way.again = range(0)
             return
         body = session.kept.parts(first, stop)
-        if body is None:
+        if body is None and way.must:
             way.again = range(0)
-            if way.must:
-                await self.report_error(session, "missing", f"outputs at {first} are no longer kept")
+            await self.report_error(session, "missing", f"outputs at {first} are no longer kept")
             return
+        if body is None:  # the successor may have them, but not those that were computed meanwhile
+            way.again = range(session.kept.start, way.again.stop)
+            return
+        way.again = range(stop, way.again.stop)
         left = trio.Event()
         self._sent_again(session.asker, sum(map(len, body)))
         await self._send(way, first, body, Priority.DECODE if is_token else Priority.PREFILL, left)
@@ -525,7 +529,9 @@ class BlockServer:
         self._nursery: trio.Nursery | None = None
         self._attending: set[_InboundStream] = set()
         self._waiting = WaitingBytes()  # outputs for askers and successors that these have not read yet
-        self._frame_limit = FrameBudget(self._settings.admission, self._homes.of)
+        limits = self._settings.admission
+        self._frame_limit = FrameBudget(limits, self._homes.of)
+        self._dropped_limit = PeerRateLimit(limits.frames_burst, limits.frames_per_s)
         self.draining = False
         self._giver, self._taker = CacheGiver(self), CacheTaker(network, self)
         self._fetches: dict[bytes, trio.CancelScope] = {}  # by `HopSession.key`: sessions whose cache is fetched
@@ -684,18 +690,24 @@ class BlockServer:
             else:
                 await self._on_control(frame, peer, attended.answers)
                 await self._orders.wait_for_room(peer)
-        delay_s = self._frame_limit.delay_s(at_cost_of, now, frame_cost(frame.kind, action))
+        cost = frame_cost(frame.kind, action)
+        if not cost:
+            return
+        # Dropped rows come on a stream that other askers share: it does not wait for what this peer orders itself.
+        limit = self._dropped_limit if action is FrameAction.DROP else self._frame_limit
+        delay_s = limit.delay_s(at_cost_of, now, cost)
         if delay_s and at_cost_of == peer:  # nothing is lost: what it sends meanwhile waits in the stream's window
             await trio.sleep(delay_s)
 
     def _sent_again(self, asker: str, size: int) -> None:
         """Count kept outputs that are sent again for an asker as frames: a short order may be for many of them.
 
-        It is read more slowly then, as in `_take`; this node itself never is.
+        It is read more slowly then, as in `_take`; this node itself never is. If a hop dies, honest askers have a lot
+        sent again, and its parts wait for the link anyway: others of the same home do not make that dearer.
         """
         if asker != self._network.peer_id:
             cost = size / self._settings.admission.again_bytes
-            self._frame_limit.delay_s(asker, trio.current_time(), cost)
+            self._frame_limit.delay_s(asker, trio.current_time(), cost, alone=True)
 
     def _spent(self, asker: str, seconds: float) -> None:
         """Count the time that work on the cache took for an asker's order as frames, as `_sent_again` does."""

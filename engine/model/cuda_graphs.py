@@ -118,9 +118,10 @@ class DecodeGraphs:
     """Captured decode steps of one span, by batch size, page count and part of the span.
 
     A step through a part that was not captured yet runs block by block: single blocks are captured for a batch size
-    when that is first needed, once for all parts. It waits in a list until `capture_pending` is called in a quiet
-    moment. Under constant load there is none, so its `CAPTURE_AT`th run captures it. Routes use parts of a span as
-    often as all of it, because the spans of neighbours overlap. Those used longest ago are given up for others.
+    when that is first needed, once for all parts. If that fails, it is tried again once something else was
+    captured. The step waits in a list until `capture_pending` is called in a quiet moment. Under constant load
+    there is none, so its `CAPTURE_AT`th run captures it. Routes use parts of a span as often as all of it, because
+    the spans of neighbours overlap. Those used longest ago are given up for others.
 
     Without fused kernels, whose graphs serve contexts of every length, the kernels of such a step are launched one by
     one, which takes ten times as long.
@@ -140,6 +141,7 @@ class DecodeGraphs:
             works = works and triton_int8_cache_works()
         self.fused = works and _kernels_support(parts.config) and all(isinstance(grid, TiledGrid) for grid in grids)
         self.by_blocks = self.fused
+        self._blocks_failed = False  # the last capture of single blocks, and nothing was captured since
         parts.pool.clears_slots = not self.fused  # `plain_step` reads whole pages, `fused_step` only written slots
 
     def covers(self, segments: Sequence[Segment]) -> bool:
@@ -171,9 +173,10 @@ class DecodeGraphs:
         if key in self._captured:
             self._captured.move_to_end(key)
             return self._captured[key]
-        if self.by_blocks:
-            self.by_blocks = self._try(lambda: self._capture_blocks(key))
-        return partial(self._run_blocks if self.by_blocks else self._run, self._buffers_of(key.rows), key)
+        by_blocks = self.by_blocks and not self._blocks_failed
+        if by_blocks and not self._try(lambda: self._capture_blocks(key)):
+            by_blocks, self._blocks_failed = False, True
+        return partial(self._run_blocks if by_blocks else self._run, self._buffers_of(key.rows), key)
 
     def _try(self, capture: Callable[[], None]) -> bool:
         try:
@@ -313,6 +316,7 @@ class DecodeGraphs:
             parts = (old for old in self._captured if old.stop - old.start < len(self._parts.blocks))
             del self._captured[next(parts, next(iter(self._captured)))]
         self._captured[key] = self._capture(key)
+        self._blocks_failed = False  # a card that was full for a moment has room again
 
     def _capture(self, key: ShapeKey, *, in_place: bool = False) -> Replay:
         """Run the step once to warm up, then capture it as a graph."""

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from p2p.addresses import IPAddress, carried_ip, plain_ip
 from p2p.rate_limit import KeyedRateLimit, backoff_s
 
 MAX_TRACKED = 4096
+
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class Admission:
         )
         self._holdoffs: OrderedDict[str, _Holdoff] = OrderedDict()
         self._handshakes: Counter[IPAddress] = Counter()
-        self._connections: Counter[IPAddress] = Counter()
+        self._connections: Counter[tuple[IPAddress, bool]] = Counter()  # by address, and whether this node dialled
 
     @property
     def handshakes_in_flight(self) -> int:
@@ -106,9 +109,14 @@ class Admission:
         begun = self._connections.total() + self._handshakes.total()
         return begun < self.limits.connections * self.limits.inbound_share
 
-    def has_room_at(self, ip: IPAddress) -> bool:
-        """True if one more connection from or to `ip` may be open, whoever dialled the others."""
-        return self._connections[source_of(ip)] < self.limits.connections_per_ip
+    def has_room_at(self, ip: IPAddress, *, dialled: bool) -> bool:
+        """True if one more connection with `ip` may be open.
+
+        Those that this node dialled are counted apart: else whoever has one address with a peer could come as so many
+        others that the peer is not dialled any more.
+        """
+        in_room = self._connections.total() < self.limits.connections
+        return in_room and self._connections[source_of(ip), dialled] < self.limits.connections_per_ip
 
     def begin_handshake(self, ip: IPAddress, now: float) -> str | None:
         """Count one inbound handshake from `ip`, or return why it is refused; pair it with `end_handshake`."""
@@ -121,7 +129,7 @@ class Admission:
             return "too many handshakes from its address are in progress"
         if not self.has_room_inbound:
             return "too many connections are open"
-        if not self.has_room_at(ip):
+        if not self.has_room_at(ip, dialled=False):
             return "too many connections from its address are open"
         if not self._accepts.take(ip, now):
             return "it connects too often"
@@ -141,11 +149,11 @@ class Admission:
             return f"it misbehaved and is held off for {holdoff.until - now:.0f} s"
         return None
 
-    def opened(self, ip: IPAddress) -> bool:
-        """Count one open connection from or to `ip`; False if there are as many as may be, in all or of its address."""
-        if self._connections.total() >= self.limits.connections or not self.has_room_at(ip):
+    def opened(self, ip: IPAddress, *, dialled: bool) -> bool:
+        """Count one open connection with `ip`; False, and nothing counted, if there is no room for it."""
+        if not self.has_room_at(ip, dialled=dialled):
             return False
-        self._connections[source_of(ip)] += 1
+        self._connections[source_of(ip), dialled] += 1
         return True
 
     def stream_delay_s(self, ip: IPAddress, now: float) -> float:
@@ -159,9 +167,9 @@ class Admission:
         """Count `worked_s` of the loop's time for peers at `ip`; returns for how long nothing more is done for them."""
         return self._work.delay_s(source_of(ip), now, worked_s)
 
-    def closed(self, ip: IPAddress) -> None:
-        """Uncount a connection from or to `ip` that was open."""
-        _decrement(self._connections, source_of(ip))
+    def closed(self, ip: IPAddress, *, dialled: bool) -> None:
+        """Uncount a connection with `ip` that was open."""
+        _decrement(self._connections, (source_of(ip), dialled))
 
     def punish(self, peer: str, now: float) -> float:
         """Hold `peer` off, twice as long as the last time, and return the seconds.
@@ -184,7 +192,7 @@ def source_of(ip: IPAddress) -> IPAddress:
     return ip if ip.version == 4 else ipaddress.IPv6Address(int(ip) >> 64 << 64)
 
 
-def _decrement(counter: Counter[IPAddress], ip: IPAddress) -> None:
-    counter[ip] -= 1
-    if counter[ip] <= 0:
-        del counter[ip]
+def _decrement(counter: Counter[K], key: K) -> None:
+    counter[key] -= 1
+    if counter[key] <= 0:
+        del counter[key]

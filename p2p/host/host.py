@@ -21,7 +21,7 @@ from p2p import sockets as sockopts
 from p2p.addresses import Address, IPAddress, Scope, address_of, advertised, mixed, parse_address
 from p2p.channel.raw import RawConnection, SocketConnection
 from p2p.channel.upgrade import Channel
-from p2p.errors import Denied, P2PError, PeerUnreachable, Refused
+from p2p.errors import Denied, NoRoom, P2PError, PeerUnreachable, Refused
 from p2p.host import dialer
 from p2p.host.address_book import AddressBook
 from p2p.host.admission import Admission, ConnectionLimits, DenyList
@@ -266,13 +266,13 @@ class Host:
         await self._keep(connection)
 
     async def dial(self, address: Address, peer: str, source_port: int | None = None) -> Connection:
-        """Dial one address once; raises `P2PError`, OSError or `trio.TooSlowError`."""
+        """Dial one address once; raises `P2PError` (`NoRoom` before it tries), OSError or `trio.TooSlowError`."""
         if address.relay is not None:
             if self.relay_dial is None:
                 raise PeerUnreachable(f"{peer} is behind a relay, and this node uses no relays")
             return await self.relay_dial(address.of(peer))
-        if address.ip is not None and not self.admission.has_room_at(address.ip):
-            raise Refused(f"too many connections with {address.host} are open")
+        if address.ip is not None and not self.admission.has_room_at(address.ip, dialled=True):
+            raise NoRoom("this node has too many connections open, in all or with that address")
         if source_port is None and address.scope is Scope.PUBLIC:
             # Dial from the listening port, so that the NAT mapping that the peer observes is the one others can dial.
             source_port = next((own.port for own in self._listening if own.kind == address.kind), None)
@@ -355,7 +355,7 @@ class Host:
     async def _keep(self, connection: Connection) -> None:
         """Register a connection, run it until it ends and unregister it; abort it if the limits are reached."""
         ip = connection.ip or ipaddress.ip_address("0.0.0.0")
-        if self._stopping or not self.admission.opened(ip):
+        if self._stopping or not self.admission.opened(ip, dialled=connection.initiated):
             connection.abort("too many connections are open")
             connection.ready.set()
             connection.closed.set()
@@ -368,7 +368,7 @@ class Host:
                 group[0].abort("a newer connection replaced it")
             await connection.run(self._handlers, self._companions, partial(self._stream_delay_s, ip))
         finally:
-            self.admission.closed(ip)
+            self.admission.closed(ip, dialled=connection.initiated)
             group.remove(connection)
             if not group and self._connections.get(connection.peer) is group:
                 del self._connections[connection.peer]
@@ -394,6 +394,8 @@ class Host:
         async def attempt(address: Address) -> Connection:
             try:
                 connection = await self.dial(address, peer)
+            except NoRoom:  # says nothing about the address
+                raise
             except Exception:
                 self.book.failed(address)
                 raise

@@ -73,11 +73,11 @@ class Handlers:
         """True if a call of the peer is in progress."""
         return bool(self._calls)
 
-    def held(self) -> Iterator[tuple[int, int]]:
-        """Yield the id of each call of the peer that was not cancelled, and the bytes that are held for it."""
+    def held(self) -> Iterator[tuple[int, int, bool]]:
+        """Yield the id of each call of the peer that was not cancelled, the bytes held for it, and if it runs."""
         for id, call in self._calls.items():
             if not call.scope.cancel_called:
-                yield id, call.size + call.answer_size
+                yield id, call.size + call.answer_size, call.running
 
     def on_request(self, frame: Frame, assembler: Assembler) -> bool:
         """Process a chunk of a request, whose handler starts with the last one; False if no request waits for it."""

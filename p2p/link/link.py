@@ -180,7 +180,7 @@ class PeerLink:
 
     def held(self, resource: Resource) -> list[Held]:
         """Return the calls and streams for which the peer has some of a resource over this link."""
-        calls = [Held(size, partial(self._end_call, id)) for id, size in self._serving.held()]
+        calls = [Held(size, partial(self._end_call, id), not runs) for id, size, runs in self._serving.held()]
         streams = {id: Held(stream.held, partial(stream.abort, BUSY, MADE_WAY)) for id, stream in self._streams.items()}
         match resource:
             case Resource.CALLS:

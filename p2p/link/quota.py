@@ -60,6 +60,7 @@ class Held(NamedTuple):
 
     size: int
     end: Callable[[], None]
+    ends_at_once: bool = True  # a handler that runs takes a moment to end
 
 
 class SharedLimit:
@@ -142,9 +143,9 @@ class Quota:
         self,
         limits: Limits | None = None,
         holder_of: Callable[[str], Holder] = alone,
-        make_way: Callable[[str, Resource], None] = lambda peer, resource: None,
+        make_way: Callable[[str, Resource, int], None] = lambda peer, resource, amount: None,
     ) -> None:
-        """`make_way` ends a call or stream of a peer that has too much of a resource."""
+        """`make_way` ends a call or stream of a peer that has too much of a resource, so that others find so much."""
         self.limits = limits = limits or Limits()
         calls = SharedLimit(limits.calls_per_peer, limits.calls, limits.calls_floor, holder_of)
         streams = SharedLimit(limits.streams_per_peer, limits.streams, limits.streams_floor, holder_of)
@@ -232,7 +233,7 @@ class Quota:
             if other is None:
                 return False
             before = limit.used(other)
-            self._make_way(other, resource)
+            self._make_way(other, resource, amount)
             if limit.used(other) >= before:  # a handler takes a moment to end
                 return False
         return True

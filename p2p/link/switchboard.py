@@ -179,11 +179,15 @@ class Switchboard:
         self.hang_up(peer)
         self.on_misbehaved(peer, why)
 
-    def _make_way(self, peer: str, resource: Resource) -> None:
-        """End the call or stream for which a peer holds most, so that others find room."""
+    def _make_way(self, peer: str, resource: Resource, amount: int) -> None:
+        """End the call or stream for which a peer holds most, so that others find room.
+
+        First one that leaves enough at once: whoever asks is refused where it would have to wait.
+        """
+        enough = amount if resource is Resource.BYTES else 0
         held = [one for link in self.links_to(peer) for one in link.held(resource)]
         if held:
-            max(held, key=lambda one: one.size).end()
+            max(held, key=lambda one: (one.ends_at_once and one.size >= enough, one.size)).end()
 
     def _take_offer(self, peer: str, token: str) -> ByteStream | None:
         offer = self._offers.get((peer, token))

@@ -24,8 +24,11 @@ class CountedGraphs(EagerGraphs):
         super().__init__(parts)
         self.by_blocks = True  # as with fused kernels
         self.captures: list[ShapeKey] = []
+        self.is_full = False
 
     def _capture(self, key: ShapeKey, *, in_place: bool = False) -> Replay:
+        if self.is_full:
+            raise torch.OutOfMemoryError("the card is full")
         self.captures.append(key)
         return super()._capture(key, in_place=in_place)
 
@@ -64,6 +67,19 @@ def test_a_part_that_is_not_captured_runs_from_its_captured_blocks(span: SpanRun
     span._graphs = None
     for part, out in zip(PARTS, by_blocks, strict=True):
         torch.testing.assert_close(tokens(span, part, 3), out)
+
+
+def test_a_card_that_was_full_for_a_moment_has_blocks_captured_later(span: SpanRunner) -> None:
+    """Steps of parts took ten times as long until the blocks were loaded anew."""
+    assert isinstance(span._graphs, CountedGraphs)
+    span._graphs.is_full = True
+    tokens(span, (0, 2), 1)
+    span._graphs.is_full = False
+    tokens(span, (0, 2), 1)
+    assert captures(span) == [], "not tried again with each step"
+    assert span.capture_pending()
+    tokens(span, (1, 3), 1)
+    assert [key[2:] for key in captures(span)] == [(0, 2), (1, 2), (2, 3)]
 
 
 def test_an_asker_with_another_part_for_each_reply_has_little_captured_while_others_wait(span: SpanRunner) -> None:

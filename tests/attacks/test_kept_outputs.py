@@ -195,6 +195,38 @@ async def test_rows_that_are_sent_again_and_those_after_them_arrive_in_order(aut
             assert sum(places[-1]) == stop
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+async def test_what_is_computed_meanwhile_is_not_lost_with_a_part_that_is_no_longer_kept(
+    ordered: bool, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where an epoch needs such a part, its asker is told; where the asker only repeats itself, the rest is sent."""
+    arrived: list[tuple[bytes, int, int]] = []
+
+    async def read(stream: MemoryStream) -> None:
+        while True:
+            frame = decode(await stream.receive())
+            arrived.append((frame.session, frame.epoch, frame.position))
+
+    async with two_hops(second=read) as scene:
+        asker, turn = scene.asker("asker"), replace(TURN, urgent_from=0)
+        long = await asker.keep(TURN, 512)
+        id = await asker.begin("first", turn)
+        await asker.send("first", zeros(id, 1, 0, 16, WIDTH))
+        await trio.sleep(1)
+        await asker.send("first", encode_turn(long, 2, KEEP, TURN), Priority.CONTROL)  # what follows waits for it
+        await trio.sleep(0.1)
+        if ordered:
+            await asker.send("first", encode_turn(id, 2, KEEP, turn), Priority.CONTROL)
+            await trio.sleep(0.1)
+        monkeypatch.setattr(hop_session, "KEPT_BYTES", 16 * ROW)
+        epoch = 1 + ordered
+        await asker.send("first", zeros(id, epoch, 0, 16, WIDTH))
+        await asker.send("first", zeros(id, epoch, 16, 16, WIDTH))
+        await trio.sleep(10)
+        assert ((id, epoch, 16) in arrived) is not ordered
+        assert any(frame[1:3] == (Kind.TROUBLE, id) for frame in asker._frames) is ordered
+
+
 async def test_tokens_of_one_asker_wait_once_few_of_its_rows_do(autojump_clock: MockClock) -> None:
     """Its frames of 16 tokens are sent as fast as others write: what comes out of them does not pile up."""
     async with two_hops() as scene:

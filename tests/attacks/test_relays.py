@@ -133,7 +133,7 @@ async def test_a_punched_connection_of_a_peer_that_came_counts_as_one_that_was_a
     host, adopted = make_host(ConnectionLimits()), 0
     assert THIRD_PARTY.ip is not None
     for _ in range(ConnectionLimits().connections_per_ip):
-        host.admission.opened(THIRD_PARTY.ip)
+        host.admission.opened(THIRD_PARTY.ip, dialled=False)
 
     async def connect(*_: object) -> trio.SocketStream:
         here, there = trio.socket.socketpair()

@@ -213,6 +213,24 @@ async def test_an_asker_does_not_slow_the_stream_that_others_share_between_two_h
         assert server._by_id[id].gap_told
 
 
+async def test_neighbours_of_a_hop_do_not_make_what_it_sends_for_others_dearer(autojump_clock: MockClock) -> None:
+    """Askers at its address spend a little each: rows that it sends in vain, by order of one of them, cost no more."""
+    async with open_swarm() as swarm:
+        await swarm.serve("n0", HashRunner(0, 4))
+        await swarm.serve("n1", HashRunner(4, 8), settings=ServerSettings(admission=LOW))
+        read, neighbours = count_frames(swarm, "n1"), [f"neighbour{number}" for number in range(12)]
+        swarm.fabric.machine_of |= dict.fromkeys(["n0", *neighbours], "the relay")
+        streams = [await swarm.fabric.node(name).open("n1", PROTOCOL) for name in neighbours]
+        hop, id = await swarm.fabric.nodes["n0"].open("n1", PROTOCOL), new_session_id("member")
+        for number in range(50):
+            for stream in streams:
+                await stream.send(close_frame(id, number), Priority.CONTROL)
+            for _ in range(20):
+                await hop.send(useless_frame(id, number))
+            await trio.sleep(0.2)
+        assert read["n0"] == 50 * 20
+
+
 async def test_an_asker_with_a_session_for_each_span_makes_no_step_many_times_as_long(
     autojump_clock: MockClock,
 ) -> None:

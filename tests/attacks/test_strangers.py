@@ -33,7 +33,7 @@ from p2p.host.heartbeat import PROTOCOL as HEARTBEAT
 from p2p.host.identify import IDENTIFY, PING, StandardProtocols
 from p2p.host.messages import address_bytes
 from p2p.identity import Identity
-from p2p.link.frames import CHUNK_BYTES, FIRST, PREFACE, WHOLE, Frame, Kind, encode
+from p2p.link.frames import CHUNK_BYTES, FIRST, LAST, PREFACE, WHOLE, Frame, Kind, encode
 from p2p.link.quota import Limits
 from p2p.link.switchboard import LIVE_LANE
 from p2p.memory.fabric import LinkProfile
@@ -135,6 +135,29 @@ async def test_sixteen_strangers_leave_calls_and_streams_for_others(autojump_clo
         stream = await honest.open(victim.peer_id, PROTOCOL)
         await stream.send(b"a message")
         assert await stream.receive() == b"a message"
+
+
+async def test_a_call_that_runs_is_not_ended_while_others_can_make_way_at_once(autojump_clock: MockClock) -> None:
+    """It takes a moment to end: whoever asked was refused meanwhile, although it was within its share."""
+    async with wired_world() as world:
+        world.limits = Limits(calls=8, calls_floor=0)
+        honest, victim, stall = await world.node(), await world.node(), Stall()
+        victim.serve("echo", echo)
+        victim.serve("stall", stall)
+        deadline_ms, size = int(HOUR_S * 1000), CHUNK_BYTES + 1
+        runs = [
+            Frame(Kind.REQUEST, FIRST, 1, size, deadline_ms, "stall", bytes(CHUNK_BYTES)),
+            Frame(Kind.REQUEST, LAST, 1, size, 0, "", bytes(1)),
+        ]
+        begun = [
+            Frame(Kind.REQUEST, FIRST, id, size, deadline_ms, "echo", bytes(CHUNK_BYTES)) for id in range(3, 13, 2)
+        ]
+        for number, frames in enumerate(([*runs, *begun], begun[:2])):
+            await stranger(world, victim, number, *frames)
+            await trio.sleep(1)
+        assert await honest.call(victim.peer_id, "echo", b"a call", timeout_s=5) == b"a call"
+        assert stall.started.is_set()
+        assert not stall.cancelled.is_set()
 
 
 # --- L-1: the round-trip time ----------------------------------------------------------------------------------------

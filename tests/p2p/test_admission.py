@@ -33,9 +33,9 @@ def test_a_crowd_outside_leaves_room_for_own_dials() -> None:
     for _ in range(6):
         assert admission.begin_handshake(IP, 0) is None
         admission.end_handshake(IP)
-        assert admission.opened(IP)
+        assert admission.opened(IP, dialled=False)
     assert "too many connections" in (admission.begin_handshake(IP, 0) or "")
-    assert admission.opened(IP)  # a dial of this node
+    assert admission.opened(IP, dialled=True)
 
 
 def test_half_open_handshakes_are_bounded_for_each_address_and_in_all() -> None:
@@ -49,16 +49,18 @@ def test_half_open_handshakes_are_bounded_for_each_address_and_in_all() -> None:
 
 
 def test_open_connections_are_bounded() -> None:
-    admission = Admission(ConnectionLimits(connections=3, connections_per_ip=2, inbound_share=1.0))
-    assert admission.opened(IP)
-    assert admission.opened(IP)
+    admission = Admission(ConnectionLimits(connections=5, connections_per_ip=2, inbound_share=1.0))
+    for dialled in (False, True):
+        assert admission.opened(IP, dialled=dialled)
+        assert admission.opened(IP, dialled=dialled)
+        assert not admission.opened(IP, dialled=dialled)
     assert "from its address" in (admission.begin_handshake(IP, 0) or "")
-    assert not admission.opened(IP)  # a dial of this node's own
-    assert admission.opened(ipaddress.ip_address("203.0.113.8"))
-    assert not admission.opened(ipaddress.ip_address("203.0.113.9"))
-    admission.closed(IP)
-    assert admission.opened(IP)
-    assert admission.connections_open == 3
+    assert admission.opened(ipaddress.ip_address("203.0.113.8"), dialled=True)
+    assert not admission.opened(ipaddress.ip_address("203.0.113.9"), dialled=True)
+    admission.closed(IP, dialled=True)
+    assert not admission.opened(IP, dialled=False)
+    assert admission.opened(IP, dialled=True)
+    assert admission.connections_open == 5
 
 
 def test_the_deny_list_knows_peers_and_networks_in_both_families() -> None:

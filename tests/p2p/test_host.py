@@ -243,12 +243,34 @@ async def test_peers_at_one_address_get_no_more_connections_if_this_node_dials_t
     async with running(node, friend, *others):
         for other in others[:2]:
             assert await ask_echo(node, other) == b"hello"
-        with pytest.raises(PeerUnreachable, match=r"too many connections with 127\.0\.0\.1 are open"):
+        with pytest.raises(PeerUnreachable, match="too many connections open"):
             await ask_echo(node, others[2])
         assert await ask_echo(node, friend) == b"hello"
         await node.disconnect(others[0].peer_id)
         await until(lambda: node.admission.connections_open == 2)
         assert await ask_echo(node, others[2]) == b"hello"
+
+
+async def test_peers_that_come_from_an_address_do_not_keep_this_node_from_dialling_there() -> None:
+    node, friend = make_host(replace(GENEROUS, connections_per_ip=1)), make_host()
+    others = [make_host() for _ in range(2)]
+    async with running(node, friend, *others):
+        assert await ask_echo(others[0], node) == b"hello"
+        with pytest.raises(P2PError):
+            await ask_echo(others[1], node)
+        assert await ask_echo(node, friend) == b"hello"
+
+
+async def test_a_dial_without_room_says_nothing_about_the_address() -> None:
+    node, friend, other = make_host(replace(GENEROUS, connections_per_ip=1)), make_host(), make_host()
+    async with running(node, friend, other):
+        assert await ask_echo(node, friend) == b"hello"
+        await node.disconnect(friend.peer_id)
+        await until(lambda: node.admission.connections_open == 0)
+        assert await ask_echo(node, other) == b"hello"
+        with pytest.raises(PeerUnreachable, match="too many connections"):
+            await ask_echo(node, friend)
+        assert friend.peer_id in [peer for peer, _, _ in node.book.proven_peers()]
 
 
 async def test_a_peer_that_returns_replaces_its_old_connections() -> None:

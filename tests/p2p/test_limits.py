@@ -60,7 +60,7 @@ def test_streams_are_bounded() -> None:
 
 
 def test_who_holds_too_much_makes_way_for_another_home_and_for_a_peer_of_the_same() -> None:
-    def make_way(peer: str, resource: Resource) -> None:
+    def make_way(peer: str, resource: Resource, amount: int) -> None:
         assert resource is Resource.BYTES
         quota.release(peer, 10)
 

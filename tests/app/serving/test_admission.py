@@ -332,3 +332,11 @@ def test_an_asker_that_sends_little_waits_for_none_of_its_neighbours() -> None:
         budget.delay_s("busy", tenths / 10, 50.0)
         assert not budget.delay_s("quiet", tenths / 10, 1.0)
     assert budget.delay_s("busy", 10.0, 0.0)
+
+
+def test_what_others_make_an_asker_send_costs_no_more_for_its_neighbours() -> None:
+    limits = AdmissionLimits(frames_burst=100.0, frames_per_s=50.0)
+    budget = FrameBudget(limits, lambda asker: "one relay")
+    for number in range(12):
+        budget.delay_s(f"neighbour {number}", 0.0, 1.0)
+    assert not budget.delay_s("honest", 0.0, limits.frames_burst, alone=True)
