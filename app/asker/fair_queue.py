@@ -31,9 +31,10 @@ PLACES = 48  # replies being written at once; below the number of sessions that 
 RESERVE = 0.25  # of the places, kept for owners below their fair share
 EXTRA_PLACES = 8  # for owners that have no reply under way
 ROOM_S = 20.0
-CUT_OFF_AFTER_S = 10.0  # without room; and another reply after every
-CUT_OFF_EVERY_S = 2.0
+CUT_OFF_AFTER_S = 10.0  # without room
+CUT_OFF_EVERY_S = 2.0  # whoever waits
 FAR_MORE = 2  # times as many tokens reserved
+LEAST_CUT_OFF = 512  # tokens reserved by an owner: so few are never far more
 
 
 class Turn:
@@ -49,7 +50,7 @@ class Turn:
         self._looked = (-math.inf, 0)  # when, and what `unread` said then
         self.is_without_room = False  # it needs room, and all hops are full
         self._room_of: set[str] = set()  # the owners that had as much room there meanwhile as this one would have
-        self._room_until = self._cut_off_at = 0.0
+        self._room_until = self._may_cut_off_at = 0.0
 
     def look(self) -> int:
         """Return what `unread` says now."""
@@ -77,13 +78,13 @@ class Turn:
         """
         now, self.is_without_room = trio.current_time(), True
         if not self._room_of:
-            self._room_until, self._cut_off_at = now + ROOM_S, now + CUT_OFF_AFTER_S
+            self._room_until, self._may_cut_off_at = now + ROOM_S, now + CUT_OFF_AFTER_S
         others = self._queue.reserved()
         own = others.pop(self.owner, 0) + self.tokens
         self._room_of |= {owner for owner, tokens in others.items() if tokens >= own}
-        if now >= self._cut_off_at:
-            self._cut_off_at = now + CUT_OFF_EVERY_S
-            self._queue.cut_off_one({owner for owner, tokens in others.items() if tokens > FAR_MORE * own})
+        if now >= self._may_cut_off_at:
+            far_more = max(FAR_MORE * own, LEAST_CUT_OFF)
+            self._queue.cut_off_one({owner for owner, tokens in others.items() if tokens > far_more})
         self._queue.update()
         return bool(others) or (bool(self._room_of) and now < self._room_until)
 
@@ -98,6 +99,7 @@ class FairQueue:
     def __init__(self) -> None:
         self._waiting: dict[str, deque[Turn]] = {}
         self._active: list[Turn] = []
+        self._cut_off_at = -math.inf  # when the last reply was
 
     @asynccontextmanager
     async def turn(self, owner: str, unread: Callable[[], int], tokens: int = 0) -> AsyncIterator[Turn]:
@@ -124,11 +126,17 @@ class FairQueue:
         return tokens
 
     def cut_off_one(self, owners: Collection[str]) -> None:
-        """Cut off the newest reply of one of these owners that has room; this node's owner makes way for nobody."""
+        """Cut off the newest reply of one of these owners that has room, if no other one was just cut off.
+
+        This node's owner makes way for nobody.
+        """
+        if trio.current_time() < self._cut_off_at + CUT_OFF_EVERY_S:
+            return
         for turn in reversed(self._active):
             is_node_owner = turn.owner in (NODE_OWNER, "")
             if turn.owner in owners and not is_node_owner and not turn.is_without_room and turn.cut_off:
                 cut_off, turn.cut_off, turn.tokens = turn.cut_off, None, 0
+                self._cut_off_at = trio.current_time()
                 return cut_off()
 
     def update(self) -> None:

@@ -378,12 +378,14 @@ class MeasuredSpeeds:
     def note_lost(self, hop: Hop, lost_s: float, expected_block_s: Mapping[str, float], now: float) -> bool:
         """Correct the estimate of a hop that may have cost a reply so many seconds per token before it left the route.
 
-        True if it never was measured, and was far slower than was believed.
+        One loss is told again while the reply goes on, and by all replies that it hit: until the hop is measured again,
+        the greatest counts. True if it never was measured, and was far slower than was believed.
         """
         is_new, blocks = hop.peer not in self._block_s, len(hop.span)
-        before_s = self._believed(hop.peer, expected_block_s)
+        believed_s = self._believed(hop.peer, expected_block_s)
+        before_s = self._slowed[hop.peer].before_s if hop.peer in self._slowed else believed_s
         after_s = before_s + _STEP * lost_s / blocks
-        if after_s > _CLEARLY * before_s:
+        if after_s > _CLEARLY * believed_s:
             self._put({hop.peer: before_s}, {hop.peer: after_s}, now)
         return is_new and _is_far_slower(lost_s, before_s * blocks)
 

@@ -135,7 +135,9 @@ def test_a_hop_that_was_left_counts_as_slower_by_what_it_cost() -> None:
     assert speeds.note_lost(hop, 2.0, {"left": 0.01}, 0.0), "it is new"
     assert speeds.block_s(0.0)["left"] == pytest.approx(0.01 + 1.0 / 4)
     assert not speeds.note_lost(hop, 2.0, {"left": 0.01}, 0.0)
+    assert speeds.block_s(0.0)["left"] == pytest.approx(0.01 + 1.0 / 4), "one restart hits many replies"
     assert speeds.to_measure_again(AGAIN_S) == "left"
+    assert speeds.block_s(AGAIN_S, "left")["left"] == pytest.approx(0.01)
     assert not speeds.note_lost(Hop("other", Span(0, 4)), 0.001, {"other": 0.01}, 0.0)
     assert "other" not in speeds.block_s(0.0), "who cost nearly nothing was not measured by it"
 

@@ -271,9 +271,7 @@ def test_a_small_message_says_nothing_of_the_speed() -> None:
 
 
 @pytest.mark.parametrize(("speed", "at_once"), [(100e6, 16), (125e3, 2)])
-def test_what_may_wait_of_a_stream_fits_the_speed_at_which_small_messages_leave(
-    speed: float, at_once: int
-) -> None:
+def test_what_may_wait_of_a_stream_fits_the_speed_at_which_small_messages_leave(speed: float, at_once: int) -> None:
     """The tokens of eight replies left by fours: each message was too small to tell how fast the link is."""
     outbox, size = Outbox(), 8192
     outbox.allow_small_chunks()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import trio
@@ -152,13 +153,44 @@ async def test_a_reply_that_reserves_a_whole_cache_makes_way(autojump_clock: Moc
         await no_leaks(swarm)
 
 
-async def test_this_nodes_owner_makes_way_for_nobody() -> None:
+async def test_this_nodes_owner_makes_way_for_nobody(autojump_clock: MockClock) -> None:
     queue, cut_off = FairQueue(), list[str]()
     async with queue.turn(NODE_OWNER, lambda: 1, 8000) as own, queue.turn("greedy", lambda: 1, 8000) as key:
         own.cut_off, key.cut_off = partial(cut_off.append, "own"), partial(cut_off.append, "key")
-        queue.cut_off_one({"greedy", NODE_OWNER})
-        queue.cut_off_one({"greedy", NODE_OWNER})
+        for _ in range(2):
+            queue.cut_off_one({"greedy", NODE_OWNER})
+            await trio.sleep(fair_queue.CUT_OFF_EVERY_S)
     assert cut_off == ["key"]
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(600, 2), (200, 0)])
+async def test_replies_are_cut_off_one_after_another_whoever_waits(
+    autojump_clock: MockClock, tokens: int, most: int
+) -> None:
+    """Three that waited had three cut off at once; and replies of few tokens fill no hop."""
+    queue, cut_off = FairQueue(), list[float]()
+
+    async def write() -> None:
+        async with queue.turn("agent", lambda: 1, tokens) as turn:
+            turn.read()
+            turn.cut_off = lambda: cut_off.append(trio.current_time())
+            await trio.sleep_forever()
+
+    async def wait() -> None:
+        async with queue.turn("title", lambda: 1, 20) as turn:
+            while True:
+                turn.needs_room()
+                await trio.sleep(0.2)
+
+    with trio.move_on_after(fair_queue.CUT_OFF_AFTER_S + 1.5 * fair_queue.CUT_OFF_EVERY_S):
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(write)
+            await wait_all_tasks_blocked()
+            for _ in range(3):
+                nursery.start_soon(wait)
+    assert len(cut_off) == most
+    assert all(later - earlier >= fair_queue.CUT_OFF_EVERY_S for earlier, later in pairwise(cut_off))
 
 
 async def test_who_has_little_room_begins_replies_though_others_need_more() -> None:
