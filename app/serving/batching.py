@@ -330,7 +330,8 @@ class BatchQueue:
         With `in_shares` no session takes rows that another one with fewer could have.
         """
         if len({(work.peer, work.group) for work in heads}) == 1 and sum(work.rows for work in heads) <= max_rows:
-            return [self._take_rows(work, work.rows) for work in heads]  # nobody else wants a turn: the usual case
+            self._turns.took(Holder(heads[0].home, heads[0].peer), len(heads))  # nobody else wants one: the usual case
+            return [self._take_rows(work, work.rows) for work in heads]
         homes: dict[str, list[QueuedTokens]] = {}
         for work in heads:
             homes.setdefault(work.home, []).append(work)

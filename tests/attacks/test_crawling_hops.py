@@ -453,7 +453,7 @@ async def test_a_hop_that_makes_replies_long_beside_their_tokens_has_few_of_them
         begin = trio.current_time()
         for number in range(4):
             await ask(asker, numbered(40, number), 30)
-        assert trio.current_time() - begin < 12
+        assert trio.current_time() - begin < most_s, "one of them tried it again"
         assert not {"n0", "n1", "n2"} & asker.bans.active(begin).keys()
 
 

@@ -47,7 +47,7 @@ async def test_a_peer_behind_a_relay_comes_from_where_the_relay_is() -> None:
             assert connection.address.host == OF_SOMEBODY_ELSE
             assert victim.source(hidden.peer_id) == victim.source(relay.peer_id) == "127.0.0.1"
             assert network_of(victim.host, hidden.peer_id) is None, "a peer of this machine, not of a public network"
-            counted = {str(ip) for ip in victim.host.admission._connections}
+            counted = {str(ip) for ip, _ in victim.host.admission._connections}
             assert counted == {"127.0.0.1"}, "or somebody else would find its places taken"
 
 
