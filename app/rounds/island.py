@@ -196,6 +196,14 @@ class _History(NamedTuple):
     standing: Standing
 
 
+class _Lead(NamedTuple):
+    """How somebody led since a round of its own counted last, as seen from here."""
+
+    times: int = 0  # in vain
+    since: float = math.inf  # when it began to lead in this round
+    until: float = math.inf  # when it leads
+
+
 class Pace(NamedTuple):
     """How fast an island was in a round, as seen from here."""
 
@@ -294,7 +302,7 @@ class Island:
         self._lists: dict[str, MemberList] = {}  # the latest of each leader, if it names this island, until followed
         self._offered_at: dict[str, float] = {}  # when those came; an exchange has its time from then on
         self._listed: dict[str, int] = {}  # leader -> attempt of its latest list, this island's too
-        self._leads: dict[str, tuple[int, float]] = {}  # leader -> how often it led in vain, until when it leads now
+        self._leads: dict[str, _Lead] = {}
         self._first_list_at: dict[str, float] = {}  # by its leader
         self._tried: set[str] = set()  # members of exchanges of this round in which this island took part
         self._attempts: dict[bytes, ExchangeAttempt] = {}  # by the hash of the list
@@ -635,18 +643,19 @@ class Island:
 
     def _times_in_vain(self, leader: str) -> int:
         """How often somebody led, and no round came of it, since a round of its own counted last."""
-        times, until = self._leads.get(leader, (0, math.inf))
-        return times + (until <= trio.current_time())
+        lead = self._leads.get(leader, _Lead())
+        return lead.times + (lead.until <= trio.current_time())
 
     def _begin_lead(self, leader: str) -> None:
         """Note that somebody leads, if it did not yet: it has the time of two exchanges for all its lists."""
-        until, now = self._leads.get(leader, (0, math.inf))[1], trio.current_time()
-        if until == math.inf or until <= now:
-            self._leads[leader] = self._times_in_vain(leader), now + 2 * (self._exchange_s() + self.timing.lead_s)
+        lead, now = self._leads.get(leader, _Lead()), trio.current_time()
+        if lead.until == math.inf or lead.until <= now:
+            until = now + 2 * (self._exchange_s() + self.timing.lead_s)
+            self._leads[leader] = _Lead(self._times_in_vain(leader), now, until)
 
     def _end_leads(self, entries: Sequence[RoundEntry]) -> None:
         """Note whose round counted, and who led in vain."""
-        self._leads = {peer: (times + (until < math.inf), math.inf) for peer, (times, until) in self._leads.items()}
+        self._leads = {peer: _Lead(lead.times + (lead.until < math.inf)) for peer, lead in self._leads.items()}
         if entries:
             self._leads.pop(entries[-1].list.leader, None)
         while len(self._leads) > MAX_PEERS:
@@ -1675,11 +1684,16 @@ class Island:
         return is_trusted and is_first and self._may_be_followed(members)
 
     def _give_way(self, members: MemberList) -> bool:
-        """Return True if a known list is to be followed rather than this one, whose leader has not led in vain then."""
-        if any(self._comes_before(one, members) for one in self._lists.values()):
-            self._leads[members.leader] = self._leads[members.leader][0], math.inf
-            return True
-        return False
+        """Return True if a known list is to be followed rather than this one.
+
+        Its leader has not led in vain then if both lists came at once: neither could know of the other one.
+        """
+        if not any(self._comes_before(one, members) for one in self._lists.values()):
+            return False
+        lead = self._leads[members.leader]
+        if trio.current_time() - lead.since < self.timing.grace_least_s:
+            self._leads[members.leader] = _Lead(lead.times)
+        return True
 
     def _left_out_of(self, members: MemberList) -> str | None:
         """Somebody who arrived in time for a list and is not in it, though no exchange with it has failed here."""
