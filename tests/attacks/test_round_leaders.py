@@ -90,7 +90,7 @@ async def test_lists_after_the_time_of_their_leader_are_not_the_first_again(
         number, at = honest[0].standing.round, trio.current_time()
         nursery.start_soon(partial(make_lists, swarm, 4, 0.7 * TIMING.exchange_s, follows=False))
         await swarm.until(lambda: all(island.standing.round > number for island in honest), within_s=1000)
-        assert trio.current_time() - at < 3 * (TIMING.exchange_s + TIMING.lead_s)
+        assert trio.current_time() - at < 5 * (TIMING.exchange_s + TIMING.lead_s)  # two of its own, and those of others
         assert all(island._times_in_vain(liar) for island in honest)
         nursery.cancel_scope.cancel()
 
