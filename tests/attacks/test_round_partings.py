@@ -171,7 +171,7 @@ async def test_a_leader_that_does_not_wait_for_slow_islands_has_nobody_with_it(
             return liar._arrived_at.get(fast.name, math.inf) + 31 if leader == liar.peer else math.inf
 
         liar._may_count_at = lambda standing, order: -math.inf  # type: ignore[method-assign]
-        liar._is_late = lambda step_s: False  # type: ignore[method-assign]
+        liar._is_late = lambda: False  # type: ignore[method-assign]
         liar._lead_at = lead_at  # type: ignore[method-assign]
         before = len(slow.log)
         await trio.sleep(600)
