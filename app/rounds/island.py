@@ -131,7 +131,6 @@ _LONGEST_STATELESS = 6  # doublings of that, between the looks of an island that
 _NAMED = 4  # members that a round waits for, in words
 _SAID_TRIES = 4
 _OVERHEADS = 4  # rounds whose overhead counts, among them some in which another island led
-GRACE_SHARE = 4  # late members are waited for a quarter of what a round takes the others, at most
 _PACES = 4  # rounds of whose speed the median tells when the job will be done
 
 
@@ -194,6 +193,14 @@ class _History(NamedTuple):
     peer: str
     entries: list[RoundEntry]
     standing: Standing
+
+
+class _Lead(NamedTuple):
+    """How somebody led since a round of its own counted last, as seen from here."""
+
+    times: int = 0  # in vain
+    since: float = math.inf  # when it began to lead in this round
+    until: float = math.inf  # when it leads
 
 
 class Pace(NamedTuple):
@@ -288,13 +295,12 @@ class Island:
         self._arrived_at: dict[str, float] = {}
         self._complete_at: float | None = None  # when all who are there had arrived in the current round
         self._lags_s: list[float] = []
-        self._usual_s = deque([math.inf], maxlen=2)  # a step of half of the others, in each of the last rounds
         self._own: OwnChange | None = None
         self._tested: OwnChange | None = None  # of the last round, for those who were drawn to test it
         self._lists: dict[str, MemberList] = {}  # the latest of each leader, if it names this island, until followed
         self._offered_at: dict[str, float] = {}  # when those came; an exchange has its time from then on
         self._listed: dict[str, int] = {}  # leader -> attempt of its latest list, this island's too
-        self._leads: dict[str, tuple[int, float]] = {}  # leader -> how often it led in vain, until when it leads now
+        self._leads: dict[str, _Lead] = {}
         self._first_list_at: dict[str, float] = {}  # by its leader
         self._tried: set[str] = set()  # members of exchanges of this round in which this island took part
         self._attempts: dict[bytes, ExchangeAttempt] = {}  # by the hash of the list
@@ -512,7 +518,7 @@ class Island:
             return [self._text.sequence(sequence_at(place, self._text.count, record.seed)) for place in places]
 
         def stop(made: int) -> bool:
-            return self._is_overtaken or (made > 0 and self._is_late((trio.current_time() - began) / made))
+            return self._is_overtaken or (made > 0 and self._is_late())
 
         def made(done: StepFigures) -> None:
             nonlocal steps, tokens
@@ -616,10 +622,9 @@ class Island:
         if first:
             if self._complete_at is None and alive <= arrived:
                 self._complete_at = trio.current_time()
-            most_at = self._time_of(quorum(len(self._met(standing))), arrived)
-            waited_until = most_at + self._grace_s(most_at)
-            if self._complete_at is not None:
-                waited_until = min(waited_until, self._complete_at)
+            half = sorted(self._arrived_at[peer] for peer in arrived)[: -(-len(self._met(standing)) // 2)][-1]
+            grace = grace_s(self._lags_s, least_s=self.timing.grace_least_s, most_s=self.timing.grace_most_s)
+            waited_until = half + grace if self._complete_at is None else min(self._complete_at, half + grace)
             ready_at = max(waited_until, self._arrived_at[self.peer])
         may_at = max(self._may_count_at(standing, order), self._may_found_at())
         ready_at = max(ready_at, may_at)
@@ -635,18 +640,19 @@ class Island:
 
     def _times_in_vain(self, leader: str) -> int:
         """How often somebody led, and no round came of it, since a round of its own counted last."""
-        times, until = self._leads.get(leader, (0, math.inf))
-        return times + (until <= trio.current_time())
+        lead = self._leads.get(leader, _Lead())
+        return lead.times + (lead.until <= trio.current_time())
 
     def _begin_lead(self, leader: str) -> None:
         """Note that somebody leads, if it did not yet: it has the time of two exchanges for all its lists."""
-        until, now = self._leads.get(leader, (0, math.inf))[1], trio.current_time()
-        if until == math.inf or until <= now:
-            self._leads[leader] = self._times_in_vain(leader), now + 2 * (self._exchange_s() + self.timing.lead_s)
+        lead, now = self._leads.get(leader, _Lead()), trio.current_time()
+        if lead.until == math.inf or lead.until <= now:
+            until = now + 2 * (self._exchange_s() + self.timing.lead_s)
+            self._leads[leader] = _Lead(self._times_in_vain(leader), now, until)
 
     def _end_leads(self, entries: Sequence[RoundEntry]) -> None:
         """Note whose round counted, and who led in vain."""
-        self._leads = {peer: (times + (until < math.inf), math.inf) for peer, (times, until) in self._leads.items()}
+        self._leads = {peer: _Lead(lead.times + (lead.until < math.inf)) for peer, lead in self._leads.items()}
         if entries:
             self._leads.pop(entries[-1].list.leader, None)
         while len(self._leads) > MAX_PEERS:
@@ -863,9 +869,9 @@ class Island:
         """Sign the entry of a round that all members ended alike, spread it and take it over.
 
         Steps and number format of the next round follow from the time of the last steps, and from what the exchange
-        since `began` cost with arriving before and settling after it; the number of steps from the wait for late
-        members as well. The one who leads is done before the others: rounds in which this island did not lead, if they
-        were longer, say more, and so does an exchange of this round that was given up for want of time.
+        since `began` cost with arriving before and settling after it. The one who leads is done before the others:
+        rounds in which this island did not lead, if they were longer, say more, and so does an exchange of this round
+        that was given up for want of time.
         """
         record, figures = self.record, self.figures
         # Whoever has the state before this round can go on with the next one; members that are late catch up.
@@ -877,8 +883,7 @@ class Island:
         following = in_line(present, recent=self.recent, missed=self._missed_after(members), lot=lot)
         past_s, step_s = self._past_overheads_s(members), figures.step_s
         overhead_s = max(lasting_overhead_s(self._overhead_since(began), past_s), self._lost_s)
-        cost_s, bounds = overhead_s + self._waited_s(members), {"least": record.least_every, "most": record.most_every}
-        every = next_every(standing.every, step_s, cost_s, **bounds)
+        every = next_every(standing.every, step_s, overhead_s, least=record.least_every, most=record.most_every)
         codec = standing.codec
         if len(members.members) > 1 or self._lost_s:
             codec = next_codec(codec, step_s, overhead_s, least=record.least_every, known=record.codecs)
@@ -889,11 +894,6 @@ class Island:
         for peer in {*standing.members, *self.alive()} - {self.peer}:  # first, so that all settle at the same time
             self._nursery.start_soon(self._say, peer, entry.raw)
         await self._adopt(entry)
-
-    def _waited_s(self, members: MemberList) -> float:
-        """How long the first half of these waited for the last of them to arrive."""
-        arrived = self._arrived_at.keys() & {*members.members}
-        return self._time_of(len(arrived), arrived) - self._time_of(_half(members.members), arrived)
 
     def _overhead_since(self, began: float) -> float:
         """Seconds that the round has cost besides its steps, if its exchange began then.
@@ -1062,9 +1062,9 @@ class Island:
         also if this island leaves or its device fails meanwhile.
         """
         began = trio.current_time()
-        lags = [at - min(self._arrived_at.values()) for at in self._arrived_at.values()]
-        self._lags_s = [*self._lags_s, *lags][-64:] if len(lags) > 1 else []  # unknown after a round alone
-        self._usual_s.append((self._others_done_at() - self.figures.settled_at) / self.standing.every)
+        if len(self._arrived_at) > 1:  # a round alone says nothing of how late others are
+            lags = [at - min(self._arrived_at.values()) for at in self._arrived_at.values()]
+            self._lags_s = [*self._lags_s, *lags][-64:]
         self.figures.paces = self._paces()
         self.standing, self.log, self.recent = standing, entries, took_part(entries)
         self._model.begin_round(standing.round, standing.codec, standing.steps, standing.last_steps)
@@ -1523,37 +1523,15 @@ class Island:
         before = Before({*self.standing.members}, {*self.recent}, {*self.standing.banned})
         return counts(entry, before, self._met(self.standing), gone_on, islands)
 
-    def _time_of(self, count: int, arrived: Iterable[str]) -> float:
-        """When so many of some who arrived had done so, or all of them if they are fewer."""
-        return sorted(self._arrived_at[peer] for peer in arrived)[:count][-1]
-
-    def _grace_s(self, since: float) -> float:
-        """How long late members are waited for after most have arrived.
-
-        Where their lags are known, that is not long beside what a round takes those who have arrived.
-        """
-        least_s, most_s = self.timing.grace_least_s, self.timing.grace_most_s
-        if self._lags_s:
-            most_s = max(least_s, min(most_s, (since - self.figures.settled_at) / GRACE_SHARE))
-        return grace_s(self._lags_s, least_s=least_s, most_s=most_s)
-
-    def _others_done_at(self) -> float:
-        """When half of the others had made all steps of this round; infinity if fewer of them have.
-
-        Those who stopped before are no measure: else all would stop ever sooner.
-        """
-        others, every = self._met(self.standing) - {self.peer}, self.standing.every
-        done = {peer for peer in others & self._arrivals.keys() if self._arrivals[peer].steps == every}
-        return self._time_of(_half(others), done) if done and len(done) >= _half(others) else math.inf
-
-    def _is_late(self, step_s: float) -> bool:
-        """True if another step would end after the grace for late members, less what it takes to arrive.
-
-        The grace begins when half of the others are done, at the latest when they would be by the last rounds.
-        """
-        usual_at = self.figures.settled_at + max(self._usual_s) * self.standing.every
-        half_at = min(self._others_done_at(), usual_at)
-        return trio.current_time() + step_s > half_at + self._grace_s(half_at) / 2
+    def _is_late(self) -> bool:
+        """True if most others have arrived, and the grace for the rest is over."""
+        others = self._met(self.standing) - {self.peer}
+        arrived = sorted(at for peer, at in self._arrived_at.items() if peer in others)
+        if not others or 2 * len(arrived) < len(others):
+            return False
+        since = arrived[max(0, -(-len(others) // 2) - 1)]
+        grace = grace_s(self._lags_s, least_s=self.timing.grace_least_s, most_s=self.timing.grace_most_s)
+        return trio.current_time() - since > grace / 2
 
     def _measure(self, before: Standing, began: float, trained: float) -> None:
         """Note the figures of a round, if it is the one that followed; not of several that were taken over since."""
@@ -1675,11 +1653,16 @@ class Island:
         return is_trusted and is_first and self._may_be_followed(members)
 
     def _give_way(self, members: MemberList) -> bool:
-        """Return True if a known list is to be followed rather than this one, whose leader has not led in vain then."""
-        if any(self._comes_before(one, members) for one in self._lists.values()):
-            self._leads[members.leader] = self._leads[members.leader][0], math.inf
-            return True
-        return False
+        """Return True if a known list is to be followed rather than this one.
+
+        Its leader has not led in vain then if both lists came at once: neither could know of the other one.
+        """
+        if not any(self._comes_before(one, members) for one in self._lists.values()):
+            return False
+        lead = self._leads[members.leader]
+        if trio.current_time() - lead.since < self.timing.grace_least_s:
+            self._leads[members.leader] = _Lead(lead.times)
+        return True
 
     def _left_out_of(self, members: MemberList) -> str | None:
         """Somebody who arrived in time for a list and is not in it, though no exchange with it has failed here."""
@@ -1800,11 +1783,6 @@ def committed_traces(traces: StepTraces) -> tuple[list[bytes], bytes]:
 
 def _is_within(share: range | None, first: int, count: int) -> bool:
     return share is not None and share.start <= first < first + count <= share.stop
-
-
-def _half(peers: Collection[str]) -> int:
-    """How many are half of some peers, or the larger half."""
-    return -(-len(peers) // 2)
 
 
 def _domain(raw: bytes) -> str:

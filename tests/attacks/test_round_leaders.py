@@ -18,10 +18,11 @@ from tests.app.swarms import identity
 NOW_MS = 1_800_000_000_000
 
 
-async def make_lists(swarm: IslandSwarm, number: int, every_s: float) -> None:
-    """Let an island arrive and follow others as it should, and make lists all the time whose exchanges come to nothing.
+async def make_lists(swarm: IslandSwarm, number: int, every_s: float, *, follows: bool = True) -> None:
+    """Let an island arrive as it should, and make lists all the time whose exchanges come to nothing.
 
-    Others ask it in vain for what it merges, and each list replaces the one before in time.
+    Others ask it in vain for what it merges, and each list replaces the one before in time. If it `follows` no others
+    while it makes lists, theirs come to nothing as well.
     """
     node = swarm.nodes[number]
     island, attempts = node.island, dict[int, int]()
@@ -31,6 +32,11 @@ async def make_lists(swarm: IslandSwarm, number: int, every_s: float) -> None:
         return 1
 
     island._lead = lead  # type: ignore[method-assign, assignment]
+    if not follows:
+        note, most = island._note_list, MAX_ATTEMPTS // 4
+        island._note_list = (  # type: ignore[method-assign]
+            lambda members: note(members) if attempts.get(members.round, 0) > most else b""
+        )
     while True:
         arrivals = [one for one in island._arrivals.values() if one.peer in island.standing.members]
         if island._own is not None and len(arrivals) > 1:
@@ -68,6 +74,24 @@ async def test_lists_that_replace_one_another_stop_a_round_for_a_limited_time(
         limit = 3 * (TIMING.exchange_s + TIMING.lead_s)  # of who leads, and of the exchange that begins last
         assert max(took) < limit, took
         assert sum(took) < 2 * limit * len(liars), took  # once, and not in every round that it could lead
+        nursery.cancel_scope.cancel()
+
+
+async def test_lists_after_the_time_of_their_leader_are_not_the_first_again(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    """Each list of the others gave it another such time, so that it stopped a round for many minutes."""
+    async with open_islands(tmp_path, 0, 1, 2, 3, 4, **ONE_STEP) as swarm, trio.open_nursery() as nursery:
+        honest = [swarm.nodes[number].island for number in range(4)]
+        liar = swarm.nodes[4].name
+        await swarm.until(lambda: len(honest[0].recent) == 5)
+        first = partial(lambda island: island._leaders(island.standing.members)[0] == liar, honest[0])
+        await swarm.until(first)
+        number, at = honest[0].standing.round, trio.current_time()
+        nursery.start_soon(partial(make_lists, swarm, 4, 0.7 * TIMING.exchange_s, follows=False))
+        await swarm.until(lambda: all(island.standing.round > number for island in honest), within_s=1000)
+        assert trio.current_time() - at < 5 * (TIMING.exchange_s + TIMING.lead_s)  # two of its own, and those of others
+        assert all(island._times_in_vain(liar) for island in honest)
         nursery.cancel_scope.cancel()
 
 

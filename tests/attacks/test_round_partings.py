@@ -70,14 +70,14 @@ async def test_who_leads_with_one_island_after_the_other_does_not_part_them(
         honest = [swarm.nodes[number].island for number in range(3)]
         await swarm.until(lambda: all(len(island.recent) == 4 for island in honest))
         lead_in_turn(swarm, gives)
-        before, most = honest[0].standing.round, 0
-        end = trio.current_time() + 120
-        while trio.current_time() < end:
+        # How often it stops a round before all know it depends on who leads then; most rounds take a second and a half.
+        rounds, most, end = honest[0].standing.round + 40, 0, trio.current_time() + 240
+        while honest[0].standing.round < rounds:
+            assert trio.current_time() < end, swarm.words()
             await trio.sleep(1)
             common = honest[0]._heads & honest[1]._heads & honest[2]._heads
             most = max(most, *(len(island._heads - common) for island in honest))
         assert most <= 2, swarm.words()
-        assert honest[0].standing.round > before + 30
 
 
 @pytest.mark.soak
@@ -171,7 +171,7 @@ async def test_a_leader_that_does_not_wait_for_slow_islands_has_nobody_with_it(
             return liar._arrived_at.get(fast.name, math.inf) + 31 if leader == liar.peer else math.inf
 
         liar._may_count_at = lambda standing, order: -math.inf  # type: ignore[method-assign]
-        liar._is_late = lambda step_s: False  # type: ignore[method-assign]
+        liar._is_late = lambda: False  # type: ignore[method-assign]
         liar._lead_at = lead_at  # type: ignore[method-assign]
         before = len(slow.log)
         await trio.sleep(600)

@@ -11,7 +11,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from app.rounds.island import Island, RoundTiming
+from app.rounds.island import RoundTiming
 from tests.app.rounds.island_swarm import IslandSwarm, members_of, open_islands
 from tests.app.rounds.test_slow_exchange import bounds
 
@@ -121,30 +121,3 @@ def freeze_once(swarm: IslandSwarm, clock: MockClock, moment: str) -> trio.Event
         }[moment]
         setattr(owner, name, freezing(getattr(owner, name)))
     return frozen
-
-
-async def test_a_far_slower_second_island_costs_the_first_one_little(tmp_path: Path, patient_clock: MockClock) -> None:
-    """It waited for half a minute in rounds of five seconds."""
-    async with open_islands(tmp_path, timing=RoundTiming(), **bounds(10)) as swarm:
-        fast, slow = swarm.add(0, step_s=0.5).island, swarm.add(1, step_s=10.0).island
-        await joint_rounds(swarm, 6)
-        steps, began = fast.figures.steps, trio.current_time()
-        await joint_rounds(swarm, 6)
-        assert (fast.figures.steps - steps) * 0.5 > 0.6 * (trio.current_time() - began)
-        assert counted_share(fast, slow) > 0.8
-
-
-async def test_what_a_slow_island_makes_among_fast_ones_counts(tmp_path: Path, patient_clock: MockClock) -> None:
-    """It ends its steps in time, and not with one that ends after the others have made the round without it."""
-    async with open_islands(tmp_path, timing=RoundTiming(), **{**bounds(20), "most_every": 20}) as swarm:
-        first, *_ = (swarm.add(number, step_s=1.0).island for number in (0, 1))
-        slow = swarm.add(2, step_s=6.0).island
-        await swarm.until(lambda: first.standing.round >= 8, within_s=6000)
-        assert counted_share(first, slow) > 0.7
-        assert {one.steps for entry in first.log for one in entry.list.arrivals if one.peer != slow.peer} == {20}
-
-
-def counted_share(watch: Island, island: Island) -> float:
-    """The share of an island's tokens that counts in the rounds of a log."""
-    arrivals = (one for entry in watch.log for one in entry.list.arrivals if one.peer == island.peer)
-    return sum(one.tokens for one in arrivals) / island.figures.tokens
