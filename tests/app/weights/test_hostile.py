@@ -83,7 +83,7 @@ async def test_silent_holders_of_one_machine_do_not_hold_up_those_of_others(
         peer = here.peer("newcomer")
         begun = trio.current_time()
         await peer.fetching.fetch(["block.0", "block.1"])
-        assert trio.current_time() - begun < asking.CHUNK_S
+        assert trio.current_time() - begun < 2 * asking.CHUNK_S, "one turn at most goes to them first"
         assert set(peer.fetching.progress.from_peers) == {"seed"}
 
 
