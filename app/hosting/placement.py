@@ -9,8 +9,9 @@ serves, and only a hole justifies leaving a block to a single home. A move inter
 that serves a block alone moves only to blocks on its disk, and downloads them before.
 
 The members of one home count as one, since one machine can claim to be many: else these could send the real hosts of a
-block away, or keep them waiting. Only a block with two members of one home is not called a lone one: where a swarm has
-few homes, nodes would go round in circles for it.
+block away. Only a block with two members of one home is not called a lone one: where a swarm has few homes, nodes would
+go round in circles for it. In the queue of those that could make a move, members count one by one, so that all nodes
+see the same queue, and no home has more than `OF_HOME` places.
 
 `app.swarm.coverage` sums the announcements up; `app.hosting.block_host` waits and moves.
 """
@@ -426,8 +427,8 @@ def _rank(me: Candidate, others: Sequence[Announcement], n_blocks: int, block: i
     def is_able(member: Announcement) -> bool:
         """True if a window over the block has all that this member alone serves."""
         assert member.span is not None
-        first, last = bisect_left(lone, member.span.start), bisect_left(lone, member.span.stop)
-        needed = (block, *lone[first:last][:1], *lone[first:last][-1:])
+        own_alone = lone[bisect_left(lone, member.span.start) : bisect_left(lone, member.span.stop)]
+        needed = (block, *own_alone[:1], *own_alone[-1:])
         return max(needed) - min(needed) < len(member.span)
 
     mine = precedence(own)
